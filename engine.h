@@ -1,0 +1,360 @@
+/* engine.h: the vocabulary of tide.
+ *
+ * Everything that goes through a model is a list of rows: (session, position, token). A prefill chunk, one decode step and
+ * a block of drafted tokens are all just rows, so one forward() serves them all, and a row's result never depends on
+ * which other rows share the pass.
+ *
+ *     Checkpoint   the published files, mapped          (read-only, as long as the process)
+ *     Config       what config.json says                (read-only)
+ *     Weights      every tensor, bound once and checked (pointers into the checkpoint)
+ *     Cache        the key/value history of every session slot
+ *     State        activations of the pass in flight    (overwritten by each pass)
+ *     Backend      the operations that work on them, in C (engine.c) or CUDA
+ *     Session      one conversation or prompt: its ids and how far the cache has them
+ *
+ * Conventions. Library functions return false and fill an Error with one line; only main() prints it and exits. Shapes in
+ * comments are row-major, outermost first. "rows" counts rows of the pass, "dim" a vector's length. Arrays marked
+ * "stb_ds" are grown with arrput() and freed with arrfree() from <stb/stb_ds.h>.
+ */
+#ifndef TIDE_ENGINE_H
+#define TIDE_ENGINE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Errors
+ */
+
+typedef struct Error {
+    char text[1024];            /* one line, no newline: what failed, where, what was found, what was wanted */
+} Error;
+
+/* Formats the message and returns false, so that callers can write `return fail(error, ...)`. Control characters in the
+ * arguments are replaced, since names inside a checkpoint are untrusted and the message goes to a terminal. */
+bool fail(Error *error, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* Allocation that ends the program with one line when memory is exhausted or the decode loop may not allocate. */
+void *allocate_zeroed(size_t count, size_t size);
+
+/* Reads a whole file; the buffer has a NUL after its last byte. Refuses files larger than `limit` bytes.
+ * The caller frees *data. */
+bool read_file(const char *path, size_t limit, char **data, size_t *length, Error *error);
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Checkpoints: safetensors files as published (header: u64 length, JSON {name: {dtype, shape, data_offsets}}, data)
+ */
+
+typedef enum DType {
+    DTYPE_UNKNOWN, DTYPE_BOOL, DTYPE_U8, DTYPE_I8, DTYPE_U16, DTYPE_I16, DTYPE_U32, DTYPE_I32, DTYPE_U64, DTYPE_I64,
+    DTYPE_F8_E4M3, DTYPE_F8_E5M2, DTYPE_F8_E8M0, DTYPE_F16, DTYPE_BF16, DTYPE_F32, DTYPE_F64, DTYPE_COUNT
+} DType;
+
+enum { TENSOR_MAX_RANK = 8 };
+
+typedef struct Tensor {
+    char *name;
+    char dtype_name[16];        /* as the file spells it, also when tide does not know it */
+    DType dtype;
+    int rank;
+    int64_t shape[TENSOR_MAX_RANK];
+    const uint8_t *data;        /* inside the mapping; any alignment */
+    size_t size;                /* bytes */
+    int file;                   /* index into Checkpoint.files */
+} Tensor;
+
+typedef struct MappedFile {
+    char *path;
+    const uint8_t *data;
+    size_t size;
+} MappedFile;
+
+typedef struct Checkpoint {
+    char *directory;
+    MappedFile *files;                              /* stb_ds [files] */
+    Tensor *tensors;                                /* stb_ds [tensors], in file order */
+    struct { char *key; int value; } *index;        /* stb_ds string map: tensor name -> position in tensors */
+} Checkpoint;
+
+/* Maps every shard that model.safetensors.index.json names, or the only *.safetensors file of the directory when there is
+ * no index. Checks every header, offset, overlap and index entry; reads no weight. */
+bool checkpoint_open(Checkpoint *checkpoint, const char *directory, Error *error);
+void checkpoint_close(Checkpoint *checkpoint);
+
+/* The tensor of that name, or NULL. */
+const Tensor *checkpoint_find(const Checkpoint *checkpoint, const char *name);
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Config: the Hugging Face keys, one family at a time
+ */
+
+typedef enum Family { FAMILY_QWEN3, FAMILY_GLM_MOE_DSA, FAMILY_DEEPSEEK_V32 } Family;
+
+typedef struct RopeConfig {
+    double rope_theta;
+    bool yarn;                                      /* rope_type "yarn"; otherwise plain */
+    double factor, beta_fast, beta_slow;            /* yarn only, and the next two lines */
+    double mscale, mscale_all_dim, attention_factor;/* 0 where the file does not say */
+    int original_max_position_embeddings;
+} RopeConfig;
+
+typedef struct Config {
+    Family family;
+    const char *model_type;                         /* the family's name, static */
+    int vocab_size, hidden_size, intermediate_size, num_hidden_layers, max_position_embeddings;
+    int num_attention_heads, num_key_value_heads, head_dim;     /* the last two: qwen3 only */
+    bool tie_word_embeddings;
+    float rms_norm_eps;
+    RopeConfig rope;
+    /* multi-head latent attention: glm_moe_dsa, deepseek_v32 */
+    int q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim;
+    float latent_norm_eps;                          /* of q_a_layernorm and kv_a_layernorm; spec 1.3 item 3 */
+    /* lightning indexer */
+    int index_n_heads, index_head_dim, index_topk;
+    bool indexer_rope_interleave;                   /* pairs (2i, 2i+1) if true, (i, i + d/2) if false */
+    bool *indexer_full;                             /* [num_hidden_layers] false: reuse the nearest earlier full layer's picks */
+    /* mixture of experts */
+    int n_routed_experts, num_experts_per_tok, n_shared_experts, moe_intermediate_size, n_group, topk_group;
+    float routed_scaling_factor;
+    bool norm_topk_prob;
+    bool *mlp_sparse;                               /* [num_hidden_layers] true: experts, false: one dense MLP */
+    /* generation_config.json, where there is one */
+    int eos_token_id[16], n_eos;
+    float temperature, top_p, min_p, repetition_penalty;        /* transformers' defaults where the file does not say */
+    int top_k;
+} Config;
+
+/* Reads DIR/config.json and DIR/generation_config.json (optional). Refuses what tide does not implement, by name. */
+bool config_read(Config *config, const char *directory, Error *error);
+void config_free(Config *config);
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Weights: typed fields bound once; data stays in its stored format
+ */
+
+typedef struct Matrix {         /* y = W x; row r, column c of W is data[r * cols + c] times its block's scale */
+    const uint8_t *data;        /* [rows, cols] of dtype, any alignment */
+    const float *scale;         /* [ceil(whole rows / 128), scale_cols] f32, or NULL */
+    DType dtype;                /* F32, F16, BF16 or F8_E4M3 */
+    int rows, cols;
+    int scale_cols;             /* ceil(cols / 128) */
+    int first_row;              /* of this view inside the stored tensor: scale blocks count from the tensor's row 0 */
+} Matrix;
+
+typedef struct LayerWeights {
+    const float *input_layernorm, *post_attention_layernorm;    /* [hidden_size] f32 */
+    /* qwen3 */
+    Matrix q_proj, k_proj, v_proj;                  /* [heads * head_dim, hidden], [kv_heads * head_dim, hidden] twice */
+    const float *q_norm, *k_norm;                   /* [head_dim] f32 */
+    /* multi-head latent attention */
+    Matrix q_a_proj;                                /* [q_lora_rank, hidden] */
+    const float *q_a_layernorm;                     /* [q_lora_rank] f32 */
+    Matrix q_b_proj;                                /* [heads * (nope + rope), q_lora_rank] */
+    Matrix kv_a_proj;                               /* [kv_lora_rank + rope, hidden], "kv_a_proj_with_mqa" */
+    const float *kv_a_layernorm;                    /* [kv_lora_rank] f32 */
+    Matrix kv_b_proj;                               /* [heads * (nope + v_head_dim), kv_lora_rank] */
+    /* indexer, full layers only */
+    Matrix indexer_wq_b;                            /* [index_n_heads * index_head_dim, q_lora_rank] */
+    Matrix indexer_wk;                              /* [index_head_dim, hidden] */
+    Matrix indexer_weights_proj;                    /* [index_n_heads, hidden] */
+    const float *indexer_k_norm, *indexer_k_norm_bias;          /* [index_head_dim] f32 */
+    Matrix o_proj;                                  /* [hidden, heads * head_dim or heads * v_head_dim] */
+    /* feed-forward: gate/up/down of the dense MLP, or of the shared expert in a sparse layer */
+    Matrix gate_proj, up_proj, down_proj;           /* [inter, hidden] twice, [hidden, inter]; rows 0 where absent */
+    Matrix router;                                  /* [n_routed_experts, hidden], "mlp.gate" */
+    const float *e_score_correction_bias;           /* [n_routed_experts] f32 */
+    Matrix *expert_gate, *expert_up, *expert_down;  /* [n_routed_experts] of [moe_inter, hidden] twice, [hidden, moe_inter] */
+} LayerWeights;
+
+typedef struct Weights {
+    Matrix embed_tokens;                            /* [vocab_size, hidden] */
+    LayerWeights *layers;                           /* [num_hidden_layers] */
+    const float *norm;                              /* [hidden] f32 */
+    Matrix lm_head;                                 /* [vocab_size, hidden]; embed_tokens again when tied */
+    float **owned;                                  /* stb_ds: the small vectors and scales that were widened to f32 */
+    size_t parameters, bytes;                       /* of the bound tensors, as stored */
+} Weights;
+
+/* Binds every tensor the family needs after checking dtype, rank and each dimension. */
+bool weights_bind(Weights *weights, const Checkpoint *checkpoint, const Config *config, Error *error);
+void weights_free(Weights *weights, const Config *config);
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Rows and the cache
+ */
+
+typedef struct Row {
+    int session;                /* slot, 0 .. Cache.sessions - 1 */
+    int position;               /* 0-based place in the session */
+    int token;
+} Row;
+
+typedef enum KvDtype { KV_F32, KV_BF16, KV_F8 } KvDtype;
+
+/* How one cached vector lies in memory. `quantised` values come first: f32 or bf16 as they are, or e4m3 followed by one f32
+ * scale per `group` values. `plain` values follow: f32 in an f32 cache, bf16 otherwise (they carry the rope part, which
+ * e4m3 would blur). With 512 + 64 and groups of 128 the fp8 row is the 656 bytes of FlashMLA: 512 + 4 * 4 + 64 * 2. */
+typedef struct RowFormat {
+    KvDtype dtype;
+    int quantised, plain, group;
+    size_t stride;              /* bytes from one row to the next */
+} RowFormat;
+
+RowFormat row_format(KvDtype dtype, int quantised, int plain, int group);
+
+typedef struct Cache {
+    int sessions, context;      /* slots, and rows each may hold */
+    RowFormat format;           /* of kv: MLA latent | rope key, or qwen3's keys | values */
+    RowFormat index_format;     /* of index keys */
+    uint8_t **kv;               /* [layers] -> [sessions * context] rows; row id = session * context + position */
+    uint8_t **index_keys;       /* [layers] -> the same row ids; NULL in layers without an indexer */
+    size_t bytes;               /* planned in all */
+} Cache;
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Backend: the operations, at the level a paper would name them
+ *
+ * x and y are f32 activations, [rows, dim], rows at the stride given where one is given. Every operation computes row r from
+ * row r's inputs alone and sums in an order fixed by the shapes, never by the number of rows or threads.
+ */
+
+typedef struct Selection {      /* which cached rows each row of the pass attends to */
+    int *ids;                   /* [rows, capacity] row ids, ascending positions */
+    int *count;                 /* [rows] */
+    int capacity;               /* min(index_topk, context) */
+} Selection;
+
+typedef struct Backend {
+    const char *name;
+
+    /* y[r] = row tokens[r] of the embedding. */
+    void (*embed)(float *y, const Matrix *embedding, const Row *rows, int n_rows);
+
+    /* y = weight * x / sqrt(mean(x^2) + eps) over each of `n` vectors of `dim`. y may be x. */
+    void (*rms_norm)(float *y, const float *x, const float *weight, int n, int dim, float eps);
+
+    /* y = (x - mean) / sqrt(variance + eps) * weight + bias. y may be x. */
+    void (*layer_norm)(float *y, const float *x, const float *weight, const float *bias, int n, int dim, float eps);
+
+    /* y[r, o] = sum_i W[o, i] x[r, i]: the reduction runs over i in blocks of fixed size. */
+    void (*linear)(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w);
+
+    /* y[r, i] = sum_o W[o, i] x[r, o]: the same matrix from its other side (absorbs W_UK into the query, spec 1.4). */
+    void (*linear_transposed)(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w);
+
+    /* Rotates `dim` values of `heads` vectors per row, starting `offset` values into each vector of `head_stride`.
+     * cosine, sine: [rows, dim / 2] for the row's position. interleaved: pairs (2i, 2i+1), else (i, i + dim/2). */
+    void (*rope)(float *x, int n_rows, int heads, int head_stride, int offset, int dim, bool interleaved,
+                 const float *cosine, const float *sine);
+
+    /* Writes x[r] into cached row ids[r]: `quantised` values from a, `plain` values from b. */
+    void (*store_rows)(uint8_t *base, const RowFormat *format, const int *ids, int n_rows,
+                       const float *a, size_t a_stride, const float *b, size_t b_stride);
+
+    /* Lightning indexer (DeepSeek-V3.2 eq. 1): score[s] = sum_h w[h] relu(q[h] . key[s] * index_head_dim^-0.5), then the
+     * top min(index_topk, position + 1) positions; equal scores: the lower position. Scores for NULL scratch are not kept. */
+    void (*index_select)(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
+                         const RowFormat *format, int heads, int head_dim, const Row *rows, int n_rows, int context,
+                         float *thread_scratch, size_t scratch_stride);
+
+    /* Latent attention over each row's own selection. q: [rows, heads, lora + rope]; z: [rows, heads, lora] is the
+     * softmax-weighted sum of the selected latents. */
+    void (*sparse_attention)(float *z, const float *q, const uint8_t *kv, const RowFormat *format, const Selection *selection,
+                             int n_rows, int heads, float scale);
+
+    /* Grouped-query attention over all positions up to the row's own. q, y: [rows, heads, head_dim]. */
+    void (*dense_attention)(float *y, const float *q, const uint8_t *kv, const RowFormat *format, const Row *rows, int n_rows,
+                            int context, int heads, int kv_heads, int head_dim, float scale);
+
+    /* y = silu(gate) * up, elementwise. y may be gate. */
+    void (*swiglu)(float *y, const float *gate, const float *up, size_t n);
+
+    /* y += x, elementwise. */
+    void (*add)(float *y, const float *x, size_t n);
+
+    /* Sigmoid router with group limit (spec 1.3, 2). logits: [rows, experts]; picks, weights: [rows, per_token]. */
+    void (*route)(int *picks, float *weights, const float *logits, const float *bias, int n_rows, const Config *config);
+
+    /* y[r] += sum over r's picks of weight * down(silu(gate x) * up x), experts in ascending order.
+     * scratch: see moe_scratch_floats(). */
+    void (*experts)(float *y, const float *x, const int *picks, const float *weights, int n_rows,
+                    const LayerWeights *layer, const Config *config, float *scratch);
+
+    /* The first row that holds a NaN or an infinity, or -1. */
+    int (*first_not_finite)(const float *x, int n_rows, int dim);
+} Backend;
+
+extern const Backend c_backend;
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Tokenizer (tokenizer.c)
+ */
+
+typedef struct Tokenizer Tokenizer;
+
+/* Loads DIR/tokenizer.json and, where present, DIR/tokenizer_config.json. NULL and an error when the file is malformed or
+ * asks for something other than byte-level BPE. */
+Tokenizer *tokenizer_open(const char *directory, Error *error);
+void tokenizer_close(Tokenizer *tokenizer);
+
+/* Appends the ids of text[0..length) to *ids (stb_ds). Any bytes are accepted. match_added: whether added tokens (control
+ * tokens among them) that occur in the text become their ids; text typed by a user must say false. */
+bool tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t length, bool match_added, int **ids, Error *error);
+
+/* The bytes a token stands for (an added token: its own text); NULL for an id that names no token. Not NUL-terminated. */
+const char *tokenizer_bytes(const Tokenizer *tokenizer, int id, size_t *length);
+
+/* The id of an added or vocabulary token by its text, or -1. */
+int tokenizer_find(const Tokenizer *tokenizer, const char *text);
+
+/* Whether the id is a control token (added_tokens entry with "special": true). */
+bool tokenizer_is_control(const Tokenizer *tokenizer, int id);
+
+/* One past the largest id. */
+int tokenizer_size(const Tokenizer *tokenizer);
+
+/* Streaming: a token may end inside a character. Appends to *text (stb_ds) what is complete after adding bytes[0..length):
+ * incomplete trailing UTF-8 stays in the stream until the next call; bytes that can never become UTF-8 pass through as they
+ * are. utf8_flush appends what is left. */
+typedef struct Utf8Stream {
+    char pending[4];
+    int n_pending;
+} Utf8Stream;
+void utf8_push(Utf8Stream *stream, const char *bytes, size_t length, char **text);
+void utf8_flush(Utf8Stream *stream, char **text);
+
+/* Chat formats, chosen from the control tokens the tokenizer has. A prompt is built as ids and as the text they stand for. */
+typedef struct Message {
+    const char *role;           /* "system", "user" or "assistant" */
+    const char *content;
+    size_t content_length;      /* content may hold NUL bytes */
+} Message;
+
+typedef struct Prompt {
+    char *text;                 /* stb_ds, not NUL-terminated */
+    int *ids;                   /* stb_ds */
+} Prompt;
+void prompt_free(Prompt *prompt);
+
+/* The whole conversation, as the checkpoint's own template renders it. An error when the tokenizer has no chat format that
+ * tide knows, or a role is unknown. */
+bool chat_render(const Tokenizer *tokenizer, const Message *messages, int n_messages, bool add_generation_prompt, bool thinking,
+                 Prompt *prompt, Error *error);
+
+/* The next user turn after an answer, to be appended to the ids that exist: closes the answer where the last id (-1: none)
+ * is not already the end-of-turn token, renders the user message and opens the assistant's turn. */
+bool chat_render_next(const Tokenizer *tokenizer, int last_id, const char *content, size_t length, bool thinking,
+                      Prompt *prompt, Error *error);
+
+/* The ids that go in front of plain text (bos, or [gMASK]<sop>), appended to *ids (stb_ds). */
+void tokenizer_prefix(const Tokenizer *tokenizer, int **ids);
+
+/* Whether this id ends an assistant's turn in the chat format (besides generation_config's eos ids). */
+bool chat_ends_turn(const Tokenizer *tokenizer, int id);
+
+/* "<think>" and "</think>" ids, -1 where the tokenizer has none. */
+int chat_think_open(const Tokenizer *tokenizer);
+int chat_think_close(const Tokenizer *tokenizer);
+
+#endif
