@@ -209,7 +209,8 @@ typedef struct Cache {
     RowFormat index_format;     /* of index keys */
     uint8_t **kv;               /* [layers] -> [sessions * context] rows; row id = session * context + position */
     uint8_t **index_keys;       /* [layers] -> the same row ids; NULL in layers without an indexer */
-    size_t bytes;               /* planned in all */
+    uint8_t *block;             /* all of it */
+    size_t bytes;               /* planned */
 } Cache;
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -232,7 +233,7 @@ typedef struct Backend {
     void (*embed)(float *y, const Matrix *embedding, const Row *rows, int n_rows);
 
     /* y = weight * x / sqrt(mean(x^2) + eps) over each of `n` vectors of `dim`. y may be x. */
-    void (*rms_norm)(float *y, const float *x, const float *weight, int n, int dim, float eps);
+    void (*rms_norm)(float *y, size_t y_stride, const float *x, size_t x_stride, const float *weight, int n, int dim, float eps);
 
     /* y = (x - mean) / sqrt(variance + eps) * weight + bias. y may be x. */
     void (*layer_norm)(float *y, const float *x, const float *weight, const float *bias, int n, int dim, float eps);
@@ -240,28 +241,33 @@ typedef struct Backend {
     /* y[r, o] = sum_i W[o, i] x[r, i]: the reduction runs over i in blocks of fixed size. */
     void (*linear)(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w);
 
-    /* y[r, i] = sum_o W[o, i] x[r, o]: the same matrix from its other side (absorbs W_UK into the query, spec 1.4). */
-    void (*linear_transposed)(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w);
-
     /* Rotates `dim` values of `heads` vectors per row, starting `offset` values into each vector of `head_stride`.
      * cosine, sine: [rows, dim / 2] for the row's position. interleaved: pairs (2i, 2i+1), else (i, i + dim/2). */
     void (*rope)(float *x, int n_rows, int heads, int head_stride, int offset, int dim, bool interleaved,
                  const float *cosine, const float *sine);
 
-    /* Writes x[r] into cached row ids[r]: `quantised` values from a, `plain` values from b. */
+    /* Writes cached row ids[r]: `quantised` values from a[r], `plain` values from b[r]. */
     void (*store_rows)(uint8_t *base, const RowFormat *format, const int *ids, int n_rows,
                        const float *a, size_t a_stride, const float *b, size_t b_stride);
 
-    /* Lightning indexer (DeepSeek-V3.2 eq. 1): score[s] = sum_h w[h] relu(q[h] . key[s] * index_head_dim^-0.5), then the
-     * top min(index_topk, position + 1) positions; equal scores: the lower position. Scores for NULL scratch are not kept. */
+    /* Lightning indexer (DeepSeek-V3.2 eq. 1): score[s] = sum_h w[h] relu(q[h] . key[s] * head_dim^-0.5), then the top
+     * min(capacity, position + 1) positions; equal scores: the lower position. q: [rows, heads, head_dim]; head_weights:
+     * [rows, heads]; scratch: [scratch_rows, context], so that many rows are scored at a time. */
     void (*index_select)(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
                          const RowFormat *format, int heads, int head_dim, const Row *rows, int n_rows, int context,
-                         float *thread_scratch, size_t scratch_stride);
+                         float *scratch, int scratch_rows);
+
+    /* q_latent[r, h] = W_UK[h]^T q_nope[r, h] | q_rope[r, h]: the query in the space of cached rows (spec 1.4).
+     * q: [rows, heads, nope + rope]; q_latent: [rows, heads, kv_lora_rank + rope]; kv_b: kv_b_proj. */
+    void (*absorb_query)(float *q_latent, const float *q, int n_rows, const Matrix *kv_b, const Config *config);
 
     /* Latent attention over each row's own selection. q: [rows, heads, lora + rope]; z: [rows, heads, lora] is the
      * softmax-weighted sum of the selected latents. */
     void (*sparse_attention)(float *z, const float *q, const uint8_t *kv, const RowFormat *format, const Selection *selection,
                              int n_rows, int heads, float scale);
+
+    /* y[r, h] = W_UV[h] z[r, h]: out of the latent space again. z: [rows, heads, kv_lora_rank]; y: [rows, heads, v_head_dim]. */
+    void (*expand_value)(float *y, const float *z, int n_rows, const Matrix *kv_b, const Config *config);
 
     /* Grouped-query attention over all positions up to the row's own. q, y: [rows, heads, head_dim]. */
     void (*dense_attention)(float *y, const float *q, const uint8_t *kv, const RowFormat *format, const Row *rows, int n_rows,
@@ -277,7 +283,7 @@ typedef struct Backend {
     void (*route)(int *picks, float *weights, const float *logits, const float *bias, int n_rows, const Config *config);
 
     /* y[r] += sum over r's picks of weight * down(silu(gate x) * up x), experts in ascending order.
-     * scratch: see moe_scratch_floats(). */
+     * scratch: [rows, 2 * (hidden_size + moe_intermediate_size)]. */
     void (*experts)(float *y, const float *x, const int *picks, const float *weights, int n_rows,
                     const LayerWeights *layer, const Config *config, float *scratch);
 
@@ -288,6 +294,80 @@ typedef struct Backend {
 extern const Backend c_backend;
 
 /* ---------------------------------------------------------------------------------------------------------------------
+ * Engine: a loaded model with its cache and the activations of one pass
+ */
+
+typedef struct State {          /* [rows] stands for max_rows; everything lies in one block, planned before a weight is read */
+    int max_rows;               /* of one pass */
+    int logit_rows;             /* of one head() call */
+    float *hidden;              /* [rows, hidden_size] f32, the residual stream */
+    float *normed;              /* [rows, hidden_size] f32, a layer's input; after forward(): the final norm's output */
+    float *branch;              /* [rows, hidden_size] f32, what a sublayer adds to the residual stream */
+    float *q_latent_rank;       /* [rows, q_lora_rank] f32 */
+    float *q;                   /* [rows, heads * query width] f32 */
+    float *kv;                  /* [rows, kv_lora_rank + rope] f32; qwen3: [rows, kv_heads * head_dim] keys, then as many values */
+    float *q_latent, *z;        /* [rows, heads, kv_lora_rank + rope], [rows, heads, kv_lora_rank] f32 */
+    float *attended;            /* [rows, heads * value width] f32 */
+    float *index_q, *index_k;   /* [rows, index_n_heads * index_head_dim], [rows, index_head_dim] f32 */
+    float *index_weights;       /* [rows, index_n_heads] f32 */
+    float *index_scratch;       /* [scratch_rows, context] f32 */
+    int scratch_rows;
+    float *gate, *up;           /* [rows, widest inner size] f32 */
+    float *router_logits;       /* [rows, n_routed_experts] f32 */
+    int *expert_picks;          /* [rows, num_experts_per_tok] */
+    float *expert_weights;      /* [rows, num_experts_per_tok] f32 */
+    float *expert_scratch;      /* [rows, 2 * (hidden_size + moe_intermediate_size)] f32 */
+    float *cosine, *sine;       /* [rows, rope dim / 2] f32 */
+    float *inverse_frequency;   /* [rope dim / 2] f32 */
+    int *row_ids;               /* [rows] */
+    Selection selection;        /* of the nearest full layer at or before the current one */
+    float *logits;              /* [logit_rows, vocab_size] f32 */
+    uint8_t *block;
+    size_t bytes;
+} State;
+
+/* What eval --dump and the drafters look at while a pass runs. Either may be NULL. */
+typedef struct Probe {
+    void (*entering)(void *user, int layer, const float *hidden, const Row *rows, int n_rows);  /* layer = num_hidden_layers: leaving the last */
+    void (*selected)(void *user, int layer, const Selection *selection, const Row *rows, int n_rows);
+    void *user;
+} Probe;
+
+typedef struct EngineOptions {
+    const char *model;          /* directory */
+    int sessions;               /* slots */
+    int context;                /* rows a slot may hold; 0: min(max_position_embeddings, 8192) */
+    int index_topk;             /* 0: as config.json says */
+    KvDtype kv_dtype;
+    size_t kv_budget;           /* bytes the cache may take; 0: what the machine has */
+} EngineOptions;
+
+typedef struct Engine {
+    const Backend *backend;
+    Checkpoint checkpoint;
+    Config config;
+    Weights weights;
+    Cache cache;
+    State state;
+    Probe probe;
+    float rope_attention_factor;                    /* on cosine and sine; 1 without yarn */
+    float softmax_scale;
+    int failed_session;                             /* slot whose numbers made the last forward() or head() fail, or -1 */
+} Engine;
+
+/* Maps the checkpoint, plans the memory, refuses a plan that does not fit, binds the weights. On failure nothing is left. */
+bool engine_open(Engine *engine, const EngineOptions *options, Error *error);
+void engine_close(Engine *engine);
+
+/* Runs rows through every layer and stores their keys and values. Rows of one session come in ascending positions, and every
+ * earlier position is cached or among them. Afterwards state.normed holds the final norm's output. Fails, naming layer,
+ * session and position, where a hidden state stops being finite; the cache then holds nothing new that counts. */
+bool forward(Engine *engine, const Row *rows, int n_rows, Error *error);
+
+/* state.logits[i] = lm_head of row indices[i] of the pass just made; n <= state.logit_rows. Fails on a logit that is not finite. */
+bool head(Engine *engine, const Row *rows, const int *indices, int n, Error *error);
+
+/* ---------------------------------------------------------------------------------------------------------------------
  * Tokenizer (tokenizer.c)
  */
 
@@ -296,6 +376,10 @@ typedef struct Tokenizer Tokenizer;
 /* Loads DIR/tokenizer.json and, where present, DIR/tokenizer_config.json. NULL and an error when the file is malformed or
  * asks for something other than byte-level BPE. */
 Tokenizer *tokenizer_open(const char *directory, Error *error);
+
+/* The same from memory; config_text may be NULL, `name` stands for the directory in messages. */
+Tokenizer *tokenizer_parse(const char *json_text, size_t length, const char *config_text, size_t config_length, const char *name,
+                           Error *error);
 void tokenizer_close(Tokenizer *tokenizer);
 
 /* Appends the ids of text[0..length) to *ids (stb_ds). Any bytes are accepted. match_added: whether added tokens (control

@@ -1,0 +1,3769 @@
+/* engine.c: tide from the files on disk to the words on the screen, top to bottom in the order data flows.
+ *
+ *     errors and memory . safetensors . config . weights . the C backend . the cache . forward . sampling .
+ *     sessions and rounds . measuring . command line
+ *
+ * engine.h defines the vocabulary; tokenizer.c turns text into ids and back. Every operation of the C backend computes
+ * each row by itself and in an order that only the shapes decide, so that a token never depends on its neighbours.
+ */
+#define _GNU_SOURCE
+#include "engine.h"
+
+#include <cjson/cJSON.h>
+#include <ctype.h>
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <float.h>
+#include <inttypes.h>
+#include <langinfo.h>
+#include <limits.h>
+#include <locale.h>
+#include <math.h>
+#include <omp.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+#define Tokenizer EditLineTokenizer   /* histedit.h has a type of that name too */
+#include <histedit.h>
+#undef Tokenizer
+#ifdef __FMA__
+#include <immintrin.h>
+#endif
+
+static void *checked_realloc(void *block, size_t size);
+#define STBDS_REALLOC(context, block, size) checked_realloc(block, size)
+#define STBDS_FREE(context, block) free(block)
+#define STB_DS_IMPLEMENTATION
+#include <stb/stb_ds.h>
+
+/* =====================================================================================================================
+ * Errors and memory
+ *
+ * Owns: the one-line error, and every allocation of the program. An allocation either succeeds or ends the program, so no
+ * caller carries a path for it. While a pass is in flight allocation is forbidden: everything a pass needs was planned,
+ * and the guard turns a forgotten exception into an immediate message instead of a slow leak.
+ */
+
+static bool allocation_forbidden;
+
+static void out_of_memory(size_t size) {
+    fprintf(stderr, "tide: out of memory: %zu bytes were not to be had\n", size);
+    exit(1);
+}
+
+static void check_allocation_allowed(void) {
+    if (!allocation_forbidden) return;
+    fputs("tide: internal error: memory was requested inside a pass\n", stderr);
+    abort();
+}
+
+static void *checked_realloc(void *block, size_t size) {
+    check_allocation_allowed();
+    void *grown = realloc(block, size);
+    if (!grown && size) out_of_memory(size);
+    return grown;
+}
+
+void *allocate_zeroed(size_t count, size_t size) {
+    check_allocation_allowed();
+    void *block = calloc(count ? count : 1, size ? size : 1);
+    if (!block) out_of_memory(count * size);
+    return block;
+}
+
+static char *copy_string(const char *text) {
+    size_t size = strlen(text) + 1;
+    return memcpy(allocate_zeroed(size, 1), text, size);
+}
+
+bool fail(Error *error, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(error->text, sizeof error->text, format, arguments);
+    va_end(arguments);
+    for (char *c = error->text; *c; c++)
+        if (iscntrl((unsigned char)*c)) *c = '?';
+    return false;
+}
+
+bool read_file(const char *path, size_t limit, char **data, size_t *length, Error *error) {
+    int file = open(path, O_RDONLY);
+    if (file < 0) return fail(error, "%s: %s", path, strerror(errno));
+    char *buffer = NULL;
+    size_t used = 0, capacity = 0;
+    for (;;) {                                      /* works for pipes as well, whose size is not known beforehand */
+        if (used + 1 >= capacity) buffer = checked_realloc(buffer, capacity = capacity ? 2 * capacity : 1 << 16);
+        ssize_t n = read(file, buffer + used, capacity - used - 1);
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0 || (used += (size_t)n) > limit) {
+            bool failed = n < 0 || used > limit;
+            if (n < 0) fail(error, "%s: %s", path, strerror(errno));
+            else if (failed) fail(error, "%s: larger than the limit of %zu bytes", path, limit);
+            close(file);
+            if (failed) { free(buffer); return false; }
+            break;
+        }
+    }
+    buffer[used] = 0;
+    *data = buffer;
+    *length = used;
+    return true;
+}
+
+/* a * b, or false when that does not fit. */
+static bool multiply(size_t a, size_t b, size_t *product) { return !__builtin_mul_overflow(a, b, product); }
+
+/* "DIR/NAME" in a buffer of the caller's. */
+static const char *join(char buffer[PATH_MAX], const char *directory, const char *name) {
+    if (snprintf(buffer, PATH_MAX, "%s/%s", directory, name) >= PATH_MAX) buffer[0] = 0;    /* too long to exist: opening it fails */
+    return buffer;
+}
+
+/* =====================================================================================================================
+ * JSON
+ *
+ * Owns: reading a JSON file with cJSON, and typed access to an object's fields. A Fields reader remembers its first
+ * failure, so that a long run of reads is checked once at its end. Values are bounded where they are read; code below
+ * never meets a count it cannot multiply.
+ */
+
+static cJSON *json_parse(const char *text, size_t length, const char *name, Error *error) {
+    const char *end = NULL;
+    cJSON *json = cJSON_ParseWithLengthOpts(text, length, &end, false);
+    if (!json) {
+        fail(error, "%s: malformed JSON near byte %zu of %zu", name, end ? (size_t)(end - text) : 0, length);
+        return NULL;
+    }
+    while (end < text + length && (isspace((unsigned char)*end) || !*end)) end++;
+    if (end == text + length) return json;
+    fail(error, "%s: malformed JSON: something follows its end at byte %zu", name, (size_t)(end - text));
+    cJSON_Delete(json);
+    return NULL;
+}
+
+static cJSON *json_read(const char *path, size_t limit, Error *error) {
+    char *text;
+    size_t length;
+    if (!read_file(path, limit, &text, &length, error)) return NULL;
+    cJSON *json = json_parse(text, length, path, error);
+    free(text);
+    if (!json || cJSON_IsObject(json)) return json;
+    fail(error, "%s: found a JSON %s, wanted an object", path, cJSON_IsArray(json) ? "array" : "scalar");
+    cJSON_Delete(json);
+    return NULL;
+}
+
+/* A non-negative integer that a double holds exactly. */
+static bool json_size(const cJSON *item, size_t *value) {
+    if (!cJSON_IsNumber(item) || !(item->valuedouble >= 0 && item->valuedouble <= 9007199254740992.0)) return false;
+    *value = (size_t)item->valuedouble;
+    return (double)*value == item->valuedouble;
+}
+
+typedef struct Fields {
+    const cJSON *object;
+    const char *path;           /* of the file, for messages */
+    bool failed;
+    Error *error;
+} Fields;
+
+enum { REQUIRED = INT_MIN };    /* as a fallback: the key must be there */
+
+static const cJSON *field(const Fields *fields, const char *key) {
+    const cJSON *item = cJSON_GetObjectItemCaseSensitive(fields->object, key);
+    return cJSON_IsNull(item) ? NULL : item;
+}
+
+static void field_failed(Fields *fields, const char *key, const cJSON *found, const char *wanted) {
+    if (fields->failed) return;
+    fields->failed = true;
+    char *text = found ? cJSON_PrintUnformatted(found) : NULL;
+    fail(fields->error, "%s: %s: found %.100s, wanted %s", fields->path, key, text ? text : "nothing", wanted);
+    cJSON_free(text);
+}
+
+static double read_number(Fields *fields, const char *key, double low, double high, double fallback) {
+    const cJSON *item = field(fields, key);
+    if (!item && fallback != REQUIRED) return fallback;
+    if (cJSON_IsNumber(item) && item->valuedouble >= low && item->valuedouble <= high) return item->valuedouble;
+    char wanted[80];
+    snprintf(wanted, sizeof wanted, "a number from %g to %g", low, high);
+    field_failed(fields, key, item, wanted);
+    return low;
+}
+
+static int read_int(Fields *fields, const char *key, int low, int high, int fallback) {
+    const cJSON *item = field(fields, key);
+    if (!item && fallback != REQUIRED) return fallback;
+    double value = cJSON_IsNumber(item) ? item->valuedouble : NAN;
+    if (value >= low && value <= high && value == (int)value) return (int)value;
+    char wanted[80];
+    snprintf(wanted, sizeof wanted, "an integer from %d to %d", low, high);
+    field_failed(fields, key, item, wanted);
+    return low;
+}
+
+static bool read_bool(Fields *fields, const char *key, bool fallback) {
+    const cJSON *item = field(fields, key);
+    if (!item) return fallback;
+    if (cJSON_IsBool(item)) return cJSON_IsTrue(item);
+    field_failed(fields, key, item, "true or false");
+    return fallback;
+}
+
+/* The key, where it is there at all, must have this string value: tide implements nothing else. */
+static void require_string(Fields *fields, const char *key, const char *value) {
+    const cJSON *item = field(fields, key);
+    if (item && !(cJSON_IsString(item) && !strcmp(item->valuestring, value))) field_failed(fields, key, item, value);
+}
+
+/* =====================================================================================================================
+ * Safetensors
+ *
+ * Owns: the mapped files and the table of tensors. A file is a little-endian u64 header length, a JSON object
+ * {name: {"dtype", "shape", "data_offsets"}} and the data. Everything in it is untrusted: lengths are compared before they
+ * are added, products are checked, no two tensors may share a byte. Nothing of the data is read.
+ */
+
+static const struct { const char *name; size_t size; } dtype_table[DTYPE_COUNT] = {
+    [DTYPE_UNKNOWN] = {"unknown", 0}, [DTYPE_BOOL] = {"BOOL", 1}, [DTYPE_U8] = {"U8", 1},           [DTYPE_I8] = {"I8", 1},
+    [DTYPE_U16] = {"U16", 2},         [DTYPE_I16] = {"I16", 2},   [DTYPE_U32] = {"U32", 4},         [DTYPE_I32] = {"I32", 4},
+    [DTYPE_U64] = {"U64", 8},         [DTYPE_I64] = {"I64", 8},   [DTYPE_F8_E4M3] = {"F8_E4M3", 1}, [DTYPE_F8_E5M2] = {"F8_E5M2", 1},
+    [DTYPE_F8_E8M0] = {"F8_E8M0", 1}, [DTYPE_F16] = {"F16", 2},   [DTYPE_BF16] = {"BF16", 2},       [DTYPE_F32] = {"F32", 4},
+    [DTYPE_F64] = {"F64", 8},
+};
+
+enum { SAFETENSORS_MAX_HEADER = 100 << 20, MAX_JSON_FILE = 256 << 20 };
+
+static DType dtype_by_name(const char *name) {
+    for (int d = DTYPE_UNKNOWN + 1; d < DTYPE_COUNT; d++)
+        if (!strcmp(dtype_table[d].name, name)) return (DType)d;
+    return DTYPE_UNKNOWN;
+}
+
+/* "[3, 4]" into a buffer of the caller's. */
+static const char *shape_text(char buffer[128], int rank, const int64_t *shape) {
+    int used = snprintf(buffer, 128, "[");
+    for (int i = 0; i < rank && used < 100; i++) used += snprintf(buffer + used, 128 - (size_t)used, "%s%" PRId64, i ? ", " : "", shape[i]);
+    snprintf(buffer + used, 128 - (size_t)used, "]");
+    return buffer;
+}
+
+/* One header entry into *tensor, with its range [*begin, *end) inside the data part. */
+static bool tensor_parse(Tensor *tensor, const cJSON *entry, size_t data_size, size_t *begin, size_t *end, const char *path, Error *error) {
+    const char *name = entry->string;
+    const cJSON *dtype = cJSON_GetObjectItemCaseSensitive(entry, "dtype"), *dim;
+    const cJSON *shape = cJSON_GetObjectItemCaseSensitive(entry, "shape");
+    const cJSON *offsets = cJSON_GetObjectItemCaseSensitive(entry, "data_offsets");
+    if (!cJSON_IsString(dtype) || !cJSON_IsArray(shape) || !cJSON_IsArray(offsets) || cJSON_GetArraySize(offsets) != 2)
+        return fail(error, "%s: tensor %.200s: needs dtype, shape and two data_offsets", path, name);
+    snprintf(tensor->dtype_name, sizeof tensor->dtype_name, "%s", dtype->valuestring);
+    tensor->dtype = dtype_by_name(dtype->valuestring);
+    size_t size = dtype_table[tensor->dtype].size;
+    cJSON_ArrayForEach(dim, shape) {
+        size_t extent;
+        if (tensor->rank == TENSOR_MAX_RANK || !json_size(dim, &extent))
+            return fail(error, "%s: tensor %.200s: shape wanted at most %d non-negative integers", path, name, TENSOR_MAX_RANK);
+        if (!multiply(size, extent, &size)) return fail(error, "%s: tensor %.200s: its shape overflows", path, name);
+        tensor->shape[tensor->rank++] = (int64_t)extent;
+    }
+    if (!json_size(offsets->child, begin) || !json_size(offsets->child->next, end) || *begin > *end || *end > data_size)
+        return fail(error, "%s: tensor %.200s: data_offsets lie outside the %zu bytes of data, or are reversed", path, name, data_size);
+    tensor->size = *end - *begin;
+    char text[128];
+    if (tensor->dtype != DTYPE_UNKNOWN && size != tensor->size)
+        return fail(error, "%s: tensor %.200s: found %zu bytes, wanted %zu for %s %s", path, name, tensor->size, size, tensor->dtype_name,
+                    shape_text(text, tensor->rank, tensor->shape));
+    return true;
+}
+
+typedef struct Range { size_t begin, end; const char *name; } Range;
+
+static int compare_ranges(const void *a, const void *b) {
+    const Range *x = a, *y = b;
+    if (x->begin != y->begin) return x->begin < y->begin ? -1 : 1;
+    return (x->end > y->end) - (x->end < y->end);
+}
+
+static bool check_overlaps(Range *ranges, const char *path, Error *error) {
+    qsort(ranges, arrlenu(ranges), sizeof *ranges, compare_ranges);
+    for (size_t i = 1; i < arrlenu(ranges); i++)
+        if (ranges[i].begin < ranges[i - 1].end)
+            return fail(error, "%s: tensors %.200s and %.200s overlap", path, ranges[i - 1].name, ranges[i].name);
+    return true;
+}
+
+/* Enters every tensor of a parsed header into the checkpoint. */
+static bool add_tensors(Checkpoint *checkpoint, const cJSON *header, int file, size_t data_start, Error *error) {
+    const MappedFile *mapped = &checkpoint->files[file];
+    Range *ranges = NULL;
+    bool ok = true;
+    const cJSON *entry;
+    cJSON_ArrayForEach(entry, header) {
+        if (!strcmp(entry->string, "__metadata__")) continue;
+        Tensor tensor = {.file = file};
+        Range range = {.name = entry->string};
+        ok = tensor_parse(&tensor, entry, mapped->size - data_start, &range.begin, &range.end, mapped->path, error);
+        if (ok && shgeti(checkpoint->index, entry->string) >= 0) {
+            const Tensor *other = &checkpoint->tensors[shget(checkpoint->index, entry->string)];
+            ok = fail(error, "%s: tensor %.200s is there already, in %s", mapped->path, entry->string, checkpoint->files[other->file].path);
+        }
+        if (!ok) break;
+        tensor.name = copy_string(entry->string);
+        tensor.data = mapped->data + data_start + range.begin;
+        if (range.end > range.begin) arrput(ranges, range);
+        shput(checkpoint->index, tensor.name, (int)arrlen(checkpoint->tensors));
+        arrput(checkpoint->tensors, tensor);
+    }
+    ok = ok && check_overlaps(ranges, mapped->path, error);
+    arrfree(ranges);
+    return ok;
+}
+
+static bool parse_safetensors(Checkpoint *checkpoint, int file, Error *error) {
+    const MappedFile *mapped = &checkpoint->files[file];
+    uint64_t header_length = 0;
+    if (mapped->size < 8) return fail(error, "%s: %zu bytes are too few for a safetensors file", mapped->path, mapped->size);
+    for (int i = 0; i < 8; i++) header_length |= (uint64_t)mapped->data[i] << (8 * i);
+    if (header_length > mapped->size - 8 || header_length > SAFETENSORS_MAX_HEADER)
+        return fail(error, "%s: not a safetensors file: a header of %" PRIu64 " bytes in a file of %zu", mapped->path, header_length, mapped->size);
+    cJSON *header = json_parse((const char *)mapped->data + 8, header_length, mapped->path, error);
+    if (!header) return false;
+    bool ok = cJSON_IsObject(header) ? add_tensors(checkpoint, header, file, 8 + header_length, error)
+                                     : fail(error, "%s: the header is not a JSON object", mapped->path);
+    cJSON_Delete(header);
+    return ok;
+}
+
+static bool map_file(Checkpoint *checkpoint, const char *path, Error *error) {
+    int descriptor = open(path, O_RDONLY);
+    struct stat status;
+    if (descriptor < 0 || fstat(descriptor, &status) < 0) {
+        fail(error, "%s: %s", path, strerror(errno));
+        if (descriptor >= 0) close(descriptor);
+        return false;
+    }
+    MappedFile mapped = {.size = (size_t)status.st_size};
+    bool regular = S_ISREG(status.st_mode);
+    if (regular && mapped.size) {
+        void *data = mmap(NULL, mapped.size, PROT_READ, MAP_PRIVATE, descriptor, 0);
+        if (data == MAP_FAILED) fail(error, "%s: cannot map %zu bytes: %s", path, mapped.size, strerror(errno));
+        else mapped.data = data;
+    } else fail(error, "%s: %s", path, regular ? "the file is empty" : "not a regular file");
+    close(descriptor);
+    if (!mapped.data) return false;
+    mapped.path = copy_string(path);
+    arrput(checkpoint->files, mapped);
+    return parse_safetensors(checkpoint, (int)arrlen(checkpoint->files) - 1, error);
+}
+
+/* Maps each shard the index names, then checks that every tensor is where the index says. */
+static bool open_sharded(Checkpoint *checkpoint, const char *index_path, Error *error) {
+    cJSON *json = json_read(index_path, MAX_JSON_FILE, error);
+    if (!json) return false;
+    const cJSON *map = cJSON_GetObjectItemCaseSensitive(json, "weight_map"), *entry;
+    struct { char *key; int value; } *shards = NULL;
+    char path[PATH_MAX];
+    bool ok = cJSON_IsObject(map) || fail(error, "%s: weight_map is missing", index_path);
+    if (ok) cJSON_ArrayForEach(entry, map) {
+        const char *shard = cJSON_IsString(entry) ? entry->valuestring : "";
+        if (!*shard || strchr(shard, '/')) ok = fail(error, "%s: tensor %.200s: its shard wants to be a plain file name", index_path, entry->string);
+        if (ok && shgeti(shards, shard) < 0) {
+            ok = map_file(checkpoint, join(path, checkpoint->directory, shard), error);
+            shput(shards, shard, (int)arrlen(checkpoint->files) - 1);
+        }
+        if (!ok) break;
+    }
+    if (ok) cJSON_ArrayForEach(entry, map) {
+        const Tensor *tensor = checkpoint_find(checkpoint, entry->string);
+        int file = shget(shards, entry->valuestring);
+        if (!tensor || tensor->file != file)
+            ok = fail(error, "%s: tensor %.200s: found in %s, wanted in %.200s as the index says", index_path, entry->string,
+                      tensor ? checkpoint->files[tensor->file].path : "no shard", entry->valuestring);
+        if (!ok) break;
+    }
+    shfree(shards);
+    cJSON_Delete(json);
+    return ok;
+}
+
+/* Without an index: model.safetensors, or the only file of that kind. */
+static bool open_single(Checkpoint *checkpoint, Error *error) {
+    char path[PATH_MAX];
+    if (access(join(path, checkpoint->directory, "model.safetensors"), F_OK) == 0) return map_file(checkpoint, path, error);
+    DIR *directory = opendir(checkpoint->directory);
+    if (!directory) return fail(error, "%s: %s", checkpoint->directory, strerror(errno));
+    char found[256] = "";
+    int count = 0;
+    for (struct dirent *entry; (entry = readdir(directory));) {
+        size_t length = strlen(entry->d_name);
+        if (length <= 12 || strcmp(entry->d_name + length - 12, ".safetensors")) continue;
+        snprintf(found, sizeof found, "%s", entry->d_name);
+        count++;
+    }
+    closedir(directory);
+    if (count == 1) return map_file(checkpoint, join(path, checkpoint->directory, found), error);
+    return fail(error, "%s: found %d *.safetensors files and no model.safetensors.index.json", checkpoint->directory, count);
+}
+
+bool checkpoint_open(Checkpoint *checkpoint, const char *directory, Error *error) {
+    *checkpoint = (Checkpoint){.directory = copy_string(directory)};
+    char index_path[PATH_MAX];
+    bool sharded = access(join(index_path, directory, "model.safetensors.index.json"), F_OK) == 0;
+    if (sharded ? open_sharded(checkpoint, index_path, error) : open_single(checkpoint, error)) return true;
+    checkpoint_close(checkpoint);
+    return false;
+}
+
+void checkpoint_close(Checkpoint *checkpoint) {
+    for (size_t i = 0; i < arrlenu(checkpoint->files); i++) {
+        munmap((void *)checkpoint->files[i].data, checkpoint->files[i].size);
+        free(checkpoint->files[i].path);
+    }
+    for (size_t i = 0; i < arrlenu(checkpoint->tensors); i++) free(checkpoint->tensors[i].name);
+    arrfree(checkpoint->files);
+    arrfree(checkpoint->tensors);
+    shfree(checkpoint->index);
+    free(checkpoint->directory);
+    *checkpoint = (Checkpoint){0};
+}
+
+const Tensor *checkpoint_find(const Checkpoint *checkpoint, const char *name) {
+    Checkpoint *unlocked = (Checkpoint *)checkpoint;        /* stb_ds look-ups write a hidden temporary */
+    ptrdiff_t i = shgeti(unlocked->index, name);
+    return i < 0 ? NULL : &checkpoint->tensors[unlocked->index[i].value];
+}
+
+/* =====================================================================================================================
+ * Config
+ *
+ * Owns: config.json as a struct with the file's own key names, and the defaults a file may leave out. Whatever changes the
+ * computation and is not implemented is refused here by name, so that forward() never meets it.
+ */
+
+enum {
+    MAX_LAYERS = 1024, MAX_HEADS = 1024, MAX_EXPERTS = 4096, MAX_WIDTH = 1 << 18, MAX_VOCAB = 1 << 22, MAX_CONTEXT = 1 << 24,
+    MAX_ROW_WIDTH = 1024,       /* floats of one cached vector; bounds the tiles of the attention operations */
+};
+
+static const struct { const char *model_type; Family family; } families[] = {
+    {"qwen3", FAMILY_QWEN3}, {"glm_moe_dsa", FAMILY_GLM_MOE_DSA}, {"deepseek_v32", FAMILY_DEEPSEEK_V32},
+};
+
+static bool has_latent_attention(const Config *config) { return config->family != FAMILY_QWEN3; }
+
+/* New files nest the rope under rope_parameters; older ones have rope_theta at the top and rope_scaling beside it. */
+static void read_rope(Config *config, Fields *top) {
+    RopeConfig *rope = &config->rope;
+    const cJSON *nested = field(top, "rope_parameters"), *scaling = field(top, "rope_scaling");
+    Fields inner = *top;
+    inner.object = nested ? nested : scaling ? scaling : top->object;
+    Fields *theta = nested ? &inner : top;
+    rope->rope_theta = read_number(theta, "rope_theta", 1, 1e12, REQUIRED);
+    top->failed |= theta->failed;
+    const char *key = field(&inner, "rope_type") ? "rope_type" : "type";
+    const cJSON *type = nested || scaling ? field(&inner, key) : NULL;
+    const char *name = cJSON_IsString(type) ? type->valuestring : "default";
+    rope->yarn = !strcmp(name, "yarn");
+    if (!rope->yarn && strcmp(name, "default")) field_failed(top, key, type, "\"default\" or \"yarn\"");
+    if (rope->yarn) {
+        rope->factor = read_number(&inner, "factor", 1, 1e4, REQUIRED);
+        rope->beta_fast = read_number(&inner, "beta_fast", 1e-3, 1e6, 32);
+        rope->beta_slow = read_number(&inner, "beta_slow", 1e-3, 1e6, 1);
+        rope->mscale = read_number(&inner, "mscale", 0, 100, 0);
+        rope->mscale_all_dim = read_number(&inner, "mscale_all_dim", 0, 100, 0);
+        rope->attention_factor = read_number(&inner, "attention_factor", 0, 100, 0);
+        rope->original_max_position_embeddings = read_int(&inner, "original_max_position_embeddings", 1, MAX_CONTEXT, REQUIRED);
+    }
+    top->failed |= inner.failed;
+}
+
+/* Which layers run their own indexer: indexer_types, else index_topk_pattern ("FSSS.."), else the schedule (spec 1.1). */
+static void read_indexer_types(Config *config, Fields *fields) {
+    int layers = config->num_hidden_layers;
+    config->indexer_full = allocate_zeroed((size_t)layers, sizeof(bool));
+    const cJSON *types = field(fields, "indexer_types"), *pattern = field(fields, "index_topk_pattern");
+    int freq = read_int(fields, "index_topk_freq", 1, MAX_LAYERS, 1);
+    int offset = read_int(fields, "index_skip_topk_offset", 0, MAX_LAYERS, 2);
+    if (types && !(cJSON_IsArray(types) && cJSON_GetArraySize(types) >= layers)) field_failed(fields, "indexer_types", types, "a name for each layer");
+    if (!types && pattern && !(cJSON_IsString(pattern) && strlen(pattern->valuestring) >= (size_t)layers))
+        field_failed(fields, "index_topk_pattern", pattern, "an F or S for each layer");
+    if (fields->failed) return;
+    const cJSON *type = types ? types->child : NULL;
+    for (int i = 0; i < layers; i++) {
+        if (types) {
+            const char *name = cJSON_IsString(type) ? type->valuestring : "";
+            if (strcmp(name, "full") && strcmp(name, "shared")) field_failed(fields, "indexer_types", type, "\"full\" or \"shared\"");
+            config->indexer_full[i] = !strcmp(name, "full");
+            type = type->next;
+        } else if (pattern) {
+            if (!strchr("FS", pattern->valuestring[i])) field_failed(fields, "index_topk_pattern", pattern, "the letters F and S only");
+            config->indexer_full[i] = pattern->valuestring[i] == 'F';
+        } else {
+            int since = i - offset + 1 > 0 ? i - offset + 1 : 0;
+            config->indexer_full[i] = since % freq == 0;
+        }
+    }
+    if (!config->indexer_full[0]) field_failed(fields, "indexer_types", types, "layer 0 to be full: it has no earlier layer to follow");
+}
+
+/* Which layers have experts: mlp_layer_types, else all from first_k_dense_replace on. */
+static void read_mlp_types(Config *config, Fields *fields) {
+    int layers = config->num_hidden_layers;
+    config->mlp_sparse = allocate_zeroed((size_t)layers, sizeof(bool));
+    int first = read_int(fields, "first_k_dense_replace", 0, MAX_LAYERS, 0);
+    if (read_int(fields, "moe_layer_freq", 1, MAX_LAYERS, 1) != 1) field_failed(fields, "moe_layer_freq", field(fields, "moe_layer_freq"), "1");
+    const cJSON *types = field(fields, "mlp_layer_types");
+    if (types && !(cJSON_IsArray(types) && cJSON_GetArraySize(types) >= layers)) field_failed(fields, "mlp_layer_types", types, "a name for each layer");
+    if (fields->failed) return;
+    const cJSON *type = types ? types->child : NULL;
+    for (int i = 0; i < layers; i++) {
+        config->mlp_sparse[i] = i >= first;
+        if (!types) continue;
+        const char *name = cJSON_IsString(type) ? type->valuestring : "";
+        if (strcmp(name, "dense") && strcmp(name, "sparse")) field_failed(fields, "mlp_layer_types", type, "\"dense\" or \"sparse\"");
+        config->mlp_sparse[i] = !strcmp(name, "sparse");
+        type = type->next;
+    }
+}
+
+static void read_qwen3(Config *config, Fields *fields) {
+    config->intermediate_size = read_int(fields, "intermediate_size", 1, MAX_WIDTH, REQUIRED);
+    config->num_key_value_heads = read_int(fields, "num_key_value_heads", 1, config->num_attention_heads, config->num_attention_heads);
+    config->head_dim = read_int(fields, "head_dim", 2, MAX_ROW_WIDTH, config->hidden_size / config->num_attention_heads);
+    if (config->num_attention_heads % config->num_key_value_heads)
+        field_failed(fields, "num_key_value_heads", field(fields, "num_key_value_heads"), "a divisor of num_attention_heads");
+    if (config->head_dim % 2) field_failed(fields, "head_dim", field(fields, "head_dim"), "an even number");
+    if (read_bool(fields, "use_sliding_window", false)) field_failed(fields, "use_sliding_window", field(fields, "use_sliding_window"), "false");
+}
+
+static void read_dsa(Config *config, Fields *fields) {
+    bool glm = config->family == FAMILY_GLM_MOE_DSA;
+    config->q_lora_rank = read_int(fields, "q_lora_rank", 1, MAX_WIDTH, REQUIRED);
+    config->kv_lora_rank = read_int(fields, "kv_lora_rank", 1, MAX_ROW_WIDTH, REQUIRED);
+    config->qk_nope_head_dim = read_int(fields, "qk_nope_head_dim", 1, MAX_WIDTH, REQUIRED);
+    config->qk_rope_head_dim = read_int(fields, "qk_rope_head_dim", 2, MAX_ROW_WIDTH - config->kv_lora_rank, REQUIRED);
+    config->v_head_dim = read_int(fields, "v_head_dim", 1, MAX_WIDTH, REQUIRED);
+    config->latent_norm_eps = 1e-6f;        /* spec 1.3 item 3: as transformers, whatever rms_norm_eps says */
+    config->index_n_heads = read_int(fields, "index_n_heads", 1, MAX_HEADS, REQUIRED);
+    config->index_head_dim = read_int(fields, "index_head_dim", config->qk_rope_head_dim, MAX_ROW_WIDTH, REQUIRED);
+    config->index_topk = read_int(fields, "index_topk", 1, MAX_CONTEXT, REQUIRED);
+    config->indexer_rope_interleave = read_bool(fields, "indexer_rope_interleave", glm);
+    if (config->qk_rope_head_dim % 2) field_failed(fields, "qk_rope_head_dim", field(fields, "qk_rope_head_dim"), "an even number");
+    if (!read_bool(fields, "rope_interleave", true)) field_failed(fields, "rope_interleave", field(fields, "rope_interleave"), "true");
+    if (glm) read_indexer_types(config, fields);
+    else {
+        config->indexer_full = allocate_zeroed((size_t)config->num_hidden_layers, sizeof(bool));
+        memset(config->indexer_full, true, (size_t)config->num_hidden_layers);
+    }
+
+    config->n_routed_experts = read_int(fields, "n_routed_experts", 1, MAX_EXPERTS, REQUIRED);
+    config->num_experts_per_tok = read_int(fields, "num_experts_per_tok", 1, config->n_routed_experts, REQUIRED);
+    config->n_shared_experts = read_int(fields, "n_shared_experts", 0, 64, 1);
+    config->moe_intermediate_size = read_int(fields, "moe_intermediate_size", 1, MAX_WIDTH, REQUIRED);
+    config->intermediate_size = read_int(fields, "intermediate_size", 1, MAX_WIDTH, REQUIRED);
+    config->n_group = read_int(fields, "n_group", 1, config->n_routed_experts, 1);
+    config->topk_group = read_int(fields, "topk_group", 1, config->n_group, 1);
+    config->routed_scaling_factor = (float)read_number(fields, "routed_scaling_factor", 0, 1e6, 1);
+    config->norm_topk_prob = read_bool(fields, "norm_topk_prob", true);
+    int per_group = config->n_routed_experts / config->n_group;
+    if (config->n_routed_experts % config->n_group || (config->n_group > 1 && per_group < 2))
+        field_failed(fields, "n_group", field(fields, "n_group"), "equal groups of two experts or more");
+    if (config->num_experts_per_tok > per_group * config->topk_group)
+        field_failed(fields, "topk_group", field(fields, "topk_group"), "groups that hold num_experts_per_tok experts");
+    require_string(fields, "scoring_func", "sigmoid");
+    require_string(fields, "topk_method", "noaux_tc");
+    read_mlp_types(config, fields);
+}
+
+/* fp8 by blocks of 128x128 is the one published quantisation of these families. */
+static void check_quantization(Fields *top) {
+    const cJSON *quantization = field(top, "quantization_config"), *size;
+    if (!quantization) return;
+    Fields fields = *top;
+    fields.object = quantization;
+    require_string(&fields, "quant_method", "fp8");
+    require_string(&fields, "fmt", "e4m3");
+    const cJSON *block = field(&fields, "weight_block_size");
+    bool square = cJSON_IsArray(block) && cJSON_GetArraySize(block) == 2;
+    if (square) cJSON_ArrayForEach(size, block) square = square && cJSON_IsNumber(size) && size->valuedouble == 128;
+    if (!square) field_failed(&fields, "weight_block_size", block, "[128, 128]");
+    top->failed |= fields.failed;
+}
+
+/* Adds the key's id or ids to the ones a generation ends at. */
+static void read_eos(Config *config, Fields *fields) {
+    const cJSON *item = field(fields, "eos_token_id"), *entry = cJSON_IsArray(item) ? item->child : item;
+    for (; entry; entry = cJSON_IsArray(item) ? entry->next : NULL) {
+        if (!cJSON_IsNumber(entry) || entry->valuedouble < 0 || entry->valuedouble >= MAX_VOCAB)
+            return field_failed(fields, "eos_token_id", item, "an id or a list of ids");
+        bool known = false;
+        for (int i = 0; i < config->n_eos; i++) known |= config->eos_token_id[i] == (int)entry->valuedouble;
+        if (known) continue;
+        if (config->n_eos == 16) return field_failed(fields, "eos_token_id", item, "at most 16 ids");
+        config->eos_token_id[config->n_eos++] = (int)entry->valuedouble;
+    }
+}
+
+static void read_config(Config *config, Fields *fields) {
+    const cJSON *type = field(fields, "model_type");
+    const char *name = cJSON_IsString(type) ? type->valuestring : "nothing";
+    for (size_t i = 0; i < sizeof families / sizeof *families; i++)
+        if (!strcmp(families[i].model_type, name)) *config = (Config){.family = families[i].family, .model_type = families[i].model_type};
+    if (!config->model_type) return field_failed(fields, "model_type", type, "qwen3, glm_moe_dsa or deepseek_v32");
+    config->vocab_size = read_int(fields, "vocab_size", 1, MAX_VOCAB, REQUIRED);
+    config->hidden_size = read_int(fields, "hidden_size", 1, MAX_WIDTH, REQUIRED);
+    config->num_hidden_layers = read_int(fields, "num_hidden_layers", 1, MAX_LAYERS, REQUIRED);
+    config->num_attention_heads = read_int(fields, "num_attention_heads", 1, MAX_HEADS, REQUIRED);
+    config->max_position_embeddings = read_int(fields, "max_position_embeddings", 1, MAX_CONTEXT, REQUIRED);
+    config->rms_norm_eps = (float)read_number(fields, "rms_norm_eps", 0, 1, 1e-6);
+    config->tie_word_embeddings = read_bool(fields, "tie_word_embeddings", false);
+    if (read_bool(fields, "attention_bias", false)) field_failed(fields, "attention_bias", field(fields, "attention_bias"), "false");
+    require_string(fields, "hidden_act", "silu");
+    read_rope(config, fields);
+    check_quantization(fields);
+    read_eos(config, fields);
+    if (has_latent_attention(config)) read_dsa(config, fields);
+    else read_qwen3(config, fields);
+}
+
+static void read_generation_config(Config *config, Fields *fields) {
+    read_eos(config, fields);
+    bool sample = read_bool(fields, "do_sample", field(fields, "temperature") != NULL);
+    config->temperature = sample ? (float)read_number(fields, "temperature", 0, 100, 1) : 0;
+    config->top_p = (float)read_number(fields, "top_p", 0, 1, 1);
+    config->min_p = (float)read_number(fields, "min_p", 0, 1, 0);
+    config->top_k = read_int(fields, "top_k", 0, INT_MAX, 0);
+    config->repetition_penalty = (float)read_number(fields, "repetition_penalty", 1e-3, 1e3, 1);
+}
+
+bool config_read(Config *config, const char *directory, Error *error) {
+    *config = (Config){0};
+    char path[PATH_MAX];
+    cJSON *json = json_read(join(path, directory, "config.json"), MAX_JSON_FILE, error);
+    if (!json) return false;
+    Fields fields = {.object = json, .path = path, .error = error};
+    read_config(config, &fields);
+    cJSON_Delete(json);
+    config->top_p = config->repetition_penalty = 1;
+    if (!fields.failed && access(join(path, directory, "generation_config.json"), F_OK) == 0) {
+        json = json_read(path, MAX_JSON_FILE, error);
+        fields.object = json;
+        fields.failed = !json;
+        if (json) read_generation_config(config, &fields);
+        cJSON_Delete(json);
+    }
+    if (fields.failed) config_free(config);
+    return !fields.failed;
+}
+
+void config_free(Config *config) {
+    free(config->indexer_full);
+    free(config->mlp_sparse);
+    config->indexer_full = config->mlp_sparse = NULL;
+}
+
+/* =====================================================================================================================
+ * Weights
+ *
+ * Owns: the typed view of a checkpoint. Each tensor is looked up by name once, here, and its dtype, rank and every dimension
+ * are compared with what config.json implies; afterwards nothing is found by string. Matrices point into the mapping in
+ * their stored format. Norms, biases and block scales are small and are widened to f32, which also settles alignment.
+ */
+
+enum { SCALE_BLOCK = 128 };
+
+static inline float bits_to_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
+static inline uint32_t float_to_bits(float f) { uint32_t bits; memcpy(&bits, &f, 4); return bits; }
+
+/* One stored value as f32. The fp8 and f16 forms shift the bits into f32's place and repair the exponent by a multiplication,
+ * which makes subnormals come out right by itself. */
+static inline float widen(const uint8_t *p, DType dtype) {
+    uint32_t bits = p[0];
+    switch (dtype) {
+    case DTYPE_F32: memcpy(&bits, p, 4); return bits_to_float(bits);
+    case DTYPE_BF16: return bits_to_float((uint32_t)(p[0] | p[1] << 8) << 16);
+    case DTYPE_F16: {
+        bits |= (uint32_t)p[1] << 8;
+        float magnitude = bits_to_float((bits & 0x7fff) << 13) * 0x1p112f;
+        uint32_t special = (bits & 0x7c00) == 0x7c00 ? 0x7f800000 : 0;
+        return bits_to_float(float_to_bits(magnitude) | special | (bits & 0x8000) << 16);
+    }
+    case DTYPE_F8_E4M3: {
+        float magnitude = bits_to_float((bits & 0x7f) << 20) * 0x1p120f;
+        uint32_t nan = (bits & 0x7f) == 0x7f ? 0x7fc00000 : 0;
+        return bits_to_float(float_to_bits(magnitude) | nan | (bits & 0x80) << 24);
+    }
+    case DTYPE_F8_E8M0: return bits == 255 ? NAN : ldexpf(1, (int)bits - 127);
+    default: return NAN;
+    }
+}
+
+typedef struct Binder {
+    const Checkpoint *checkpoint;
+    Weights *weights;
+    Error *error;
+    bool failed;                /* after the first failure the rest is skipped */
+} Binder;
+
+/* The tensor, if its rank and dims are the wanted ones and its dtype is one of `dtypes` (ended by DTYPE_UNKNOWN). */
+static const Tensor *bind_tensor(Binder *binder, const char *name, const DType *dtypes, int rank, const int64_t *shape) {
+    if (binder->failed) return NULL;
+    const Tensor *tensor = checkpoint_find(binder->checkpoint, name);
+    bool same = tensor && tensor->rank == rank && !memcmp(tensor->shape, shape, (size_t)rank * sizeof *shape), typed = false;
+    char wanted[128] = "", found_shape[128], wanted_shape[128];
+    for (const DType *d = dtypes; *d; d++) {
+        typed |= tensor && tensor->dtype == *d;
+        snprintf(wanted + strlen(wanted), sizeof wanted - strlen(wanted), "%s%s", d == dtypes ? "" : d[1] ? ", " : " or ", dtype_table[*d].name);
+    }
+    if (same && typed) {
+        binder->weights->bytes += tensor->size;
+        return tensor;
+    }
+    shape_text(wanted_shape, rank, shape);
+    if (!tensor) fail(binder->error, "%s: tensor %s: found nothing, wanted %s %s", binder->checkpoint->directory, name, wanted, wanted_shape);
+    else fail(binder->error, "%s: tensor %s: found %s %s, wanted %s %s", binder->checkpoint->files[tensor->file].path, name, tensor->dtype_name,
+              shape_text(found_shape, tensor->rank, tensor->shape), wanted, wanted_shape);
+    binder->failed = true;
+    return NULL;
+}
+
+static float *widen_tensor(Binder *binder, const Tensor *tensor, size_t count) {
+    float *values = allocate_zeroed(count, sizeof(float));
+    for (size_t i = 0; i < count; i++) values[i] = widen(tensor->data + i * dtype_table[tensor->dtype].size, tensor->dtype);
+    arrput(binder->weights->owned, values);
+    return values;
+}
+
+static const DType float_dtypes[] = {DTYPE_F32, DTYPE_F16, DTYPE_BF16, DTYPE_UNKNOWN};
+static const DType matrix_dtypes[] = {DTYPE_F32, DTYPE_F16, DTYPE_BF16, DTYPE_F8_E4M3, DTYPE_UNKNOWN};
+
+/* A vector [n] by the name prefix + suffix. */
+static const float *bind_vector(Binder *binder, const char *prefix, const char *suffix, int n) {
+    char name[256];
+    snprintf(name, sizeof name, "%s%s", prefix, suffix);
+    const Tensor *tensor = bind_tensor(binder, name, float_dtypes, 1, (int64_t[]){n});
+    if (!tensor) return NULL;
+    binder->weights->parameters += (size_t)n;
+    return widen_tensor(binder, tensor, (size_t)n);
+}
+
+/* A matrix [rows, cols] by the name prefix + suffix + ".weight"; an e4m3 one brings its ".weight_scale_inv" (a multiplier,
+ * whatever the name says), one value per block of 128 x 128, edge blocks included. */
+static Matrix bind_matrix(Binder *binder, const char *prefix, const char *suffix, int rows, int cols) {
+    char name[256];
+    snprintf(name, sizeof name, "%s%s.weight", prefix, suffix);
+    const Tensor *tensor = bind_tensor(binder, name, matrix_dtypes, 2, (int64_t[]){rows, cols});
+    if (!tensor) return (Matrix){0};
+    Matrix matrix = {.data = tensor->data, .dtype = tensor->dtype, .rows = rows, .cols = cols};
+    binder->weights->parameters += (size_t)rows * (size_t)cols;
+    if (tensor->dtype != DTYPE_F8_E4M3) return matrix;
+    int64_t blocks[2] = {(rows + SCALE_BLOCK - 1) / SCALE_BLOCK, (cols + SCALE_BLOCK - 1) / SCALE_BLOCK};
+    snprintf(name, sizeof name, "%s%s.weight_scale_inv", prefix, suffix);
+    const Tensor *scale = bind_tensor(binder, name, float_dtypes, 2, blocks);
+    if (!scale) return (Matrix){0};
+    matrix.scale = widen_tensor(binder, scale, (size_t)(blocks[0] * blocks[1]));
+    matrix.scale_cols = (int)blocks[1];
+    return matrix;
+}
+
+/* Rows [first, first + count) of a matrix, for the heads stacked in it. */
+static Matrix matrix_rows(const Matrix *matrix, int first, int count) {
+    Matrix view = *matrix;
+    view.data += (size_t)first * (size_t)matrix->cols * dtype_table[matrix->dtype].size;
+    view.rows = count;
+    view.first_row += first;
+    return view;
+}
+
+static void bind_qwen3_attention(Binder *binder, LayerWeights *layer, const Config *config, const char *prefix) {
+    int q_width = config->num_attention_heads * config->head_dim, kv_width = config->num_key_value_heads * config->head_dim;
+    layer->q_proj = bind_matrix(binder, prefix, "self_attn.q_proj", q_width, config->hidden_size);
+    layer->k_proj = bind_matrix(binder, prefix, "self_attn.k_proj", kv_width, config->hidden_size);
+    layer->v_proj = bind_matrix(binder, prefix, "self_attn.v_proj", kv_width, config->hidden_size);
+    layer->q_norm = bind_vector(binder, prefix, "self_attn.q_norm.weight", config->head_dim);
+    layer->k_norm = bind_vector(binder, prefix, "self_attn.k_norm.weight", config->head_dim);
+    layer->o_proj = bind_matrix(binder, prefix, "self_attn.o_proj", config->hidden_size, q_width);
+}
+
+static void bind_latent_attention(Binder *binder, LayerWeights *layer, const Config *config, const char *prefix, bool indexer) {
+    int heads = config->num_attention_heads, hidden = config->hidden_size;
+    layer->q_a_proj = bind_matrix(binder, prefix, "self_attn.q_a_proj", config->q_lora_rank, hidden);
+    layer->q_a_layernorm = bind_vector(binder, prefix, "self_attn.q_a_layernorm.weight", config->q_lora_rank);
+    layer->q_b_proj = bind_matrix(binder, prefix, "self_attn.q_b_proj", heads * (config->qk_nope_head_dim + config->qk_rope_head_dim), config->q_lora_rank);
+    layer->kv_a_proj = bind_matrix(binder, prefix, "self_attn.kv_a_proj_with_mqa", config->kv_lora_rank + config->qk_rope_head_dim, hidden);
+    layer->kv_a_layernorm = bind_vector(binder, prefix, "self_attn.kv_a_layernorm.weight", config->kv_lora_rank);
+    layer->kv_b_proj = bind_matrix(binder, prefix, "self_attn.kv_b_proj", heads * (config->qk_nope_head_dim + config->v_head_dim), config->kv_lora_rank);
+    layer->o_proj = bind_matrix(binder, prefix, "self_attn.o_proj", hidden, heads * config->v_head_dim);
+    if (!indexer) return;           /* a follower's own indexer, should a file have one, was never trained: not bound */
+    layer->indexer_wq_b = bind_matrix(binder, prefix, "self_attn.indexer.wq_b", config->index_n_heads * config->index_head_dim, config->q_lora_rank);
+    layer->indexer_wk = bind_matrix(binder, prefix, "self_attn.indexer.wk", config->index_head_dim, hidden);
+    layer->indexer_k_norm = bind_vector(binder, prefix, "self_attn.indexer.k_norm.weight", config->index_head_dim);
+    layer->indexer_k_norm_bias = bind_vector(binder, prefix, "self_attn.indexer.k_norm.bias", config->index_head_dim);
+    layer->indexer_weights_proj = bind_matrix(binder, prefix, "self_attn.indexer.weights_proj", config->index_n_heads, hidden);
+}
+
+/* gate, up and down of one SwiGLU block, wherever it stands. */
+static void bind_mlp(Binder *binder, Matrix *gate, Matrix *up, Matrix *down, const char *prefix, int inter, int hidden) {
+    *gate = bind_matrix(binder, prefix, "gate_proj", inter, hidden);
+    *up = bind_matrix(binder, prefix, "up_proj", inter, hidden);
+    *down = bind_matrix(binder, prefix, "down_proj", hidden, inter);
+}
+
+static void bind_experts(Binder *binder, LayerWeights *layer, const Config *config, const char *prefix) {
+    int inter = config->moe_intermediate_size, hidden = config->hidden_size;
+    size_t n = (size_t)config->n_routed_experts;
+    char name[200];
+    layer->router = bind_matrix(binder, prefix, "mlp.gate", config->n_routed_experts, hidden);
+    layer->e_score_correction_bias = bind_vector(binder, prefix, "mlp.gate.e_score_correction_bias", config->n_routed_experts);
+    layer->expert_gate = allocate_zeroed(n, sizeof(Matrix));
+    layer->expert_up = allocate_zeroed(n, sizeof(Matrix));
+    layer->expert_down = allocate_zeroed(n, sizeof(Matrix));
+    for (size_t e = 0; e < n && !binder->failed; e++) {
+        snprintf(name, sizeof name, "%smlp.experts.%zu.", prefix, e);
+        bind_mlp(binder, &layer->expert_gate[e], &layer->expert_up[e], &layer->expert_down[e], name, inter, hidden);
+    }
+    snprintf(name, sizeof name, "%smlp.shared_experts.", prefix);
+    if (config->n_shared_experts)
+        bind_mlp(binder, &layer->gate_proj, &layer->up_proj, &layer->down_proj, name, inter * config->n_shared_experts, hidden);
+}
+
+bool weights_bind(Weights *weights, const Checkpoint *checkpoint, const Config *config, Error *error) {
+    *weights = (Weights){0};
+    Binder binder = {.checkpoint = checkpoint, .weights = weights, .error = error};
+    char prefix[64], name[100];
+    weights->embed_tokens = bind_matrix(&binder, "model.", "embed_tokens", config->vocab_size, config->hidden_size);
+    weights->layers = allocate_zeroed((size_t)config->num_hidden_layers, sizeof(LayerWeights));
+    for (int i = 0; i < config->num_hidden_layers && !binder.failed; i++) {
+        LayerWeights *layer = &weights->layers[i];
+        snprintf(prefix, sizeof prefix, "model.layers.%d.", i);
+        layer->input_layernorm = bind_vector(&binder, prefix, "input_layernorm.weight", config->hidden_size);
+        layer->post_attention_layernorm = bind_vector(&binder, prefix, "post_attention_layernorm.weight", config->hidden_size);
+        if (has_latent_attention(config)) bind_latent_attention(&binder, layer, config, prefix, config->indexer_full[i]);
+        else bind_qwen3_attention(&binder, layer, config, prefix);
+        snprintf(name, sizeof name, "%smlp.", prefix);
+        if (config->mlp_sparse && config->mlp_sparse[i]) bind_experts(&binder, layer, config, prefix);
+        else bind_mlp(&binder, &layer->gate_proj, &layer->up_proj, &layer->down_proj, name, config->intermediate_size, config->hidden_size);
+    }
+    weights->norm = bind_vector(&binder, "model.", "norm.weight", config->hidden_size);
+    if (config->tie_word_embeddings) weights->lm_head = weights->embed_tokens;
+    else weights->lm_head = bind_matrix(&binder, "", "lm_head", config->vocab_size, config->hidden_size);
+    if (binder.failed) weights_free(weights, config);
+    return !binder.failed;
+}
+
+void weights_free(Weights *weights, const Config *config) {
+    for (int i = 0; weights->layers && i < config->num_hidden_layers; i++) {
+        free(weights->layers[i].expert_gate);
+        free(weights->layers[i].expert_up);
+        free(weights->layers[i].expert_down);
+    }
+    for (size_t i = 0; i < arrlenu(weights->owned); i++) free(weights->owned[i]);
+    arrfree(weights->owned);
+    free(weights->layers);
+    *weights = (Weights){0};
+}
+
+/* =====================================================================================================================
+ * The C backend: vectors of eight and the two inner products
+ *
+ * Owns: the arithmetic everything below is made of. It is written with the compiler's vector types, so the same lines become
+ * AVX2 on x86 and NEON pairs on Arm. Two kernels carry nearly all the work, and both keep one accumulator for each output:
+ *
+ *     dot_tile    y[r, c] = sum_k x[r, k] w[c, k]     eight lanes walk k; the lanes are added in a fixed tree at the end
+ *     axpy_panel  y[r, j] += sum_s p[r, s] v[s, j]    s in order, the lanes lie along j
+ *
+ * How many rows and columns are in flight changes which accumulators live side by side, never what one of them adds up,
+ * which is where row independence comes from.
+ */
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float f32x4 __attribute__((vector_size(16)));
+typedef float f32x8 __attribute__((vector_size(32)));
+typedef int32_t i32x8 __attribute__((vector_size(32)));
+typedef uint32_t u32x8 __attribute__((vector_size(32)));
+typedef uint16_t u16x8 __attribute__((vector_size(16)));
+typedef uint8_t u8x8 __attribute__((vector_size(8)));
+
+enum {
+    REDUCTION_BLOCK = 1024,     /* k is summed in blocks of this many, the blocks' sums in order; a multiple of SCALE_BLOCK */
+    PANEL_COLUMNS = 32,         /* output columns whose weights are widened together: 32 * 1024 floats stay in the L2 cache */
+    TILE_ROWS = 6,              /* rows of x in flight: 6 x 2 accumulators, 2 weights and 1 x fill sixteen registers */
+    KEY_TILE = 64,              /* cached rows widened together in attention and index scoring */
+    MAX_PASS_ROWS = 512,
+};
+
+/* Where a thread widens weights or cached rows before it multiplies by them. */
+static _Thread_local float panel[KEY_TILE * MAX_ROW_WIDTH];
+static _Thread_local float second_panel[KEY_TILE * MAX_ROW_WIDTH];
+
+INLINE f32x8 load8(const float *p) { f32x8 v; memcpy(&v, p, sizeof v); return v; }
+INLINE void store8(float *p, f32x8 v) { memcpy(p, &v, sizeof v); }
+INLINE f32x8 splat8(float x) { return (f32x8){x, x, x, x, x, x, x, x}; }
+
+INLINE f32x8 fma8(f32x8 a, f32x8 b, f32x8 c) {
+#ifdef __FMA__
+    return (f32x8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE float sum8(f32x8 v) {
+    f32x4 halves = __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
+    return (halves[0] + halves[2]) + (halves[1] + halves[3]);
+}
+
+/* Eight stored values as f32: widen(), eight at a time. */
+INLINE f32x8 widen8(const uint8_t *p, DType dtype) {
+    u16x8 half;
+    u8x8 byte;
+    if (dtype == DTYPE_F32) return load8((const float *)p);
+    if (dtype == DTYPE_F8_E4M3) {
+        memcpy(&byte, p, sizeof byte);
+        u32x8 bits = __builtin_convertvector(byte, u32x8), magnitude = bits & 0x7f;
+        f32x8 value = (f32x8)(magnitude << 20) * splat8(0x1p120f);
+        u32x8 nan = (u32x8)(magnitude == 0x7f) & 0x7fc00000;
+        return (f32x8)((u32x8)value | nan | (bits & 0x80) << 24);
+    }
+    memcpy(&half, p, sizeof half);
+    u32x8 bits = __builtin_convertvector(half, u32x8);
+    if (dtype == DTYPE_BF16) return (f32x8)(bits << 16);
+    f32x8 value = (f32x8)((bits & 0x7fff) << 13) * splat8(0x1p112f);
+    u32x8 special = (u32x8)((bits & 0x7c00) == 0x7c00) & 0x7f800000;
+    return (f32x8)((u32x8)value | special | (bits & 0x8000) << 16);
+}
+
+/* The first n < 8 of them, zeros behind. */
+INLINE f32x8 widen_few(const uint8_t *p, DType dtype, int n) {
+    uint8_t padded[32] = {0};
+    memcpy(padded, p, (size_t)n * dtype_table[dtype].size);
+    return widen8(padded, dtype);
+}
+
+/* a where the mask is set, else b. */
+INLINE f32x8 select8(i32x8 mask, f32x8 a, f32x8 b) { return (f32x8)((mask & (i32x8)a) | (~mask & (i32x8)b)); }
+
+/* e^x for x held to [-87, 88], within two units in the last place: 2^n times a polynomial in the rest. NaN stays NaN. */
+INLINE f32x8 exp8(f32x8 x) {
+    x = select8(x < splat8(-87), splat8(-87), x);
+    x = select8(x > splat8(88), splat8(88), x);
+    f32x8 shifted = fma8(x, splat8(0x1.715476p0f), splat8(0x1.8p23f)), n = shifted - splat8(0x1.8p23f);
+    f32x8 r = fma8(n, splat8(-0x1.62e4p-1f), x);
+    r = fma8(n, splat8(-0x1.7f7d1cp-20f), r);
+    f32x8 y = splat8(1.0f / 720);
+    y = fma8(y, r, splat8(1.0f / 120));
+    y = fma8(y, r, splat8(1.0f / 24));
+    y = fma8(y, r, splat8(1.0f / 6));
+    y = fma8(y, r, splat8(0.5f));
+    y = fma8(y, r, splat8(1));
+    y = fma8(y, r, splat8(1));
+    return (f32x8)((i32x8)y + ((i32x8)shifted << 23));
+}
+
+/* sum[r * columns + c] = x[r] . w[c] over n <= REDUCTION_BLOCK values. w: bytes of dtype, columns w_stride bytes apart;
+ * scale[c]: for e4m3, one value per SCALE_BLOCK of k. */
+INLINE void dot_tile(float *sum, const float *x, size_t x_stride, const uint8_t *w, size_t w_stride, const float *const *scale,
+                     int n, const DType dtype, const int rows, const int columns) {
+    const bool scaled = dtype == DTYPE_F8_E4M3;
+    const size_t size = dtype_table[dtype].size;
+    f32x8 total[rows * columns], s[columns];
+    for (int i = 0; i < rows * columns; i++) total[i] = splat8(0);
+    for (int begin = 0; begin < n; begin += scaled ? SCALE_BLOCK : n) {
+        int end = scaled && begin + SCALE_BLOCK < n ? begin + SCALE_BLOCK : n, k = begin;
+        if (scaled) for (int c = 0; c < columns; c++) s[c] = splat8(scale[c][begin / SCALE_BLOCK]);
+        for (; k + 8 <= end; k += 8) {
+            f32x8 weight[columns];
+            for (int c = 0; c < columns; c++) weight[c] = widen8(w + (size_t)c * w_stride + (size_t)k * size, dtype);
+            if (scaled) for (int c = 0; c < columns; c++) weight[c] *= s[c];
+            for (int r = 0; r < rows; r++) {
+                f32x8 input = load8(x + (size_t)r * x_stride + k);
+                for (int c = 0; c < columns; c++) total[r * columns + c] = fma8(input, weight[c], total[r * columns + c]);
+            }
+        }
+        if (k < end) for (int c = 0; c < columns; c++) {
+            f32x8 weight = widen_few(w + (size_t)c * w_stride + (size_t)k * size, dtype, end - k);
+            if (scaled) weight *= s[c];
+            for (int r = 0; r < rows; r++) {
+                f32x8 input = widen_few((const uint8_t *)(x + (size_t)r * x_stride + k), DTYPE_F32, end - k);
+                total[r * columns + c] = fma8(input, weight, total[r * columns + c]);
+            }
+        }
+    }
+    for (int i = 0; i < rows * columns; i++) sum[i] = sum8(total[i]);
+}
+
+INLINE void dot_strip(float *y, size_t y_stride, const float *x, size_t x_stride, const float *w, size_t w_stride, int columns, int n,
+                      bool accumulate, const int rows) {
+    float sum[TILE_ROWS * 2];
+    for (int c = 0; c < columns;) {
+        const uint8_t *column = (const uint8_t *)(w + (size_t)c * w_stride);
+        int width = c + 2 <= columns ? 2 : 1;
+        if (width == 2) dot_tile(sum, x, x_stride, column, w_stride * sizeof(float), NULL, n, DTYPE_F32, rows, 2);
+        else dot_tile(sum, x, x_stride, column, w_stride * sizeof(float), NULL, n, DTYPE_F32, rows, 1);
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < width; i++) {
+                float *out = &y[(size_t)r * y_stride + (size_t)(c + i)];
+                *out = accumulate ? *out + sum[r * width + i] : sum[r * width + i];
+            }
+        c += width;
+    }
+}
+
+/* y[r, c] (+)= x[r] . w[c] for any number of rows and f32 columns, n <= REDUCTION_BLOCK. */
+static void dot_panel(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const float *w, size_t w_stride, int columns,
+                      int n, bool accumulate) {
+    int r = 0;
+    for (; r + TILE_ROWS <= rows; r += TILE_ROWS)
+        dot_strip(y + (size_t)r * y_stride, y_stride, x + (size_t)r * x_stride, x_stride, w, w_stride, columns, n, accumulate, TILE_ROWS);
+    y += (size_t)r * y_stride;
+    x += (size_t)r * x_stride;
+    switch (rows - r) {
+    case 5: dot_strip(y, y_stride, x, x_stride, w, w_stride, columns, n, accumulate, 5); break;
+    case 4: dot_strip(y, y_stride, x, x_stride, w, w_stride, columns, n, accumulate, 4); break;
+    case 3: dot_strip(y, y_stride, x, x_stride, w, w_stride, columns, n, accumulate, 3); break;
+    case 2: dot_strip(y, y_stride, x, x_stride, w, w_stride, columns, n, accumulate, 2); break;
+    case 1: dot_strip(y, y_stride, x, x_stride, w, w_stride, columns, n, accumulate, 1); break;
+    }
+}
+
+INLINE void axpy_tile(float *y, size_t y_stride, const float *p, size_t p_stride, const float *v, size_t v_stride, int n, const int rows,
+                      const int vectors) {
+    f32x8 total[rows * vectors];
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < vectors; i++) total[r * vectors + i] = load8(y + (size_t)r * y_stride + 8 * i);
+    for (int s = 0; s < n; s++) {
+        f32x8 value[vectors];
+        for (int i = 0; i < vectors; i++) value[i] = load8(v + (size_t)s * v_stride + 8 * i);
+        for (int r = 0; r < rows; r++) {
+            f32x8 factor = splat8(p[(size_t)r * p_stride + (size_t)s]);
+            for (int i = 0; i < vectors; i++) total[r * vectors + i] = fma8(factor, value[i], total[r * vectors + i]);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < vectors; i++) store8(y + (size_t)r * y_stride + 8 * i, total[r * vectors + i]);
+}
+
+/* y[r, j] += sum_s p[r, s] v[s, j] for j < columns, s < n. */
+static void axpy_panel(float *y, size_t y_stride, const float *p, size_t p_stride, int rows, const float *v, size_t v_stride, int n, int columns) {
+    int j = 0;
+    for (; j + 32 <= columns; j += 32) {
+        int r = 0;
+        for (; r + 3 <= rows; r += 3) axpy_tile(y + (size_t)r * y_stride + j, y_stride, p + (size_t)r * p_stride, p_stride, v + j, v_stride, n, 3, 4);
+        for (; r < rows; r++) axpy_tile(y + (size_t)r * y_stride + j, y_stride, p + (size_t)r * p_stride, p_stride, v + j, v_stride, n, 1, 4);
+    }
+    for (; j + 8 <= columns; j += 8)
+        for (int r = 0; r < rows; r++) axpy_tile(y + (size_t)r * y_stride + j, y_stride, p + (size_t)r * p_stride, p_stride, v + j, v_stride, n, 1, 1);
+    for (; j < columns; j++)
+        for (int r = 0; r < rows; r++) {
+            float *out = &y[(size_t)r * y_stride + (size_t)j];
+            for (int s = 0; s < n; s++) *out = fmaf(p[(size_t)r * p_stride + (size_t)s], v[(size_t)s * v_stride + (size_t)j], *out);
+        }
+}
+
+/* =====================================================================================================================
+ * The C backend: matrix products, norms, rope
+ *
+ * Owns: y = W x with W in its stored format. For up to six rows the weights are widened in registers and read once: decode,
+ * bound by memory. For more, a panel of 32 columns by 1,024 values is widened into the cache and used by all rows:
+ * prefill, bound by arithmetic.
+ */
+
+/* w[row, first .. first + n) times its block scales, as f32. */
+static void widen_weights(float *out, const Matrix *w, int row, int first, int n) {
+    const uint8_t *data = w->data + ((size_t)row * (size_t)w->cols + (size_t)first) * dtype_table[w->dtype].size;
+    const float *scale = w->scale ? w->scale + (size_t)((w->first_row + row) / SCALE_BLOCK) * (size_t)w->scale_cols : NULL;
+    int k = 0;
+#define WIDEN_ALL(D) for (; k + 8 <= n; k += 8) store8(out + k, widen8(data + (size_t)k * dtype_table[D].size, D))
+    switch (w->dtype) {
+    case DTYPE_F32: WIDEN_ALL(DTYPE_F32); break;
+    case DTYPE_F16: WIDEN_ALL(DTYPE_F16); break;
+    case DTYPE_BF16: WIDEN_ALL(DTYPE_BF16); break;
+    default: WIDEN_ALL(DTYPE_F8_E4M3); break;
+    }
+#undef WIDEN_ALL
+    for (; k < n; k++) out[k] = widen(data + (size_t)k * dtype_table[w->dtype].size, w->dtype);
+    if (scale) for (k = 0; k < n; k++) out[k] *= scale[(first + k) / SCALE_BLOCK];
+}
+
+INLINE void direct_tile(float *y, size_t y_stride, const float *x, size_t x_stride, const Matrix *w, int o, const DType dtype, const int rows,
+                        const int columns) {
+    const size_t size = dtype_table[dtype].size, stride = (size_t)w->cols * size;
+    float total[rows * columns], sum[rows * columns];
+    for (int k = 0; k < w->cols; k += REDUCTION_BLOCK) {
+        int n = w->cols - k < REDUCTION_BLOCK ? w->cols - k : REDUCTION_BLOCK;
+        const float *scale[columns];
+        for (int c = 0; c < columns; c++)
+            scale[c] = dtype == DTYPE_F8_E4M3 ? w->scale + (size_t)((w->first_row + o + c) / SCALE_BLOCK) * (size_t)w->scale_cols + k / SCALE_BLOCK : NULL;
+        dot_tile(sum, x + k, x_stride, w->data + (size_t)o * stride + (size_t)k * size, stride, scale, n, dtype, rows, columns);
+        for (int i = 0; i < rows * columns; i++) total[i] = k ? total[i] + sum[i] : sum[i];
+    }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) y[(size_t)r * y_stride + (size_t)(o + c)] = total[r * columns + c];
+}
+
+INLINE void direct_columns(float *y, size_t y_stride, const float *x, size_t x_stride, const Matrix *w, int begin, int end, const DType dtype,
+                           const int rows) {
+    const int columns = rows <= 3 ? 4 : 2;          /* enough accumulators to hide the latency of one addition */
+    int o = begin;
+    for (; o + columns <= end; o += columns) direct_tile(y, y_stride, x, x_stride, w, o, dtype, rows, columns);
+    for (; o < end; o++) direct_tile(y, y_stride, x, x_stride, w, o, dtype, rows, 1);
+}
+
+INLINE void direct_rows(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin, int end, const DType dtype) {
+    switch (rows) {
+    case 1: direct_columns(y, y_stride, x, x_stride, w, begin, end, dtype, 1); break;
+    case 2: direct_columns(y, y_stride, x, x_stride, w, begin, end, dtype, 2); break;
+    case 3: direct_columns(y, y_stride, x, x_stride, w, begin, end, dtype, 3); break;
+    case 4: direct_columns(y, y_stride, x, x_stride, w, begin, end, dtype, 4); break;
+    case 5: direct_columns(y, y_stride, x, x_stride, w, begin, end, dtype, 5); break;
+    case 6: direct_columns(y, y_stride, x, x_stride, w, begin, end, dtype, 6); break;
+    }
+}
+
+static void panel_columns(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin, int end) {
+    for (int o = begin; o < end; o += PANEL_COLUMNS) {
+        int columns = end - o < PANEL_COLUMNS ? end - o : PANEL_COLUMNS;
+        for (int k = 0; k < w->cols; k += REDUCTION_BLOCK) {
+            int n = w->cols - k < REDUCTION_BLOCK ? w->cols - k : REDUCTION_BLOCK;
+            for (int c = 0; c < columns; c++) widen_weights(panel + c * REDUCTION_BLOCK, w, o + c, k, n);
+            dot_panel(y + o, y_stride, x + k, x_stride, rows, panel, REDUCTION_BLOCK, columns, n, k > 0);
+        }
+    }
+}
+
+/* Output columns [begin, end) of y = W x, on the calling thread. */
+static void linear_columns(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin, int end) {
+    if (rows > TILE_ROWS) return panel_columns(y, y_stride, x, x_stride, rows, w, begin, end);
+    switch (w->dtype) {
+    case DTYPE_F32: direct_rows(y, y_stride, x, x_stride, rows, w, begin, end, DTYPE_F32); break;
+    case DTYPE_F16: direct_rows(y, y_stride, x, x_stride, rows, w, begin, end, DTYPE_F16); break;
+    case DTYPE_BF16: direct_rows(y, y_stride, x, x_stride, rows, w, begin, end, DTYPE_BF16); break;
+    default: direct_rows(y, y_stride, x, x_stride, rows, w, begin, end, DTYPE_F8_E4M3); break;
+    }
+}
+
+static void linear(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w) {
+    size_t work = (size_t)w->rows * (size_t)w->cols * (size_t)n_rows;
+#pragma omp parallel if (work > 1 << 15)
+    {
+        int threads = omp_get_num_threads(), me = omp_get_thread_num(), share = (w->rows / threads + 3) / 4 * 4;
+        int begin = me * share < w->rows ? me * share : w->rows;
+        int end = me == threads - 1 || begin + share > w->rows ? w->rows : begin + share;
+        linear_columns(y, y_stride, x, x_stride, n_rows, w, begin, end);
+    }
+}
+
+static void embed(float *y, const Matrix *embedding, const Row *rows, int n_rows) {
+    for (int r = 0; r < n_rows; r++) widen_weights(y + (size_t)r * (size_t)embedding->cols, embedding, rows[r].token, 0, embedding->cols);
+}
+
+/* The sum over i of a[i] * b[i], in eight lanes. */
+static float dot(const float *a, const float *b, int n) {
+    float sum = 0, part;
+    const float *none = NULL;
+    for (int k = 0; k < n; k += REDUCTION_BLOCK) {
+        dot_tile(&part, a + k, 0, (const uint8_t *)(b + k), 0, &none, n - k < REDUCTION_BLOCK ? n - k : REDUCTION_BLOCK, DTYPE_F32, 1, 1);
+        sum += part;
+    }
+    return sum;
+}
+
+static void rms_norm(float *y, size_t y_stride, const float *x, size_t x_stride, const float *weight, int n, int dim, float eps) {
+#pragma omp parallel for if (n * dim > 1 << 15)
+    for (int i = 0; i < n; i++) {
+        const float *in = x + (size_t)i * x_stride;
+        float *out = y + (size_t)i * y_stride, scale = 1 / sqrtf(dot(in, in, dim) / (float)dim + eps);
+        for (int j = 0; j < dim; j++) out[j] = in[j] * scale * weight[j];
+    }
+}
+
+static void layer_norm(float *y, const float *x, const float *weight, const float *bias, int n, int dim, float eps) {
+    for (int i = 0; i < n; i++, x += dim, y += dim) {
+        double mean = 0, variance = 0;
+        for (int j = 0; j < dim; j++) mean += x[j];
+        mean /= dim;
+        for (int j = 0; j < dim; j++) variance += (x[j] - mean) * (x[j] - mean);
+        float scale = (float)(1 / sqrt(variance / dim + eps)), centre = (float)mean;
+        for (int j = 0; j < dim; j++) y[j] = (x[j] - centre) * scale * weight[j] + bias[j];
+    }
+}
+
+static void rope(float *x, int n_rows, int heads, int head_stride, int offset, int dim, bool interleaved, const float *cosine, const float *sine) {
+    int half = dim / 2, near = interleaved ? 2 : 1, far = interleaved ? 1 : half;
+#pragma omp parallel for if (n_rows * heads * dim > 1 << 15)
+    for (int r = 0; r < n_rows; r++) {
+        const float *c = cosine + (size_t)r * (size_t)half, *s = sine + (size_t)r * (size_t)half;
+        for (int h = 0; h < heads; h++) {
+            float *v = x + ((size_t)r * (size_t)heads + (size_t)h) * (size_t)head_stride + offset;
+            for (int i = 0; i < half; i++) {
+                float a = v[i * near], b = v[i * near + far];
+                v[i * near] = a * c[i] - b * s[i];
+                v[i * near + far] = b * c[i] + a * s[i];
+            }
+        }
+    }
+}
+
+static void swiglu(float *y, const float *gate, const float *up, size_t n) {
+#pragma omp parallel for if (n > 1 << 15)
+    for (size_t i = 0; i < n / 8 * 8; i += 8) {
+        f32x8 g = load8(gate + i);
+        store8(y + i, g / (splat8(1) + exp8(-g)) * load8(up + i));
+    }
+    for (size_t i = n / 8 * 8; i < n; i++) y[i] = gate[i] / (1 + exp8(splat8(-gate[i]))[0]) * up[i];
+}
+
+static void add(float *y, const float *x, size_t n) {
+    for (size_t i = 0; i < n; i++) y[i] += x[i];
+}
+
+static int first_not_finite(const float *x, int n_rows, int dim) {
+    for (int r = 0; r < n_rows; r++)
+        for (int j = 0; j < dim; j++)
+            if (!(fabsf(x[(size_t)r * (size_t)dim + (size_t)j]) <= FLT_MAX)) return r;
+    return -1;
+}
+
+/* =====================================================================================================================
+ * The C backend: cached rows, index selection, attention
+ *
+ * Owns: the format of a cached row, the lightning indexer (DeepSeek-V3.2, eq. 1) with its top-k, and both attentions. They
+ * visit keys in tiles of 64 that are widened once, with the running maximum and sum of an online softmax; the tiling is by
+ * position (or by rank in the selection), so it is the same for every row whatever else is in the pass.
+ */
+
+static size_t element_size(KvDtype dtype) { return dtype == KV_F32 ? 4 : dtype == KV_BF16 ? 2 : 1; }
+
+/* Bytes before the plain values: the quantised ones and, in fp8, the scales of their groups. */
+static size_t quantised_bytes(const RowFormat *format) {
+    size_t n = (size_t)format->quantised, groups = (n + (size_t)format->group - 1) / (size_t)format->group;
+    return n * element_size(format->dtype) + (format->dtype == KV_F8 ? groups * sizeof(float) : 0);
+}
+
+RowFormat row_format(KvDtype dtype, int quantised, int plain, int group) {
+    RowFormat format = {.dtype = dtype, .quantised = quantised, .plain = plain, .group = group};
+    format.stride = quantised_bytes(&format) + (size_t)plain * (dtype == KV_F32 ? 4 : 2);
+    return format;
+}
+
+static uint16_t narrow_bf16(float x) {
+    uint32_t bits = float_to_bits(x);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);     /* NaN stays NaN */
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* To the nearest e4m3, ties to even, saturating at 448. */
+static uint8_t narrow_e4m3(float x) {
+    uint32_t bits = float_to_bits(x), magnitude = bits & 0x7fffffff, code;
+    if (magnitude > 0x7f800000) return 0x7f;
+    if (magnitude < 0x3c800000) code = (uint32_t)rintf(bits_to_float(magnitude) * 512);     /* below 2^-6: subnormal, steps of 2^-9 */
+    else {
+        uint32_t rounded = magnitude + 0x7ffff + (magnitude >> 20 & 1);
+        code = (rounded >> 20) - (120 << 3);
+        if (code > 0x7e) code = 0x7e;
+    }
+    return (uint8_t)(code | (bits >> 31) << 7);
+}
+
+static void narrow_values(uint8_t *out, const float *x, int n, KvDtype dtype) {
+    if (dtype == KV_F32) memcpy(out, x, (size_t)n * sizeof(float));
+    else for (int i = 0; i < n; i++) {
+        uint16_t half = narrow_bf16(x[i]);
+        memcpy(out + 2 * i, &half, 2);
+    }
+}
+
+static void store_rows(uint8_t *base, const RowFormat *format, const int *ids, int n_rows, const float *a, size_t a_stride, const float *b, size_t b_stride) {
+    for (int r = 0; r < n_rows; r++, a += a_stride, b += b_stride) {
+        uint8_t *row = base + (size_t)ids[r] * format->stride;
+        KvDtype plain = format->dtype == KV_F32 ? KV_F32 : KV_BF16;
+        narrow_values(row + quantised_bytes(format), b, format->plain, plain);
+        if (format->dtype != KV_F8) { narrow_values(row, a, format->quantised, format->dtype); continue; }
+        for (int first = 0, group = 0; first < format->quantised; first += format->group, group++) {
+            int last = first + format->group < format->quantised ? first + format->group : format->quantised;
+            float largest = 0;
+            for (int i = first; i < last; i++) largest = fmaxf(largest, fabsf(a[i]));
+            float scale = largest > 0 ? largest / 448 : 1;
+            for (int i = first; i < last; i++) row[i] = narrow_e4m3(a[i] / scale);
+            memcpy(row + format->quantised + (size_t)group * sizeof(float), &scale, sizeof scale);
+        }
+    }
+}
+
+INLINE void widen_run(float *out, const uint8_t *data, int n, const DType dtype) {
+    int i = 0;
+    for (; i + 8 <= n; i += 8) store8(out + i, widen8(data + (size_t)i * dtype_table[dtype].size, dtype));
+    for (; i < n; i++) out[i] = widen(data + (size_t)i * dtype_table[dtype].size, dtype);
+}
+
+/* Quantised values [first, first + n) of a cached row, as f32. */
+static void widen_quantised(float *out, const uint8_t *row, const RowFormat *format, int first, int n) {
+    if (format->dtype == KV_F32) widen_run(out, row + 4 * (size_t)first, n, DTYPE_F32);
+    else if (format->dtype == KV_BF16) widen_run(out, row + 2 * (size_t)first, n, DTYPE_BF16);
+    else {
+        widen_run(out, row + first, n, DTYPE_F8_E4M3);
+        const uint8_t *scales = row + format->quantised;
+        for (int i = 0; i < n;) {
+            int group = (first + i) / format->group, end = (group + 1) * format->group - first;
+            float scale = widen(scales + (size_t)group * sizeof(float), DTYPE_F32);
+            for (; i < n && i < end; i++) out[i] *= scale;
+        }
+    }
+}
+
+/* A whole cached row as f32: quantised values, then plain ones. */
+static void widen_row(float *out, const uint8_t *row, const RowFormat *format) {
+    widen_quantised(out, row, format, 0, format->quantised);
+    widen_run(out + format->quantised, row + quantised_bytes(format), format->plain, format->dtype == KV_F32 ? DTYPE_F32 : DTYPE_BF16);
+}
+
+/* The k best of n > k scores as ascending positions: equal scores go to the lower position. Finds the k-th best value byte by
+ * byte on keys whose unsigned order is the scores' order, then walks the scores once. */
+static void top_k(int *picks, const float *scores, int n, int k) {
+    uint32_t threshold = 0;
+    int wanted = k;                                 /* how many of the scores equal to the threshold's prefix are needed */
+#define SORTABLE(s) ({ uint32_t b = float_to_bits((s) + 0.0f); b & 0x80000000 ? ~b : b | 0x80000000; })  /* -0 counts as 0 */
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        int histogram[256] = {0};
+        uint32_t above = shift == 24 ? 0 : ~0u << (shift + 8);
+        for (int i = 0; i < n; i++) {
+            uint32_t key = SORTABLE(scores[i]);
+            if ((key & above) == threshold) histogram[key >> shift & 255]++;
+        }
+        int bin = 255;
+        while (histogram[bin] < wanted) wanted -= histogram[bin--];
+        threshold |= (uint32_t)bin << shift;
+    }
+    for (int i = 0, count = 0; count < k; i++) {
+        uint32_t key = SORTABLE(scores[i]);
+        if (key > threshold || (key == threshold && wanted-- > 0)) picks[count++] = i;
+    }
+#undef SORTABLE
+}
+
+/* Rows [begin, end) of the pass belong to one session; scores: [end - begin, context]. */
+static void index_scores(float *scores, const float *q, const float *head_weights, const uint8_t *keys, const RowFormat *format, int heads,
+                         int head_dim, const Row *rows, int begin, int end, int context) {
+    int furthest = 0;
+    for (int r = begin; r < end; r++) furthest = rows[r].position > furthest ? rows[r].position : furthest;
+    const float scale = 1 / sqrtf((float)head_dim);
+#pragma omp parallel for schedule(dynamic)
+    for (int first = 0; first <= furthest; first += KEY_TILE) {
+        int n = furthest + 1 - first < KEY_TILE ? furthest + 1 - first : KEY_TILE;
+        for (int s = 0; s < n; s++)
+            widen_row(panel + s * head_dim, keys + ((size_t)rows[begin].session * (size_t)context + (size_t)(first + s)) * format->stride, format);
+        for (int r = begin; r < end; r++) {
+            if (rows[r].position < first) continue;
+            dot_panel(second_panel, KEY_TILE, q + (size_t)r * (size_t)(heads * head_dim), (size_t)head_dim, heads, panel, (size_t)head_dim, n, head_dim, false);
+            float *out = scores + (size_t)(r - begin) * (size_t)context + first;
+            for (int s = 0; s < n; s++) out[s] = 0;
+            for (int h = 0; h < heads; h++) {
+                float weight = head_weights[(size_t)r * (size_t)heads + (size_t)h] * scale;
+                for (int s = 0; s < n; s++) out[s] += weight * fmaxf(second_panel[h * KEY_TILE + s], 0);
+            }
+        }
+    }
+}
+
+static void index_select(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys, const RowFormat *format,
+                         int heads, int head_dim, const Row *rows, int n_rows, int context, float *scratch, int scratch_rows) {
+    for (int begin = 0, end; begin < n_rows; begin = end) {
+        bool scored = false;                        /* while everything fits, the selection is the whole history */
+        for (end = begin; end < n_rows && end - begin < scratch_rows && rows[end].session == rows[begin].session; end++)
+            scored |= rows[end].position >= selection->capacity;
+        if (scored) index_scores(scratch, q, head_weights, keys, format, heads, head_dim, rows, begin, end, context);
+#pragma omp parallel for schedule(dynamic) if (scored)
+        for (int r = begin; r < end; r++) {
+            int visible = rows[r].position + 1, *ids = selection->ids + (size_t)r * (size_t)selection->capacity;
+            int count = visible < selection->capacity ? visible : selection->capacity;
+            if (count < visible) top_k(ids, scratch + (size_t)(r - begin) * (size_t)context, visible, count);
+            else for (int s = 0; s < count; s++) ids[s] = s;
+            for (int s = 0; s < count; s++) ids[s] += rows[r].session * context;
+            selection->count[r] = count;
+        }
+    }
+}
+
+/* One tile of an online softmax: `heads` queries of `width` against n <= KEY_TILE keys, into the running maximum, sum and
+ * unnormalised output of each head. */
+static void attend_tile(float *y, size_t y_stride, float *maximum, float *sum, const float *q, size_t q_stride, int heads, int width,
+                        const float *keys, size_t key_stride, const float *values, size_t value_stride, int value_dim, int n, float scale) {
+    enum { HEADS = 16 };
+    float p[HEADS * KEY_TILE];
+    for (int first = 0; first < heads; first += HEADS) {
+        int group = heads - first < HEADS ? heads - first : HEADS;
+        dot_panel(p, KEY_TILE, q + (size_t)first * q_stride, q_stride, group, keys, key_stride, n, width, false);
+        for (int h = 0; h < group; h++) {
+            float *row = p + h * KEY_TILE, *out = y + (size_t)(first + h) * y_stride, largest = maximum[first + h], total = 0;
+            for (int s = n; s < KEY_TILE; s++) row[s] = -INFINITY;
+            for (int s = 0; s < n; s++) largest = fmaxf(largest, row[s] *= scale);
+            for (int s = 0; s < KEY_TILE; s += 8) store8(row + s, exp8(load8(row + s) - splat8(largest)));
+            for (int s = 0; s < n; s++) total += row[s];
+            float shrink = exp8(splat8(maximum[first + h] - largest))[0];
+            if (shrink != 1) for (int j = 0; j < value_dim; j++) out[j] *= shrink;
+            sum[first + h] = sum[first + h] * shrink + total;
+            maximum[first + h] = largest;
+        }
+        axpy_panel(y + (size_t)first * y_stride, y_stride, p, KEY_TILE, group, values, value_stride, n, value_dim);
+    }
+}
+
+/* Starts and ends the softmax that attend_tile runs. */
+static void attend_begin(float *y, size_t y_stride, float *maximum, float *sum, int heads, int value_dim) {
+    for (int h = 0; h < heads; h++) {
+        memset(y + (size_t)h * y_stride, 0, (size_t)value_dim * sizeof(float));
+        maximum[h] = -FLT_MAX;
+        sum[h] = 0;
+    }
+}
+
+static void attend_end(float *y, size_t y_stride, const float *sum, int heads, int value_dim) {
+    for (int h = 0; h < heads; h++)
+        for (int j = 0; j < value_dim; j++) y[(size_t)h * y_stride + (size_t)j] /= sum[h];
+}
+
+static void sparse_attention(float *z, const float *q, const uint8_t *kv, const RowFormat *format, const Selection *selection, int n_rows,
+                             int heads, float scale) {
+    const int latent = format->quantised, width = latent + format->plain, threads = omp_get_max_threads();
+    /* With few rows the heads are shared out, so that one decoding session keeps every thread busy. */
+    const int parts = n_rows >= threads ? 1 : (threads + n_rows - 1) / n_rows < heads ? (threads + n_rows - 1) / n_rows : heads;
+#pragma omp parallel for schedule(dynamic)
+    for (int task = 0; task < n_rows * parts; task++) {
+        int r = task / parts, first = heads * (task % parts) / parts, last = heads * (task % parts + 1) / parts, n = last - first;
+        const int *ids = selection->ids + (size_t)r * (size_t)selection->capacity, count = selection->count[r];
+        const float *query = q + ((size_t)r * (size_t)heads + (size_t)first) * (size_t)width;
+        float *out = z + ((size_t)r * (size_t)heads + (size_t)first) * (size_t)latent, maximum[MAX_HEADS], sum[MAX_HEADS];
+        attend_begin(out, (size_t)latent, maximum, sum, n, latent);
+        for (int begin = 0; begin < count; begin += KEY_TILE) {
+            int keys = count - begin < KEY_TILE ? count - begin : KEY_TILE;
+            for (int s = 0; s < keys; s++) widen_row(panel + s * width, kv + (size_t)ids[begin + s] * format->stride, format);
+            attend_tile(out, (size_t)latent, maximum, sum, query, (size_t)width, n, width, panel, (size_t)width, panel, (size_t)width, latent, keys, scale);
+        }
+        attend_end(out, (size_t)latent, sum, n, latent);
+    }
+}
+
+/* Cached row: kv_heads keys, then kv_heads values, all in the quantised part. */
+static void dense_attention(float *y, const float *q, const uint8_t *kv, const RowFormat *format, const Row *rows, int n_rows, int context,
+                            int heads, int kv_heads, int head_dim, float scale) {
+    enum { BLOCK = 8 };                             /* rows of one session that share a widened tile */
+    int starts[MAX_PASS_ROWS + 1], blocks = 0, group = heads / kv_heads;
+    for (int r = 0; r < n_rows; r++)
+        if (!r || rows[r].session != rows[r - 1].session || r - starts[blocks - 1] == BLOCK) starts[blocks++] = r;
+    starts[blocks] = n_rows;
+#pragma omp parallel for schedule(dynamic)
+    for (int task = 0; task < blocks * kv_heads; task++) {
+        int begin = starts[task / kv_heads], end = starts[task / kv_heads + 1], head = task % kv_heads, furthest = 0;
+        float maximum[BLOCK * MAX_HEADS], sum[BLOCK * MAX_HEADS];
+        for (int r = begin; r < end; r++) {
+            furthest = rows[r].position > furthest ? rows[r].position : furthest;
+            attend_begin(y + ((size_t)r * (size_t)heads + (size_t)(head * group)) * (size_t)head_dim, (size_t)head_dim, maximum + (r - begin) * group,
+                         sum + (r - begin) * group, group, head_dim);
+        }
+        for (int first = 0; first <= furthest; first += KEY_TILE) {
+            int n = furthest + 1 - first < KEY_TILE ? furthest + 1 - first : KEY_TILE;
+            for (int s = 0; s < n; s++) {
+                const uint8_t *row = kv + ((size_t)rows[begin].session * (size_t)context + (size_t)(first + s)) * format->stride;
+                widen_quantised(panel + s * head_dim, row, format, head * head_dim, head_dim);
+                widen_quantised(second_panel + s * head_dim, row, format, (kv_heads + head) * head_dim, head_dim);
+            }
+            for (int r = begin; r < end; r++) {
+                int visible = rows[r].position + 1 - first < n ? rows[r].position + 1 - first : n;
+                size_t offset = ((size_t)r * (size_t)heads + (size_t)(head * group)) * (size_t)head_dim, d = (size_t)head_dim;
+                if (visible > 0) attend_tile(y + offset, d, maximum + (r - begin) * group, sum + (r - begin) * group, q + offset, d, group, head_dim,
+                                             panel, d, second_panel, d, head_dim, visible, scale);
+            }
+        }
+        for (int r = begin; r < end; r++)
+            attend_end(y + ((size_t)r * (size_t)heads + (size_t)(head * group)) * (size_t)head_dim, (size_t)head_dim, sum + (r - begin) * group, group, head_dim);
+    }
+}
+
+/* q: [rows, heads, nope + rope]; q_latent: [rows, heads, lora + rope] = W_UK[h]^T q_nope | q_rope (spec 1.4). */
+static void absorb_query(float *q_latent, const float *q, int n_rows, const Matrix *kv_b, const Config *config) {
+    const int heads = config->num_attention_heads, nope = config->qk_nope_head_dim, tail = config->qk_rope_head_dim, lora = config->kv_lora_rank;
+    const size_t q_stride = (size_t)(heads * (nope + tail)), out_stride = (size_t)heads * (size_t)(lora + tail);
+#pragma omp parallel for schedule(dynamic)
+    for (int h = 0; h < heads; h++) {
+        const float *in = q + h * (nope + tail);
+        float *out = q_latent + (size_t)h * (size_t)(lora + tail);
+        for (int r = 0; r < n_rows; r++) {
+            memset(out + (size_t)r * out_stride, 0, (size_t)lora * sizeof(float));
+            memcpy(out + (size_t)r * out_stride + lora, in + (size_t)r * q_stride + nope, (size_t)tail * sizeof(float));
+        }
+        for (int first = 0; first < nope; first += KEY_TILE) {
+            int n = nope - first < KEY_TILE ? nope - first : KEY_TILE;
+            for (int i = 0; i < n; i++) widen_weights(panel + i * lora, kv_b, h * (nope + config->v_head_dim) + first + i, 0, lora);
+            axpy_panel(out, out_stride, in + first, q_stride, n_rows, panel, (size_t)lora, n, lora);
+        }
+    }
+}
+
+/* z: [rows, heads, lora]; y: [rows, heads, v_head_dim] = W_UV[h] z[h]. */
+static void expand_value(float *y, const float *z, int n_rows, const Matrix *kv_b, const Config *config) {
+    const int heads = config->num_attention_heads, nope = config->qk_nope_head_dim, v = config->v_head_dim, lora = config->kv_lora_rank;
+#pragma omp parallel for schedule(dynamic)
+    for (int h = 0; h < heads; h++) {
+        Matrix w = matrix_rows(kv_b, h * (nope + v) + nope, v);
+        linear_columns(y + (size_t)h * (size_t)v, (size_t)(heads * v), z + (size_t)h * (size_t)lora, (size_t)(heads * lora), n_rows, &w, 0, v);
+    }
+}
+
+/* =====================================================================================================================
+ * The C backend: mixture of experts
+ */
+
+/* The best of n values that are not -inf; equal values: the lower index. Takes it out by setting it to -inf. */
+static int take_best(float *values, int n) {
+    int best = 0;
+    for (int i = 1; i < n; i++)
+        if (values[i] > values[best]) best = i;
+    values[best] = -INFINITY;
+    return best;
+}
+
+/* Keeps the topk_group groups whose two best choices add up highest; experts of the others become -inf, not 0, since a biased
+ * score may be negative (spec 2). */
+static void limit_groups(float *choice, const Config *config) {
+    int size = config->n_routed_experts / config->n_group;
+    float score[MAX_EXPERTS];
+    bool kept[MAX_EXPERTS] = {false};
+    for (int g = 0; g < config->n_group; g++) {
+        float first = -INFINITY, second = -INFINITY;
+        for (int e = g * size; e < (g + 1) * size; e++) {
+            if (choice[e] > first) { second = first; first = choice[e]; }
+            else if (choice[e] > second) second = choice[e];
+        }
+        score[g] = first + second;
+    }
+    for (int i = 0; i < config->topk_group; i++) kept[take_best(score, config->n_group)] = true;
+    for (int e = 0; e < config->n_routed_experts; e++)
+        if (!kept[e / size]) choice[e] = -INFINITY;
+}
+
+static void route(int *picks, float *weights, const float *logits, const float *bias, int n_rows, const Config *config) {
+    const int experts = config->n_routed_experts, per_token = config->num_experts_per_tok;
+    for (int r = 0; r < n_rows; r++, logits += experts, picks += per_token, weights += per_token) {
+        float score[MAX_EXPERTS], choice[MAX_EXPERTS], total = 0;
+        for (int e = 0; e < experts; e++) {
+            score[e] = 1 / (1 + expf(-logits[e]));
+            choice[e] = score[e] + bias[e];         /* the bias balances the load: it chooses, it does not weigh */
+        }
+        if (config->n_group > 1) limit_groups(choice, config);
+        for (int i = 0; i < per_token; i++) {
+            picks[i] = take_best(choice, experts);
+            weights[i] = score[picks[i]];
+            total += weights[i];
+        }
+        for (int i = 0; i < per_token; i++)
+            weights[i] *= (config->norm_topk_prob ? 1 / (total + 1e-20f) : 1) * config->routed_scaling_factor;
+    }
+}
+
+/* Rows are gathered by expert, so that each expert's weights are read once a pass. */
+static void experts(float *y, const float *x, const int *picks, const float *weights, int n_rows, const LayerWeights *layer,
+                    const Config *config, float *scratch) {
+    const size_t hidden = (size_t)config->hidden_size, inter = (size_t)config->moe_intermediate_size;
+    const int per_token = config->num_experts_per_tok;
+    float *input = scratch, *output = input + (size_t)n_rows * hidden, *gate = output + (size_t)n_rows * hidden, *up = gate + (size_t)n_rows * inter;
+    for (int e = 0; e < config->n_routed_experts; e++) {
+        int members[MAX_PASS_ROWS], n = 0;
+        float factor[MAX_PASS_ROWS];
+        for (int i = 0; i < n_rows * per_token; i++)
+            if (picks[i] == e) {
+                members[n] = i / per_token;
+                factor[n++] = weights[i];
+            }
+        if (!n) continue;
+        for (int i = 0; i < n; i++) memcpy(input + (size_t)i * hidden, x + (size_t)members[i] * hidden, hidden * sizeof(float));
+        linear(gate, inter, input, hidden, n, &layer->expert_gate[e]);
+        linear(up, inter, input, hidden, n, &layer->expert_up[e]);
+        swiglu(gate, gate, up, (size_t)n * inter);
+        linear(output, hidden, gate, inter, n, &layer->expert_down[e]);
+        for (int i = 0; i < n; i++)
+            for (size_t j = 0; j < hidden; j++) y[(size_t)members[i] * hidden + j] += factor[i] * output[(size_t)i * hidden + j];
+    }
+}
+
+const Backend c_backend = {
+    .name = "cpu", .embed = embed, .rms_norm = rms_norm, .layer_norm = layer_norm, .linear = linear, .rope = rope, .store_rows = store_rows,
+    .index_select = index_select, .absorb_query = absorb_query, .sparse_attention = sparse_attention, .expand_value = expand_value,
+    .dense_attention = dense_attention, .swiglu = swiglu, .add = add, .route = route, .experts = experts, .first_not_finite = first_not_finite,
+};
+
+/* =====================================================================================================================
+ * Memory plan
+ *
+ * Owns: the cache and the activations, each one block whose size is known before a weight is read. A block is laid out by
+ * the same function that measures it, so the plan printed is the plan used. Pages are touched only as they fill.
+ */
+
+typedef struct Arena {
+    uint8_t *base;              /* NULL while measuring */
+    size_t used;
+    bool overflow;
+} Arena;
+
+static void *carve(Arena *arena, size_t count, size_t width, size_t size) {
+    size_t bytes, start = (arena->used + 63) / 64 * 64;
+    arena->overflow |= !multiply(count, width, &bytes) || !multiply(bytes, size, &bytes) || bytes > SIZE_MAX / 4 - start;
+    if (arena->overflow) return NULL;
+    arena->used = start + bytes;
+    return arena->base ? arena->base + start : NULL;
+}
+
+static float *carve_floats(Arena *arena, int count, int width) { return carve(arena, (size_t)count, (size_t)width, sizeof(float)); }
+
+static int larger(int a, int b) { return a > b ? a : b; }
+
+static int rope_dim(const Config *config) { return has_latent_attention(config) ? config->qk_rope_head_dim : config->head_dim; }
+
+static void lay_out_cache(Cache *cache, const Config *config, KvDtype dtype, Arena *arena) {
+    size_t rows = (size_t)cache->sessions * (size_t)cache->context;
+    bool latent = has_latent_attention(config);
+    cache->format = latent ? row_format(dtype, config->kv_lora_rank, config->qk_rope_head_dim, 128)
+                           : row_format(dtype, 2 * config->num_key_value_heads * config->head_dim, 0, config->head_dim < 128 ? config->head_dim : 128);
+    cache->index_format = row_format(dtype == KV_F32 ? KV_F32 : KV_BF16, 0, config->index_head_dim, 128);
+    for (int i = 0; i < config->num_hidden_layers; i++) {
+        cache->kv[i] = carve(arena, rows, cache->format.stride, 1);
+        if (latent && config->indexer_full[i]) cache->index_keys[i] = carve(arena, rows, cache->index_format.stride, 1);
+    }
+}
+
+static void lay_out_state(State *state, const Config *config, int context, Arena *arena) {
+    int rows = state->max_rows, hidden = config->hidden_size, heads = config->num_attention_heads, half = rope_dim(config) / 2;
+    int inner = larger(config->intermediate_size, config->moe_intermediate_size * config->n_shared_experts);
+    state->hidden = carve_floats(arena, rows, hidden);
+    state->normed = carve_floats(arena, rows, hidden);
+    state->branch = carve_floats(arena, rows, hidden);
+    state->gate = carve_floats(arena, rows, inner);
+    state->up = carve_floats(arena, rows, inner);
+    state->cosine = carve_floats(arena, rows, half);
+    state->sine = carve_floats(arena, rows, half);
+    state->inverse_frequency = carve_floats(arena, 1, half);
+    state->row_ids = carve(arena, (size_t)rows, 1, sizeof(int));
+    state->logits = carve_floats(arena, state->logit_rows, config->vocab_size);
+    if (!has_latent_attention(config)) {
+        state->q = carve_floats(arena, rows, heads * config->head_dim);
+        state->kv = carve_floats(arena, rows, 2 * config->num_key_value_heads * config->head_dim);
+        state->attended = carve_floats(arena, rows, heads * config->head_dim);
+        return;
+    }
+    int width = config->kv_lora_rank + config->qk_rope_head_dim;
+    state->q_latent_rank = carve_floats(arena, rows, config->q_lora_rank);
+    state->q = carve_floats(arena, rows, heads * (config->qk_nope_head_dim + config->qk_rope_head_dim));
+    state->kv = carve_floats(arena, rows, width);
+    state->q_latent = carve_floats(arena, rows, heads * width);
+    state->z = carve_floats(arena, rows, heads * config->kv_lora_rank);
+    state->attended = carve_floats(arena, rows, heads * config->v_head_dim);
+    state->index_q = carve_floats(arena, rows, config->index_n_heads * config->index_head_dim);
+    state->index_k = carve_floats(arena, rows, config->index_head_dim);
+    state->index_weights = carve_floats(arena, rows, config->index_n_heads);
+    state->scratch_rows = (2 << 20) / context < 1 ? 1 : (2 << 20) / context < rows ? (2 << 20) / context : rows;     /* 8 MB, or one row */
+    state->index_scratch = carve_floats(arena, state->scratch_rows, context);
+    state->selection.capacity = config->index_topk < context ? config->index_topk : context;
+    state->selection.ids = carve(arena, (size_t)rows, (size_t)state->selection.capacity, sizeof(int));
+    state->selection.count = carve(arena, (size_t)rows, 1, sizeof(int));
+    state->router_logits = carve_floats(arena, rows, config->n_routed_experts);
+    state->expert_picks = carve(arena, (size_t)rows, (size_t)config->num_experts_per_tok, sizeof(int));
+    state->expert_weights = carve_floats(arena, rows, config->num_experts_per_tok);
+    state->expert_scratch = carve_floats(arena, rows, 2 * (hidden + config->moe_intermediate_size));
+}
+
+/* Bytes this process may still take: free memory of the machine, under the address-space limit if there is one. */
+static size_t available_memory(void) {
+    size_t available = SIZE_MAX, kilobytes;
+    FILE *file = fopen("/proc/meminfo", "r");
+    char line[256];
+    while (file && fgets(line, sizeof line, file))
+        if (sscanf(line, "MemAvailable: %zu kB", &kilobytes) == 1) available = kilobytes << 10;
+    if (file) fclose(file);
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && limit.rlim_cur < available) available = (size_t)limit.rlim_cur;
+    return available;
+}
+
+/* Chooses sizes and measures both blocks; allocates nothing. */
+static bool plan_memory(Engine *engine, const EngineOptions *options, Error *error) {
+    Config *config = &engine->config;
+    Cache *cache = &engine->cache;
+    State *state = &engine->state;
+    int longest = config->max_position_embeddings;
+    if (options->context > longest)
+        return fail(error, "%s: a context of %d is beyond the model's max_position_embeddings of %d", options->model, options->context, longest);
+    cache->context = options->context ? options->context : longest < 8192 ? longest : 8192;
+    cache->sessions = options->sessions;
+    state->max_rows = larger(cache->sessions, cache->context < MAX_PASS_ROWS ? cache->context : MAX_PASS_ROWS);
+    state->logit_rows = larger(cache->sessions, 32);
+    if (cache->sessions > MAX_PASS_ROWS || (size_t)cache->sessions * (size_t)cache->context > INT_MAX)
+        return fail(error, "%d sessions of %d rows are too many: at most %d sessions and %d rows", cache->sessions, cache->context, MAX_PASS_ROWS, INT_MAX);
+    cache->kv = allocate_zeroed((size_t)config->num_hidden_layers, sizeof *cache->kv);
+    cache->index_keys = allocate_zeroed((size_t)config->num_hidden_layers, sizeof *cache->index_keys);
+    Arena cache_arena = {0}, state_arena = {0};
+    lay_out_cache(cache, config, options->kv_dtype, &cache_arena);
+    lay_out_state(state, config, cache->context, &state_arena);
+    if (cache_arena.overflow || state_arena.overflow) return fail(error, "%s: the memory plan overflows", options->model);
+    cache->bytes = cache_arena.used;
+    state->bytes = state_arena.used;
+    return true;
+}
+
+static bool check_memory(const Engine *engine, const EngineOptions *options, Error *error) {
+    const Cache *cache = &engine->cache;
+    size_t budget = options->kv_budget ? options->kv_budget : SIZE_MAX, available = available_memory(), wanted = cache->bytes + engine->state.bytes;
+    if (cache->bytes > budget || wanted > available) {
+        bool by_budget = cache->bytes > budget;
+        size_t needed = by_budget ? cache->bytes : wanted, limit = by_budget ? budget : available;
+        return fail(error, "%s: %d x %d rows need %zu MB, %zu MB more than %s of %zu MB: lower -c or --slots", options->model, cache->sessions,
+                    cache->context, needed >> 20, ((needed - limit) >> 20) + 1, by_budget ? "--kv-budget" : "the free memory", limit >> 20);
+    }
+    return true;
+}
+
+static bool take_block(uint8_t **block, size_t bytes, const char *what, Error *error) {
+    void *memory = mmap(NULL, bytes ? bytes : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) return fail(error, "cannot take %zu MB for the %s: %s", bytes >> 20, what, strerror(errno));
+    *block = memory;
+    return true;
+}
+
+/* Takes the planned blocks and lays them out for good. */
+static bool take_memory(Engine *engine, const EngineOptions *options, Error *error) {
+    Cache *cache = &engine->cache;
+    Arena cache_arena = {0}, state_arena = {0};
+    if (!take_block(&cache_arena.base, cache->bytes, "cache", error)) return false;
+    cache->block = cache_arena.base;
+    if (!take_block(&state_arena.base, engine->state.bytes, "activations", error)) return false;
+    engine->state.block = state_arena.base;
+    lay_out_cache(cache, &engine->config, options->kv_dtype, &cache_arena);
+    lay_out_state(&engine->state, &engine->config, cache->context, &state_arena);
+    return true;
+}
+
+/* =====================================================================================================================
+ * Forward
+ *
+ * Owns: one straight-line function for each kind of model, and what they share. Reading one of them should feel like
+ * reading the paper's section on the architecture.
+ */
+
+/* theta^(-2i / dim); under yarn low frequencies are stretched by `factor` along a ramp (transformers' form; spec 2). */
+static void prepare_rope(Engine *engine) {
+    const RopeConfig *rope = &engine->config.rope;
+    int dim = rope_dim(&engine->config);
+    double low = 0, high = 0, log_factor = rope->yarn ? log(rope->factor) : 0;
+    if (rope->yarn) {
+        double turns = rope->original_max_position_embeddings / (2 * M_PI), span = 2 * log(rope->rope_theta);
+        low = fmax(floor(dim * log(turns / rope->beta_fast) / span), 0);
+        high = fmin(ceil(dim * log(turns / rope->beta_slow) / span), dim - 1);
+        if (low == high) high += 0.001;
+    }
+    for (int i = 0; i < dim / 2; i++) {
+        double plain = pow(rope->rope_theta, -2.0 * i / dim);
+        double ramp = rope->yarn ? fmin(fmax((i - low) / (high - low), 0), 1) : 0;
+        engine->state.inverse_frequency[i] = (float)(plain * (1 - ramp) + (rope->yarn ? plain / rope->factor * ramp : 0));
+    }
+    double factor = 1;
+    if (rope->attention_factor > 0) factor = rope->attention_factor;
+    else if (rope->mscale > 0 && rope->mscale_all_dim > 0) factor = (0.1 * rope->mscale * log_factor + 1) / (0.1 * rope->mscale_all_dim * log_factor + 1);
+    else if (rope->yarn) factor = 0.1 * log_factor + 1;
+    engine->rope_attention_factor = (float)factor;
+
+    const Config *config = &engine->config;
+    int width = has_latent_attention(config) ? config->qk_nope_head_dim + config->qk_rope_head_dim : config->head_dim;
+    double stretch = has_latent_attention(config) && rope->yarn ? 0.1 * rope->mscale_all_dim * log_factor + 1 : 1;
+    engine->softmax_scale = (float)(stretch * stretch / sqrt(width));
+}
+
+/* Cosines and sines of every row's position, and the cache rows they will be stored in. The angle is rounded to f32 before
+ * the cosine, as in the reference. */
+static void place_rows(Engine *engine, const Row *rows, int n_rows) {
+    State *state = &engine->state;
+    int half = rope_dim(&engine->config) / 2;
+    for (int r = 0; r < n_rows; r++) {
+        state->row_ids[r] = rows[r].session * engine->cache.context + rows[r].position;
+        for (int i = 0; i < half; i++) {
+            float angle = (float)rows[r].position * state->inverse_frequency[i];
+            state->cosine[r * half + i] = cosf(angle) * engine->rope_attention_factor;
+            state->sine[r * half + i] = sinf(angle) * engine->rope_attention_factor;
+        }
+    }
+}
+
+static void mlp(Engine *engine, const LayerWeights *layer, int n) {
+    const Backend *backend = engine->backend;
+    State *state = &engine->state;
+    size_t hidden = (size_t)engine->config.hidden_size, inner = (size_t)layer->gate_proj.rows;
+    backend->linear(state->gate, inner, state->normed, hidden, n, &layer->gate_proj);
+    backend->linear(state->up, inner, state->normed, hidden, n, &layer->up_proj);
+    backend->swiglu(state->gate, state->gate, state->up, (size_t)n * inner);
+    backend->linear(state->branch, hidden, state->gate, inner, n, &layer->down_proj);
+}
+
+/* The shared expert, if there is one, plus each row's routed experts. */
+static void mixture_of_experts(Engine *engine, const LayerWeights *layer, int n) {
+    const Backend *backend = engine->backend;
+    State *state = &engine->state;
+    const Config *config = &engine->config;
+    size_t hidden = (size_t)config->hidden_size, experts = (size_t)config->n_routed_experts;
+    if (layer->gate_proj.rows) mlp(engine, layer, n);
+    else memset(state->branch, 0, (size_t)n * hidden * sizeof(float));
+    backend->linear(state->router_logits, experts, state->normed, hidden, n, &layer->router);
+    backend->route(state->expert_picks, state->expert_weights, state->router_logits, layer->e_score_correction_bias, n, config);
+    backend->experts(state->branch, state->normed, state->expert_picks, state->expert_weights, n, layer, config, state->expert_scratch);
+}
+
+/* What follows the attention in every family: feed-forward on the normed stream, added to it, and a look at the result. */
+static bool finish_layer(Engine *engine, int i, const Row *rows, int n, Error *error) {
+    const Backend *backend = engine->backend;
+    State *state = &engine->state;
+    const Config *config = &engine->config;
+    const LayerWeights *layer = &engine->weights.layers[i];
+    size_t hidden = (size_t)config->hidden_size;
+    backend->add(state->hidden, state->branch, (size_t)n * hidden);
+    backend->rms_norm(state->normed, hidden, state->hidden, hidden, layer->post_attention_layernorm, n, config->hidden_size, config->rms_norm_eps);
+    if (config->mlp_sparse && config->mlp_sparse[i]) mixture_of_experts(engine, layer, n);
+    else mlp(engine, layer, n);
+    backend->add(state->hidden, state->branch, (size_t)n * hidden);
+    int bad = backend->first_not_finite(state->hidden, n, config->hidden_size);
+    if (bad >= 0) engine->failed_session = rows[bad].session;
+    return bad < 0 || fail(error, "layer %d: the hidden state of session %d at position %d is not finite", i, rows[bad].session, rows[bad].position);
+}
+
+/* Grouped-query attention with normed queries and keys (spec 5). */
+static bool forward_qwen3(Engine *engine, const Row *rows, int n, Error *error) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    Cache *cache = &engine->cache;
+    const int heads = config->num_attention_heads, kv_heads = config->num_key_value_heads, dim = config->head_dim;
+    const size_t hidden = (size_t)config->hidden_size, q_width = (size_t)(heads * dim), kv_width = (size_t)(kv_heads * dim);
+    float *k = state->kv, *v = state->kv + kv_width;                 /* interleaved by row, as they are cached */
+    for (int i = 0; i < config->num_hidden_layers; i++) {
+        const LayerWeights *layer = &engine->weights.layers[i];
+        if (engine->probe.entering) engine->probe.entering(engine->probe.user, i, state->hidden, rows, n);
+        backend->rms_norm(state->normed, hidden, state->hidden, hidden, layer->input_layernorm, n, config->hidden_size, config->rms_norm_eps);
+        backend->linear(state->q, q_width, state->normed, hidden, n, &layer->q_proj);
+        backend->linear(k, 2 * kv_width, state->normed, hidden, n, &layer->k_proj);
+        backend->linear(v, 2 * kv_width, state->normed, hidden, n, &layer->v_proj);
+        backend->rms_norm(state->q, (size_t)dim, state->q, (size_t)dim, layer->q_norm, n * heads, dim, config->rms_norm_eps);
+        for (int h = 0; h < kv_heads; h++)
+            backend->rms_norm(k + h * dim, 2 * kv_width, k + h * dim, 2 * kv_width, layer->k_norm, n, dim, config->rms_norm_eps);
+        backend->rope(state->q, n, heads, dim, 0, dim, false, state->cosine, state->sine);
+        for (int h = 0; h < kv_heads; h++)
+            backend->rope(k, n, 1, (int)(2 * kv_width), h * dim, dim, false, state->cosine, state->sine);
+        backend->store_rows(cache->kv[i], &cache->format, state->row_ids, n, state->kv, 2 * kv_width, state->kv, 0);
+        backend->dense_attention(state->attended, state->q, cache->kv[i], &cache->format, rows, n, cache->context, heads, kv_heads, dim, engine->softmax_scale);
+        backend->linear(state->branch, hidden, state->attended, q_width, n, &layer->o_proj);
+        if (!finish_layer(engine, i, rows, n, error)) return false;
+    }
+    return true;
+}
+
+/* The indexer of a full layer: stores the rows' index keys and selects what they and the layer's followers attend to (spec 1.3). */
+static void select_rows(Engine *engine, int i, const Row *rows, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    const LayerWeights *layer = &engine->weights.layers[i];
+    State *state = &engine->state;
+    Cache *cache = &engine->cache;
+    const int heads = config->index_n_heads, dim = config->index_head_dim;
+    const size_t hidden = (size_t)config->hidden_size;
+    backend->linear(state->index_q, (size_t)(heads * dim), state->q_latent_rank, (size_t)config->q_lora_rank, n, &layer->indexer_wq_b);
+    backend->linear(state->index_k, (size_t)dim, state->normed, hidden, n, &layer->indexer_wk);
+    backend->layer_norm(state->index_k, state->index_k, layer->indexer_k_norm, layer->indexer_k_norm_bias, n, dim, 1e-6f);
+    backend->rope(state->index_q, n, heads, dim, 0, config->qk_rope_head_dim, config->indexer_rope_interleave, state->cosine, state->sine);
+    backend->rope(state->index_k, n, 1, dim, 0, config->qk_rope_head_dim, config->indexer_rope_interleave, state->cosine, state->sine);
+    backend->store_rows(cache->index_keys[i], &cache->index_format, state->row_ids, n, state->index_k, (size_t)dim, state->index_k, (size_t)dim);
+    backend->linear(state->index_weights, (size_t)heads, state->normed, hidden, n, &layer->indexer_weights_proj);
+    backend->index_select(&state->selection, state->index_q, state->index_weights, cache->index_keys[i], &cache->index_format, heads, dim, rows, n,
+                          cache->context, state->index_scratch, state->scratch_rows);
+}
+
+/* Latent attention in absorbed form over the selected rows: GLM-5 and DeepSeek-V3.2 (spec 1.3, 1.4, 2). */
+static bool forward_dsa(Engine *engine, const Row *rows, int n, Error *error) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    Cache *cache = &engine->cache;
+    const int heads = config->num_attention_heads, nope = config->qk_nope_head_dim, tail = config->qk_rope_head_dim, lora = config->kv_lora_rank;
+    const size_t hidden = (size_t)config->hidden_size, rank = (size_t)config->q_lora_rank, width = (size_t)(lora + tail);
+    for (int i = 0; i < config->num_hidden_layers; i++) {
+        const LayerWeights *layer = &engine->weights.layers[i];
+        if (engine->probe.entering) engine->probe.entering(engine->probe.user, i, state->hidden, rows, n);
+        backend->rms_norm(state->normed, hidden, state->hidden, hidden, layer->input_layernorm, n, config->hidden_size, config->rms_norm_eps);
+
+        backend->linear(state->q_latent_rank, rank, state->normed, hidden, n, &layer->q_a_proj);
+        backend->rms_norm(state->q_latent_rank, rank, state->q_latent_rank, rank, layer->q_a_layernorm, n, config->q_lora_rank, config->latent_norm_eps);
+        backend->linear(state->q, (size_t)(heads * (nope + tail)), state->q_latent_rank, rank, n, &layer->q_b_proj);
+        backend->rope(state->q, n, heads, nope + tail, nope, tail, true, state->cosine, state->sine);
+
+        backend->linear(state->kv, width, state->normed, hidden, n, &layer->kv_a_proj);
+        backend->rms_norm(state->kv, width, state->kv, width, layer->kv_a_layernorm, n, lora, config->latent_norm_eps);
+        backend->rope(state->kv, n, 1, (int)width, lora, tail, true, state->cosine, state->sine);
+        backend->store_rows(cache->kv[i], &cache->format, state->row_ids, n, state->kv, width, state->kv + lora, width);
+
+        if (config->indexer_full[i]) select_rows(engine, i, rows, n);
+        if (engine->probe.selected && config->indexer_full[i]) engine->probe.selected(engine->probe.user, i, &state->selection, rows, n);
+
+        backend->absorb_query(state->q_latent, state->q, n, &layer->kv_b_proj, config);
+        backend->sparse_attention(state->z, state->q_latent, cache->kv[i], &cache->format, &state->selection, n, heads, engine->softmax_scale);
+        backend->expand_value(state->attended, state->z, n, &layer->kv_b_proj, config);
+        backend->linear(state->branch, hidden, state->attended, (size_t)(heads * config->v_head_dim), n, &layer->o_proj);
+        if (!finish_layer(engine, i, rows, n, error)) return false;
+    }
+    return true;
+}
+
+bool forward(Engine *engine, const Row *rows, int n_rows, Error *error) {
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    for (int r = 0; r < n_rows; r++) {
+        bool inside = rows[r].token >= 0 && rows[r].token < config->vocab_size && rows[r].position >= 0 && rows[r].position < engine->cache.context;
+        engine->failed_session = inside ? -1 : rows[r].session;
+        if (!inside)
+            return fail(error, "session %d: token %d at position %d lies outside the vocabulary of %d or the context of %d", rows[r].session,
+                        rows[r].token, rows[r].position, config->vocab_size, engine->cache.context);
+    }
+    allocation_forbidden = true;
+    place_rows(engine, rows, n_rows);
+    engine->backend->embed(state->hidden, &engine->weights.embed_tokens, rows, n_rows);
+    bool ok = has_latent_attention(config) ? forward_dsa(engine, rows, n_rows, error) : forward_qwen3(engine, rows, n_rows, error);
+    if (ok && engine->probe.entering) engine->probe.entering(engine->probe.user, config->num_hidden_layers, state->hidden, rows, n_rows);
+    size_t hidden = (size_t)config->hidden_size;
+    if (ok) engine->backend->rms_norm(state->normed, hidden, state->hidden, hidden, engine->weights.norm, n_rows, config->hidden_size, config->rms_norm_eps);
+    allocation_forbidden = false;
+    return ok;
+}
+
+bool head(Engine *engine, const Row *rows, const int *indices, int n, Error *error) {
+    State *state = &engine->state;
+    const size_t hidden = (size_t)engine->config.hidden_size, vocab = (size_t)engine->config.vocab_size;
+    for (int i = 0; i < n; i++) memcpy(state->branch + (size_t)i * hidden, state->normed + (size_t)indices[i] * hidden, hidden * sizeof(float));
+    engine->backend->linear(state->logits, vocab, state->branch, hidden, n, &engine->weights.lm_head);
+    int bad = engine->backend->first_not_finite(state->logits, n, engine->config.vocab_size);
+    if (bad >= 0) engine->failed_session = rows[indices[bad]].session;
+    return bad < 0 || fail(error, "lm_head: the logits of session %d at position %d are not finite", rows[indices[bad]].session, rows[indices[bad]].position);
+}
+
+bool engine_open(Engine *engine, const EngineOptions *options, Error *error) {
+    *engine = (Engine){.backend = &c_backend};
+    bool ok = config_read(&engine->config, options->model, error);
+    if (ok && options->index_topk) engine->config.index_topk = options->index_topk;
+    ok = ok && plan_memory(engine, options, error) && check_memory(engine, options, error)
+        && checkpoint_open(&engine->checkpoint, options->model, error) && weights_bind(&engine->weights, &engine->checkpoint, &engine->config, error)
+        && take_memory(engine, options, error);
+    if (ok) prepare_rope(engine);
+    else engine_close(engine);
+    return ok;
+}
+
+void engine_close(Engine *engine) {
+    if (engine->cache.block) munmap(engine->cache.block, engine->cache.bytes);
+    if (engine->state.block) munmap(engine->state.block, engine->state.bytes);
+    free(engine->cache.kv);
+    free(engine->cache.index_keys);
+    weights_free(&engine->weights, &engine->config);
+    config_free(&engine->config);
+    checkpoint_close(&engine->checkpoint);
+    *engine = (Engine){0};
+}
+
+/* =====================================================================================================================
+ * Sampling
+ *
+ * Owns: the choice of a token from logits. Every (seed, session, position) has its own noise from a counter-based generator, so
+ * the token at a position is argmax(logit / T + Gumbel), an exact sample that no batch, order or speculation can change.
+ * Filters apply in transformers' order: repetition penalty, temperature, top-k, top-p, min-p.
+ */
+
+typedef struct Sampling {
+    float temperature;          /* 0 or below, or too small to divide by: argmax */
+    float top_p;                /* 1: off; 0: only the best */
+    float min_p;                /* 0: off; keeps tokens at least this likely relative to the best */
+    float repeat_penalty;       /* 1: off */
+    int top_k;                  /* 0: off */
+    uint64_t seed;
+} Sampling;
+
+typedef struct Sampler {        /* scratch of one choice */
+    int *picks;                 /* [vocab_size] */
+    bool *seen;                 /* [vocab_size], all false between calls */
+} Sampler;
+
+/* Philox 4x32 with ten rounds (Salmon et al. 2011): four random words of a counter under a key. */
+static void philox(uint32_t counter[4], uint64_t key) {
+    uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
+    for (int round = 0; round < 10; round++) {
+        uint64_t a = (uint64_t)counter[0] * 0xD2511F53u, b = (uint64_t)counter[2] * 0xCD9E8D57u;
+        uint32_t next[4] = {(uint32_t)(b >> 32) ^ counter[1] ^ k0, (uint32_t)b, (uint32_t)(a >> 32) ^ counter[3] ^ k1, (uint32_t)a};
+        memcpy(counter, next, sizeof next);
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+}
+
+/* Standard Gumbel noise of one token at one place: -log(-log u), u in (0, 1) on a grid of 2^-32. */
+static double gumbel_noise(uint64_t seed, uint64_t session, int position, int token) {
+    uint32_t words[4] = {(uint32_t)token / 4, (uint32_t)position, (uint32_t)session, (uint32_t)(session >> 32)};
+    philox(words, seed);
+    return -log(-log((words[token % 4] + 0.5) * 0x1p-32));
+}
+
+static const double largest_gumbel = 22.9;         /* -log(-log(1 - 2^-33)) */
+
+static void penalise_repeats(Sampler *sampler, float *logits, const int *history, int n, float penalty) {
+    if (penalty == 1) return;
+    for (int i = 0; i < n; i++) {
+        if (sampler->seen[history[i]]) continue;
+        float *logit = &logits[history[i]];
+        *logit = *logit > 0 ? *logit / penalty : *logit * penalty;
+        sampler->seen[history[i]] = true;
+    }
+    for (int i = 0; i < n; i++) sampler->seen[history[i]] = false;
+}
+
+static const float *sort_by;                        /* the logits that compare_picks() orders by */
+
+static int compare_picks(const void *a, const void *b) {
+    int x = *(const int *)a, y = *(const int *)b;
+    return sort_by[x] != sort_by[y] ? (sort_by[x] < sort_by[y]) - (sort_by[x] > sort_by[y]) : (x > y) - (x < y);
+}
+
+/* The smallest set of best tokens, at most n, whose probability under the n best reaches top_p: sorted best first into picks,
+ * its size returned. Looks at 64 tokens, then at four times as many, until the set is inside. */
+static int nucleus(int *picks, const float *logits, int vocab, int n, double total, float best, float top_p) {
+    for (int m = 64;; m *= 4) {
+        m = m < n ? m : n;
+        if (m < vocab) top_k(picks, logits, vocab, m);
+        else for (int i = 0; i < m; i++) picks[i] = i;
+        sort_by = logits;
+        qsort(picks, (size_t)m, sizeof *picks, compare_picks);
+        double mass = 0;
+        for (int i = 0; i < m; i++)
+            if ((mass += exp((double)logits[picks[i]] - best)) >= top_p * total) return i + 1;
+        if (m == n) return m;
+    }
+}
+
+static int argmax(const float *values, int n) {
+    int best = 0;
+    for (int i = 1; i < n; i++)
+        if (values[i] > values[best]) best = i;
+    return best;
+}
+
+/* The token that follows `history` ([n] ids) at `position`. Changes the logits. */
+static int sample(Sampler *sampler, float *logits, int vocab, const Sampling *sampling, uint64_t session, int position, const int *history, int n) {
+    penalise_repeats(sampler, logits, history, n, sampling->repeat_penalty);
+    if (!(sampling->temperature > 1e-6f)) return argmax(logits, vocab);
+    float best = logits[argmax(logits, vocab)] / sampling->temperature;
+    for (int i = 0; i < vocab; i++) logits[i] /= sampling->temperature;
+    int kept = sampling->top_k > 0 && sampling->top_k < vocab ? sampling->top_k : vocab;
+    if (kept < vocab) top_k(sampler->picks, logits, vocab, kept);
+    else for (int i = 0; i < vocab; i++) sampler->picks[i] = i;
+    if (sampling->top_p < 1) {
+        double total = 0;
+        for (int i = 0; i < kept; i++) total += exp((double)logits[sampler->picks[i]] - best);
+        kept = nucleus(sampler->picks, logits, vocab, kept, total, best, sampling->top_p);
+    }
+    double highest = -INFINITY, floor_logit = sampling->min_p > 0 ? best + log(sampling->min_p) : -INFINITY;
+    int choice = -1;
+    for (int i = 0; i < kept; i++) {
+        int token = sampler->picks[i];
+        if (logits[token] < floor_logit || logits[token] + largest_gumbel < highest) continue;
+        double value = logits[token] + gumbel_noise(sampling->seed, session, position, token);
+        if (value > highest || (value == highest && token < choice)) {
+            highest = value;
+            choice = token;
+        }
+    }
+    return choice >= 0 ? choice : argmax(logits, vocab);
+}
+
+/* =====================================================================================================================
+ * Sessions and rounds
+ *
+ * Owns: what a conversation is (its ids and how many of them are cached), how sessions share a pass, and when a generation
+ * ends. A round packs each session's uncached ids into rows, decoding sessions first, runs one pass, and samples for each
+ * session whose last id was in it. Nothing here knows whether a session is a chat, a prompt or a batch row.
+ */
+
+typedef enum Finish { RUNNING, FINISH_STOP, FINISH_LENGTH, FINISH_CONTEXT, FINISH_INTERRUPTED, FINISH_ERROR } Finish;
+
+typedef struct Session {
+    int slot;                   /* in the cache */
+    uint64_t stream;            /* which noise it draws: stays the same wherever and beside whomever it runs */
+    int *ids;                   /* stb_ds */
+    int cached;                 /* how many of them have their rows in the cache */
+    int prompt_length;          /* ids before this generation */
+    int max_new;                /* tokens this generation may add; 0: as many as the context holds */
+    Sampling sampling;
+    char *const *stops;         /* stb_ds of strings that end the text, not part of it; may be NULL */
+    Utf8Stream utf8;
+    char *text;                 /* stb_ds, what was generated, cut at a stop string */
+    size_t emitted;             /* of text: what the reader has seen; the rest might still become a stop string */
+    Finish finish;
+    Error error;
+    void (*emit)(struct Session *session, const char *text, size_t length);    /* may be NULL */
+    void *user;
+} Session;
+
+typedef struct Runner {         /* an engine with everything a round needs */
+    Engine engine;
+    Tokenizer *tokenizer;       /* NULL: ids only */
+    Sampler sampler;
+    Row *rows;                  /* [max_rows] */
+    int *finals, *owners;       /* [max_rows] rows whose logits are wanted, and whose session they end */
+    FILE *trace;
+    long rounds, rows_run, tokens;
+    double seconds;             /* in passes */
+} Runner;
+
+static volatile sig_atomic_t interrupted;           /* set by Ctrl-C, cleared by whoever answers it */
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+/* Starts a generation after the ids that are there; capacity for every id the context can hold is taken now. */
+static void session_begin(Session *session, const Engine *engine) {
+    arrsetcap(session->ids, (size_t)engine->cache.context + 1);
+    session->prompt_length = (int)arrlen(session->ids);
+    if (session->cached >= session->prompt_length) session->cached = session->prompt_length - 1;   /* the last row gives the logits */
+    arrsetlen(session->text, 0);
+    session->utf8 = (Utf8Stream){0};
+    session->emitted = 0;
+    session->finish = RUNNING;
+}
+
+static void session_free(Session *session) {
+    arrfree(session->ids);
+    arrfree(session->text);
+    *session = (Session){0};
+}
+
+static int tokens_generated(const Session *session) { return (int)arrlen(session->ids) - session->prompt_length; }
+
+/* Where the first stop string begins in text[from..], or -1. *held: how many bytes at the end might begin one. */
+static ptrdiff_t find_stop(const Session *session, size_t from, size_t *held) {
+    ptrdiff_t found = -1;
+    size_t length = arrlenu(session->text);
+    *held = 0;
+    for (size_t i = 0; i < arrlenu(session->stops); i++) {
+        const char *stop = session->stops[i];
+        size_t size = strlen(stop), begin = from;
+        char *hit = length - begin >= size ? memmem(session->text + begin, length - begin, stop, size) : NULL;
+        if (hit && (found < 0 || hit - session->text < found)) found = hit - session->text;
+        for (size_t n = size - 1 < length - from ? size - 1 : length - from; n > *held; n--)
+            if (!memcmp(session->text + length - n, stop, n)) *held = n;
+    }
+    return found;
+}
+
+/* Passes on what can no longer become part of a stop string; at the end of a generation, everything. */
+static void emit_text(Session *session, bool last) {
+    size_t held;
+    ptrdiff_t stop = find_stop(session, session->emitted, &held);
+    if (stop >= 0) {
+        arrsetlen(session->text, (size_t)stop);
+        session->finish = FINISH_STOP;
+    }
+    size_t end = arrlenu(session->text) - (last || stop >= 0 ? 0 : held);
+    if (session->emit && end > session->emitted) session->emit(session, session->text + session->emitted, end - session->emitted);
+    session->emitted = end;
+}
+
+static bool ends_generation(const Runner *runner, int token) {
+    for (int i = 0; i < runner->engine.config.n_eos; i++)
+        if (runner->engine.config.eos_token_id[i] == token) return true;
+    return runner->tokenizer && chat_ends_turn(runner->tokenizer, token);
+}
+
+/* Takes in one sampled token: ids, text, and whether this was the last. An end-of-turn token joins the ids but not the text. */
+static void accept_token(Runner *runner, Session *session, int token) {
+    arrput(session->ids, token);
+    runner->tokens++;
+    if (ends_generation(runner, token)) session->finish = FINISH_STOP;
+    else if (session->max_new && tokens_generated(session) >= session->max_new) session->finish = FINISH_LENGTH;
+    else if (arrlen(session->ids) >= runner->engine.cache.context) session->finish = FINISH_CONTEXT;
+    if (!runner->tokenizer) return;
+    size_t length;
+    const char *bytes = tokenizer_bytes(runner->tokenizer, token, &length);
+    bool silent = !bytes || ends_generation(runner, token) || tokenizer_is_control(runner->tokenizer, token);
+    if (!silent) utf8_push(&session->utf8, bytes, length, &session->text);
+    if (session->finish != RUNNING) utf8_flush(&session->utf8, &session->text);
+    emit_text(session, session->finish != RUNNING);
+}
+
+/* Ends a generation from outside, so that what was held back is still seen. */
+static void session_stop(Session *session, Finish why) {
+    session->finish = why;
+    utf8_flush(&session->utf8, &session->text);
+    emit_text(session, true);
+    session->finish = why;
+}
+
+/* Fills the runner's rows for one pass: first every session with a single id to run, then prompts, as far as there is room. */
+static int pack_rows(Runner *runner, Session **sessions, int n, int *n_finals) {
+    int n_rows = 0;
+    *n_finals = 0;
+    for (int prefill = 0; prefill < 2; prefill++)
+        for (int i = 0; i < n; i++) {
+            Session *session = sessions[i];
+            int pending = (int)arrlen(session->ids) - session->cached, room = runner->engine.state.max_rows - n_rows;
+            if (session->finish != RUNNING || (pending > 1) != prefill || !room) continue;
+            int take = pending < room ? pending : room;
+            for (int j = 0; j < take; j++) {
+                int position = session->cached + j;
+                runner->rows[n_rows++] = (Row){session->slot, position, session->ids[position]};
+            }
+            if (take < pending) continue;
+            runner->finals[*n_finals] = n_rows - 1;
+            runner->owners[(*n_finals)++] = i;
+        }
+    return n_rows;
+}
+
+static void trace_round(Runner *runner, Session **sessions, int n_rows, int n_finals, double seconds) {
+    fprintf(runner->trace, "{\"round\": %ld, \"rows\": %d, \"seconds\": %.6f, \"sessions\": [", runner->rounds, n_rows, seconds);
+    for (int i = 0; i < n_finals; i++) {
+        const Session *session = sessions[runner->owners[i]];
+        fprintf(runner->trace, "%s{\"id\": %" PRIu64 ", \"anchor_pos\": %d, \"proposed\": [], \"accepted\": 0, \"successor\": %d}", i ? ", " : "",
+                session->stream, (int)arrlen(session->ids) - 2, arrlast(session->ids));
+    }
+    fputs("]}\n", runner->trace);
+}
+
+/* One pass over whatever the running sessions have to run. A session whose numbers go bad ends with an error; the others lose
+ * nothing and go on in the next round. */
+static void run_round(Runner *runner, Session **sessions, int n) {
+    Engine *engine = &runner->engine;
+    int n_finals, n_rows = pack_rows(runner, sessions, n, &n_finals);
+    if (!n_rows) return;
+    double start = now();
+    Error error;
+    bool ok = forward(engine, runner->rows, n_rows, &error) && head(engine, runner->rows, runner->finals, n_finals, &error);
+    if (!ok) {
+        for (int i = 0; i < n; i++)
+            if (sessions[i]->slot == engine->failed_session) {
+                sessions[i]->error = error;
+                session_stop(sessions[i], FINISH_ERROR);
+            }
+        return;
+    }
+    for (int r = 0; r < n_rows; r++)
+        for (int i = 0; i < n; i++)
+            if (sessions[i]->slot == runner->rows[r].session) sessions[i]->cached = runner->rows[r].position + 1;
+    for (int i = 0; i < n_finals; i++) {
+        Session *session = sessions[runner->owners[i]];
+        int vocab = engine->config.vocab_size, length = (int)arrlen(session->ids);
+        int token = sample(&runner->sampler, engine->state.logits + (size_t)i * (size_t)vocab, vocab, &session->sampling, session->stream, length - 1,
+                           session->ids, length);
+        accept_token(runner, session, token);
+    }
+    double seconds = now() - start;
+    runner->seconds += seconds;
+    runner->rows_run += n_rows;
+    if (runner->trace) trace_round(runner, sessions, n_rows, n_finals, seconds);
+    runner->rounds++;
+}
+
+/* Runs one session to its end, or until Ctrl-C. */
+static void run_session(Runner *runner, Session *session) {
+    interrupted = 0;
+    while (session->finish == RUNNING) {
+        run_round(runner, &session, 1);
+        if (interrupted && session->finish == RUNNING) session_stop(session, FINISH_INTERRUPTED);
+    }
+}
+
+static bool runner_open(Runner *runner, const EngineOptions *options, bool need_tokenizer, Error *error) {
+    *runner = (Runner){0};
+    if (!engine_open(&runner->engine, options, error)) return false;
+    char path[PATH_MAX];
+    bool present = access(join(path, options->model, "tokenizer.json"), F_OK) == 0;
+    if (need_tokenizer || present) runner->tokenizer = tokenizer_open(options->model, error);
+    if ((need_tokenizer || present) && !runner->tokenizer) {
+        engine_close(&runner->engine);
+        return false;
+    }
+    size_t rows = (size_t)runner->engine.state.max_rows, vocab = (size_t)runner->engine.config.vocab_size;
+    runner->sampler = (Sampler){allocate_zeroed(vocab, sizeof(int)), allocate_zeroed(vocab, sizeof(bool))};
+    runner->rows = allocate_zeroed(rows, sizeof(Row));
+    runner->finals = allocate_zeroed(rows, sizeof(int));
+    runner->owners = allocate_zeroed(rows, sizeof(int));
+    return true;
+}
+
+static void runner_close(Runner *runner) {
+    if (runner->trace && fclose(runner->trace)) perror("tide: the trace file");
+    free(runner->sampler.picks);
+    free(runner->sampler.seen);
+    free(runner->rows);
+    free(runner->finals);
+    free(runner->owners);
+    tokenizer_close(runner->tokenizer);
+    engine_close(&runner->engine);
+}
+
+/* =====================================================================================================================
+ * Command line
+ *
+ * Owns: the options (one table), and one function per command. stdout carries model text or results and nothing else; every
+ * notice goes to stderr. Commands return the exit status: 0 done, 1 a run failed, 2 bad usage, 3 some batch rows failed.
+ */
+
+enum { EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ROWS };
+
+typedef struct Options {
+    EngineOptions engine;
+    const char *prompt, *file, *ids, *decode, *jsonl, *output, *dump, *trace, *system, *positional;
+    const char *device, *kv, *draft, *kv_dtype, *think, *special, *exact, *accept, *verify;
+    char **stops;               /* stb_ds */
+    int n_new;                  /* -1: the command's default */
+    int threads, slots;
+    double temperature, top_p, min_p, repeat_penalty;   /* NAN: as the checkpoint says */
+    int top_k;                  /* -1: as the checkpoint says */
+    uint64_t seed;
+    bool seeded, ppl, stats, quiet, resume, chat, help;
+} Options;
+
+typedef enum OptionKind { TEXT, COUNT, NUMBER, BYTES, SEED, STOP, FLAG } OptionKind;
+
+#define AT(member) offsetof(Options, member)
+static const struct { const char *name; OptionKind kind; size_t offset; double low, high; } option_table[] = {
+    {"-m", TEXT, AT(engine.model), 0, 0}, {"-p", TEXT, AT(prompt), 0, 0}, {"-f", TEXT, AT(file), 0, 0}, {"-o", TEXT, AT(output), 0, 0},
+    {"--ids", TEXT, AT(ids), 0, 0}, {"--decode", TEXT, AT(decode), 0, 0}, {"--jsonl", TEXT, AT(jsonl), 0, 0}, {"--dump", TEXT, AT(dump), 0, 0},
+    {"--trace", TEXT, AT(trace), 0, 0}, {"--system", TEXT, AT(system), 0, 0}, {"--think", TEXT, AT(think), 0, 0},
+    {"--special", TEXT, AT(special), 0, 0}, {"--device", TEXT, AT(device), 0, 0}, {"--kv", TEXT, AT(kv), 0, 0},
+    {"--kv-dtype", TEXT, AT(kv_dtype), 0, 0}, {"--draft", TEXT, AT(draft), 0, 0}, {"--exact", TEXT, AT(exact), 0, 0},
+    {"-n", COUNT, AT(n_new), 0, INT_MAX}, {"-c", COUNT, AT(engine.context), 1, MAX_CONTEXT}, {"--threads", COUNT, AT(threads), 1, 1024},
+    {"--slots", COUNT, AT(slots), 1, MAX_PASS_ROWS}, {"--top-k", COUNT, AT(top_k), 0, INT_MAX},
+    {"--index-topk", COUNT, AT(engine.index_topk), 1, MAX_CONTEXT}, {"--temp", NUMBER, AT(temperature), -1e9, 1e9},
+    {"--top-p", NUMBER, AT(top_p), 0, 1}, {"--min-p", NUMBER, AT(min_p), 0, 1}, {"--repeat-penalty", NUMBER, AT(repeat_penalty), 1e-3, 1e3},
+    {"--kv-budget", BYTES, AT(engine.kv_budget), 1, 1e18}, {"--seed", SEED, AT(seed), 0, 0}, {"--stop", STOP, AT(stops), 0, 0},
+    {"--ppl", FLAG, AT(ppl), 0, 0}, {"--stats", FLAG, AT(stats), 0, 0}, {"--quiet", FLAG, AT(quiet), 0, 0},
+    {"--resume", FLAG, AT(resume), 0, 0}, {"--chat", FLAG, AT(chat), 0, 0}, {"--help", FLAG, AT(help), 0, 0}, {"-h", FLAG, AT(help), 0, 0},
+};
+#undef AT
+
+static const char usage_text[] =
+    "usage: tide chat     [-m DIR]                                       talk in the terminal\n"
+    "       tide generate [-m DIR] (-p TEXT | -f FILE | --ids LIST)      one prompt, continuation to stdout\n"
+    "       tide batch    [-m DIR] PROMPTS [-o OUT.jsonl] [--slots N]    every prompt of a .txt (one a line) or .jsonl file\n"
+    "       tide eval     [-m DIR] (-f FILE | --ids LIST) [--decode LIST] [--dump OUT.safetensors] [--ppl]\n"
+    "       tide tokenize [-m DIR] (-p TEXT | -f FILE | --jsonl FILE | --decode LIST) [--special on|off]\n"
+    "       tide inspect  [-m DIR]                                       config, tensors, memory plan; loads no weights\n"
+    "       tide bench    cpu|load                                       measurements, each beside its ceiling\n"
+    "\n"
+    "  -m DIR            checkpoint directory as published (default: the one shipped in weights/mini)\n"
+    "  -n N              tokens to generate at most (generate, batch: 256; chat: as many as fit)\n"
+    "  -c CTX            rows of context a session may hold (default: the model's, at most 8192)\n"
+    "  --temp T --top-p P --top-k K --min-p P --repeat-penalty R --seed S\n"
+    "                    sampling (default: generation_config.json; T 0 is greedy, K 0 and P 1 are off; no seed: a new one each run)\n"
+    "  --stop TEXT       end the answer before TEXT (may be repeated)\n"
+    "  --chat            generate, batch: the prompt is a user's message, not text to continue; implied by the next two\n"
+    "  --system TEXT     system message      --think on|off   reasoning before the answer (default off)\n"
+    "  --device auto|cpu --threads N --kv-dtype f32|bf16|fp8 (default bf16) --kv-budget BYTES[K|M|G] --index-topk N\n"
+    "  --resume          batch: keep the finished rows of -o and go on after them\n"
+    "  --stats --trace FILE.jsonl --quiet\n";
+
+static int report(const Error *error) {
+    fprintf(stderr, "tide: %s\n", error->text);
+    return EXIT_FAILED;
+}
+
+__attribute__((format(printf, 1, 2))) static int usage(const char *format, ...) {
+    va_list arguments;
+    char text[512];
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    Error error;
+    fail(&error, "%s (tide --help lists what there is)", text);
+    report(&error);
+    return EXIT_USAGE;
+}
+
+/* One option's value into its field. */
+static bool set_option(Options *options, size_t i, const char *value) {
+    void *field = (char *)options + option_table[i].offset;
+    double low = option_table[i].low, high = option_table[i].high, number = 0;
+    char *end = NULL;
+    OptionKind kind = option_table[i].kind;
+    if (kind == FLAG) { *(bool *)field = true; return true; }
+    if (kind == TEXT) { *(const char **)field = value; return true; }
+    if (kind == STOP) {
+        if (*value) arrput(options->stops, (char *)value);
+        return *value;
+    }
+    errno = 0;
+    if (kind == SEED) {
+        options->seed = strtoull(value, &end, 10);
+        options->seeded = true;
+        return isdigit((unsigned char)*value) && !*end && !errno;
+    }
+    number = strtod(value, &end);
+    if (end == value || errno || !isfinite(number)) return false;
+    if (kind == BYTES && *end && strchr("KMGkmg", *end)) number *= exp2(10 * (1 + (strchr("KkMmGg", *end++) - "KkMmGg") / 2));
+    if (*end || number < low || number > high) return false;
+    if (kind == NUMBER) *(double *)field = number;
+    if (kind == BYTES) *(size_t *)field = (size_t)number;
+    if (kind == COUNT) *(int *)field = (int)number;
+    return kind != COUNT || number == (int)number;
+}
+
+/* The value must be one of the words; what the contract knows but this build lacks is named as such. */
+static bool one_of(const char *option, const char *value, const char *here, const char *elsewhere) {
+    size_t length = value ? strlen(value) : 0;
+    for (const char *word = here; value && word; word = strchr(word, '|') ? strchr(word, '|') + 1 : NULL)
+        if (!strncmp(word, value, length) && (word[length] == '|' || !word[length]) && length) return true;
+    if (!value) return true;
+    for (const char *word = elsewhere; word; word = strchr(word, '|') ? strchr(word, '|') + 1 : NULL)
+        if (!strncmp(word, value, length) && (word[length] == '|' || !word[length]) && length)
+            return usage("%s %s: this build does not have it, only %s", option, value, here), false;
+    return usage("%s: found %s, wanted %s", option, value, here), false;
+}
+
+static bool check_words(Options *options) {
+    if (!one_of("--device", options->device, "auto|cpu", "cuda") || !one_of("--kv", options->kv, "resident", "hisparse|adaptive")
+        || !one_of("--kv-dtype", options->kv_dtype, "f32|bf16|fp8", NULL) || !one_of("--think", options->think, "on|off", NULL)
+        || !one_of("--special", options->special, "on|off", NULL) || !one_of("--exact", options->exact, "on", "off")
+        || !one_of("--draft", options->draft, "none", options->draft)) return false;
+    const char *dtype = options->kv_dtype ? options->kv_dtype : "bf16";
+    options->engine.kv_dtype = !strcmp(dtype, "f32") ? KV_F32 : !strcmp(dtype, "bf16") ? KV_BF16 : KV_F8;
+    return true;
+}
+
+static bool parse_options(Options *options, int argc, char **argv) {
+    for (int a = 2; a < argc; a++) {
+        size_t n = sizeof option_table / sizeof *option_table, i = 0;
+        while (i < n && strcmp(option_table[i].name, argv[a])) i++;
+        if (i == n) {
+            if (argv[a][0] == '-' && argv[a][1]) return usage("unknown option %s", argv[a]), false;
+            if (options->positional) return usage("one argument too many: %s", argv[a]), false;
+            options->positional = argv[a];
+            continue;
+        }
+        if (option_table[i].kind != FLAG && a + 1 == argc) return usage("%s wants a value", argv[a]), false;
+        const char *value = option_table[i].kind == FLAG ? NULL : argv[++a];
+        if (!set_option(options, i, value)) {
+            if (option_table[i].kind == COUNT || option_table[i].kind == NUMBER)
+                return usage("%s: found %s, wanted a number from %g to %g", option_table[i].name, value, option_table[i].low, option_table[i].high), false;
+            return usage("%s: cannot use the value \"%s\"", option_table[i].name, value), false;
+        }
+    }
+    return check_words(options);
+}
+
+static Sampling sampling_of(const Options *options, const Config *config) {
+    Sampling sampling = {.temperature = config->temperature, .top_p = config->top_p, .min_p = config->min_p,
+                         .repeat_penalty = config->repetition_penalty, .top_k = config->top_k, .seed = options->seed};
+    if (!isnan(options->temperature)) sampling.temperature = (float)options->temperature;
+    if (!isnan(options->top_p)) sampling.top_p = (float)options->top_p;
+    if (!isnan(options->min_p)) sampling.min_p = (float)options->min_p;
+    if (!isnan(options->repeat_penalty)) sampling.repeat_penalty = (float)options->repeat_penalty;
+    if (options->top_k >= 0) sampling.top_k = options->top_k;
+    return sampling;
+}
+
+static bool thinking(const Options *options) { return options->think && !strcmp(options->think, "on"); }
+
+/* "1,2,3" appended to *ids. */
+static bool parse_ids(const char *list, int **ids, Error *error) {
+    for (const char *p = list; *p || p == list;) {
+        char *end;
+        long id = strtol(p, &end, 10);
+        if (end == p || id < 0 || id > INT_MAX || (*end && *end != ',')) return fail(error, "a list of ids: found \"%.40s\", wanted numbers parted by commas", p);
+        arrput(*ids, (int)id);
+        p = *end ? end + 1 : end;
+        if (*end && !*p) return fail(error, "a list of ids: it ends with a comma");
+    }
+    return true;
+}
+
+static void print_ids(const int *ids, size_t n) {
+    for (size_t i = 0; i < n; i++) printf("%s%d", i ? "," : "", ids[i]);
+    putchar('\n');
+}
+
+static void print_plan(FILE *out, const Engine *engine) {
+    const Config *config = &engine->config;
+    const Cache *cache = &engine->cache;
+    static const char *names[] = {[KV_F32] = "f32", [KV_BF16] = "bf16", [KV_F8] = "fp8"};
+    fprintf(out, "tide: %s %s, %.1f M parameters, %.1f MB of weights mapped; cache %d x %d %s rows, %.1f MB; activations %.1f MB; %s, %d threads\n",
+            engine->checkpoint.directory, config->model_type, (double)engine->weights.parameters / 1e6, (double)engine->weights.bytes / 1e6,
+            cache->sessions, cache->context, names[cache->format.dtype], (double)cache->bytes / 1e6, (double)engine->state.bytes / 1e6,
+            engine->backend->name, omp_get_max_threads());
+}
+
+static bool start(Runner *runner, Options *options, bool need_tokenizer, int *status) {
+    Error error;
+    if (!runner_open(runner, &options->engine, need_tokenizer, &error)) return *status = report(&error), false;
+    if (options->trace && !(runner->trace = fopen(options->trace, "w"))) {
+        fail(&error, "%s: %s", options->trace, strerror(errno));
+        runner_close(runner);
+        return *status = report(&error), false;
+    }
+    if (!options->quiet) print_plan(stderr, &runner->engine);
+    return true;
+}
+
+static void print_stats(const Runner *runner) {
+    fprintf(stderr, "tide: %ld rounds, %ld rows, %ld tokens generated in %.2f s: %.1f rows/s, %.1f tokens/s\n", runner->rounds, runner->rows_run,
+            runner->tokens, runner->seconds, (double)runner->rows_run / fmax(runner->seconds, 1e-9), (double)runner->tokens / fmax(runner->seconds, 1e-9));
+}
+
+/* Encodes a prompt the way -p, -f and batch rows mean it: as a user's message when the chat format was asked for, else as text
+ * to continue, behind the prefix the checkpoint's tokenizer wants. */
+static bool encode_prompt(const Tokenizer *tokenizer, const Options *options, const char *text, size_t length, int **ids, Error *error) {
+    if (!options->chat) {
+        tokenizer_prefix(tokenizer, ids);
+        return tokenizer_encode(tokenizer, text, length, false, ids, error);
+    }
+    Message messages[2] = {{"system", options->system, options->system ? strlen(options->system) : 0}, {"user", text, length}};
+    int first = options->system ? 0 : 1;
+    Prompt prompt = {0};
+    bool ok = chat_render(tokenizer, messages + first, 2 - first, true, thinking(options), &prompt, error);
+    for (size_t i = 0; ok && i < arrlenu(prompt.ids); i++) arrput(*ids, prompt.ids[i]);
+    prompt_free(&prompt);
+    return ok;
+}
+
+/* The ids that -p, -f or --ids stand for. */
+static bool read_prompt(const Runner *runner, const Options *options, int **ids, Error *error) {
+    if (options->ids) return parse_ids(options->ids, ids, error);
+    if (options->prompt) return encode_prompt(runner->tokenizer, options, options->prompt, strlen(options->prompt), ids, error);
+    char *text;
+    size_t length;
+    if (!read_file(options->file, MAX_JSON_FILE, &text, &length, error)) return false;
+    bool ok = encode_prompt(runner->tokenizer, options, text, length, ids, error);
+    free(text);
+    return ok;
+}
+
+static int count_sources(const Options *options) { return (options->prompt != NULL) + (options->file != NULL) + (options->ids != NULL); }
+
+static void emit_to_stdout(Session *session, const char *text, size_t length) {
+    (void)session;
+    fwrite(text, 1, length, stdout);
+    fflush(stdout);
+}
+
+static const char *finish_name(Finish finish) {
+    return finish == FINISH_STOP ? "stop" : finish == FINISH_ERROR ? "error" : finish == FINISH_INTERRUPTED ? "interrupted" : "length";
+}
+
+/* ---- tide generate */
+
+static int command_generate(Options *options) {
+    if (count_sources(options) != 1) return usage("generate wants one of -p TEXT, -f FILE and --ids LIST");
+    Runner runner;
+    int status;
+    if (!start(&runner, options, !options->ids, &status)) return status;
+    Session session = {.max_new = options->n_new < 0 ? 256 : options->n_new, .sampling = sampling_of(options, &runner.engine.config),
+                       .stops = options->stops, .emit = runner.tokenizer ? emit_to_stdout : NULL};
+    Error error;
+    bool ok = read_prompt(&runner, options, &session.ids, &error);
+    if (ok && !arrlen(session.ids)) ok = fail(&error, "the prompt is empty: there is nothing to continue");
+    if (ok && arrlen(session.ids) >= runner.engine.cache.context)
+        ok = fail(&error, "the prompt has %d tokens, the context holds %d: raise -c", (int)arrlen(session.ids), runner.engine.cache.context);
+    if (ok && options->n_new != 0) {
+        session_begin(&session, &runner.engine);
+        run_session(&runner, &session);
+        if (session.finish == FINISH_ERROR) ok = fail(&error, "%s", session.error.text);
+        if (runner.tokenizer) putchar('\n');
+        else print_ids(session.ids + session.prompt_length, (size_t)tokens_generated(&session));
+        if (options->stats) print_stats(&runner);
+    }
+    if (ok && (fflush(stdout) || ferror(stdout))) ok = fail(&error, "stdout: %s", strerror(errno));
+    session_free(&session);
+    runner_close(&runner);
+    return ok ? EXIT_DONE : report(&error);
+}
+
+/* ---- tide batch */
+
+typedef struct BatchRow {
+    int *ids;                   /* stb_ds */
+    Session session;
+    char *output;               /* the JSON line, once finished */
+    char **stops;               /* stb_ds, owned */
+    bool started, failed;
+} BatchRow;
+
+typedef struct Batch {
+    Runner *runner;
+    const Options *options;
+    char **lines;               /* stb_ds; NULL-terminated strings, with their lengths beside them */
+    size_t *lengths;            /* stb_ds */
+    BatchRow *rows;             /* [lines] */
+    bool jsonl, bar;
+    size_t written;             /* rows already in the output */
+    FILE *out;
+    bool some_failed;
+} Batch;
+
+static bool valid_utf8(const char *text, size_t length) {
+    for (size_t i = 0; i < length;) {
+        unsigned char c = (unsigned char)text[i];
+        size_t n = c < 0x80 ? 1 : c >= 0xc2 && c < 0xe0 ? 2 : c >= 0xe0 && c < 0xf0 ? 3 : c >= 0xf0 && c < 0xf5 ? 4 : 0;
+        if (!n || i + n > length) return false;
+        for (size_t j = 1; j < n; j++)
+            if (((unsigned char)text[i + j] & 0xc0) != 0x80) return false;
+        unsigned char d = n > 1 ? (unsigned char)text[i + 1] : 0;
+        if ((c == 0xe0 && d < 0xa0) || (c == 0xed && d > 0x9f) || (c == 0xf0 && d < 0x90) || (c == 0xf4 && d > 0x8f)) return false;
+        i += n;
+    }
+    return true;
+}
+
+/* text as a JSON-safe, NUL-terminated string: what is no UTF-8 (or NUL) becomes U+FFFD; the ids beside it lose nothing. */
+static char *json_safe(const char *text, size_t length) {
+    char *safe = NULL;
+    for (size_t i = 0; i < length;) {
+        size_t n = 1;
+        while (n < 4 && i + n < length && ((unsigned char)text[i + n] & 0xc0) == 0x80) n++;
+        bool good = text[i] && valid_utf8(text + i, n);
+        const char *piece = good ? text + i : "\xef\xbf\xbd";
+        for (size_t j = 0; j < (good ? n : 3); j++) arrput(safe, piece[j]);
+        i += good ? n : 1;
+    }
+    arrput(safe, 0);
+    return safe;
+}
+
+static void finish_row(Batch *batch, size_t i, const char *error) {
+    BatchRow *row = &batch->rows[i];
+    const Session *session = &row->session;
+    cJSON *json = cJSON_CreateObject();
+    char *text = json_safe(session->text, arrlenu(session->text)), *message = error ? json_safe(error, strlen(error)) : NULL;
+    cJSON_AddNumberToObject(json, "index", (double)i);
+    cJSON_AddStringToObject(json, "text", text);
+    cJSON_AddNumberToObject(json, "prompt_tokens", row->started ? session->prompt_length : (double)arrlen(row->ids));
+    cJSON_AddNumberToObject(json, "completion_tokens", row->started ? tokens_generated(session) : 0);
+    cJSON_AddStringToObject(json, "finish_reason", error ? "error" : finish_name(session->finish));
+    if (row->started) cJSON_AddItemToObject(json, "ids", cJSON_CreateIntArray(session->ids + session->prompt_length, tokens_generated(session)));
+    if (error) cJSON_AddStringToObject(json, "error", message);
+    else cJSON_AddNullToObject(json, "error");
+    row->output = cJSON_PrintUnformatted(json);
+    cJSON_Delete(json);
+    arrfree(text);
+    arrfree(message);
+    batch->some_failed |= error != NULL;
+    session_free(&row->session);
+}
+
+/* "messages" of a row or of tokenize --jsonl, as ids and text. */
+static bool render_messages(const Tokenizer *tokenizer, const cJSON *list, bool add_generation_prompt, bool think, Prompt *prompt, Error *error) {
+    Message *messages = NULL;
+    const cJSON *entry;
+    bool ok = cJSON_IsArray(list) || fail(error, "messages: wanted an array");
+    if (ok) cJSON_ArrayForEach(entry, list) {
+        const cJSON *role = cJSON_GetObjectItemCaseSensitive(entry, "role"), *content = cJSON_GetObjectItemCaseSensitive(entry, "content");
+        if (!cJSON_IsString(role) || !cJSON_IsString(content)) ok = fail(error, "messages: each wants a role and a content, both strings");
+        if (!ok) break;
+        arrput(messages, ((Message){role->valuestring, content->valuestring, strlen(content->valuestring)}));
+    }
+    ok = ok && chat_render(tokenizer, messages, (int)arrlen(messages), add_generation_prompt, think, prompt, error);
+    arrfree(messages);
+    return ok;
+}
+
+/* A .jsonl row: prompt or messages, and overrides for n, temp, seed and stop. */
+static bool read_json_row(Batch *batch, BatchRow *row, const cJSON *json, Error *error) {
+    Session *session = &row->session;
+    Fields fields = {.object = json, .path = "row", .error = error};
+    const cJSON *prompt = field(&fields, "prompt"), *messages = field(&fields, "messages"), *stop = field(&fields, "stop"), *seed = field(&fields, "seed"), *entry;
+    if (!prompt == !messages) return fail(error, "row: wanted one of prompt and messages");
+    session->max_new = read_int(&fields, "n", 1, INT_MAX, session->max_new);
+    session->sampling.temperature = (float)read_number(&fields, "temp", -1e9, 1e9, (double)session->sampling.temperature);
+    size_t value = session->sampling.seed;
+    if (seed && !json_size(seed, &value)) field_failed(&fields, "seed", seed, "a non-negative integer");
+    session->sampling.seed = value;
+    if (stop) {
+        for (entry = cJSON_IsArray(stop) ? stop->child : stop; entry; entry = cJSON_IsArray(stop) ? entry->next : NULL) {
+            if (!cJSON_IsString(entry) || !*entry->valuestring) { field_failed(&fields, "stop", stop, "a string or a list of strings"); break; }
+            arrput(row->stops, copy_string(entry->valuestring));
+        }
+        session->stops = row->stops;
+    }
+    if (fields.failed) return false;
+    if (prompt && !cJSON_IsString(prompt)) return fail(error, "row: prompt wants to be a string");
+    if (prompt) return encode_prompt(batch->runner->tokenizer, batch->options, prompt->valuestring, strlen(prompt->valuestring), &row->ids, error);
+    Prompt rendered = {0};
+    bool ok = render_messages(batch->runner->tokenizer, messages, true, thinking(batch->options), &rendered, error);
+    for (size_t i = 0; ok && i < arrlenu(rendered.ids); i++) arrput(row->ids, rendered.ids[i]);
+    prompt_free(&rendered);
+    return ok;
+}
+
+/* Turns line i into ids; an error names the line. */
+static bool read_row(Batch *batch, size_t i, Error *error) {
+    BatchRow *row = &batch->rows[i];
+    const char *line = batch->lines[i];
+    size_t length = batch->lengths[i];
+    Error inner;
+    bool ok;
+    row->session = (Session){.stream = i, .max_new = batch->options->n_new < 0 ? 256 : batch->options->n_new, .stops = batch->options->stops,
+                             .sampling = sampling_of(batch->options, &batch->runner->engine.config)};
+    if (strspn(line, " \t") == length) ok = fail(&inner, "the line is blank");
+    else if (!valid_utf8(line, length)) ok = fail(&inner, "the line is not valid UTF-8");
+    else if (!batch->jsonl) ok = encode_prompt(batch->runner->tokenizer, batch->options, line, length, &row->ids, &inner);
+    else {
+        cJSON *json = json_parse(line, length, "row", &inner);
+        ok = json && (cJSON_IsObject(json) ? read_json_row(batch, row, json, &inner) : fail(&inner, "row: wanted a JSON object"));
+        cJSON_Delete(json);
+    }
+    if (ok && !arrlen(row->ids)) ok = fail(&inner, "the prompt is empty");
+    if (ok && arrlen(row->ids) >= batch->runner->engine.cache.context)
+        ok = fail(&inner, "the prompt has %d tokens, the context holds %d", (int)arrlen(row->ids), batch->runner->engine.cache.context);
+    return ok || fail(error, "line %zu: %s", i + 1, inner.text);
+}
+
+/* Splits the file at newlines; a carriage return before one belongs to it; a last line needs none. */
+static bool read_lines(Batch *batch, const char *path, char **text, Error *error) {
+    size_t length;
+    if (!read_file(path, (size_t)4 << 30, text, &length, error)) return false;
+    for (size_t begin = 0; begin < length;) {
+        char *end = memchr(*text + begin, '\n', length - begin);
+        size_t stop = end ? (size_t)(end - *text) : length, size = stop - begin;
+        if (size && (*text)[stop - 1] == '\r') size--;
+        (*text)[begin + size] = 0;
+        arrput(batch->lines, *text + begin);
+        arrput(batch->lengths, size);
+        begin = stop + 1;
+    }
+    batch->rows = allocate_zeroed(arrlenu(batch->lines), sizeof(BatchRow));
+    return true;
+}
+
+/* Opens -o; with --resume counts the rows it holds in order and cuts off a last one that was interrupted. */
+static bool open_output(Batch *batch, const char *path, bool resume, Error *error) {
+    batch->out = stdout;
+    if (!path) return true;
+    long keep = 0;
+    if (resume && access(path, F_OK) == 0) {
+        char *text;
+        size_t length;
+        if (!read_file(path, (size_t)4 << 30, &text, &length, error)) return false;
+        for (char *end; (end = memchr(text + keep, '\n', length - (size_t)keep)); keep = end + 1 - text) {
+            cJSON *json = cJSON_ParseWithLength(text + keep, (size_t)(end - text - keep));
+            size_t index;
+            bool mine = json && json_size(cJSON_GetObjectItemCaseSensitive(json, "index"), &index) && index == batch->written;
+            cJSON *reason = cJSON_GetObjectItemCaseSensitive(json, "finish_reason");
+            if (mine && cJSON_IsString(reason) && !strcmp(reason->valuestring, "error")) batch->some_failed = true;
+            cJSON_Delete(json);
+            if (!mine) {
+                free(text);
+                return fail(error, "%s: line %zu is not row %zu of a tide batch: not touched", path, batch->written + 1, batch->written);
+            }
+            batch->written++;
+        }
+        free(text);
+        if (batch->written > arrlenu(batch->lines)) return fail(error, "%s: holds %zu rows, the prompts are %zu: not touched", path, batch->written, arrlenu(batch->lines));
+    }
+    batch->out = fopen(path, resume ? "a" : "w");
+    if (!batch->out || (resume && ftruncate(fileno(batch->out), keep))) return fail(error, "%s: %s", path, strerror(errno));
+    return true;
+}
+
+/* Writes the rows that are finished and next in order. */
+static bool write_rows(Batch *batch, Error *error) {
+    for (; batch->written < arrlenu(batch->lines) && batch->rows[batch->written].output; batch->written++) {
+        BatchRow *row = &batch->rows[batch->written];
+        if (fprintf(batch->out, "%s\n", row->output) < 0 || fflush(batch->out)) return fail(error, "the output: %s", strerror(errno));
+        cJSON_free(row->output);
+        row->output = NULL;
+    }
+    return true;
+}
+
+static void draw_bar(const Batch *batch, bool last) {
+    const Runner *runner = batch->runner;
+    int n = (int)arrlen(batch->lines), done = (int)batch->written, filled = n ? 30 * done / n : 30;
+    fprintf(stderr, "\r[%.*s%*s] %d/%d rows, %.1f tokens/s%s", filled, "##############################", 30 - filled, "", done, n,
+            (double)runner->tokens / fmax(runner->seconds, 1e-9), last ? "\n" : "");
+}
+
+/* Keeps every slot busy: a finished session's slot goes to the next row. */
+static bool run_batch(Batch *batch, Error *error) {
+    Runner *runner = batch->runner;
+    int slots = runner->engine.cache.sessions, running = 0;
+    BatchRow *active[MAX_PASS_ROWS];
+    size_t next = batch->written, n = arrlenu(batch->lines);
+    bool taken[MAX_PASS_ROWS] = {false};
+    while ((next < n || running) && interrupted < 2) {
+        while (running < slots && next < n && !interrupted) {
+            Error problem;
+            size_t i = next++;
+            BatchRow *row = &batch->rows[i];
+            if (!read_row(batch, i, &problem)) { finish_row(batch, i, problem.text); continue; }
+            while (taken[row->session.slot]) row->session.slot++;
+            taken[row->session.slot] = true;
+            row->session.ids = row->ids;
+            row->ids = NULL;
+            row->started = true;
+            session_begin(&row->session, &runner->engine);
+            active[running++] = row;
+        }
+        Session *sessions[MAX_PASS_ROWS];
+        for (int i = 0; i < running; i++) sessions[i] = &active[i]->session;
+        run_round(runner, sessions, running);
+        if (interrupted) return fail(error, "interrupted with %zu of %zu rows written; --resume goes on from there", batch->written, n);
+        for (int i = 0; i < running; i++) {
+            BatchRow *row = active[i];
+            if (row->session.finish == RUNNING) continue;
+            taken[row->session.slot] = false;
+            finish_row(batch, (size_t)(row - batch->rows), row->session.finish == FINISH_ERROR ? row->session.error.text : NULL);
+            active[i--] = active[--running];
+        }
+        if (!write_rows(batch, error)) return false;
+        if (batch->bar) draw_bar(batch, false);
+    }
+    return write_rows(batch, error);
+}
+
+static void batch_free(Batch *batch) {
+    for (size_t i = 0; i < arrlenu(batch->lines); i++) {
+        BatchRow *row = &batch->rows[i];
+        session_free(&row->session);
+        arrfree(row->ids);
+        for (size_t j = 0; j < arrlenu(row->stops); j++) free(row->stops[j]);
+        arrfree(row->stops);
+        cJSON_free(row->output);
+    }
+    free(batch->rows);
+    arrfree(batch->lines);
+    arrfree(batch->lengths);
+}
+
+static int command_batch(Options *options) {
+    if (!options->positional) return usage("batch wants a file of prompts");
+    if (options->resume && !options->output) return usage("--resume wants -o OUT.jsonl");
+    options->engine.sessions = options->slots;
+    Runner runner;
+    int status;
+    if (!start(&runner, options, true, &status)) return status;
+    size_t length = strlen(options->positional);
+    Batch batch = {.runner = &runner, .options = options, .bar = isatty(STDERR_FILENO) && !options->quiet,
+                   .jsonl = length > 6 && !strcmp(options->positional + length - 6, ".jsonl")};
+    char *text = NULL;
+    Error error;
+    bool ok = read_lines(&batch, options->positional, &text, &error) && open_output(&batch, options->output, options->resume, &error)
+        && run_batch(&batch, &error);
+    if (batch.bar) draw_bar(&batch, true);
+    if (options->stats) print_stats(&runner);
+    if (batch.out && batch.out != stdout && fclose(batch.out) && ok) ok = fail(&error, "%s: %s", options->output, strerror(errno));
+    batch_free(&batch);
+    free(text);
+    runner_close(&runner);
+    return !ok ? report(&error) : batch.some_failed ? EXIT_SOME_ROWS : EXIT_DONE;
+}
+
+/* ---- tide eval */
+
+typedef struct Dump {           /* what a pass leaves for --dump; probes append rows in order */
+    const Config *config;
+    float **hidden;             /* [layers + 1] stb_ds of [T, hidden_size] */
+    int **topk;                 /* [layers] stb_ds of [T, k] positions, -1 where fewer are visible; NULL where none is made */
+    float *logits;              /* stb_ds [T + D, vocab_size] */
+    int context, topk_width;
+} Dump;
+
+static void dump_hidden(void *user, int layer, const float *hidden, const Row *rows, int n_rows) {
+    Dump *dump = user;
+    (void)rows;
+    size_t n = (size_t)n_rows * (size_t)dump->config->hidden_size;
+    memcpy(arraddnptr(dump->hidden[layer], n), hidden, n * sizeof(float));
+}
+
+static void dump_selection(void *user, int layer, const Selection *selection, const Row *rows, int n_rows) {
+    Dump *dump = user;
+    for (int r = 0; r < n_rows; r++)
+        for (int i = 0; i < dump->topk_width; i++) {
+            bool picked = i < selection->count[r];
+            arrput(dump->topk[layer], picked ? selection->ids[(size_t)r * (size_t)selection->capacity + (size_t)i] - rows[r].session * dump->context : -1);
+        }
+}
+
+typedef struct DumpTensor { char name[32]; const char *dtype; int64_t shape[2]; int rank; const void *data; } DumpTensor;
+
+/* A safetensors file of the collected tensors, all four bytes an element. */
+static bool write_safetensors(const char *path, const DumpTensor *tensors, size_t n, Error *error) {
+    FILE *file = fopen(path, "wb");
+    if (!file) return fail(error, "%s: %s", path, strerror(errno));
+    cJSON *header = cJSON_CreateObject();
+    size_t offset = 0;
+    for (size_t i = 0; i < n; i++) {
+        cJSON *entry = cJSON_AddObjectToObject(header, tensors[i].name), *shape, *offsets;
+        cJSON_AddStringToObject(entry, "dtype", tensors[i].dtype);
+        shape = cJSON_AddArrayToObject(entry, "shape");
+        offsets = cJSON_AddArrayToObject(entry, "data_offsets");
+        size_t bytes = 4;
+        for (int d = 0; d < tensors[i].rank; d++) {
+            cJSON_AddItemToArray(shape, cJSON_CreateNumber((double)tensors[i].shape[d]));
+            bytes *= (size_t)tensors[i].shape[d];
+        }
+        cJSON_AddItemToArray(offsets, cJSON_CreateNumber((double)offset));
+        cJSON_AddItemToArray(offsets, cJSON_CreateNumber((double)(offset += bytes)));
+    }
+    char *text = cJSON_PrintUnformatted(header);
+    cJSON_Delete(header);
+    uint64_t length = strlen(text), padded = (length + 7) / 8 * 8;
+    uint8_t size[8];
+    for (int i = 0; i < 8; i++) size[i] = (uint8_t)(padded >> (8 * i));
+    bool ok = fwrite(size, 1, 8, file) == 8 && fprintf(file, "%s%*s", text, (int)(padded - length), "") >= 0;
+    cJSON_free(text);
+    for (size_t i = 0; i < n && ok; i++) {
+        size_t count = (size_t)tensors[i].shape[0] * (size_t)(tensors[i].rank > 1 ? tensors[i].shape[1] : 1);
+        ok = fwrite(tensors[i].data, 4, count, file) == count;
+    }
+    if (fclose(file) || !ok) return fail(error, "%s: %s", path, strerror(errno));
+    return true;
+}
+
+/* One pass after another over ids[0..n) of slot 0, from `cached` on, with the logits of each row handed to visit(). */
+static bool eval_rows(Runner *runner, const int *ids, int cached, int n, bool (*visit)(void *, int, const float *), void *user, Error *error) {
+    Engine *engine = &runner->engine;
+    for (int begin = cached, take; begin < n; begin += take) {
+        take = n - begin < engine->state.max_rows ? n - begin : engine->state.max_rows;
+        for (int r = 0; r < take; r++) runner->rows[r] = (Row){0, begin + r, ids[begin + r]};
+        if (!forward(engine, runner->rows, take, error)) return false;
+        for (int first = 0; first < take;) {
+            int some = take - first < engine->state.logit_rows ? take - first : engine->state.logit_rows;
+            for (int i = 0; i < some; i++) runner->finals[i] = first + i;
+            if (!head(engine, runner->rows, runner->finals, some, error)) return false;
+            for (int i = 0; i < some; i++)
+                if (!visit(user, begin + first + i, engine->state.logits + (size_t)i * (size_t)engine->config.vocab_size)) return false;
+            first += some;
+        }
+        if (interrupted) return fail(error, "interrupted");
+    }
+    return true;
+}
+
+static bool keep_logits(void *user, int position, const float *logits) {
+    Dump *dump = user;
+    (void)position;
+    memcpy(arraddnptr(dump->logits, (size_t)dump->config->vocab_size), logits, (size_t)dump->config->vocab_size * sizeof(float));
+    return true;
+}
+
+/* The prompt in one go, then the --decode ids one at a time; everything the fixtures hold, under their names. */
+static bool eval_dump(Runner *runner, const Options *options, int *ids, Error *error) {
+    const Config *config = &runner->engine.config;
+    int *decode = NULL, T = (int)arrlen(ids), layers = config->num_hidden_layers;
+    if (options->decode && !parse_ids(options->decode, &decode, error)) { arrfree(decode); return false; }
+    int D = (int)arrlen(decode);
+    if (T + D > runner->engine.cache.context) { arrfree(decode); return fail(error, "%d ids do not fit the context of %d: raise -c", T + D, runner->engine.cache.context); }
+    Dump dump = {.config = config, .context = runner->engine.cache.context, .hidden = allocate_zeroed((size_t)layers + 1, sizeof(float *)),
+                 .topk = allocate_zeroed((size_t)layers, sizeof(int *)), .topk_width = config->index_topk < T ? config->index_topk : T};
+    for (int i = 0; i <= layers; i++) arrsetcap(dump.hidden[i], (size_t)T * (size_t)config->hidden_size);
+    for (int i = 0; i < layers; i++) if (config->index_topk && config->indexer_full[i]) arrsetcap(dump.topk[i], (size_t)T * (size_t)dump.topk_width);
+    runner->engine.probe = (Probe){dump_hidden, config->index_topk ? dump_selection : NULL, &dump};
+    bool ok = eval_rows(runner, ids, 0, T, keep_logits, &dump, error);
+    runner->engine.probe = (Probe){0};
+    for (int i = 0; i < D; i++) arrput(ids, decode[i]);
+    for (int i = 0; i < D && ok; i++) ok = eval_rows(runner, ids, T + i, T + i + 1, keep_logits, &dump, error);
+
+    DumpTensor *tensors = NULL;
+    int64_t vocab = config->vocab_size;
+    arrput(tensors, ((DumpTensor){"input_ids", "I32", {T}, 1, ids}));
+    arrput(tensors, ((DumpTensor){"logits", "F32", {T, vocab}, 2, dump.logits}));
+    if (D) arrput(tensors, ((DumpTensor){"decode_ids", "I32", {D}, 1, decode}));
+    if (D) arrput(tensors, ((DumpTensor){"decode_logits", "F32", {D, vocab}, 2, dump.logits + (size_t)T * (size_t)vocab}));
+    for (int i = 0; i <= layers; i++) {
+        DumpTensor hidden = {"", "F32", {T, config->hidden_size}, 2, dump.hidden[i]}, topk = {"", "I32", {T, dump.topk_width}, 2, i < layers ? dump.topk[i] : NULL};
+        snprintf(hidden.name, sizeof hidden.name, "hidden.%d", i);
+        snprintf(topk.name, sizeof topk.name, "topk.%d", i);
+        arrput(tensors, hidden);
+        if (topk.data) arrput(tensors, topk);
+    }
+    ok = ok && write_safetensors(options->dump, tensors, arrlenu(tensors), error);
+    for (int i = 0; i <= layers; i++) arrfree(dump.hidden[i]);
+    for (int i = 0; i < layers; i++) arrfree(dump.topk[i]);
+    free(dump.hidden);
+    free(dump.topk);
+    arrfree(dump.logits);
+    arrfree(tensors);
+    arrfree(decode);
+    return ok;
+}
+
+typedef struct Perplexity { const int *ids; int n, prefix, vocab; double nll; size_t tokens; } Perplexity;
+
+static bool score_row(void *user, int position, const float *logits) {
+    Perplexity *p = user;
+    if (position + 1 >= p->n || position + 1 < p->prefix) return true;
+    double total = 0, best = logits[argmax(logits, p->vocab)];
+    for (int i = 0; i < p->vocab; i++) total += exp(logits[i] - best);
+    p->nll += log(total) + best - logits[p->ids[position + 1]];
+    p->tokens++;
+    return true;
+}
+
+/* Windows as long as the context, each behind the tokenizer's own prefix; every id but an unprefixed first one is scored. */
+static bool eval_perplexity(Runner *runner, const int *ids, Error *error) {
+    int *prefix = NULL, *window = NULL, context = runner->engine.cache.context, total = (int)arrlen(ids), begin = 0;
+    if (runner->tokenizer) tokenizer_prefix(runner->tokenizer, &prefix);
+    int n_prefix = (int)arrlen(prefix), has_prefix = total >= n_prefix && n_prefix && !memcmp(ids, prefix, (size_t)n_prefix * sizeof(int));
+    if (has_prefix) begin = n_prefix;
+    else n_prefix = 0;
+    Perplexity p = {.prefix = n_prefix, .vocab = runner->engine.config.vocab_size};
+    bool ok = total - begin > (n_prefix ? 0 : 1) || fail(error, "perplexity wants at least %d tokens", n_prefix ? 1 : 2);
+    if (ok && context <= n_prefix + 1) ok = fail(error, "perplexity wants a context of at least %d", n_prefix + 2);
+    for (; ok && begin < total; begin += context - n_prefix) {
+        arrsetlen(window, 0);
+        for (int i = 0; i < n_prefix; i++) arrput(window, prefix[i]);
+        for (int i = begin; i < total && i < begin + context - n_prefix; i++) arrput(window, ids[i]);
+        p.ids = window;
+        p.n = (int)arrlen(window);
+        ok = eval_rows(runner, window, 0, p.n, score_row, &p, error);
+    }
+    if (ok) printf("{\"perplexity\": %.6f, \"nll\": %.8f, \"tokens\": %zu, \"context\": %d}\n", exp(p.nll / (double)p.tokens), p.nll / (double)p.tokens, p.tokens, context);
+    arrfree(prefix);
+    arrfree(window);
+    return ok;
+}
+
+static int command_eval(Options *options) {
+    if (count_sources(options) != 1 || options->prompt) return usage("eval wants one of -f FILE and --ids LIST");
+    if (!options->dump && !options->ppl) return usage("eval wants --dump OUT.safetensors, --ppl or both");
+    Runner runner;
+    int status;
+    if (!start(&runner, options, !options->ids, &status)) return status;
+    int *ids = NULL;
+    Error error;
+    bool ok = read_prompt(&runner, options, &ids, &error);
+    if (ok && !arrlen(ids)) ok = fail(&error, "there are no tokens to evaluate");
+    if (ok && options->ppl) ok = eval_perplexity(&runner, ids, &error);
+    if (ok && options->dump) ok = eval_dump(&runner, options, ids, &error);
+    arrfree(ids);
+    runner_close(&runner);
+    return ok ? EXIT_DONE : report(&error);
+}
+
+/* ---- tide tokenize */
+
+static bool tokenize_row(const Tokenizer *tokenizer, const char *line, size_t length, bool special, Error *error) {
+    cJSON *json = json_parse(line, length, "row", error);
+    if (!json) return false;
+    const cJSON *text = cJSON_GetObjectItemCaseSensitive(json, "text"), *messages = cJSON_GetObjectItemCaseSensitive(json, "messages");
+    const cJSON *think = cJSON_GetObjectItemCaseSensitive(json, "enable_thinking");
+    cJSON *answer = NULL;
+    bool ok;
+    if (cJSON_IsString(text)) {
+        int *ids = NULL;
+        ok = tokenizer_encode(tokenizer, text->valuestring, strlen(text->valuestring), special, &ids, error);
+        answer = cJSON_CreateIntArray(ids, (int)arrlen(ids));
+        arrfree(ids);
+    } else if (messages) {
+        Prompt prompt = {0};
+        bool add = cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(json, "add_generation_prompt"));
+        ok = render_messages(tokenizer, messages, add, !cJSON_IsFalse(think), &prompt, error);
+        answer = cJSON_CreateObject();
+        char *safe = json_safe(prompt.text, arrlenu(prompt.text));
+        cJSON_AddStringToObject(answer, "prompt", safe);
+        cJSON_AddItemToObject(answer, "ids", cJSON_CreateIntArray(prompt.ids, (int)arrlen(prompt.ids)));
+        arrfree(safe);
+        prompt_free(&prompt);
+    } else ok = fail(error, "row: wanted text or messages");
+    char *printed = answer ? cJSON_PrintUnformatted(answer) : NULL;
+    if (ok) puts(printed);
+    cJSON_free(printed);
+    cJSON_Delete(answer);
+    cJSON_Delete(json);
+    return ok;
+}
+
+static bool tokenize_jsonl(const Tokenizer *tokenizer, const char *path, bool special, Error *error) {
+    Batch batch = {0};
+    char *text = NULL;
+    Error inner;
+    bool ok = read_lines(&batch, path, &text, error);
+    for (size_t i = 0; ok && i < arrlenu(batch.lines); i++)
+        ok = tokenize_row(tokenizer, batch.lines[i], batch.lengths[i], special, &inner) || fail(error, "%s: line %zu: %s", path, i + 1, inner.text);
+    batch_free(&batch);
+    free(text);
+    return ok;
+}
+
+static bool tokenize_text(const Tokenizer *tokenizer, const char *text, size_t length, bool special, Error *error) {
+    int *ids = NULL;
+    bool ok = tokenizer_encode(tokenizer, text, length, special, &ids, error);
+    if (ok) print_ids(ids, arrlenu(ids));
+    arrfree(ids);
+    return ok;
+}
+
+static bool print_decoded(const Tokenizer *tokenizer, const char *list, Error *error) {
+    int *ids = NULL;
+    bool ok = parse_ids(list, &ids, error);
+    for (size_t i = 0; ok && i < arrlenu(ids); i++) {
+        size_t length;
+        const char *bytes = tokenizer_bytes(tokenizer, ids[i], &length);
+        if (!bytes) ok = fail(error, "id %d names no token: the tokenizer has %d", ids[i], tokenizer_size(tokenizer));
+        else fwrite(bytes, 1, length, stdout);
+    }
+    if (ok) putchar('\n');
+    arrfree(ids);
+    return ok;
+}
+
+static int command_tokenize(Options *options) {
+    if ((options->prompt != NULL) + (options->file != NULL) + (options->jsonl != NULL) + (options->decode != NULL) != 1)
+        return usage("tokenize wants one of -p TEXT, -f FILE, --jsonl FILE and --decode LIST");
+    Error error;
+    Tokenizer *tokenizer = tokenizer_open(options->engine.model, &error);
+    if (!tokenizer) return report(&error);
+    bool special = options->special && !strcmp(options->special, "on"), ok;
+    char *text = NULL;
+    size_t length;
+    if (options->decode) ok = print_decoded(tokenizer, options->decode, &error);
+    else if (options->jsonl) ok = tokenize_jsonl(tokenizer, options->jsonl, special, &error);
+    else if (options->prompt) ok = tokenize_text(tokenizer, options->prompt, strlen(options->prompt), special, &error);
+    else ok = read_file(options->file, MAX_JSON_FILE, &text, &length, &error) && tokenize_text(tokenizer, text, length, special, &error);
+    free(text);
+    tokenizer_close(tokenizer);
+    return ok ? EXIT_DONE : report(&error);
+}
+
+/* ---- tide inspect */
+
+static void print_layers(const char *name, const bool *flags, int n) {
+    printf("%s", name);
+    for (int i = 0; i < n; i++) if (flags[i]) printf(" %d", i);
+    putchar('\n');
+}
+
+static void print_config(const Config *config) {
+    printf("model_type %s\nvocab_size %d\nhidden_size %d\nnum_hidden_layers %d\nnum_attention_heads %d\nmax_position_embeddings %d\nrms_norm_eps %g\ntie_word_embeddings %s\n",
+           config->model_type, config->vocab_size, config->hidden_size, config->num_hidden_layers, config->num_attention_heads, config->max_position_embeddings,
+           (double)config->rms_norm_eps, config->tie_word_embeddings ? "true" : "false");
+    printf("rope_theta %g%s\n", config->rope.rope_theta, config->rope.yarn ? ", yarn" : "");
+    if (config->rope.yarn) printf("yarn factor %g, original_max_position_embeddings %d\n", config->rope.factor, config->rope.original_max_position_embeddings);
+    printf("intermediate_size %d\n", config->intermediate_size);
+    if (!has_latent_attention(config)) printf("num_key_value_heads %d\nhead_dim %d\n", config->num_key_value_heads, config->head_dim);
+    else {
+        printf("q_lora_rank %d\nkv_lora_rank %d\nqk_nope_head_dim %d\nqk_rope_head_dim %d\nv_head_dim %d\n", config->q_lora_rank, config->kv_lora_rank,
+               config->qk_nope_head_dim, config->qk_rope_head_dim, config->v_head_dim);
+        printf("index_n_heads %d\nindex_head_dim %d\nindex_topk %d\nindexer rope %s\n", config->index_n_heads, config->index_head_dim, config->index_topk,
+               config->indexer_rope_interleave ? "interleaved" : "half-split");
+        print_layers("full indexers in layers", config->indexer_full, config->num_hidden_layers);
+        printf("n_routed_experts %d\nnum_experts_per_tok %d\nn_shared_experts %d\nmoe_intermediate_size %d\nn_group %d\ntopk_group %d\nrouted_scaling_factor %g\n",
+               config->n_routed_experts, config->num_experts_per_tok, config->n_shared_experts, config->moe_intermediate_size, config->n_group,
+               config->topk_group, (double)config->routed_scaling_factor);
+        print_layers("experts in layers", config->mlp_sparse, config->num_hidden_layers);
+    }
+    printf("eos_token_id");
+    for (int i = 0; i < config->n_eos; i++) printf(" %d", config->eos_token_id[i]);
+    printf("\nsampling: temperature %g, top_p %g, top_k %d, min_p %g, repetition_penalty %g\n", (double)config->temperature, (double)config->top_p,
+           config->top_k, (double)config->min_p, (double)config->repetition_penalty);
+}
+
+static int command_inspect(Options *options) {
+    Engine engine = {.backend = &c_backend};
+    Error error;
+    bool ok = config_read(&engine.config, options->engine.model, &error) && plan_memory(&engine, &options->engine, &error);
+    if (ok) print_config(&engine.config);
+    ok = ok && checkpoint_open(&engine.checkpoint, options->engine.model, &error);
+    for (size_t i = 0; ok && i < arrlenu(engine.checkpoint.tensors); i++) {
+        const Tensor *tensor = &engine.checkpoint.tensors[i];
+        char shape[128];
+        printf("%-60s %-8s %-20s %12zu bytes\n", tensor->name, tensor->dtype_name, shape_text(shape, tensor->rank, tensor->shape), tensor->size);
+    }
+    ok = ok && weights_bind(&engine.weights, &engine.checkpoint, &engine.config, &error);
+    if (ok) print_plan(stdout, &engine);
+    ok = ok && check_memory(&engine, &options->engine, &error);
+    engine_close(&engine);
+    return ok ? EXIT_DONE : report(&error);
+}
+
+/* ---- tide chat
+ *
+ * The conversation is kept as ids, so a turn re-uses every cached row. A turn that fails, or does not fit, leaves the
+ * conversation as it was.
+ */
+
+typedef struct Chat {
+    Runner *runner;
+    Options *options;
+    Session session;
+    int turn_start;             /* ids before the last user message; where a failed turn returns to */
+    int answer_start;           /* ids before the last answer; -1: there is none to regenerate */
+    char *system;               /* or NULL */
+    bool think, colour;
+    bool grey;                  /* the text being printed is reasoning */
+    bool leaving;
+    EditLine *editor;           /* NULL: input is not a terminal */
+    History *history;
+} Chat;
+
+static void handle_interrupt(int signal) {
+    (void)signal;
+    if (interrupted++) {                            /* the second one ends the program, terminal settings restored */
+        static const char restore[] = "\033[0m\033[?2004l\n";
+        if (isatty(STDOUT_FILENO) && write(STDOUT_FILENO, restore, sizeof restore - 1) < 0) _exit(130);
+        _exit(130);
+    }
+}
+
+static const char *prompt_text(EditLine *editor) {
+    void *data;
+    el_get(editor, EL_CLIENTDATA, &data);
+    const Chat *chat = data;
+    return chat->colour ? "\1\033[1m\1> \1\033[0m\1" : "> ";
+}
+
+/* Bound to the sequence a terminal sends before pasted text: takes everything up to the closing one as it is. */
+static unsigned char take_paste(EditLine *editor, int key) {
+    static const char closing[] = "\033[201~";
+    char *text = NULL, c;
+    size_t end = sizeof closing - 1;
+    (void)key;
+    while (el_getc(editor, &c) == 1) {
+        arrput(text, c == '\r' ? '\n' : c);
+        if (arrlenu(text) >= end && !memcmp(text + arrlenu(text) - end, closing, end)) {
+            arrsetlen(text, arrlenu(text) - end);
+            break;
+        }
+    }
+    arrput(text, 0);
+    bool fits = el_insertstr(editor, text) == 0;
+    arrfree(text);
+    return fits ? CC_REFRESH : CC_ERROR;
+}
+
+static const char *history_path(char buffer[PATH_MAX]) {
+    const char *home = getenv("HOME");
+    return home ? join(buffer, home, ".tide_history") : NULL;
+}
+
+static void open_editor(Chat *chat) {
+    if (!isatty(STDIN_FILENO) || !isatty(STDOUT_FILENO)) return;
+    char path[PATH_MAX];
+    HistEvent event;
+    chat->editor = el_init("tide", stdin, stdout, stderr);
+    chat->history = history_init();
+    if (!chat->editor || !chat->history) return;
+    history(chat->history, &event, H_SETSIZE, 500);
+    if (history_path(path)) history(chat->history, &event, H_LOAD, path);
+    el_set(chat->editor, EL_CLIENTDATA, chat);
+    el_set(chat->editor, EL_PROMPT_ESC, prompt_text, '\1');
+    el_set(chat->editor, EL_EDITOR, "emacs");
+    el_set(chat->editor, EL_HIST, history, chat->history);
+    el_set(chat->editor, EL_ADDFN, "take-paste", "takes a bracketed paste as one message", take_paste);
+    el_set(chat->editor, EL_BIND, "\033[200~", "take-paste", NULL);
+    fputs("\033[?2004h", stdout);                   /* asks the terminal to bracket what is pasted */
+}
+
+static void close_editor(Chat *chat) {
+    char path[PATH_MAX];
+    HistEvent event;
+    if (chat->history && history_path(path)) {
+        mode_t mask = umask(077);                   /* what one types is nobody else's */
+        history(chat->history, &event, H_SAVE, path);
+        umask(mask);
+    }
+    if (chat->editor) {
+        fputs("\033[?2004l", stdout);
+        el_end(chat->editor);
+    }
+    if (chat->history) history_end(chat->history);
+}
+
+/* Whether more input is there already: only a paste is that fast. */
+static bool more_pending(void) {
+    struct pollfd input = {.fd = STDIN_FILENO, .events = POLLIN};
+    return poll(&input, 1, 20) > 0 && (input.revents & POLLIN);
+}
+
+/* One message into *line (stb_ds, NUL-terminated); false at the end of input. On a terminal, lines that arrive together are one
+ * message; from a pipe every line is one. */
+static bool read_message(Chat *chat, char **line) {
+    arrsetlen(*line, 0);
+    char *buffer = NULL;
+    size_t capacity = 0;
+    bool got = false;
+    for (;;) {
+        int n = 0;
+        const char *piece;
+        if (chat->editor) piece = el_gets(chat->editor, &n);
+        else piece = (n = (int)getline(&buffer, &capacity, stdin)) > 0 ? buffer : NULL;
+        if (!piece && chat->editor && interrupted) {    /* Ctrl-C at the prompt drops the line */
+            interrupted = 0;
+            fputs("\n", stdout);
+            el_reset(chat->editor);
+            continue;
+        }
+        if (!piece || n <= 0) break;
+        got = true;
+        memcpy(arraddnptr(*line, (size_t)n), piece, (size_t)n);
+        if (!chat->editor || (*line)[0] == '/' || !more_pending()) break;
+    }
+    free(buffer);
+    while (arrlen(*line) && strchr("\r\n", arrlast(*line))) arrsetlen(*line, arrlenu(*line) - 1);
+    HistEvent event;
+    arrput(*line, 0);
+    if (chat->history && (*line)[0]) history(chat->history, &event, H_ENTER, *line);
+    return got;
+}
+
+static void chat_emit(Session *session, const char *text, size_t length) {
+    Chat *chat = session->user;
+    bool grey = chat->colour && chat->think;
+    if (grey) {                                     /* reasoning is grey until its closing tag has been sampled */
+        int close = chat_think_close(chat->runner->tokenizer);
+        bool reasoning = true;
+        for (int i = session->prompt_length; i < arrlen(session->ids); i++) reasoning &= session->ids[i] != close;
+        if (reasoning != chat->grey) fputs(reasoning ? "\033[90m" : "\033[0m", stdout);
+        chat->grey = reasoning;
+    }
+    fwrite(text, 1, length, stdout);
+    fflush(stdout);
+}
+
+static void chat_rollback(Chat *chat, int length) {
+    Session *session = &chat->session;
+    arrsetlen(session->ids, (size_t)length);
+    if (session->cached > length) session->cached = length;
+}
+
+/* Generates after the ids that are there, printing as it goes. */
+static void chat_answer(Chat *chat) {
+    Session *session = &chat->session;
+    Runner *runner = chat->runner;
+    chat->answer_start = (int)arrlen(session->ids);
+    session_begin(session, &runner->engine);
+    int evaluated = session->prompt_length - session->cached;
+    double begin = now();
+    run_session(runner, session);
+    if (chat->grey) fputs("\033[0m", stdout);
+    chat->grey = false;
+    putchar('\n');
+    fflush(stdout);
+    if (session->finish == FINISH_ERROR) {
+        fprintf(stderr, "tide: %s; the turn was taken back\n", session->error.text);
+        chat_rollback(chat, chat->turn_start);
+        chat->answer_start = -1;
+    }
+    if (session->finish == FINISH_CONTEXT)
+        fprintf(stderr, "tide: the context of %d tokens is full: /clear starts anew, -c makes more room\n", runner->engine.cache.context);
+    if (session->finish == FINISH_INTERRUPTED) fputs("tide: interrupted\n", stderr);
+    if (chat->options->stats)
+        fprintf(stderr, "tide: %d tokens evaluated, %d re-used, %d generated, %.1f tokens/s\n", evaluated, session->prompt_length - evaluated,
+                tokens_generated(session), tokens_generated(session) / fmax(now() - begin, 1e-9));
+    interrupted = 0;
+}
+
+/* A user's message: rendered behind what is there, refused whole if it does not fit. */
+static void chat_turn(Chat *chat, const char *text, size_t length) {
+    Session *session = &chat->session;
+    const Tokenizer *tokenizer = chat->runner->tokenizer;
+    Message messages[2] = {{"system", chat->system, chat->system ? strlen(chat->system) : 0}, {"user", text, length}};
+    int first = chat->system ? 0 : 1, used = (int)arrlen(session->ids), context = chat->runner->engine.cache.context;
+    Prompt prompt = {0};
+    Error error;
+    bool ok = used ? chat_render_next(tokenizer, session->ids[used - 1], text, length, chat->think, &prompt, &error)
+                   : chat_render(tokenizer, messages + first, 2 - first, true, chat->think, &prompt, &error);
+    int added = (int)arrlen(prompt.ids);
+    if (ok && used + added >= context)
+        ok = fail(&error, "the message has %d tokens and %d of %d are in use: it does not fit; /clear starts anew", added, used, context);
+    if (!ok) report(&error);
+    else {
+        chat->turn_start = used;
+        for (int i = 0; i < added; i++) arrput(session->ids, prompt.ids[i]);
+        chat_answer(chat);
+    }
+    prompt_free(&prompt);
+}
+
+static void chat_clear(Chat *chat) {
+    chat_rollback(chat, 0);
+    chat->turn_start = 0;
+    chat->answer_start = -1;
+}
+
+/* FNV-1a over names, dtypes and shapes: tells one checkpoint from another without reading weights. */
+static uint64_t fingerprint(const Checkpoint *checkpoint) {
+    uint64_t hash = 0xcbf29ce484222325u;
+    for (size_t i = 0; i < arrlenu(checkpoint->tensors); i++) {
+        const Tensor *tensor = &checkpoint->tensors[i];
+        char line[512], shape[128];
+        snprintf(line, sizeof line, "%s %s %s\n", tensor->name, tensor->dtype_name, shape_text(shape, tensor->rank, tensor->shape));
+        for (const char *c = line; *c; c++) hash = (hash ^ (unsigned char)*c) * 0x100000001b3u;
+    }
+    return hash;
+}
+
+enum { SAVE_VERSION = 1 };
+
+/* The conversation's ids and settings, to a temporary name first, so that a crash leaves the old file whole. */
+static bool chat_save(Chat *chat, const char *path, Error *error) {
+    const Session *session = &chat->session;
+    char mark[24], temporary[PATH_MAX];
+    snprintf(mark, sizeof mark, "%016" PRIx64, fingerprint(&chat->runner->engine.checkpoint));
+    cJSON *json = cJSON_CreateObject();
+    cJSON_AddNumberToObject(json, "tide_session", SAVE_VERSION);
+    cJSON_AddStringToObject(json, "checkpoint", mark);
+    cJSON_AddBoolToObject(json, "think", chat->think);
+    cJSON_AddNumberToObject(json, "temperature", (double)session->sampling.temperature);
+    if (chat->system) cJSON_AddStringToObject(json, "system", chat->system);
+    cJSON_AddNumberToObject(json, "turn_start", chat->turn_start);
+    cJSON_AddNumberToObject(json, "answer_start", chat->answer_start);
+    cJSON_AddItemToObject(json, "ids", cJSON_CreateIntArray(session->ids, (int)arrlen(session->ids)));
+    char *text = cJSON_PrintUnformatted(json);
+    cJSON_Delete(json);
+    snprintf(temporary, sizeof temporary, "%s.partial", path);
+    FILE *file = fopen(temporary, "w");
+    bool ok = file && fprintf(file, "%s\n", text) > 0 && !fflush(file) && !fsync(fileno(file));
+    ok = (!file || !fclose(file)) && ok && !rename(temporary, path);
+    if (!ok) fail(error, "%s: %s", path, strerror(errno));
+    cJSON_free(text);
+    return ok;
+}
+
+static bool chat_restore(Chat *chat, const cJSON *json, const char *path, Error *error) {
+    Fields fields = {.object = json, .path = path, .error = error};
+    const Engine *engine = &chat->runner->engine;
+    const cJSON *mark = field(&fields, "checkpoint"), *list = field(&fields, "ids"), *system = field(&fields, "system"), *item;
+    char wanted[24];
+    snprintf(wanted, sizeof wanted, "%016" PRIx64, fingerprint(&engine->checkpoint));
+    int version = read_int(&fields, "tide_session", SAVE_VERSION, SAVE_VERSION, REQUIRED), n = cJSON_IsArray(list) ? cJSON_GetArraySize(list) : -1;
+    bool think = read_bool(&fields, "think", false);
+    double temperature = read_number(&fields, "temperature", -1e9, 1e9, REQUIRED);
+    int turn_start = read_int(&fields, "turn_start", 0, n < 0 ? 0 : n, 0), answer_start = read_int(&fields, "answer_start", -1, n < 0 ? 0 : n, -1);
+    (void)version;
+    if (!cJSON_IsString(mark) || strcmp(mark->valuestring, wanted)) field_failed(&fields, "checkpoint", mark, wanted);
+    if (n < 0) field_failed(&fields, "ids", NULL, "a list of ids");
+    else cJSON_ArrayForEach(item, list)
+        if (!cJSON_IsNumber(item) || !(item->valuedouble >= 0 && item->valuedouble < engine->config.vocab_size)) field_failed(&fields, "ids", item, "ids of the vocabulary");
+    if (system && !cJSON_IsString(system)) field_failed(&fields, "system", system, "a string");
+    if (fields.failed) return false;
+    if (n > engine->cache.context) return fail(error, "%s: its %d tokens do not fit the context of %d", path, n, engine->cache.context);
+    chat_clear(chat);
+    cJSON_ArrayForEach(item, list) arrput(chat->session.ids, item->valueint);
+    free(chat->system);
+    chat->system = system ? copy_string(system->valuestring) : NULL;
+    chat->think = think;
+    chat->session.sampling.temperature = (float)temperature;
+    chat->turn_start = turn_start;
+    chat->answer_start = answer_start;
+    return true;
+}
+
+static bool chat_load(Chat *chat, const char *path, Error *error) {
+    cJSON *json = json_read(path, MAX_JSON_FILE, error);
+    bool ok = json && chat_restore(chat, json, path, error);
+    cJSON_Delete(json);
+    return ok;
+}
+
+static const char chat_help[] =
+    "/clear           forget the conversation        /system TEXT   set the system message and start anew\n"
+    "/think on|off    reason before answering        /temp T        sampling temperature, 0 is greedy\n"
+    "/regen           answer the last message again  /stats         what was computed so far\n"
+    "/save FILE  /load FILE   the conversation        /quit          leave (so does Ctrl-D)\n"
+    "Ctrl-C stops an answer; a second one ends the program. Text pasted over several lines is one message.\n";
+
+static void chat_regenerate(Chat *chat) {
+    if (chat->answer_start < 0) { fputs("tide: there is no answer to regenerate\n", stderr); return; }
+    chat_rollback(chat, chat->answer_start);
+    chat->session.sampling.seed++;                  /* other noise, or the same answer would come back */
+    chat_answer(chat);
+}
+
+static void chat_set_temperature(Chat *chat, const char *argument) {
+    char *end;
+    double value = strtod(argument, &end);
+    if (end == argument || *end || !isfinite(value)) fprintf(stderr, "tide: /temp: found \"%s\", wanted a number\n", argument);
+    else chat->session.sampling.temperature = (float)value;
+}
+
+static void chat_command(Chat *chat, char *line) {
+    char *argument = line + strcspn(line, " ");
+    if (*argument) *argument++ = 0;
+    argument += strspn(argument, " ");
+    Error error;
+    bool is_save = !strcmp(line, "/save"), is_load = !strcmp(line, "/load");
+    if (!strcmp(line, "/help")) fputs(chat_help, stderr);
+    else if (!strcmp(line, "/clear")) chat_clear(chat);
+    else if (!strcmp(line, "/quit")) chat->leaving = true;
+    else if (!strcmp(line, "/regen")) chat_regenerate(chat);
+    else if (!strcmp(line, "/temp")) chat_set_temperature(chat, argument);
+    else if (!strcmp(line, "/stats")) {
+        fprintf(stderr, "tide: %d of %d tokens in use\n", (int)arrlen(chat->session.ids), chat->runner->engine.cache.context);
+        print_stats(chat->runner);
+    } else if (!strcmp(line, "/think")) {
+        if (!strcmp(argument, "on") || !strcmp(argument, "off")) chat->think = !strcmp(argument, "on");
+        else fprintf(stderr, "tide: /think: found \"%s\", wanted on or off\n", argument);
+    } else if (!strcmp(line, "/system")) {
+        free(chat->system);
+        chat->system = *argument ? copy_string(argument) : NULL;
+        chat_clear(chat);
+        fputs("tide: a new conversation begins\n", stderr);
+    } else if ((is_save || is_load) && !*argument) fprintf(stderr, "tide: %s wants a file name\n", line);
+    else if (is_save || is_load) {
+        if (!(is_save ? chat_save(chat, argument, &error) : chat_load(chat, argument, &error))) report(&error);
+        else fprintf(stderr, "tide: %s %s: %d tokens\n", is_save ? "saved" : "loaded", argument, (int)arrlen(chat->session.ids));
+    } else fprintf(stderr, "tide: there is no command %s; /help lists them\n", line);
+}
+
+static int command_chat(Options *options) {
+    Runner runner;
+    int status;
+    if (!start(&runner, options, true, &status)) return status;
+    bool colour = isatty(STDOUT_FILENO) && !(getenv("NO_COLOR") && *getenv("NO_COLOR")) && strcmp(getenv("TERM") ? getenv("TERM") : "dumb", "dumb");
+    Chat chat = {.runner = &runner, .options = options, .answer_start = -1, .think = thinking(options), .colour = colour,
+                 .system = options->system ? copy_string(options->system) : NULL};
+    chat.session = (Session){.max_new = options->n_new < 0 ? 0 : options->n_new, .sampling = sampling_of(options, &runner.engine.config),
+                             .stops = options->stops, .emit = chat_emit, .user = &chat};
+    open_editor(&chat);
+    if (chat.editor && !options->quiet) fputs("Talk to the model; /help lists the commands, Ctrl-D leaves.\n", stderr);
+    char *line = NULL;
+    while (!chat.leaving && read_message(&chat, &line)) {
+        size_t length = arrlenu(line) - 1;
+        if (line[0] == '/') chat_command(&chat, line);
+        else if (strspn(line, " \t\n\r") < length) chat_turn(&chat, line, length);
+    }
+    if (chat.editor && !chat.leaving) putchar('\n');
+    close_editor(&chat);
+    arrfree(line);
+    free(chat.system);
+    session_free(&chat.session);
+    runner_close(&runner);
+    return EXIT_DONE;
+}
+
+/* ---- tide bench */
+
+/* Median of n timings. */
+static int compare_doubles(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double median(double *values, int n) {
+    qsort(values, (size_t)n, sizeof *values, compare_doubles);
+    return n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
+}
+
+/* Bytes a second that all threads together read from memory: sums over a buffer. */
+static double time_read(const float *data, size_t count) {
+    double start = now();
+    float total = 0;
+#pragma omp parallel for reduction(+ : total) schedule(static)
+    for (size_t block = 0; block < count / 4096; block++) {
+        f32x8 sums[4] = {0};
+        const float *p = data + block * 4096;
+        for (int i = 0; i < 4096; i += 32)
+            for (int j = 0; j < 4; j++) sums[j] += load8(p + i + 8 * j);
+        total += sum8(sums[0] + sums[1] + sums[2] + sums[3]);
+    }
+    volatile float kept = total;
+    (void)kept;
+    return (double)(count * sizeof(float)) / (now() - start);
+}
+
+/* Multiply-adds a second (two operations each) that all threads together do in registers. */
+static double time_fma(void) {
+    enum { ROUNDS = 4 << 20 };
+    double start = now();
+    float total = 0;
+    int threads = 1;
+#pragma omp parallel reduction(+ : total)
+    {
+        f32x8 sums[12], factor = splat8(0.999f), term = splat8(1e-3f);
+        for (int i = 0; i < 12; i++) sums[i] = splat8((float)i);
+        for (int n = 0; n < ROUNDS; n++)
+            for (int i = 0; i < 12; i++) sums[i] = fma8(sums[i], factor, term);
+        for (int i = 0; i < 12; i++) total += sum8(sums[i]);
+        threads = omp_get_num_threads();
+    }
+    volatile float kept = total;
+    (void)kept;
+    return 2.0 * 8 * 12 * ROUNDS * threads / (now() - start);
+}
+
+static Matrix random_matrix(uint16_t *block, size_t *used, int rows, int cols) {
+    Matrix matrix = {.data = (const uint8_t *)(block + *used), .dtype = DTYPE_BF16, .rows = rows, .cols = cols};
+    *used += (size_t)rows * (size_t)cols;
+    return matrix;
+}
+
+/* A dense model of 507 MB of random bf16 weights, in memory. */
+static void make_dense_model(Engine *engine, uint16_t **block, float **ones) {
+    enum { LAYERS = 14, HIDDEN = 1024, HEADS = 16, KV_HEADS = 8, DIM = 128, INNER = 3072, VOCAB = 32768 };
+    Config *config = &engine->config;
+    *config = (Config){.family = FAMILY_QWEN3, .model_type = "qwen3", .vocab_size = VOCAB, .hidden_size = HIDDEN, .intermediate_size = INNER,
+                       .num_hidden_layers = LAYERS, .max_position_embeddings = 4096, .num_attention_heads = HEADS, .num_key_value_heads = KV_HEADS,
+                       .head_dim = DIM, .tie_word_embeddings = true, .rms_norm_eps = 1e-6f, .rope.rope_theta = 1e6};
+    size_t per_layer = (size_t)HIDDEN * DIM * (2 * HEADS + 2 * KV_HEADS) + (size_t)3 * HIDDEN * INNER, total = LAYERS * per_layer + (size_t)VOCAB * HIDDEN, used = 0;
+    *block = allocate_zeroed(total, sizeof **block);
+    *ones = allocate_zeroed(HIDDEN, sizeof **ones);
+    for (int i = 0; i < HIDDEN; i++) (*ones)[i] = 1;
+#pragma omp parallel for
+    for (size_t i = 0; i < total; i += 4) {
+        uint32_t words[4] = {(uint32_t)i, (uint32_t)(i >> 32), 0, 0};
+        philox(words, 1);
+        for (int j = 0; j < 4; j++) (*block)[i + (size_t)j] = narrow_bf16(((float)words[j] * 0x1p-32f - 0.5f) * 0.1f);
+    }
+    Weights *weights = &engine->weights;
+    weights->layers = allocate_zeroed(LAYERS, sizeof(LayerWeights));
+    weights->embed_tokens = weights->lm_head = random_matrix(*block, &used, VOCAB, HIDDEN);
+    weights->norm = *ones;
+    weights->parameters = total;
+    weights->bytes = 2 * total;
+    for (int i = 0; i < LAYERS; i++) {
+        LayerWeights *layer = &weights->layers[i];
+        layer->input_layernorm = layer->post_attention_layernorm = layer->q_norm = layer->k_norm = *ones;
+        layer->q_proj = random_matrix(*block, &used, HEADS * DIM, HIDDEN);
+        layer->k_proj = random_matrix(*block, &used, KV_HEADS * DIM, HIDDEN);
+        layer->v_proj = random_matrix(*block, &used, KV_HEADS * DIM, HIDDEN);
+        layer->o_proj = random_matrix(*block, &used, HIDDEN, HEADS * DIM);
+        layer->gate_proj = random_matrix(*block, &used, INNER, HIDDEN);
+        layer->up_proj = random_matrix(*block, &used, INNER, HIDDEN);
+        layer->down_proj = random_matrix(*block, &used, HIDDEN, INNER);
+    }
+}
+
+enum { BENCH_PREFILL = 512, BENCH_REPEATS = 5, BENCH_STEPS = 16 };
+
+/* Seconds of one prefill, or of one decoded token, over rows at positions [first, first + n). */
+static double time_rows(Engine *engine, int first, int n, int per_pass) {
+    Row rows[BENCH_PREFILL];
+    Error error;
+    double start = now();
+    for (int begin = 0; begin < n; begin += per_pass) {
+        for (int r = 0; r < per_pass; r++) rows[r] = (Row){0, first + begin + r, 7 * (begin + r) % 32768};
+        int last = per_pass - 1;
+        if (!forward(engine, rows, per_pass, &error) || !head(engine, rows, &last, 1, &error)) exit(report(&error));
+    }
+    return (now() - start) * per_pass / n;
+}
+
+/* Decode against the read bandwidth and prefill against the multiply-add rate, each ceiling measured between the runs. */
+static int bench_cpu(Options *options) {
+    Engine engine = {.backend = &c_backend};
+    uint16_t *block;
+    float *ones;
+    Error error;
+    options->engine.sessions = 1;
+    options->engine.context = 1024;
+    make_dense_model(&engine, &block, &ones);
+    if (!plan_memory(&engine, &options->engine, &error) || !take_memory(&engine, &options->engine, &error)) return report(&error);
+    prepare_rope(&engine);
+    double reads[BENCH_REPEATS], rates[BENCH_REPEATS], decodes[BENCH_REPEATS], prefills[BENCH_REPEATS];
+    time_rows(&engine, 0, BENCH_PREFILL, BENCH_PREFILL);
+    for (int i = 0; i < BENCH_REPEATS; i++) {
+        reads[i] = time_read((const float *)block, engine.weights.bytes / sizeof(float));
+        decodes[i] = time_rows(&engine, BENCH_PREFILL, BENCH_STEPS, 1);
+        rates[i] = time_fma();
+        prefills[i] = time_rows(&engine, 0, BENCH_PREFILL, BENCH_PREFILL);
+    }
+    double read = median(reads, BENCH_REPEATS), rate = median(rates, BENCH_REPEATS), decode = median(decodes, BENCH_REPEATS), prefill = median(prefills, BENCH_REPEATS);
+    double achieved = (double)engine.weights.bytes / decode, body = (double)(engine.weights.parameters - (size_t)32768 * 1024), work = 2 * body * BENCH_PREFILL / prefill;
+    printf("model            %.0f MB of bf16 weights, %d threads\n", (double)engine.weights.bytes / 1e6, omp_get_max_threads());
+    printf("read bandwidth   %6.1f GB/s\n", read / 1e9);
+    printf("decode           %6.1f GB/s of weights, %.1f tokens/s: %.0f%% of the read bandwidth\n", achieved / 1e9, 1 / decode, 100 * achieved / read);
+    printf("fma rate         %6.1f GFLOP/s\n", rate / 1e9);
+    printf("prefill %d      %6.1f GFLOP/s in the layers' matrices, %.0f tokens/s: %.0f%% of the fma rate\n", BENCH_PREFILL, work / 1e9, BENCH_PREFILL / prefill, 100 * work / rate);
+    engine_close(&engine);
+    free(block);
+    free(ones);
+    return EXIT_DONE;
+}
+
+/* From nothing to a bound checkpoint and a ready tokenizer. */
+static int bench_load(Options *options) {
+    double seconds[BENCH_REPEATS];
+    for (int i = 0; i < BENCH_REPEATS; i++) {
+        Runner runner;
+        Error error;
+        double begin = now();
+        if (!runner_open(&runner, &options->engine, false, &error)) return report(&error);
+        seconds[i] = now() - begin;
+        runner_close(&runner);
+    }
+    printf("load             %.3f s: checkpoint, weights and tokenizer of %s\n", median(seconds, BENCH_REPEATS), options->engine.model);
+    return EXIT_DONE;
+}
+
+static int command_bench(Options *options) {
+    if (options->positional && !strcmp(options->positional, "cpu")) return bench_cpu(options);
+    if (options->positional && !strcmp(options->positional, "load")) return bench_load(options);
+    return usage("bench wants cpu or load");
+}
+
+/* ---- main */
+
+static const struct { const char *name; int (*run)(Options *); } commands[] = {
+    {"chat", command_chat}, {"generate", command_generate}, {"batch", command_batch}, {"eval", command_eval},
+    {"tokenize", command_tokenize}, {"inspect", command_inspect}, {"bench", command_bench},
+};
+
+/* weights/mini beside the program. */
+static const char *shipped_model(char buffer[PATH_MAX]) {
+    char program[PATH_MAX];
+    ssize_t n = readlink("/proc/self/exe", program, sizeof program - 1);
+    program[n > 0 ? n : 0] = 0;
+    char *slash = strrchr(program, '/');
+    if (slash) *slash = 0;
+    return join(buffer, slash ? program : ".", "weights/mini");
+}
+
+static int run_command(int argc, char **argv) {
+    char model[PATH_MAX];
+    if (argc < 2) {
+        fputs(usage_text, stderr);
+        return EXIT_USAGE;
+    }
+    if (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h") || !strcmp(argv[1], "help")) {
+        fputs(usage_text, stdout);
+        return EXIT_DONE;
+    }
+    Options options = {.n_new = -1, .top_k = -1, .temperature = NAN, .top_p = NAN, .min_p = NAN, .repeat_penalty = NAN, .slots = 8,
+                       .engine = {.model = shipped_model(model), .sessions = 1}};
+    int (*run)(Options *) = NULL;
+    for (size_t i = 0; i < sizeof commands / sizeof *commands; i++)
+        if (!strcmp(commands[i].name, argv[1])) run = commands[i].run;
+    if (!run) return usage("unknown command %s", argv[1]);
+    int status = parse_options(&options, argc, argv) ? EXIT_DONE : EXIT_USAGE;
+    if (!status && options.help) fputs(usage_text, stdout);
+    else if (!status) {
+        options.chat |= options.system || options.think;
+        if (!options.seeded && getrandom(&options.seed, sizeof options.seed, 0) != sizeof options.seed) options.seed = (uint64_t)time(NULL);
+        options.seed &= ((uint64_t)1 << 53) - 1;    /* so that a seed survives JSON */
+        if (options.threads) omp_set_num_threads(options.threads);
+        status = run(&options);
+    }
+    arrfree(options.stops);
+    return status;
+}
+
+#ifndef TIDE_NO_MAIN
+int main(int argc, char **argv) {
+    if (!setlocale(LC_CTYPE, "") || strcmp(nl_langinfo(CODESET), "UTF-8")) setlocale(LC_CTYPE, "C.UTF-8");
+    struct sigaction action = {.sa_handler = handle_interrupt};
+    sigaction(SIGINT, &action, NULL);
+    signal(SIGPIPE, SIG_IGN);                       /* a closed pipe is a write error, with a message */
+    return run_command(argc, argv);
+}
+#endif
