@@ -49,7 +49,7 @@ typedef struct MergeRule {
 } MergeRule;
 
 typedef struct AddedToken {
-    char *pattern;                  /* what to look for: the token's text, normalized where the token asks for that */
+    char *pattern;                  /* stb_ds: what to look for: the token's text, normalized where the token asks for that */
     size_t length;
     int id;
     bool single_word;               /* only where no word character touches it */
@@ -517,14 +517,46 @@ static bool load_pre_tokenizer(Tokenizer *tokenizer, const cJSON *pre_tokenizer,
     return true;
 }
 
-/* A new buffer (free it) with the text composed: canonical decomposition, then composition, per the Unicode standard. */
-static bool compose(const char *text, size_t length, char **composed, size_t *composed_length, Error *error) {
-    utf8proc_uint8_t *result = NULL;
-    utf8proc_ssize_t size = utf8proc_map((const uint8_t *)text, (utf8proc_ssize_t)length, &result, UTF8PROC_STABLE | UTF8PROC_COMPOSE);
-    if (size < 0) return fail(error, "NFC of %zu bytes of text: %s", length, utf8proc_errmsg(size));
-    *composed = (char *)result;
-    *composed_length = (size_t)size;
-    return true;
+static int compare_keys(const void *left, const void *right) {
+    uint64_t a = *(const uint64_t *)left, b = *(const uint64_t *)right;
+    return (a > b) - (a < b);
+}
+
+/* Sorts the marks of one character by combining class, equal classes as they stand, and moves them behind it. */
+static void order_marks(uint64_t **marks, utf8proc_int32_t **characters) {
+    if (arrlenu(*marks) > 1) qsort(*marks, arrlenu(*marks), sizeof(uint64_t), compare_keys);
+    for (size_t i = 0; i < arrlenu(*marks); i++) arrput(*characters, (utf8proc_int32_t)((*marks)[i] & 0x1FFFFF));
+    arrsetlen(*marks, 0);
+}
+
+/* Appends the text's NFC form: canonical decomposition, canonical order, composition. (utf8proc's one-call form orders by
+ * exchanging neighbours, and a long run of marks makes that quadratic.) */
+static void compose(const char *text, size_t length, char **composed) {
+    const utf8proc_option_t options = UTF8PROC_STABLE | UTF8PROC_COMPOSE;
+    utf8proc_int32_t *characters = NULL;
+    uint64_t *marks = NULL;             /* combining class << 53 | place << 21 | character */
+    for (size_t at = 0; at < length; ) {
+        utf8proc_int32_t parts[8];
+        int character = first_character(text + at, length - at), boundary_class = 0;
+        utf8proc_ssize_t n = utf8proc_decompose_char(character, parts, 8, options, &boundary_class);
+        for (int i = 0; i < n; i++) {
+            uint64_t class = (uint64_t)utf8proc_get_property(parts[i])->combining_class;
+            if (class) {
+                arrput(marks, class << 53 | (uint64_t)arrlenu(marks) << 21 | (uint64_t)parts[i]);
+            } else {
+                order_marks(&marks, &characters);
+                arrput(characters, parts[i]);
+            }
+        }
+        at += character_size(character);
+    }
+    order_marks(&marks, &characters);
+    utf8proc_ssize_t n_characters = (utf8proc_ssize_t)arrlen(characters);
+    arrput(characters, 0);              /* room for the NUL that utf8proc writes behind its UTF-8 */
+    size_t size = (size_t)utf8proc_reencode(characters, n_characters, options);
+    memcpy(arraddnptr(*composed, size), characters, size);
+    arrfree(characters);
+    arrfree(marks);
 }
 
 static int compare_added(const void *left, const void *right) {
@@ -553,14 +585,11 @@ static bool load_added_token(Tokenizer *tokenizer, const cJSON *entry, Error *er
     if (known < 0) shput(tokenizer->ids, content, id);
 
     bool normalized = is_true(entry, "normalized");
-    AddedToken added = {.length = length, .id = id, .single_word = is_true(entry, "single_word"),
+    AddedToken added = {.id = id, .single_word = is_true(entry, "single_word"),
                         .lstrip = is_true(entry, "lstrip"), .rstrip = is_true(entry, "rstrip")};
-    if (normalized && tokenizer->nfc) {
-        if (!compose(content, length, &added.pattern, &added.length, error)) return false;
-    } else {
-        added.pattern = allocate_zeroed(length + 1, 1);
-        memcpy(added.pattern, content, length);
-    }
+    if (normalized && tokenizer->nfc) compose(content, length, &added.pattern);
+    else memcpy(arraddnptr(added.pattern, length), content, length);
+    added.length = arrlenu(added.pattern);
     arrput(tokenizer->added[normalized], added);
     return true;
 }
@@ -700,7 +729,7 @@ void tokenizer_close(Tokenizer *tokenizer) {
     if (!tokenizer) return;
     for (size_t i = 0; i < arrlenu(tokenizer->steps); i++) pcre2_code_free(tokenizer->steps[i].code);
     for (int list = 0; list < 2; list++) {
-        for (size_t i = 0; i < arrlenu(tokenizer->added[list]); i++) free(tokenizer->added[list][i].pattern);
+        for (size_t i = 0; i < arrlenu(tokenizer->added[list]); i++) arrfree(tokenizer->added[list][i].pattern);
         arrfree(tokenizer->added[list]);
     }
     arrfree(tokenizer->steps);
@@ -738,6 +767,7 @@ typedef struct Encoder {
     int **ids;                      /* stb_ds: the output */
     Error *error;
     pcre2_match_data *match;
+    char *composed;                 /* stb_ds: the text in NFC */
     char *prefixed;                 /* stb_ds: the text again, with the spaces that a prefix_space step puts in */
     Span *pieces, *next_pieces;     /* stb_ds: as the last step left them, as the current one makes them */
     Symbol *symbols;                /* stb_ds */
@@ -983,11 +1013,9 @@ static bool encode_between(Encoder *encoder, int list, const char *text, size_t 
     size_t ascii = 0;
     while (ascii < length && (uint8_t)text[ascii] < 0x80) ascii++;
     if (!encoder->tokenizer->nfc || ascii == length) return split_added(encoder, 1, text, length);
-    char *composed = NULL;
-    if (!compose(text, length, &composed, &length, encoder->error)) return false;
-    bool ok = split_added(encoder, 1, composed, length);
-    free(composed);
-    return ok;
+    arrsetlen(encoder->composed, 0);
+    compose(text, length, &encoder->composed);
+    return split_added(encoder, 1, encoder->composed, arrlenu(encoder->composed));
 }
 
 /* Takes the tokens of one list out of the text, leftmost and longest first. A token that is found where it may not stand
@@ -1027,6 +1055,7 @@ bool tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t lengt
         at += valid ? valid : 1;
     }
     pcre2_match_data_free(encoder.match);
+    arrfree(encoder.composed);
     arrfree(encoder.prefixed);
     arrfree(encoder.pieces);
     arrfree(encoder.next_pieces);
