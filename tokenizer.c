@@ -66,7 +66,7 @@ typedef struct SplitStep {
     bool prefix_space;              /* first gives every piece a leading space, where it has none */
 } SplitStep;
 
-typedef enum ChatFormat { CHAT_NONE, CHAT_ML, CHAT_GLM, CHAT_DEEPSEEK } ChatFormat;
+typedef enum ChatFormat { CHAT_NONE, CHAT_ML, CHAT_GLM, CHAT_DEEPSEEK_V3, CHAT_DEEPSEEK_V32 } ChatFormat;
 
 struct Tokenizer {
     char *name;                     /* the directory, for messages */
@@ -299,58 +299,46 @@ static bool load_vocabulary(Tokenizer *tokenizer, const cJSON *vocabulary, Error
     return true;
 }
 
-/* The two halves of a merge, written "a b" or ["a", "b"], copied into *buffer one after the other, each with its NUL. */
-static bool read_merge(const cJSON *merge, char **buffer, const char **left, const char **right) {
-    arrsetlen(*buffer, 0);
-    size_t left_length;
+/* The two halves of a merge, written "a b" or ["a", "b"]. The first form is cut in two where it lies. */
+static bool read_merge(const cJSON *merge, const char **left, const char **right) {
     if (cJSON_IsString(merge)) {
-        const char *space = strchr(merge->valuestring, ' ');
+        char *space = strchr(merge->valuestring, ' ');
         if (!space || strchr(space + 1, ' ')) return false;
-        left_length = (size_t)(space - merge->valuestring);
-        size_t length = strlen(merge->valuestring) + 1;
-        memcpy(arraddnptr(*buffer, length), merge->valuestring, length);
-        (*buffer)[left_length] = 0;
-    } else {
-        if (!cJSON_IsArray(merge) || cJSON_GetArraySize(merge) != 2) return false;
-        const cJSON *first = merge->child, *second = first->next;
-        if (!cJSON_IsString(first) || !cJSON_IsString(second)) return false;
-        left_length = strlen(first->valuestring);
-        size_t right_size = strlen(second->valuestring) + 1;
-        memcpy(arraddnptr(*buffer, left_length + 1), first->valuestring, left_length + 1);
-        memcpy(arraddnptr(*buffer, right_size), second->valuestring, right_size);
+        *space = 0;
+        *left = merge->valuestring;
+        *right = space + 1;
+        return true;
     }
-    *left = *buffer;
-    *right = *buffer + left_length + 1;
+    if (!cJSON_IsArray(merge) || cJSON_GetArraySize(merge) != 2) return false;
+    if (!cJSON_IsString(merge->child) || !cJSON_IsString(merge->child->next)) return false;
+    *left = merge->child->valuestring;
+    *right = merge->child->next->valuestring;
     return true;
 }
 
 static bool load_merges(Tokenizer *tokenizer, const cJSON *merges, Error *error) {
     if (!cJSON_IsArray(merges)) return REFUSE("model.merges is no array", tokenizer->name);
-    char *halves = NULL, *joined = NULL;
+    char *joined = NULL;
     bool ok = true;
     uint32_t rank = 0;
     for (const cJSON *merge = merges->child; ok && merge; merge = merge->next, rank++) {
         const char *left, *right;
-        if (!read_merge(merge, &halves, &left, &right)) {
+        if (!read_merge(merge, &left, &right)) {
             ok = REFUSE("model.merges: entry %u is neither \"a b\" nor [\"a\", \"b\"]", tokenizer->name, rank);
             break;
         }
-        size_t left_length = strlen(left), right_size = strlen(right) + 1;
-        arrsetlen(joined, left_length + right_size);
-        memcpy(joined, left, left_length);
-        memcpy(joined + left_length, right, right_size);
-        int left_id = tokenizer_find(tokenizer, left), right_id = tokenizer_find(tokenizer, right);
-        int result = tokenizer_find(tokenizer, joined);
-        if (left_id < 0 || right_id < 0 || result < 0) {
-            ok = REFUSE("model.merges: entry %u needs the token \"%s\", which the vocabulary lacks", tokenizer->name, rank,
-                        left_id < 0 ? left : right_id < 0 ? right : joined);
-            break;
+        arrsetlen(joined, strlen(left) + strlen(right) + 1);
+        strcpy(stpcpy(joined, left), right);
+        const char *parts[] = {left, right, joined};
+        int ids[3];
+        for (int i = 0; ok && i < 3; i++) {
+            ids[i] = tokenizer_find(tokenizer, parts[i]);
+            if (ids[i] < 0)
+                ok = REFUSE("model.merges: entry %u needs the token \"%s\", which the vocabulary lacks", tokenizer->name, rank, parts[i]);
         }
         /* A pair that is listed twice has its last rank, as in the reference. */
-        MergeRule rule = {rank, result};
-        hmput(tokenizer->merges, (uint64_t)left_id << 32 | (uint32_t)right_id, rule);
+        if (ok) hmput(tokenizer->merges, (uint64_t)ids[0] << 32 | (uint32_t)ids[1], ((MergeRule){rank, ids[2]}));
     }
-    arrfree(halves);
     arrfree(joined);
     return ok;
 }
@@ -607,16 +595,23 @@ static bool load_added_tokens(Tokenizer *tokenizer, const cJSON *entries, Error 
  * Loading: what surrounds the text, and the whole file
  */
 
-/* TemplateProcessing's "single" template is a list of {"SpecialToken": {"id": text}} around one {"Sequence": ...}: the tokens
- * in front of it are the prefix. */
-static bool load_template(Tokenizer *tokenizer, const cJSON *template, Error *error) {
-    const cJSON *part;
-    cJSON_ArrayForEach(part, template) {
+/* TemplateProcessing's "single" template is a list of {"SpecialToken": {"id": name}} around one {"Sequence": ...}; the ids of
+ * those in front of it, listed by name under special_tokens, are the prefix. */
+static bool load_template(Tokenizer *tokenizer, const cJSON *processor, Error *error) {
+    const cJSON *part, *value;
+    cJSON_ArrayForEach(part, field(processor, "single")) {
         const cJSON *special = field(part, "SpecialToken");
         if (!special) return true;
-        int id = tokenizer_find(tokenizer, string_field(special, "id"));
-        if (id < 0) return REFUSE("post_processor names \"%s\", which is no token", tokenizer->name, string_field(special, "id"));
-        arrput(tokenizer->prefix, id);
+        const char *name = string_field(special, "id");
+        const cJSON *ids = field(field(field(processor, "special_tokens"), name), "ids");
+        if (!ids) return REFUSE("post_processor names \"%s\", which special_tokens lacks", tokenizer->name, name);
+        cJSON_ArrayForEach(value, ids) {
+            int id;
+            size_t length;
+            if (!read_id(value, &id) || !tokenizer_bytes(tokenizer, id, &length))
+                return REFUSE("post_processor's \"%s\" has an id that no token has", tokenizer->name, name);
+            arrput(tokenizer->prefix, id);
+        }
     }
     return true;
 }
@@ -625,7 +620,7 @@ static bool load_post_processor(Tokenizer *tokenizer, const cJSON *processor, Er
     if (!processor) return true;
     const char *type = string_field(processor, "type");
     if (!strcmp(type, "ByteLevel")) return true;        /* changes offsets only */
-    if (!strcmp(type, "TemplateProcessing")) return load_template(tokenizer, field(processor, "single"), error);
+    if (!strcmp(type, "TemplateProcessing")) return load_template(tokenizer, processor, error);
     if (strcmp(type, "Sequence")) return REFUSE("post_processor \"%s\" is not supported", tokenizer->name, type);
     const cJSON *part;
     cJSON_ArrayForEach(part, field(processor, "processors"))
@@ -683,7 +678,7 @@ Tokenizer *tokenizer_parse(const char *json_text, size_t length, const char *con
     Tokenizer *tokenizer = allocate_zeroed(1, sizeof *tokenizer);
     tokenizer->name = allocate_zeroed(strlen(name) + 1, 1);
     strcpy(tokenizer->name, name);
-    sh_new_arena(tokenizer->ids);
+    sh_new_strdup(tokenizer->ids);
     hmdefault(tokenizer->merges, ((MergeRule){0, -1}));
     tokenizer->match_context = pcre2_match_context_create(NULL);
     tokenizer->jit_stack = pcre2_jit_stack_create(32 << 10, JIT_STACK, NULL);
@@ -884,8 +879,7 @@ static bool joins_previous(Behavior behavior, bool previous_delimiter, bool deli
     }
 }
 
-typedef struct PieceParts {         /* of the piece being split */
-    size_t first;                   /* in Encoder.next_pieces */
+typedef struct PieceParts {         /* of the piece being split, so far */
     bool any, previous_delimiter;
 } PieceParts;
 
@@ -1097,10 +1091,10 @@ int tokenizer_size(const Tokenizer *tokenizer) {
  * Chat: what the checkpoints' own templates render, for system, user and assistant messages. Control tokens are pushed as ids;
  * all text between two of them, the template's own and the message's, is encoded in one run and can never match one.
  *
- *     ChatML (Qwen3)   <|im_start|>ROLE\nTEXT<|im_end|>\n ...                        <|im_start|>assistant\n
- *     GLM-5.x          [gMASK]<sop> <|system|>TEXT <|user|>TEXT ...                  <|assistant|><think>
- *     DeepSeek-V3      BOS SYSTEM <｜User｜>TEXT <｜Assistant｜>TEXT EOS ...            <｜Assistant｜>
- *     DeepSeek-V3.2    the same, and behind each <｜Assistant｜> a <think> or </think>
+ *     ChatML (Qwen3)   <|im_start|>ROLE\nTEXT<|im_end|>\n ...                  <|im_start|>assistant\n
+ *     GLM-5.x          [gMASK]<sop> <|system|>TEXT <|user|>TEXT ...            <|assistant|><think>
+ *     DeepSeek-V3      BOS SYSTEM USER TEXT ASSISTANT TEXT EOS ...             ASSISTANT
+ *     DeepSeek-V3.2    BOS SYSTEM USER TEXT ASSISTANT</think>TEXT EOS ...      (ASSISTANT<think> belongs to the user's message)
  */
 
 #define BOS "<｜begin▁of▁sentence｜>"
@@ -1108,17 +1102,17 @@ int tokenizer_size(const Tokenizer *tokenizer) {
 #define USER "<｜User｜>"
 #define ASSISTANT "<｜Assistant｜>"
 
-static bool has_added(const Tokenizer *tokenizer, const char *text) {
+static int find_added(const Tokenizer *tokenizer, const char *text) {
     int id = tokenizer_find(tokenizer, text);
-    return id >= 0 && tokenizer->tokens[id].flags & TOKEN_ADDED;
+    return id >= 0 && tokenizer->tokens[id].flags & TOKEN_ADDED ? id : -1;
 }
 
 int chat_think_open(const Tokenizer *tokenizer) {
-    return has_added(tokenizer, "<think>") && has_added(tokenizer, "</think>") ? tokenizer_find(tokenizer, "<think>") : -1;
+    return find_added(tokenizer, "</think>") < 0 ? -1 : find_added(tokenizer, "<think>");
 }
 
 int chat_think_close(const Tokenizer *tokenizer) {
-    return chat_think_open(tokenizer) >= 0 ? tokenizer_find(tokenizer, "</think>") : -1;
+    return find_added(tokenizer, "<think>") < 0 ? -1 : find_added(tokenizer, "</think>");
 }
 
 /* The last step of loading: which format the tokenizer has the tokens for. GLM's files do not name its prefix. */
@@ -1126,11 +1120,12 @@ static void find_chat_format(Tokenizer *tokenizer) {
     static const struct { ChatFormat format; const char *tokens[8]; } formats[] = {
         {CHAT_ML, {"<|im_start|>", "<|im_end|>"}},
         {CHAT_GLM, {"[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<think>", "</think>"}},
-        {CHAT_DEEPSEEK, {BOS, EOS, USER, ASSISTANT}},
+        {CHAT_DEEPSEEK_V32, {BOS, EOS, USER, ASSISTANT, "<think>", "</think>"}},
+        {CHAT_DEEPSEEK_V3, {BOS, EOS, USER, ASSISTANT}},
     };
     for (size_t i = 0; i < sizeof formats / sizeof formats[0] && !tokenizer->chat; i++) {
         bool complete = true;
-        for (int t = 0; formats[i].tokens[t]; t++) complete = complete && has_added(tokenizer, formats[i].tokens[t]);
+        for (int t = 0; formats[i].tokens[t]; t++) complete = complete && find_added(tokenizer, formats[i].tokens[t]) >= 0;
         if (complete) tokenizer->chat = formats[i].format;
     }
     if (tokenizer->chat == CHAT_GLM && !tokenizer->prefix) {
@@ -1143,10 +1138,11 @@ static void find_chat_format(Tokenizer *tokenizer) {
 typedef struct Writer {
     const Tokenizer *tokenizer;
     Prompt *prompt;
-    size_t encoded;                 /* bytes of prompt->text that have their ids already */
-    bool thinking;                  /* whether the answer to come may think */
-    bool ok;                        /* false: *error says why */
     Error *error;
+    bool ok;                        /* false: *error says why */
+    size_t encoded;                 /* bytes of prompt->text that have their ids already */
+    bool thinking, generate;        /* whether the answer to come may think; whether it is opened */
+    int last_message, last_user;    /* positions in the conversation: answers behind last_user keep their reasoning */
 } Writer;
 
 typedef struct Text {
@@ -1164,10 +1160,11 @@ static void write_string(Writer *writer, const char *string) {
 
 /* Encodes the text since the last control token. */
 static void end_run(Writer *writer) {
-    size_t length = arrlenu(writer->prompt->text) - writer->encoded;
-    const char *run = writer->prompt->text + writer->encoded;
-    if (writer->ok && length) writer->ok = tokenizer_encode(writer->tokenizer, run, length, false, &writer->prompt->ids, writer->error);
-    writer->encoded += length;
+    size_t end = arrlenu(writer->prompt->text);
+    if (writer->ok && end > writer->encoded)
+        writer->ok = tokenizer_encode(writer->tokenizer, writer->prompt->text + writer->encoded, end - writer->encoded, false,
+                                      &writer->prompt->ids, writer->error);
+    writer->encoded = end;
 }
 
 static void write_control(Writer *writer, const char *token) {
@@ -1177,66 +1174,65 @@ static void write_control(Writer *writer, const char *token) {
     arrput(writer->prompt->ids, tokenizer_find(writer->tokenizer, token));
 }
 
-/* Python's str.strip(newlines only ? "\n" : white space) */
-static Text strip(Text text, bool newlines_only) {
-    for (;;) {
-        int character = first_character(text.start, text.length);
-        bool space = character == '\n' || (!newlines_only && (is_space(character) || (character >= 0x1C && character <= 0x1F)));
-        if (!space) break;
-        text.start += character_size(character);
-        text.length -= character_size(character);
-    }
-    for (;;) {
-        int character = last_character(text.start, text.length);
-        bool space = character == '\n' || (!newlines_only && (is_space(character) || (character >= 0x1C && character <= 0x1F)));
-        if (!space) break;
-        text.length -= character_size(character);
+/* White space to Python, whose str.strip() the templates use. */
+static bool is_python_space(int character) {
+    return is_space(character) || (character >= 0x1C && character <= 0x1F);
+}
+
+static bool is_newline(int character) {
+    return character == '\n';
+}
+
+static Text strip_left(Text text, bool (*strips)(int)) {
+    for (int c; text.length && strips(c = first_character(text.start, text.length)); text.length -= character_size(c))
+        text.start += character_size(c);
+    return text;
+}
+
+static Text strip(Text text, bool (*strips)(int)) {
+    for (int c; text.length && strips(c = last_character(text.start, text.length)); ) text.length -= character_size(c);
+    return strip_left(text, strips);
+}
+
+/* What follows the last occurrence of the word, or all of the text. */
+static Text after_last(Text text, const char *word) {
+    for (const char *found; (found = memmem(text.start, text.length, word, strlen(word))); ) {
+        text.length -= (size_t)(found - text.start) + strlen(word);
+        text.start = found + strlen(word);
     }
     return text;
 }
 
-/* Takes an answer apart as the templates do: the answer behind its last "</think>", the reasoning before its first one and
- * behind the last "<think>" there. False where it has no "</think>". */
+/* Takes an answer apart as the templates do: the answer is what follows the last "</think>", the reasoning what precedes the
+ * first one, from the last "<think>" on. False where it has no "</think>". */
 static bool split_reasoning(Text content, Text *reasoning, Text *answer) {
-    static const char open[] = "<think>", close[] = "</think>";
-    *reasoning = (Text){content.start, 0};
-    *answer = content;
-    const char *found = memmem(content.start, content.length, close, strlen(close));
-    if (!found) return false;
-    reasoning->length = (size_t)(found - content.start);
-    while ((found = memmem(answer->start, answer->length, close, strlen(close)))) {
-        answer->length -= (size_t)(found - answer->start) + strlen(close);
-        answer->start = found + strlen(close);
-    }
-    while ((found = memmem(reasoning->start, reasoning->length, open, strlen(open)))) {
-        reasoning->length -= (size_t)(found - reasoning->start) + strlen(open);
-        reasoning->start = found + strlen(open);
-    }
-    return true;
+    const char *close = memmem(content.start, content.length, "</think>", 8);
+    *answer = after_last(content, "</think>");
+    *reasoning = after_last((Text){content.start, close ? (size_t)(close - content.start) : 0}, "<think>");
+    return close;
 }
 
-static Text strip_leading_newlines(Text text) {
-    while (text.length && *text.start == '\n') text.start++, text.length--;
-    return text;
+static void write_think_block(Writer *writer, Text before, Text reasoning, Text after) {
+    write_control(writer, "<think>");
+    write_text(writer, before);
+    write_text(writer, reasoning);
+    write_text(writer, after);
+    write_control(writer, "</think>");
 }
 
-static void chatml_message(Writer *writer, const Message *message, bool last, bool answers_last_user) {
+static void chatml_message(Writer *writer, const Message *message, int index) {
+    static const Text newline = {"\n", 1};
     Text content = {message->content, message->content_length}, reasoning, answer;
     write_control(writer, "<|im_start|>");
     write_string(writer, message->role);
     write_string(writer, "\n");
-    bool thinks = chat_think_open(writer->tokenizer) >= 0;
-    if (thinks && !strcmp(message->role, "assistant")) {
-        if (split_reasoning(content, &reasoning, &answer)) content = strip_leading_newlines(answer);
-        reasoning = strip(reasoning, true);
-        if (answers_last_user && (last || reasoning.length)) {
-            write_control(writer, "<think>");
-            write_string(writer, "\n");
-            write_text(writer, reasoning);
-            write_string(writer, "\n");
-            write_control(writer, "</think>");
+    if (!strcmp(message->role, "assistant") && chat_think_open(writer->tokenizer) >= 0) {
+        if (split_reasoning(content, &reasoning, &answer)) content = strip_left(answer, is_newline);
+        reasoning = strip(reasoning, is_newline);
+        if (index > writer->last_user && (index == writer->last_message || reasoning.length)) {
+            write_think_block(writer, newline, reasoning, newline);
             write_string(writer, "\n\n");
-            content = strip_leading_newlines(content);
+            content = strip_left(content, is_newline);
         }
     }
     write_text(writer, content);
@@ -1248,9 +1244,7 @@ static void chatml_open_answer(Writer *writer) {
     write_control(writer, "<|im_start|>");
     write_string(writer, "assistant\n");
     if (writer->thinking || chat_think_open(writer->tokenizer) < 0) return;
-    write_control(writer, "<think>");
-    write_string(writer, "\n\n");
-    write_control(writer, "</think>");
+    write_think_block(writer, (Text){"\n\n", 2}, (Text){0}, (Text){0});
     write_string(writer, "\n\n");
 }
 
@@ -1268,7 +1262,7 @@ static void glm_no_reasoning(Writer *writer) {
     write_control(writer, "</think>");
 }
 
-static void glm_message(Writer *writer, const Message *message, bool answers_last_user) {
+static void glm_message(Writer *writer, const Message *message, int index) {
     Text content = {message->content, message->content_length}, reasoning, answer;
     if (strcmp(message->role, "assistant")) {
         write_control(writer, !strcmp(message->role, "user") ? "<|user|>" : "<|system|>");
@@ -1276,14 +1270,11 @@ static void glm_message(Writer *writer, const Message *message, bool answers_las
         return;
     }
     write_control(writer, "<|assistant|>");
-    if (split_reasoning(content, &reasoning, &answer) && (answers_last_user || writer->tokenizer->always_thinks)) {
-        write_control(writer, "<think>");
-        write_text(writer, reasoning);
-        write_control(writer, "</think>");
-    } else {
-        glm_no_reasoning(writer);
-    }
-    write_text(writer, strip(answer, false));
+    bool has_reasoning = split_reasoning(content, &reasoning, &answer);
+    if (has_reasoning && (index > writer->last_user || writer->tokenizer->always_thinks))
+        write_think_block(writer, (Text){0}, reasoning, (Text){0});
+    else glm_no_reasoning(writer);
+    write_text(writer, strip(answer, is_python_space));
 }
 
 static void glm_open_answer(Writer *writer) {
@@ -1292,31 +1283,8 @@ static void glm_open_answer(Writer *writer) {
     else glm_no_reasoning(writer);
 }
 
-/* V3 has no think tokens: answers stand as they are. V3.2 opens the answer together with the user's message. */
-static void deepseek_message(Writer *writer, const Message *message, bool answers_last_user) {
-    Text content = {message->content, message->content_length}, reasoning, answer;
-    bool has_think = chat_think_open(writer->tokenizer) >= 0;
-    if (!strcmp(message->role, "user")) {
-        write_control(writer, USER);
-        write_text(writer, content);
-        return;
-    }
-    write_control(writer, ASSISTANT);
-    if (has_think) {
-        split_reasoning(content, &reasoning, &answer);
-        if (answers_last_user && writer->thinking) {
-            write_control(writer, "<think>");
-            write_text(writer, reasoning);
-        }
-        write_control(writer, "</think>");
-        content = answer;
-    }
-    write_text(writer, content);
-    write_control(writer, EOS);
-}
-
-/* The system messages of the whole conversation come first. */
-static void deepseek_start(Writer *writer, const Message *messages, int n_messages) {
+/* V3 puts the system messages of the whole conversation first. */
+static void deepseek_v3_start(Writer *writer, const Message *messages, int n_messages) {
     write_control(writer, BOS);
     bool first = true;
     for (int i = 0; i < n_messages; i++) {
@@ -1327,9 +1295,53 @@ static void deepseek_start(Writer *writer, const Message *messages, int n_messag
     }
 }
 
-static void deepseek_open_answer(Writer *writer) {
-    write_control(writer, ASSISTANT);
-    if (chat_think_open(writer->tokenizer) >= 0) write_control(writer, writer->thinking ? "<think>" : "</think>");
+static void deepseek_v3_message(Writer *writer, const Message *message) {
+    bool assistant = !strcmp(message->role, "assistant");
+    if (!strcmp(message->role, "system")) return;
+    write_control(writer, assistant ? ASSISTANT : USER);
+    write_text(writer, (Text){message->content, message->content_length});
+    if (assistant) write_control(writer, EOS);
+}
+
+/* V3.2's encoder opens each answer at the end of the user's message; only what answers the last one may think. */
+static void deepseek_v32_message(Writer *writer, const Message *message, int index) {
+    Text content = {message->content, message->content_length}, reasoning, answer;
+    if (strcmp(message->role, "assistant")) {
+        bool user = !strcmp(message->role, "user");
+        if (user) write_control(writer, USER);
+        write_text(writer, content);
+        if (!user || (index == writer->last_message && !writer->generate)) return;
+        write_control(writer, ASSISTANT);
+        write_control(writer, writer->thinking && index == writer->last_user ? "<think>" : "</think>");
+        return;
+    }
+    split_reasoning(content, &reasoning, &answer);
+    if (writer->thinking && index > writer->last_user) {
+        write_text(writer, reasoning);
+        write_control(writer, "</think>");
+    }
+    write_text(writer, answer);
+    write_control(writer, EOS);
+}
+
+static void write_message(Writer *writer, const Message *message, int index) {
+    switch (writer->tokenizer->chat) {
+    case CHAT_ML: chatml_message(writer, message, index); break;
+    case CHAT_GLM: glm_message(writer, message, index); break;
+    case CHAT_DEEPSEEK_V3: deepseek_v3_message(writer, message); break;
+    case CHAT_DEEPSEEK_V32: deepseek_v32_message(writer, message, index); break;
+    case CHAT_NONE: break;
+    }
+}
+
+/* Opens the answer where that is asked for, and encodes what is left. */
+static bool finish_prompt(Writer *writer) {
+    ChatFormat chat = writer->tokenizer->chat;
+    if (writer->generate && chat == CHAT_ML) chatml_open_answer(writer);
+    if (writer->generate && chat == CHAT_GLM) glm_open_answer(writer);
+    if (writer->generate && chat == CHAT_DEEPSEEK_V3) write_control(writer, ASSISTANT);
+    end_run(writer);
+    return writer->ok;
 }
 
 static bool check_chat(const Tokenizer *tokenizer, Error *error) {
@@ -1338,29 +1350,19 @@ static bool check_chat(const Tokenizer *tokenizer, Error *error) {
                 tokenizer->name);
 }
 
-static void open_answer(Writer *writer) {
-    if (writer->tokenizer->chat == CHAT_ML) chatml_open_answer(writer);
-    if (writer->tokenizer->chat == CHAT_GLM) glm_open_answer(writer);
-    if (writer->tokenizer->chat == CHAT_DEEPSEEK) deepseek_open_answer(writer);
+/* Qwen does not count a user message that is a tool's response. */
+static bool is_tool_response(const Message *message) {
+    static const char open[] = "<tool_response>", close[] = "</tool_response>";
+    size_t length = message->content_length, close_length = sizeof close - 1;
+    return length >= close_length && !memcmp(message->content, open, sizeof open - 1) &&
+           !memcmp(message->content + length - close_length, close, close_length);
 }
 
-static bool starts_with(Text text, const char *prefix) {
-    return text.length >= strlen(prefix) && !memcmp(text.start, prefix, strlen(prefix));
-}
-
-static bool ends_with(Text text, const char *suffix) {
-    return text.length >= strlen(suffix) && !memcmp(text.start + text.length - strlen(suffix), suffix, strlen(suffix));
-}
-
-/* Answers behind this message keep their reasoning. Qwen does not count a user message that is a tool's response. */
 static int last_user_message(const Tokenizer *tokenizer, const Message *messages, int n_messages) {
-    for (int i = n_messages - 1; i >= 0; i--) {
-        Text content = {messages[i].content, messages[i].content_length};
-        if (strcmp(messages[i].role, "user")) continue;
-        if (tokenizer->chat == CHAT_ML && starts_with(content, "<tool_response>") && ends_with(content, "</tool_response>")) continue;
-        return i;
-    }
-    return tokenizer->chat == CHAT_ML ? n_messages - 1 : -1;
+    bool chatml = tokenizer->chat == CHAT_ML;
+    for (int i = n_messages - 1; i >= 0; i--)
+        if (!strcmp(messages[i].role, "user") && !(chatml && is_tool_response(&messages[i]))) return i;
+    return chatml ? n_messages - 1 : -1;
 }
 
 bool chat_render(const Tokenizer *tokenizer, const Message *messages, int n_messages, bool add_generation_prompt, bool thinking,
@@ -1371,43 +1373,32 @@ bool chat_render(const Tokenizer *tokenizer, const Message *messages, int n_mess
         if (strcmp(role, "system") && strcmp(role, "user") && strcmp(role, "assistant"))
             return fail(error, "message %d has the role \"%s\", which is none of system, user, assistant", i + 1, role);
     }
-    Writer writer = {tokenizer, prompt, arrlenu(prompt->text), thinking, true, error};
-    int last_user = last_user_message(tokenizer, messages, n_messages);
+    Writer writer = {.tokenizer = tokenizer, .prompt = prompt, .error = error, .ok = true, .encoded = arrlenu(prompt->text),
+                     .thinking = thinking, .generate = add_generation_prompt, .last_message = n_messages - 1,
+                     .last_user = last_user_message(tokenizer, messages, n_messages)};
     if (tokenizer->chat == CHAT_GLM) glm_start(&writer);
-    if (tokenizer->chat == CHAT_DEEPSEEK) deepseek_start(&writer, messages, n_messages);
-    for (int i = 0; i < n_messages; i++) {
-        if (tokenizer->chat == CHAT_ML) chatml_message(&writer, &messages[i], i == n_messages - 1, i > last_user);
-        if (tokenizer->chat == CHAT_GLM) glm_message(&writer, &messages[i], i > last_user);
-        if (tokenizer->chat == CHAT_DEEPSEEK && strcmp(messages[i].role, "system")) deepseek_message(&writer, &messages[i], i > last_user);
-    }
-    if (add_generation_prompt) open_answer(&writer);
-    end_run(&writer);
-    return writer.ok;
+    if (tokenizer->chat == CHAT_DEEPSEEK_V3) deepseek_v3_start(&writer, messages, n_messages);
+    if (tokenizer->chat == CHAT_DEEPSEEK_V32) write_control(&writer, BOS);
+    for (int i = 0; i < n_messages; i++) write_message(&writer, &messages[i], i);
+    return finish_prompt(&writer);
 }
 
 bool chat_render_next(const Tokenizer *tokenizer, int last_id, const char *content, size_t length, bool thinking, Prompt *prompt,
                       Error *error) {
     if (!check_chat(tokenizer, error)) return false;
-    Writer writer = {tokenizer, prompt, arrlenu(prompt->text), thinking, true, error};
+    Writer writer = {.tokenizer = tokenizer, .prompt = prompt, .error = error, .ok = true, .encoded = arrlenu(prompt->text),
+                     .thinking = thinking, .generate = true};
     Message message = {"user", content, length};
-    switch (tokenizer->chat) {
-    case CHAT_ML:
-        if (last_id >= 0 && last_id != tokenizer_find(tokenizer, "<|im_end|>")) write_control(&writer, "<|im_end|>");
-        if (last_id >= 0) write_string(&writer, "\n");
-        chatml_message(&writer, &message, false, false);
-        break;
-    case CHAT_GLM:
-        /* a turn ends by the next role's token, which may stand there already */
-        if (last_id == tokenizer_find(tokenizer, "<|user|>")) write_text(&writer, (Text){content, length});
-        else glm_message(&writer, &message, false);
-        break;
-    default:
-        if (last_id >= 0 && last_id != tokenizer_find(tokenizer, EOS)) write_control(&writer, EOS);
-        deepseek_message(&writer, &message, false);
+    if (tokenizer->chat == CHAT_GLM && last_id == tokenizer_find(tokenizer, "<|user|>")) {
+        /* GLM's turn ends by the next role's token: it stands there already */
+        write_text(&writer, (Text){content, length});
+        return finish_prompt(&writer);
     }
-    open_answer(&writer);
-    end_run(&writer);
-    return writer.ok;
+    const char *end = tokenizer->chat == CHAT_ML ? "<|im_end|>" : EOS;
+    if (tokenizer->chat != CHAT_GLM && last_id >= 0 && last_id != tokenizer_find(tokenizer, end)) write_control(&writer, end);
+    if (tokenizer->chat == CHAT_ML && last_id >= 0) write_string(&writer, "\n");
+    write_message(&writer, &message, 0);
+    return finish_prompt(&writer);
 }
 
 bool chat_ends_turn(const Tokenizer *tokenizer, int id) {
@@ -1415,7 +1406,8 @@ bool chat_ends_turn(const Tokenizer *tokenizer, int id) {
         [CHAT_NONE] = {NULL},
         [CHAT_ML] = {"<|im_end|>", "<|endoftext|>"},
         [CHAT_GLM] = {"<|user|>", "<|observation|>", "<|endoftext|>"},
-        [CHAT_DEEPSEEK] = {EOS},
+        [CHAT_DEEPSEEK_V3] = {EOS},
+        [CHAT_DEEPSEEK_V32] = {EOS},
     };
     for (const char *const *end = ends[tokenizer->chat]; *end; end++)
         if (id >= 0 && id == tokenizer_find(tokenizer, *end)) return true;

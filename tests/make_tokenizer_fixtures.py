@@ -114,7 +114,7 @@ def jinja(template):
 
 
 def deepseek_v32(messages, generate, think):
-    """The published encoder for text messages, except that nothing is opened for the last user message unless asked for."""
+    """The published encoder for text messages, except that no answer is opened at the end unless asked for."""
     last_user = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
     prompt = "<｜begin▁of▁sentence｜>"
     for i, m in enumerate(messages):
@@ -125,9 +125,9 @@ def deepseek_v32(messages, generate, think):
             if generate or i < len(messages) - 1:
                 prompt += "<｜Assistant｜>" + ("<think>" if think and i == last_user else "</think>")
         else:
-            reasoning, closed, content = m["content"].rpartition("</think>")
+            reasoning, closed, content = m["content"].partition("</think>")
             if not closed: reasoning, content = "", m["content"]
-            if think and i > last_user: prompt += reasoning.removeprefix("<think>") + "</think>"
+            if think and i > last_user: prompt += reasoning.split("<think>")[-1] + "</think>"
             prompt += content + "<｜end▁of▁sentence｜>"
     return prompt
 
@@ -136,7 +136,7 @@ def conversations(alternating=False):
     """Messages with and without reasoning; alternating: system first, then user and assistant in turns."""
     words = ["Hi", "2+2?", " spaced \n", "\n\nlines\n", "", "naïve 中文", "ok.", "It's\tfine", "a\n\nb"]
     reasoning = ["", "<think>\nHm.\n</think>\n\n", "<think></think>", "<think>\n\n</think>\n\n", "Hm.</think>", "<think>\n a\n\nb \n</think>"]
-    for n in range(16):
+    for n in range(15):
         system = [{"role": "system", "content": random.choice(words)}] if n % 3 == 0 else []
         turns = []
         for i in range(random.randint(1, 6)):
@@ -197,7 +197,7 @@ v3 = json.loads((shared / "deepseek_v3" / "tokenizer_config.json").read_text())[
 write("deepseek-v3", train(pre, 330, special(*controls) + plain("<｜User｜>", "<｜Assistant｜>", normalized=True), merges_as_strings=True),
       config=names, chat=chat_cases(jinja(v3)))
 write("deepseek-v32", train(pre, 330, special(*controls) + plain("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>")),
-      config=names, chat=chat_cases(deepseek_v32, alternating=True))
+      config=names, chat=list(chat_cases(deepseek_v32, alternating=True)) + list(chat_cases(deepseek_v32)))
 
 # the pre-tokenizer's other forms, each put into the same file
 base = train(byte_level(True, True), 320, special("<|endoftext|>"))

@@ -388,6 +388,8 @@ static const char *const refusals[][3] = {
     {"\"post_processor\":null", "\"post_processor\":{\"type\":\"BertProcessing\"}", "BertProcessing"},
     {"\"post_processor\":null", "\"post_processor\":{\"type\":\"Sequence\",\"processors\":[{\"type\":\"Odd\"}]}", "Odd"},
     {"\"post_processor\":null", "\"post_processor\":{\"type\":\"TemplateProcessing\",\"single\":[{\"SpecialToken\":{\"id\":\"<bos>\"}}]}", "<bos>"},
+    {"\"post_processor\":null", "\"post_processor\":{\"type\":\"TemplateProcessing\",\"single\":[{\"SpecialToken\":{\"id\":\"<bos>\"}}],"
+     "\"special_tokens\":{\"<bos>\":{\"ids\":[7000]}}}", "<bos>"},
     {"\"added_tokens\":[", "\"added_tokens\":[{\"id\":9,\"content\":\"<new>\"},", "id 9, which another"},
     {"\"added_tokens\":[", "\"added_tokens\":[{\"id\":9,\"content\":\"!\"},", "id 0 elsewhere"},
     {"\"added_tokens\":[", "\"added_tokens\":[{\"id\":900,\"content\":\"\"},", "added_tokens"},
