@@ -9,7 +9,10 @@
  * What the file asks for and tide does not do is refused by name when it is loaded, never approximated.
  *
  * Libraries: cJSON reads the file, PCRE2 runs the pre-tokenizer's regular expressions, utf8proc composes (NFC) and knows the
- * category of a character. The Unicode tables are therefore those of the installed PCRE2 (10.42: Unicode 14).
+ * category of a character. The Unicode tables are therefore those of the installed libraries (PCRE2 10.42: Unicode 14); the
+ * reference has others, and only text in characters younger than either can come out differently.
+ *
+ * A Tokenizer serves one thread at a time: look-ups in stb_ds maps write a hidden temporary, matching uses its one stack.
  */
 #define _GNU_SOURCE             /* memmem */
 #define PCRE2_CODE_UNIT_WIDTH 8
@@ -209,6 +212,7 @@ static int character_byte(int character) {
 
 #define REFUSE(...) fail(error, "%s/tokenizer.json: " __VA_ARGS__)
 
+/* The value of that name; NULL where there is none or it is null, which tokenizer.json uses alike. */
 static const cJSON *field(const cJSON *object, const char *name) {
     const cJSON *value = cJSON_GetObjectItemCaseSensitive(object, name);
     return cJSON_IsNull(value) ? NULL : value;
@@ -275,6 +279,7 @@ static void append_spelled_bytes(char **bytes, const char *text) {
     }
 }
 
+/* Every entry's id and bytes, and which token each of the 256 bytes has. Ids may leave holes. */
 static bool load_vocabulary(Tokenizer *tokenizer, const cJSON *vocabulary, Error *error) {
     if (!cJSON_IsObject(vocabulary) || !vocabulary->child) return REFUSE("model.vocab is no object with entries", tokenizer->name);
     for (const cJSON *entry = vocabulary->child; entry; entry = entry->next) {
@@ -368,6 +373,7 @@ static bool load_model(Tokenizer *tokenizer, const cJSON *model, Error *error) {
  * Loading: the steps before the model
  */
 
+/* A normalizer rewrites text; one that is ignored would give other ids without a word, so all but NFC are refused. */
 static bool load_normalizer(Tokenizer *tokenizer, const cJSON *normalizer, Error *error) {
     if (!normalizer) return true;
     const char *type = string_field(normalizer, "type");
@@ -432,6 +438,7 @@ static const char *translate_pattern(const char *pattern, char **out) {
     return NULL;
 }
 
+/* A pattern of the file, compiled with limits on its size; split_piece() runs it with limits on time and memory. */
 static pcre2_code *compile_pattern(const char *pattern, uint32_t options, const char *name, Error *error) {
     int code_error;
     PCRE2_SIZE offset;
@@ -775,6 +782,8 @@ static bool may_produce(const Encoder *encoder, int id) {
     return encoder->match_added || !(encoder->tokenizer->tokens[id].flags & TOKEN_ADDED);
 }
 
+/* The token of one byte. Every text can be encoded if every byte can: a vocabulary that lacks one says so here, and no byte is
+ * ever left out. */
 static bool append_byte(Encoder *encoder, uint8_t byte) {
     int id = encoder->tokenizer->byte_token[byte];
     /* an added token of one letter is an odd thing, but only a control token is worth refusing the letter for */
@@ -784,6 +793,7 @@ static bool append_byte(Encoder *encoder, uint8_t byte) {
     return true;
 }
 
+/* The queue of pairs to join: a binary heap, its smallest key at 0. */
 static void heap_push(uint64_t **heap, uint64_t key) {
     size_t at = arrlenu(*heap);
     arrput(*heap, key);
@@ -883,6 +893,8 @@ typedef struct PieceParts {         /* of the piece being split, so far */
     bool any, previous_delimiter;
 } PieceParts;
 
+/* Puts the next part of a piece, a match of the pattern or what lies between two, among the new pieces. Empty parts count for
+ * joining and are dropped later, as in the reference. */
 static void add_part(Encoder *encoder, const SplitStep *step, PieceParts *parts, Span part, bool matched) {
     bool delimiter = matched != step->invert;
     bool joins = parts->any && joins_previous(step->behavior, parts->previous_delimiter, delimiter);
@@ -987,6 +999,7 @@ static bool touches_word(const char *text, size_t length, size_t start, size_t e
     return is_word(last_character(text, start)) || is_word(first_character(text + end, length - end));
 }
 
+/* Where the white space that ends at, or begins at, `from` begins, or ends. */
 static size_t skip_spaces_back(const char *text, size_t from, size_t limit) {
     while (from > limit && is_space(last_character(text, from))) from -= character_size(last_character(text, from));
     return from;
@@ -1041,6 +1054,7 @@ bool tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t lengt
     if (length > INT_MAX / 4) return fail(error, "a text of %zu bytes is too long to encode at once", length);
     Encoder encoder = {.tokenizer = tokenizer, .match_added = match_added, .ids = ids, .error = error};
     encoder.match = pcre2_match_data_create(1, NULL);
+    size_t n_before = arrlenu(*ids);
     bool ok = true;
     for (size_t at = 0; ok && at < length; ) {
         /* Regular expressions and NFC need characters; a byte that belongs to none becomes a token by itself. */
@@ -1048,6 +1062,7 @@ bool tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t lengt
         ok = valid ? split_added(&encoder, 0, text + at, valid) : append_byte(&encoder, (uint8_t)text[at]);
         at += valid ? valid : 1;
     }
+    if (!ok && *ids) arrsetlen(*ids, n_before);
     pcre2_match_data_free(encoder.match);
     arrfree(encoder.composed);
     arrfree(encoder.prefixed);
@@ -1145,7 +1160,7 @@ typedef struct Writer {
     int last_message, last_user;    /* positions in the conversation: answers behind last_user keep their reasoning */
 } Writer;
 
-typedef struct Text {
+typedef struct Text {              /* part of a message; not owned */
     const char *start;
     size_t length;
 } Text;
@@ -1334,7 +1349,7 @@ static void write_message(Writer *writer, const Message *message, int index) {
     }
 }
 
-/* Opens the answer where that is asked for, and encodes what is left. */
+/* Opens the answer where that is asked for (V3.2's user message has done so), and encodes what is left. */
 static bool finish_prompt(Writer *writer) {
     ChatFormat chat = writer->tokenizer->chat;
     if (writer->generate && chat == CHAT_ML) chatml_open_answer(writer);
