@@ -900,14 +900,19 @@ typedef uint8_t u8x8 __attribute__((vector_size(8)));
 enum {
     REDUCTION_BLOCK = 1024,     /* k is summed in blocks of this many, the blocks' sums in order; a multiple of SCALE_BLOCK */
     PANEL_COLUMNS = 32,         /* output columns whose weights are widened together: 32 * 1024 floats stay in the L2 cache */
+    PANEL_STRIDE = REDUCTION_BLOCK + 16,    /* off the power of two, or all columns would fall into the same cache sets */
     TILE_ROWS = 6,              /* rows of x in flight: 6 x 2 accumulators, 2 weights and 1 x fill sixteen registers */
+    MAX_TILE = 12,              /* accumulators of any tile; array sizes have to be constants for them to be registers */
+    MAX_COLUMNS = 4,
     KEY_TILE = 64,              /* cached rows widened together in attention and index scoring */
+    QUERY_TILE = 16,            /* query heads that meet a tile of keys at once */
     MAX_PASS_ROWS = 512,
 };
 
 /* Where a thread widens weights or cached rows before it multiplies by them. */
 static _Thread_local float panel[KEY_TILE * MAX_ROW_WIDTH];
 static _Thread_local float second_panel[KEY_TILE * MAX_ROW_WIDTH];
+static _Thread_local float packed_rows[TILE_ROWS * REDUCTION_BLOCK];
 
 INLINE f32x8 load8(const float *p) { f32x8 v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store8(float *p, f32x8 v) { memcpy(p, &v, sizeof v); }
@@ -921,25 +926,48 @@ INLINE f32x8 fma8(f32x8 a, f32x8 b, f32x8 c) {
 #endif
 }
 
-INLINE float sum8(f32x8 v) {
-    f32x4 halves = __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
-    return (halves[0] + halves[2]) + (halves[1] + halves[3]);
+/* Keeps the compiler from reading a value from memory again at each use: loads are what the inner loop is short of. */
+INLINE void in_register(f32x8 *v) {
+#ifdef __AVX2__
+    __asm__("" : "+x"(*v));
+#else
+    (void)v;
+#endif
+}
+
+/* The sums of four vectors' lanes: neighbours first, then pairs, then halves. */
+INLINE f32x4 sum_lanes(f32x8 a, f32x8 b, f32x8 c, f32x8 d) {
+    f32x8 ab = __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14) + __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
+    f32x8 cd = __builtin_shufflevector(c, d, 0, 2, 8, 10, 4, 6, 12, 14) + __builtin_shufflevector(c, d, 1, 3, 9, 11, 5, 7, 13, 15);
+    f32x8 all = __builtin_shufflevector(ab, cd, 0, 2, 8, 10, 4, 6, 12, 14) + __builtin_shufflevector(ab, cd, 1, 3, 9, 11, 5, 7, 13, 15);
+    return __builtin_shufflevector(all, all, 0, 1, 2, 3) + __builtin_shufflevector(all, all, 4, 5, 6, 7);
+}
+
+INLINE float sum8(f32x8 v) { return sum_lanes(v, v, v, v)[0]; }
+
+/* Eight bytes, or eight halves, as 32-bit numbers. */
+INLINE u32x8 extend8(const uint8_t *p, size_t size) {
+#ifdef __AVX2__
+    __m128i raw = size == 1 ? _mm_loadl_epi64((const __m128i_u *)p) : _mm_loadu_si128((const __m128i_u *)p);
+    return size == 1 ? (u32x8)_mm256_cvtepu8_epi32(raw) : (u32x8)_mm256_cvtepu16_epi32(raw);
+#else
+    u16x8 half;
+    u8x8 byte;
+    if (size == 1) return memcpy(&byte, p, sizeof byte), __builtin_convertvector(byte, u32x8);
+    return memcpy(&half, p, sizeof half), __builtin_convertvector(half, u32x8);
+#endif
 }
 
 /* Eight stored values as f32: widen(), eight at a time. */
 INLINE f32x8 widen8(const uint8_t *p, DType dtype) {
-    u16x8 half;
-    u8x8 byte;
     if (dtype == DTYPE_F32) return load8((const float *)p);
+    u32x8 bits = extend8(p, dtype_table[dtype].size);
     if (dtype == DTYPE_F8_E4M3) {
-        memcpy(&byte, p, sizeof byte);
-        u32x8 bits = __builtin_convertvector(byte, u32x8), magnitude = bits & 0x7f;
+        u32x8 magnitude = bits & 0x7f;
         f32x8 value = (f32x8)(magnitude << 20) * splat8(0x1p120f);
         u32x8 nan = (u32x8)(magnitude == 0x7f) & 0x7fc00000;
         return (f32x8)((u32x8)value | nan | (bits & 0x80) << 24);
     }
-    memcpy(&half, p, sizeof half);
-    u32x8 bits = __builtin_convertvector(half, u32x8);
     if (dtype == DTYPE_BF16) return (f32x8)(bits << 16);
     f32x8 value = (f32x8)((bits & 0x7fff) << 13) * splat8(0x1p112f);
     u32x8 special = (u32x8)((bits & 0x7c00) == 0x7c00) & 0x7f800000;
@@ -973,23 +1001,27 @@ INLINE f32x8 exp8(f32x8 x) {
     return (f32x8)((i32x8)y + ((i32x8)shifted << 23));
 }
 
-/* sum[r * columns + c] = x[r] . w[c] over n <= REDUCTION_BLOCK values. w: bytes of dtype, columns w_stride bytes apart;
+/* sum[r * columns + c] = x[r] . w[c] over n <= REDUCTION_BLOCK values. x: value k of row r stands at r * x_stride + k * x_step
+ * for k a multiple of 8, its seven neighbours behind it. w: bytes of dtype, columns w_stride bytes apart;
  * scale[c]: for e4m3, one value per SCALE_BLOCK of k. */
-INLINE void dot_tile(float *sum, const float *x, size_t x_stride, const uint8_t *w, size_t w_stride, const float *const *scale,
-                     int n, const DType dtype, const int rows, const int columns) {
+INLINE void dot_tile(float *sum, const float *x, size_t x_stride, const size_t x_step, const uint8_t *w, size_t w_stride, const float *const *scale,
+                     int n, const DType dtype, const int rows, const int columns, const bool ahead) {
     const bool scaled = dtype == DTYPE_F8_E4M3;
     const size_t size = dtype_table[dtype].size;
-    f32x8 total[rows * columns], s[columns];
+    f32x8 total[MAX_TILE], s[MAX_COLUMNS];
     for (int i = 0; i < rows * columns; i++) total[i] = splat8(0);
     for (int begin = 0; begin < n; begin += scaled ? SCALE_BLOCK : n) {
         int end = scaled && begin + SCALE_BLOCK < n ? begin + SCALE_BLOCK : n, k = begin;
         if (scaled) for (int c = 0; c < columns; c++) s[c] = splat8(scale[c][begin / SCALE_BLOCK]);
         for (; k + 8 <= end; k += 8) {
-            f32x8 weight[columns];
+            f32x8 weight[MAX_COLUMNS];
             for (int c = 0; c < columns; c++) weight[c] = widen8(w + (size_t)c * w_stride + (size_t)k * size, dtype);
+            if (ahead && (size_t)k * size % 64 == 0)        /* four tiles ahead: the hardware loses the stream at each column's end */
+                for (int c = 0; c < columns; c++) __builtin_prefetch(w + (size_t)(4 * columns + c) * w_stride + (size_t)k * size, 0, 2);
             if (scaled) for (int c = 0; c < columns; c++) weight[c] *= s[c];
             for (int r = 0; r < rows; r++) {
-                f32x8 input = load8(x + (size_t)r * x_stride + k);
+                f32x8 input = load8(x + (size_t)r * x_stride + (size_t)k * x_step);
+                in_register(&input);
                 for (int c = 0; c < columns; c++) total[r * columns + c] = fma8(input, weight[c], total[r * columns + c]);
             }
         }
@@ -997,55 +1029,71 @@ INLINE void dot_tile(float *sum, const float *x, size_t x_stride, const uint8_t 
             f32x8 weight = widen_few(w + (size_t)c * w_stride + (size_t)k * size, dtype, end - k);
             if (scaled) weight *= s[c];
             for (int r = 0; r < rows; r++) {
-                f32x8 input = widen_few((const uint8_t *)(x + (size_t)r * x_stride + k), DTYPE_F32, end - k);
+                f32x8 input = widen_few((const uint8_t *)(x + (size_t)r * x_stride + (size_t)k * x_step), DTYPE_F32, end - k);
                 total[r * columns + c] = fma8(input, weight, total[r * columns + c]);
             }
         }
     }
-    for (int i = 0; i < rows * columns; i++) sum[i] = sum8(total[i]);
+    int i = 0;
+    for (; i + 4 <= rows * columns; i += 4) {
+        f32x4 four = sum_lanes(total[i], total[i + 1], total[i + 2], total[i + 3]);
+        memcpy(sum + i, &four, sizeof four);
+    }
+    for (; i < rows * columns; i++) sum[i] = sum8(total[i]);
 }
 
-INLINE void dot_strip(float *y, size_t y_stride, const float *x, size_t x_stride, const float *w, size_t w_stride, int columns, int n,
+INLINE void dot_strip(float *y, size_t y_stride, const float *x, size_t x_stride, const size_t x_step, const float *w, size_t w_stride, int columns, int n,
                       bool accumulate, const int rows) {
-    float sum[TILE_ROWS * 2];
+    float sum[MAX_TILE] = {0};
     for (int c = 0; c < columns;) {
         const uint8_t *column = (const uint8_t *)(w + (size_t)c * w_stride);
         int width = c + 2 <= columns ? 2 : 1;
-        if (width == 2) dot_tile(sum, x, x_stride, column, w_stride * sizeof(float), NULL, n, DTYPE_F32, rows, 2);
-        else dot_tile(sum, x, x_stride, column, w_stride * sizeof(float), NULL, n, DTYPE_F32, rows, 1);
+        if (width == 2) dot_tile(sum, x, x_stride, x_step, column, w_stride * sizeof(float), NULL, n, DTYPE_F32, rows, 2, false);
+        else dot_tile(sum, x, x_stride, x_step, column, w_stride * sizeof(float), NULL, n, DTYPE_F32, rows, 1, false);
         for (int r = 0; r < rows; r++)
             for (int i = 0; i < width; i++) {
                 float *out = &y[(size_t)r * y_stride + (size_t)(c + i)];
-                *out = accumulate ? *out + sum[r * width + i] : sum[r * width + i];
+                *out = (accumulate ? *out : 0) + sum[r * width + i];
             }
         c += width;
     }
+}
+
+/* Six rows of x side by side, eight values of each in turn, so that the inner loop reads one stream whatever the rows' stride. */
+static void pack_rows_of_x(float *packed, const float *x, size_t x_stride, int n) {
+    for (int k = 0; k < n; k += 8)
+        for (int r = 0; r < TILE_ROWS; r++) {
+            const uint8_t *from = (const uint8_t *)(x + (size_t)r * x_stride + k);
+            store8(packed + k * TILE_ROWS + r * 8, n - k < 8 ? widen_few(from, DTYPE_F32, n - k) : widen8(from, DTYPE_F32));
+        }
 }
 
 /* y[r, c] (+)= x[r] . w[c] for any number of rows and f32 columns, n <= REDUCTION_BLOCK. */
 static void dot_panel(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const float *w, size_t w_stride, int columns,
                       int n, bool accumulate) {
     int r = 0;
-    for (; r + TILE_ROWS <= rows; r += TILE_ROWS)
-        dot_strip(y + (size_t)r * y_stride, y_stride, x + (size_t)r * x_stride, x_stride, w, w_stride, columns, n, accumulate, TILE_ROWS);
+    for (; r + TILE_ROWS <= rows; r += TILE_ROWS) {
+        pack_rows_of_x(packed_rows, x + (size_t)r * x_stride, x_stride, n);
+        dot_strip(y + (size_t)r * y_stride, y_stride, packed_rows, 8, TILE_ROWS, w, w_stride, columns, n, accumulate, TILE_ROWS);
+    }
     y += (size_t)r * y_stride;
     x += (size_t)r * x_stride;
     switch (rows - r) {
-    case 5: dot_strip(y, y_stride, x, x_stride, w, w_stride, columns, n, accumulate, 5); break;
-    case 4: dot_strip(y, y_stride, x, x_stride, w, w_stride, columns, n, accumulate, 4); break;
-    case 3: dot_strip(y, y_stride, x, x_stride, w, w_stride, columns, n, accumulate, 3); break;
-    case 2: dot_strip(y, y_stride, x, x_stride, w, w_stride, columns, n, accumulate, 2); break;
-    case 1: dot_strip(y, y_stride, x, x_stride, w, w_stride, columns, n, accumulate, 1); break;
+    case 5: dot_strip(y, y_stride, x, x_stride, 1, w, w_stride, columns, n, accumulate, 5); break;
+    case 4: dot_strip(y, y_stride, x, x_stride, 1, w, w_stride, columns, n, accumulate, 4); break;
+    case 3: dot_strip(y, y_stride, x, x_stride, 1, w, w_stride, columns, n, accumulate, 3); break;
+    case 2: dot_strip(y, y_stride, x, x_stride, 1, w, w_stride, columns, n, accumulate, 2); break;
+    case 1: dot_strip(y, y_stride, x, x_stride, 1, w, w_stride, columns, n, accumulate, 1); break;
     }
 }
 
 INLINE void axpy_tile(float *y, size_t y_stride, const float *p, size_t p_stride, const float *v, size_t v_stride, int n, const int rows,
                       const int vectors) {
-    f32x8 total[rows * vectors];
+    f32x8 total[MAX_TILE];
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < vectors; i++) total[r * vectors + i] = load8(y + (size_t)r * y_stride + 8 * i);
     for (int s = 0; s < n; s++) {
-        f32x8 value[vectors];
+        f32x8 value[MAX_COLUMNS];
         for (int i = 0; i < vectors; i++) value[i] = load8(v + (size_t)s * v_stride + 8 * i);
         for (int r = 0; r < rows; r++) {
             f32x8 factor = splat8(p[(size_t)r * p_stride + (size_t)s]);
@@ -1062,7 +1110,8 @@ static void axpy_panel(float *y, size_t y_stride, const float *p, size_t p_strid
     for (; j + 32 <= columns; j += 32) {
         int r = 0;
         for (; r + 3 <= rows; r += 3) axpy_tile(y + (size_t)r * y_stride + j, y_stride, p + (size_t)r * p_stride, p_stride, v + j, v_stride, n, 3, 4);
-        for (; r < rows; r++) axpy_tile(y + (size_t)r * y_stride + j, y_stride, p + (size_t)r * p_stride, p_stride, v + j, v_stride, n, 1, 4);
+        if (r + 2 == rows) axpy_tile(y + (size_t)r * y_stride + j, y_stride, p + (size_t)r * p_stride, p_stride, v + j, v_stride, n, 2, 4);
+        if (r + 1 == rows) axpy_tile(y + (size_t)r * y_stride + j, y_stride, p + (size_t)r * p_stride, p_stride, v + j, v_stride, n, 1, 4);
     }
     for (; j + 8 <= columns; j += 8)
         for (int r = 0; r < rows; r++) axpy_tile(y + (size_t)r * y_stride + j, y_stride, p + (size_t)r * p_stride, p_stride, v + j, v_stride, n, 1, 1);
@@ -1101,13 +1150,13 @@ static void widen_weights(float *out, const Matrix *w, int row, int first, int n
 INLINE void direct_tile(float *y, size_t y_stride, const float *x, size_t x_stride, const Matrix *w, int o, const DType dtype, const int rows,
                         const int columns) {
     const size_t size = dtype_table[dtype].size, stride = (size_t)w->cols * size;
-    float total[rows * columns], sum[rows * columns];
+    float total[MAX_TILE] = {0}, sum[MAX_TILE] = {0};
     for (int k = 0; k < w->cols; k += REDUCTION_BLOCK) {
         int n = w->cols - k < REDUCTION_BLOCK ? w->cols - k : REDUCTION_BLOCK;
-        const float *scale[columns];
+        const float *scale[MAX_COLUMNS] = {0};
         for (int c = 0; c < columns; c++)
             scale[c] = dtype == DTYPE_F8_E4M3 ? w->scale + (size_t)((w->first_row + o + c) / SCALE_BLOCK) * (size_t)w->scale_cols + k / SCALE_BLOCK : NULL;
-        dot_tile(sum, x + k, x_stride, w->data + (size_t)o * stride + (size_t)k * size, stride, scale, n, dtype, rows, columns);
+        dot_tile(sum, x + k, x_stride, 1, w->data + (size_t)o * stride + (size_t)k * size, stride, scale, n, dtype, rows, columns, true);
         for (int i = 0; i < rows * columns; i++) total[i] = k ? total[i] + sum[i] : sum[i];
     }
     for (int r = 0; r < rows; r++)
@@ -1138,8 +1187,8 @@ static void panel_columns(float *y, size_t y_stride, const float *x, size_t x_st
         int columns = end - o < PANEL_COLUMNS ? end - o : PANEL_COLUMNS;
         for (int k = 0; k < w->cols; k += REDUCTION_BLOCK) {
             int n = w->cols - k < REDUCTION_BLOCK ? w->cols - k : REDUCTION_BLOCK;
-            for (int c = 0; c < columns; c++) widen_weights(panel + c * REDUCTION_BLOCK, w, o + c, k, n);
-            dot_panel(y + o, y_stride, x + k, x_stride, rows, panel, REDUCTION_BLOCK, columns, n, k > 0);
+            for (int c = 0; c < columns; c++) widen_weights(panel + c * PANEL_STRIDE, w, o + c, k, n);
+            dot_panel(y + o, y_stride, x + k, x_stride, rows, panel, PANEL_STRIDE, columns, n, k > 0);
         }
     }
 }
@@ -1156,8 +1205,14 @@ static void linear_columns(float *y, size_t y_stride, const float *x, size_t x_s
 }
 
 static void linear(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w) {
-    size_t work = (size_t)w->rows * (size_t)w->cols * (size_t)n_rows;
-#pragma omp parallel if (work > 1 << 15)
+    const size_t work = (size_t)w->rows * (size_t)w->cols * (size_t)n_rows;
+    if (n_rows > TILE_ROWS) {
+#pragma omp parallel for schedule(dynamic) if (work > 1 << 15)
+        for (int o = 0; o < w->rows; o += PANEL_COLUMNS)
+            panel_columns(y, y_stride, x, x_stride, n_rows, w, o, o + PANEL_COLUMNS < w->rows ? o + PANEL_COLUMNS : w->rows);
+        return;
+    }
+#pragma omp parallel if (work > 1 << 15)            /* one stretch of the matrix for each thread, read from end to end */
     {
         int threads = omp_get_num_threads(), me = omp_get_thread_num(), share = (w->rows / threads + 3) / 4 * 4;
         int begin = me * share < w->rows ? me * share : w->rows;
@@ -1175,7 +1230,7 @@ static float dot(const float *a, const float *b, int n) {
     float sum = 0, part;
     const float *none = NULL;
     for (int k = 0; k < n; k += REDUCTION_BLOCK) {
-        dot_tile(&part, a + k, 0, (const uint8_t *)(b + k), 0, &none, n - k < REDUCTION_BLOCK ? n - k : REDUCTION_BLOCK, DTYPE_F32, 1, 1);
+        dot_tile(&part, a + k, 0, 1, (const uint8_t *)(b + k), 0, &none, n - k < REDUCTION_BLOCK ? n - k : REDUCTION_BLOCK, DTYPE_F32, 1, 1, false);
         sum += part;
     }
     return sum;
@@ -1397,28 +1452,24 @@ static void index_select(Selection *selection, const float *q, const float *head
     }
 }
 
-/* One tile of an online softmax: `heads` queries of `width` against n <= KEY_TILE keys, into the running maximum, sum and
- * unnormalised output of each head. */
-static void attend_tile(float *y, size_t y_stride, float *maximum, float *sum, const float *q, size_t q_stride, int heads, int width,
-                        const float *keys, size_t key_stride, const float *values, size_t value_stride, int value_dim, int n, float scale) {
-    enum { HEADS = 16 };
-    float p[HEADS * KEY_TILE];
-    for (int first = 0; first < heads; first += HEADS) {
-        int group = heads - first < HEADS ? heads - first : HEADS;
-        dot_panel(p, KEY_TILE, q + (size_t)first * q_stride, q_stride, group, keys, key_stride, n, width, false);
-        for (int h = 0; h < group; h++) {
-            float *row = p + h * KEY_TILE, *out = y + (size_t)(first + h) * y_stride, largest = maximum[first + h], total = 0;
-            for (int s = n; s < KEY_TILE; s++) row[s] = -INFINITY;
-            for (int s = 0; s < n; s++) largest = fmaxf(largest, row[s] *= scale);
-            for (int s = 0; s < KEY_TILE; s += 8) store8(row + s, exp8(load8(row + s) - splat8(largest)));
-            for (int s = 0; s < n; s++) total += row[s];
-            float shrink = exp8(splat8(maximum[first + h] - largest))[0];
-            if (shrink != 1) for (int j = 0; j < value_dim; j++) out[j] *= shrink;
-            sum[first + h] = sum[first + h] * shrink + total;
-            maximum[first + h] = largest;
+/* One tile of an online softmax. p: [heads, KEY_TILE] holds the dot products with n <= KEY_TILE keys and is overwritten; the
+ * running maximum, sum and unnormalised output of each head take the tile in. */
+static void attend_tile(float *y, size_t y_stride, float *maximum, float *sum, float *p, int heads, const float *values, size_t value_stride,
+                        int value_dim, int n, float scale) {
+    for (int h = 0; h < heads; h++) {
+        float *row = p + h * KEY_TILE, *out = y + (size_t)h * y_stride, largest = maximum[h], total = 0;
+        for (int s = 0; s < n; s++) {
+            row[s] *= scale;
+            largest = row[s] > largest ? row[s] : largest;
         }
-        axpy_panel(y + (size_t)first * y_stride, y_stride, p, KEY_TILE, group, values, value_stride, n, value_dim);
+        for (int s = 0; s < n; s += 8) store8(row + s, exp8(load8(row + s) - splat8(largest)));
+        for (int s = 0; s < n; s++) total += row[s];
+        float shrink = exp8(splat8(maximum[h] - largest))[0];
+        if (shrink != 1) for (int j = 0; j < value_dim; j++) out[j] *= shrink;
+        sum[h] = sum[h] * shrink + total;
+        maximum[h] = largest;
     }
+    axpy_panel(y, y_stride, p, KEY_TILE, heads, values, value_stride, n, value_dim);
 }
 
 /* Starts and ends the softmax that attend_tile runs. */
@@ -1446,49 +1497,55 @@ static void sparse_attention(float *z, const float *q, const uint8_t *kv, const 
         const int *ids = selection->ids + (size_t)r * (size_t)selection->capacity, count = selection->count[r];
         const float *query = q + ((size_t)r * (size_t)heads + (size_t)first) * (size_t)width;
         float *out = z + ((size_t)r * (size_t)heads + (size_t)first) * (size_t)latent, maximum[MAX_HEADS], sum[MAX_HEADS];
+        float p[QUERY_TILE * KEY_TILE] = {0};
         attend_begin(out, (size_t)latent, maximum, sum, n, latent);
         for (int begin = 0; begin < count; begin += KEY_TILE) {
             int keys = count - begin < KEY_TILE ? count - begin : KEY_TILE;
             for (int s = 0; s < keys; s++) widen_row(panel + s * width, kv + (size_t)ids[begin + s] * format->stride, format);
-            attend_tile(out, (size_t)latent, maximum, sum, query, (size_t)width, n, width, panel, (size_t)width, panel, (size_t)width, latent, keys, scale);
+            for (int h = 0; h < n; h += QUERY_TILE) {
+                int some = n - h < QUERY_TILE ? n - h : QUERY_TILE;
+                dot_panel(p, KEY_TILE, query + (size_t)h * (size_t)width, (size_t)width, some, panel, (size_t)width, keys, width, false);
+                attend_tile(out + (size_t)h * (size_t)latent, (size_t)latent, maximum + h, sum + h, p, some, panel, (size_t)width, latent, keys, scale);
+            }
         }
         attend_end(out, (size_t)latent, sum, n, latent);
     }
 }
 
-/* Cached row: kv_heads keys, then kv_heads values, all in the quantised part. */
+/* Cached row: kv_heads keys, then kv_heads values, all in the quantised part. Up to eight rows of a session share the widened
+ * tiles of one key/value head; each keeps its own causal end. */
 static void dense_attention(float *y, const float *q, const uint8_t *kv, const RowFormat *format, const Row *rows, int n_rows, int context,
                             int heads, int kv_heads, int head_dim, float scale) {
-    enum { BLOCK = 8 };                             /* rows of one session that share a widened tile */
-    int starts[MAX_PASS_ROWS + 1], blocks = 0, group = heads / kv_heads;
+    const int group = heads / kv_heads, block = group >= QUERY_TILE ? 1 : QUERY_TILE / group < 8 ? QUERY_TILE / group : 8;
+    const size_t dim = (size_t)head_dim, width = (size_t)heads * dim;
+    int starts[MAX_PASS_ROWS + 1], blocks = 0;
     for (int r = 0; r < n_rows; r++)
-        if (!r || rows[r].session != rows[r - 1].session || r - starts[blocks - 1] == BLOCK) starts[blocks++] = r;
+        if (!r || rows[r].session != rows[r - 1].session || r - starts[blocks - 1] == block) starts[blocks++] = r;
     starts[blocks] = n_rows;
 #pragma omp parallel for schedule(dynamic)
     for (int task = 0; task < blocks * kv_heads; task++) {
-        int begin = starts[task / kv_heads], end = starts[task / kv_heads + 1], head = task % kv_heads, furthest = 0;
-        float maximum[BLOCK * MAX_HEADS], sum[BLOCK * MAX_HEADS];
-        for (int r = begin; r < end; r++) {
-            furthest = rows[r].position > furthest ? rows[r].position : furthest;
-            attend_begin(y + ((size_t)r * (size_t)heads + (size_t)(head * group)) * (size_t)head_dim, (size_t)head_dim, maximum + (r - begin) * group,
-                         sum + (r - begin) * group, group, head_dim);
-        }
-        for (int first = 0; first <= furthest; first += KEY_TILE) {
-            int n = furthest + 1 - first < KEY_TILE ? furthest + 1 - first : KEY_TILE;
-            for (int s = 0; s < n; s++) {
+        const int begin = starts[task / kv_heads], n = starts[task / kv_heads + 1] - begin, head = task % kv_heads, last = rows[begin + n - 1].position;
+        const size_t offset = (size_t)begin * width + (size_t)(head * group) * dim;
+        float maximum[MAX_HEADS + QUERY_TILE], sum[MAX_HEADS + QUERY_TILE], p[QUERY_TILE * KEY_TILE] = {0};
+        for (int r = 0; r < n; r++) attend_begin(y + offset + (size_t)r * width, dim, maximum + r * group, sum + r * group, group, head_dim);
+        for (int first = 0; first <= last; first += KEY_TILE) {
+            int keys = last + 1 - first < KEY_TILE ? last + 1 - first : KEY_TILE;
+            for (int s = 0; s < keys; s++) {
                 const uint8_t *row = kv + ((size_t)rows[begin].session * (size_t)context + (size_t)(first + s)) * format->stride;
-                widen_quantised(panel + s * head_dim, row, format, head * head_dim, head_dim);
-                widen_quantised(second_panel + s * head_dim, row, format, (kv_heads + head) * head_dim, head_dim);
+                widen_quantised(panel + (size_t)s * dim, row, format, head * head_dim, head_dim);
+                widen_quantised(second_panel + (size_t)s * dim, row, format, (kv_heads + head) * head_dim, head_dim);
             }
-            for (int r = begin; r < end; r++) {
-                int visible = rows[r].position + 1 - first < n ? rows[r].position + 1 - first : n;
-                size_t offset = ((size_t)r * (size_t)heads + (size_t)(head * group)) * (size_t)head_dim, d = (size_t)head_dim;
-                if (visible > 0) attend_tile(y + offset, d, maximum + (r - begin) * group, sum + (r - begin) * group, q + offset, d, group, head_dim,
-                                             panel, d, second_panel, d, head_dim, visible, scale);
+            for (int r = 0; r < n; r++) {
+                int visible = rows[begin + r].position + 1 - first < keys ? rows[begin + r].position + 1 - first : keys;
+                for (int h = 0; h < group && visible > 0; h += QUERY_TILE) {
+                    int some = group - h < QUERY_TILE ? group - h : QUERY_TILE, state = r * group + h;
+                    size_t at = offset + (size_t)r * width + (size_t)h * dim;
+                    dot_panel(p, KEY_TILE, q + at, dim, some, panel, dim, visible, head_dim, false);
+                    attend_tile(y + at, dim, maximum + state, sum + state, p, some, second_panel, dim, head_dim, visible, scale);
+                }
             }
         }
-        for (int r = begin; r < end; r++)
-            attend_end(y + ((size_t)r * (size_t)heads + (size_t)(head * group)) * (size_t)head_dim, (size_t)head_dim, sum + (r - begin) * group, group, head_dim);
+        for (int r = 0; r < n; r++) attend_end(y + offset + (size_t)r * width, dim, sum + r * group, group, head_dim);
     }
 }
 
@@ -3554,12 +3611,14 @@ static int command_chat(Options *options) {
 
 /* ---- tide bench */
 
-/* Median of n timings. */
+enum { BENCH_PREFILL = 512, BENCH_REPEATS = 5, BENCH_STEPS = 16, BENCH_VOCAB = 32768 };
+
 static int compare_doubles(const void *a, const void *b) {
     double x = *(const double *)a, y = *(const double *)b;
     return (x > y) - (x < y);
 }
 
+/* Sorts the values. */
 static double median(double *values, int n) {
     qsort(values, (size_t)n, sizeof *values, compare_doubles);
     return n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
@@ -3608,9 +3667,9 @@ static Matrix random_matrix(uint16_t *block, size_t *used, int rows, int cols) {
     return matrix;
 }
 
-/* A dense model of 507 MB of random bf16 weights, in memory. */
+/* Four layers in the shape of Qwen3-1.7B and a small vocabulary, as random bf16 weights in memory: 537 MB. */
 static void make_dense_model(Engine *engine, uint16_t **block, float **ones) {
-    enum { LAYERS = 14, HIDDEN = 1024, HEADS = 16, KV_HEADS = 8, DIM = 128, INNER = 3072, VOCAB = 32768 };
+    enum { LAYERS = 4, HIDDEN = 2048, HEADS = 16, KV_HEADS = 8, DIM = 128, INNER = 6144, VOCAB = BENCH_VOCAB };
     Config *config = &engine->config;
     *config = (Config){.family = FAMILY_QWEN3, .model_type = "qwen3", .vocab_size = VOCAB, .hidden_size = HIDDEN, .intermediate_size = INNER,
                        .num_hidden_layers = LAYERS, .max_position_embeddings = 4096, .num_attention_heads = HEADS, .num_key_value_heads = KV_HEADS,
@@ -3644,15 +3703,13 @@ static void make_dense_model(Engine *engine, uint16_t **block, float **ones) {
     }
 }
 
-enum { BENCH_PREFILL = 512, BENCH_REPEATS = 5, BENCH_STEPS = 16 };
-
 /* Seconds of one prefill, or of one decoded token, over rows at positions [first, first + n). */
 static double time_rows(Engine *engine, int first, int n, int per_pass) {
     Row rows[BENCH_PREFILL];
     Error error;
     double start = now();
     for (int begin = 0; begin < n; begin += per_pass) {
-        for (int r = 0; r < per_pass; r++) rows[r] = (Row){0, first + begin + r, 7 * (begin + r) % 32768};
+        for (int r = 0; r < per_pass; r++) rows[r] = (Row){0, first + begin + r, 7 * (begin + r) % BENCH_VOCAB};
         int last = per_pass - 1;
         if (!forward(engine, rows, per_pass, &error) || !head(engine, rows, &last, 1, &error)) exit(report(&error));
     }
@@ -3679,12 +3736,18 @@ static int bench_cpu(Options *options) {
         prefills[i] = time_rows(&engine, 0, BENCH_PREFILL, BENCH_PREFILL);
     }
     double read = median(reads, BENCH_REPEATS), rate = median(rates, BENCH_REPEATS), decode = median(decodes, BENCH_REPEATS), prefill = median(prefills, BENCH_REPEATS);
-    double achieved = (double)engine.weights.bytes / decode, body = (double)(engine.weights.parameters - (size_t)32768 * 1024), work = 2 * body * BENCH_PREFILL / prefill;
+    /* Per decoded token every weight and the history's keys and values are read once. Per prefilled token each weight of the layers
+     * is one multiply-add, and each earlier position two for every value of the query heads. */
+    const Config *config = &engine.config;
+    double history = (double)config->num_hidden_layers * (BENCH_PREFILL + BENCH_STEPS / 2.0) * (double)engine.cache.format.stride;
+    double achieved = ((double)engine.weights.bytes + history) / decode, pairs = BENCH_PREFILL * (BENCH_PREFILL + 1) / 2.0;
+    double body = (double)(engine.weights.parameters - (size_t)BENCH_VOCAB * (size_t)config->hidden_size) * BENCH_PREFILL;
+    double work = 2 * (body + 2.0 * config->num_hidden_layers * pairs * config->num_attention_heads * config->head_dim) / prefill;
     printf("model            %.0f MB of bf16 weights, %d threads\n", (double)engine.weights.bytes / 1e6, omp_get_max_threads());
     printf("read bandwidth   %6.1f GB/s\n", read / 1e9);
-    printf("decode           %6.1f GB/s of weights, %.1f tokens/s: %.0f%% of the read bandwidth\n", achieved / 1e9, 1 / decode, 100 * achieved / read);
+    printf("decode           %6.1f GB/s of weights and cached rows, %.1f tokens/s: %.0f%% of the read bandwidth\n", achieved / 1e9, 1 / decode, 100 * achieved / read);
     printf("fma rate         %6.1f GFLOP/s\n", rate / 1e9);
-    printf("prefill %d      %6.1f GFLOP/s in the layers' matrices, %.0f tokens/s: %.0f%% of the fma rate\n", BENCH_PREFILL, work / 1e9, BENCH_PREFILL / prefill, 100 * work / rate);
+    printf("prefill %d      %6.1f GFLOP/s in matrices and attention, %.0f tokens/s: %.0f%% of the fma rate\n", BENCH_PREFILL, work / 1e9, BENCH_PREFILL / prefill, 100 * work / rate);
     engine_close(&engine);
     free(block);
     free(ones);
