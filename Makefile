@@ -1,12 +1,55 @@
 # tide: `make` builds the program, `make test` runs every test that needs no GPU.
+#
+#   make test-asan   the C tests under AddressSanitizer and UndefinedBehaviorSanitizer
+#   make fuzz        the fuzz targets, FUZZ_SECONDS each (needs clang)
+
 CC ?= gcc
 CFLAGS ?= -O3 -march=native
+FUZZ_SECONDS ?= 60
 WARNINGS := -Wall -Wextra -Werror
-ALL_CFLAGS := -std=gnu11 $(CFLAGS) $(WARNINGS) -fopenmp -fno-math-errno
+FLAGS := -std=gnu11 $(WARNINGS) -fopenmp -fno-math-errno
 LDLIBS := -lcjson -lpcre2-8 -lutf8proc -ledit -lm
 
-tide: engine.o tokenizer.o
-	$(CC) $(ALL_CFLAGS) $^ $(LDLIBS) -o $@
+tide: build/engine.o build/tokenizer.o
+	$(CC) $(FLAGS) $(CFLAGS) $^ $(LDLIBS) -o $@
 
-%.o: %.c engine.h
-	$(CC) $(ALL_CFLAGS) -c $< -o $@
+build/%.o: %.c engine.h | build
+	$(CC) $(FLAGS) $(CFLAGS) -c $< -o $@
+
+# A test program includes engine.c without main(), so that it reaches what is static there.
+TEST_FLAGS := $(FLAGS) -Wno-unused-function -Wno-unused-variable -Wno-unused-const-variable
+TESTS := $(patsubst tests/%.c,build/%,$(wildcard tests/test_*.c))
+
+build/test_%: tests/test_%.c tests/check.h engine.c engine.h build/tokenizer.o
+	$(CC) $(TEST_FLAGS) $(CFLAGS) $< build/tokenizer.o $(LDLIBS) -o $@
+
+test: tide $(TESTS)
+	tests/run.sh $(TESTS) tests/test_cli.py
+
+SANITIZE := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all
+SANITIZED := $(patsubst tests/%.c,build/asan_%,$(wildcard tests/test_*.c))
+
+build/asan_%: tests/%.c tests/check.h engine.c tokenizer.c engine.h | build
+	$(CC) $(TEST_FLAGS) $(SANITIZE) $< tokenizer.c $(LDLIBS) -o $@
+
+build/asan_tide: engine.c tokenizer.c engine.h | build
+	$(CC) $(FLAGS) $(SANITIZE) engine.c tokenizer.c $(LDLIBS) -o $@
+
+test-asan: build/asan_tide $(SANITIZED)
+	TIDE=build/asan_tide OMP_NUM_THREADS=2 tests/run.sh $(SANITIZED) tests/test_cli.py
+
+FUZZERS := $(patsubst tests/%.c,build/%,$(wildcard tests/fuzz_*.c))
+
+build/fuzz_%: tests/fuzz_%.c engine.c tokenizer.c engine.h | build
+	clang $(TEST_FLAGS) -Wno-unused-command-line-argument -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $< tokenizer.c $(LDLIBS) -o $@
+
+fuzz: $(FUZZERS)
+	for target in $(FUZZERS); do mkdir -p build/corpus-$$(basename $$target) && $$target -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 build/corpus-$$(basename $$target) || exit 1; done
+
+build:
+	mkdir -p $@
+
+clean:
+	rm -rf build tide
+
+.PHONY: test test-asan fuzz clean

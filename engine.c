@@ -899,7 +899,7 @@ typedef uint8_t u8x8 __attribute__((vector_size(8)));
 
 enum {
     REDUCTION_BLOCK = 1024,     /* k is summed in blocks of this many, the blocks' sums in order; a multiple of SCALE_BLOCK */
-    PANEL_COLUMNS = 32,         /* output columns whose weights are widened together: 32 * 1024 floats stay in the L2 cache */
+    PANEL_COLUMNS = 48,         /* output columns whose weights are widened together: 48 * 1040 floats stay in the L2 cache */
     PANEL_STRIDE = REDUCTION_BLOCK + 16,    /* off the power of two, or all columns would fall into the same cache sets */
     TILE_ROWS = 6,              /* rows of x in flight: 6 x 2 accumulators, 2 weights and 1 x fill sixteen registers */
     MAX_TILE = 12,              /* accumulators of any tile; array sizes have to be constants for them to be registers */
@@ -1126,7 +1126,7 @@ static void axpy_panel(float *y, size_t y_stride, const float *p, size_t p_strid
  * The C backend: matrix products, norms, rope
  *
  * Owns: y = W x with W in its stored format. For up to six rows the weights are widened in registers and read once: decode,
- * bound by memory. For more, a panel of 32 columns by 1,024 values is widened into the cache and used by all rows:
+ * bound by memory. For more, a panel of 48 columns by 1,024 values is widened into the cache and used by all rows:
  * prefill, bound by arithmetic.
  */
 
