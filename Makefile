@@ -6,7 +6,7 @@
 CC ?= gcc
 CFLAGS ?= -O3 -march=native
 FUZZ_SECONDS ?= 60
-WARNINGS := -Wall -Wextra -Werror
+WARNINGS := -Wall -Wextra -Werror -Wno-psabi
 FLAGS := -std=gnu11 $(WARNINGS) -fopenmp -fno-math-errno
 LDLIBS := -lcjson -lpcre2-8 -lutf8proc -ledit -lm
 
@@ -26,7 +26,7 @@ build/test_%: tests/test_%.c tests/check.h engine.c engine.h build/tokenizer.o
 test: tide $(TESTS)
 	tests/run.sh $(TESTS) tests/test_cli.py
 
-SANITIZE := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all
+SANITIZE := -O1 -g -march=native -fsanitize=address,undefined -fno-sanitize-recover=all
 SANITIZED := $(patsubst tests/%.c,build/asan_%,$(wildcard tests/test_*.c))
 
 build/asan_%: tests/%.c tests/check.h engine.c tokenizer.c engine.h | build
@@ -41,7 +41,7 @@ test-asan: build/asan_tide $(SANITIZED)
 FUZZERS := $(patsubst tests/%.c,build/%,$(wildcard tests/fuzz_*.c))
 
 build/fuzz_%: tests/fuzz_%.c engine.c tokenizer.c engine.h | build
-	clang $(TEST_FLAGS) -Wno-unused-command-line-argument -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $< tokenizer.c $(LDLIBS) -o $@
+	clang $(TEST_FLAGS) -Wno-unused-command-line-argument -O1 -g -march=native -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $< tokenizer.c $(LDLIBS) -o $@
 
 fuzz: $(FUZZERS)
 	for target in $(FUZZERS); do mkdir -p build/corpus-$$(basename $$target) && $$target -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 build/corpus-$$(basename $$target) || exit 1; done

@@ -46,6 +46,7 @@ static void *checked_realloc(void *block, size_t size);
 #define STBDS_FREE(context, block) free(block)
 #define STB_DS_IMPLEMENTATION
 #include <stb/stb_ds.h>
+#undef STB_DS_IMPLEMENTATION
 
 /* =====================================================================================================================
  * Errors and memory

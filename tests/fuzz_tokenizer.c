@@ -1,12 +1,12 @@
 /* fuzz_tokenizer.c: libFuzzer target for tokenizer.c.
  *
- *     clang -g -O1 -fsanitize=fuzzer,address,undefined -I. tests/fuzz_tokenizer.c tokenizer.c engine.c ...
- *     ./fuzz_tokenizer -max_len=8192 -max_total_time=60 CORPUS tests/fixtures/tokenizer-added ...
+ *     make fuzz
  *
  * An input that begins with '{' is a tokenizer.json; where it loads, a text goes through it. Any other input is a text for a
  * fixed tokenizer with every flag an added token can have. Run from the repository's root.
  */
-#include "../engine.h"
+#define TIDE_NO_MAIN
+#include "../engine.c"
 
 #include <stb/stb_ds.h>
 #include <stdio.h>

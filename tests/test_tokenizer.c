@@ -3,9 +3,9 @@
  *
  *     test_tokenizer [DIR]        DIR: the published tokenizers, default ../shared/fixtures/tokenizers
  */
-#define _GNU_SOURCE
+#define TIDE_NO_MAIN
 
-#include "../engine.h"
+#include "../engine.c"
 #include "check.h"
 
 #include <cjson/cJSON.h>
