@@ -2678,30 +2678,14 @@ typedef struct Batch {
     bool some_failed;
 } Batch;
 
-static bool valid_utf8(const char *text, size_t length) {
-    for (size_t i = 0; i < length;) {
-        unsigned char c = (unsigned char)text[i];
-        size_t n = c < 0x80 ? 1 : c >= 0xc2 && c < 0xe0 ? 2 : c >= 0xe0 && c < 0xf0 ? 3 : c >= 0xf0 && c < 0xf5 ? 4 : 0;
-        if (!n || i + n > length) return false;
-        for (size_t j = 1; j < n; j++)
-            if (((unsigned char)text[i + j] & 0xc0) != 0x80) return false;
-        unsigned char d = n > 1 ? (unsigned char)text[i + 1] : 0;
-        if ((c == 0xe0 && d < 0xa0) || (c == 0xed && d > 0x9f) || (c == 0xf0 && d < 0x90) || (c == 0xf4 && d > 0x8f)) return false;
-        i += n;
-    }
-    return true;
-}
-
-/* text as a JSON-safe, NUL-terminated string: what is no UTF-8 (or NUL) becomes U+FFFD; the ids beside it lose nothing. */
+/* text as a JSON-safe, NUL-terminated string (stb_ds): what is no UTF-8 (or NUL) becomes U+FFFD; the ids beside it lose nothing. */
 static char *json_safe(const char *text, size_t length) {
     char *safe = NULL;
-    for (size_t i = 0; i < length;) {
-        size_t n = 1;
-        while (n < 4 && i + n < length && ((unsigned char)text[i + n] & 0xc0) == 0x80) n++;
-        bool good = text[i] && valid_utf8(text + i, n);
-        const char *piece = good ? text + i : "\xef\xbf\xbd";
-        for (size_t j = 0; j < (good ? n : 3); j++) arrput(safe, piece[j]);
-        i += good ? n : 1;
+    for (size_t i = 0; i < length; i++) {
+        size_t good = utf8_valid(text + i, length - i);
+        if (good && memchr(text + i, 0, good)) good = (size_t)((const char *)memchr(text + i, 0, good) - (text + i));
+        if (good) memcpy(arraddnptr(safe, good), text + i, good);
+        if ((i += good) < length) memcpy(arraddnptr(safe, 3), "\xef\xbf\xbd", 3);
     }
     arrput(safe, 0);
     return safe;
@@ -2782,7 +2766,7 @@ static bool read_row(Batch *batch, size_t i, Error *error) {
     row->session = (Session){.stream = i, .max_new = batch->options->n_new < 0 ? 256 : batch->options->n_new, .stops = batch->options->stops,
                              .sampling = sampling_of(batch->options, &batch->runner->engine.config)};
     if (strspn(line, " \t") == length) ok = fail(&inner, "the line is blank");
-    else if (!valid_utf8(line, length)) ok = fail(&inner, "the line is not valid UTF-8");
+    else if (utf8_valid(line, length) < length) ok = fail(&inner, "the line is not valid UTF-8");
     else if (!batch->jsonl) ok = encode_prompt(batch->runner->tokenizer, batch->options, line, length, &row->ids, &inner);
     else {
         cJSON *json = json_parse(line, length, "row", &inner);

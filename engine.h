@@ -398,6 +398,9 @@ bool tokenizer_is_control(const Tokenizer *tokenizer, int id);
 /* One past the largest id. */
 int tokenizer_size(const Tokenizer *tokenizer);
 
+/* Length of the longest stretch of valid UTF-8 at the start of text[0..length). */
+size_t utf8_valid(const char *text, size_t length);
+
 /* Streaming: a token may end inside a character. Appends to *text (stb_ds) what is complete after adding bytes[0..length):
  * incomplete trailing UTF-8 stays in the stream until the next call; bytes that can never become UTF-8 pass through as they
  * are. utf8_flush appends what is left. */

@@ -112,8 +112,7 @@ static int utf8_scan(const char *text, size_t length) {
     return size;
 }
 
-/* Length of the longest valid stretch at the start of the text. */
-static size_t utf8_valid(const char *text, size_t length) {
+size_t utf8_valid(const char *text, size_t length) {
     size_t at = 0;
     while (at < length) {
         int size = utf8_scan(text + at, length - at);
