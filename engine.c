@@ -2319,7 +2319,7 @@ static void run_round(Runner *runner, Session **sessions, int n) {
     bool ok = forward(engine, runner->rows, n_rows, &error) && head(engine, runner->rows, runner->finals, n_finals, &error);
     if (!ok) {
         for (int i = 0; i < n; i++)
-            if (sessions[i]->slot == engine->failed_session) {
+            if (sessions[i]->finish == RUNNING && sessions[i]->slot == engine->failed_session) {
                 sessions[i]->error = error;
                 session_stop(sessions[i], FINISH_ERROR);
             }
