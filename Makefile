@@ -2,6 +2,7 @@
 #
 #   make test-asan   the C tests under AddressSanitizer and UndefinedBehaviorSanitizer
 #   make fuzz        the fuzz targets, FUZZ_SECONDS each (needs clang)
+#   make bench       measures and puts the figures into README.md
 
 CC ?= gcc
 CFLAGS ?= -O3 -march=native
@@ -46,10 +47,15 @@ build/fuzz_%: tests/fuzz_%.c engine.c tokenizer.c engine.h | build
 fuzz: $(FUZZERS)
 	for target in $(FUZZERS); do mkdir -p build/corpus-$$(basename $$target) && $$target -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 build/corpus-$$(basename $$target) || exit 1; done
 
+# Measures, and writes the figures into README.md between their marks.
+bench: tide | build
+	{ echo '```'; sed -n 's/^model name[^:]*: /processor        /p' /proc/cpuinfo | head -n 1; ./tide bench cpu; ./tide bench load; echo '```'; } > build/bench.txt
+	sed -i -e '/^<!-- bench/,/^<!-- end/{//!d}' -e '/^<!-- bench/r build/bench.txt' README.md
+
 build:
 	mkdir -p $@
 
 clean:
 	rm -rf build tide
 
-.PHONY: test test-asan fuzz clean
+.PHONY: test test-asan fuzz bench clean
