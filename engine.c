@@ -1043,21 +1043,23 @@ INLINE void dot_tile(float *sum, const float *x, size_t x_stride, const size_t x
     for (; i < rows * columns; i++) sum[i] = sum8(total[i]);
 }
 
-INLINE void dot_strip(float *y, size_t y_stride, const float *x, size_t x_stride, const size_t x_step, const float *w, size_t w_stride, int columns, int n,
-                      bool accumulate, const int rows) {
+INLINE void dot_columns(float *y, size_t y_stride, const float *x, size_t x_stride, const size_t x_step, const float *w, size_t w_stride, int n,
+                        bool accumulate, const int rows, const int columns) {
     float sum[MAX_TILE] = {0};
-    for (int c = 0; c < columns;) {
-        const uint8_t *column = (const uint8_t *)(w + (size_t)c * w_stride);
-        int width = c + 2 <= columns ? 2 : 1;
-        if (width == 2) dot_tile(sum, x, x_stride, x_step, column, w_stride * sizeof(float), NULL, n, DTYPE_F32, rows, 2, false);
-        else dot_tile(sum, x, x_stride, x_step, column, w_stride * sizeof(float), NULL, n, DTYPE_F32, rows, 1, false);
-        for (int r = 0; r < rows; r++)
-            for (int i = 0; i < width; i++) {
-                float *out = &y[(size_t)r * y_stride + (size_t)(c + i)];
-                *out = (accumulate ? *out : 0) + sum[r * width + i];
-            }
-        c += width;
-    }
+    dot_tile(sum, x, x_stride, x_step, (const uint8_t *)w, w_stride * sizeof(float), NULL, n, DTYPE_F32, rows, columns, false);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) {
+            float *out = &y[(size_t)r * y_stride + (size_t)c];
+            *out = (accumulate ? *out : 0) + sum[r * columns + c];
+        }
+}
+
+INLINE void dot_strip(float *y, size_t y_stride, const float *x, size_t x_stride, const size_t x_step, const float *w, size_t w_stride, int columns,
+                      int n, bool accumulate, const int rows) {
+    const int width = rows <= 3 ? 4 : 2;            /* enough accumulators to hide the latency of one addition */
+    int c = 0;
+    for (; c + width <= columns; c += width) dot_columns(y + c, y_stride, x, x_stride, x_step, w + (size_t)c * w_stride, w_stride, n, accumulate, rows, width);
+    for (; c < columns; c++) dot_columns(y + c, y_stride, x, x_stride, x_step, w + (size_t)c * w_stride, w_stride, n, accumulate, rows, 1);
 }
 
 /* Six rows of x side by side, eight values of each in turn, so that the inner loop reads one stream whatever the rows' stride. */
@@ -1069,22 +1071,23 @@ static void pack_rows_of_x(float *packed, const float *x, size_t x_stride, int n
         }
 }
 
-/* y[r, c] (+)= x[r] . w[c] for any number of rows and f32 columns, n <= REDUCTION_BLOCK. */
+/* y[r, c] (+)= x[r] . w[c] for any number of rows and f32 columns, n <= REDUCTION_BLOCK: six rows at a time, and what is left in
+ * two parts of about equal size. */
 static void dot_panel(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const float *w, size_t w_stride, int columns,
                       int n, bool accumulate) {
-    int r = 0;
-    for (; r + TILE_ROWS <= rows; r += TILE_ROWS) {
-        pack_rows_of_x(packed_rows, x + (size_t)r * x_stride, x_stride, n);
-        dot_strip(y + (size_t)r * y_stride, y_stride, packed_rows, 8, TILE_ROWS, w, w_stride, columns, n, accumulate, TILE_ROWS);
-    }
-    y += (size_t)r * y_stride;
-    x += (size_t)r * x_stride;
-    switch (rows - r) {
-    case 5: dot_strip(y, y_stride, x, x_stride, 1, w, w_stride, columns, n, accumulate, 5); break;
-    case 4: dot_strip(y, y_stride, x, x_stride, 1, w, w_stride, columns, n, accumulate, 4); break;
-    case 3: dot_strip(y, y_stride, x, x_stride, 1, w, w_stride, columns, n, accumulate, 3); break;
-    case 2: dot_strip(y, y_stride, x, x_stride, 1, w, w_stride, columns, n, accumulate, 2); break;
-    case 1: dot_strip(y, y_stride, x, x_stride, 1, w, w_stride, columns, n, accumulate, 1); break;
+    for (int take; rows; rows -= take, x += (size_t)take * x_stride, y += (size_t)take * y_stride) {
+        take = rows >= 2 * TILE_ROWS || rows == TILE_ROWS ? TILE_ROWS : rows > TILE_ROWS ? (rows + 1) / 2 : rows;
+        switch (take) {
+        case 6:
+            pack_rows_of_x(packed_rows, x, x_stride, n);
+            dot_strip(y, y_stride, packed_rows, 8, TILE_ROWS, w, w_stride, columns, n, accumulate, TILE_ROWS);
+            break;
+        case 5: dot_strip(y, y_stride, x, x_stride, 1, w, w_stride, columns, n, accumulate, 5); break;
+        case 4: dot_strip(y, y_stride, x, x_stride, 1, w, w_stride, columns, n, accumulate, 4); break;
+        case 3: dot_strip(y, y_stride, x, x_stride, 1, w, w_stride, columns, n, accumulate, 3); break;
+        case 2: dot_strip(y, y_stride, x, x_stride, 1, w, w_stride, columns, n, accumulate, 2); break;
+        case 1: dot_strip(y, y_stride, x, x_stride, 1, w, w_stride, columns, n, accumulate, 1); break;
+        }
     }
 }
 
@@ -1410,26 +1413,38 @@ static void top_k(int *picks, const float *scores, int n, int k) {
 #undef SORTABLE
 }
 
+/* out[0..n) = sum over heads of weight * relu(dot), n <= KEY_TILE. dots: [heads, KEY_TILE]. A NaN stays one. */
+static void weigh_heads(float *out, const float *dots, const float *head_weights, int heads, float scale, int n) {
+    f32x8 total[KEY_TILE / 8] = {0};
+    for (int h = 0; h < heads; h++) {
+        f32x8 weight = splat8(head_weights[h] * scale), zero = splat8(0);
+        for (int i = 0; i < KEY_TILE / 8; i++) {
+            f32x8 dot = load8(dots + h * KEY_TILE + 8 * i);
+            total[i] = fma8(weight, select8(dot < zero, zero, dot), total[i]);
+        }
+    }
+    memcpy(out, total, (size_t)n * sizeof(float));
+}
+
 /* Rows [begin, end) of the pass belong to one session; scores: [end - begin, context]. */
 static void index_scores(float *scores, const float *q, const float *head_weights, const uint8_t *keys, const RowFormat *format, int heads,
                          int head_dim, const Row *rows, int begin, int end, int context) {
-    int furthest = 0;
-    for (int r = begin; r < end; r++) furthest = rows[r].position > furthest ? rows[r].position : furthest;
+    const int together = heads * TILE_ROWS <= MAX_ROW_WIDTH ? TILE_ROWS : 1;    /* rows whose heads fit one panel of products */
+    const size_t dim = (size_t)head_dim;
     const float scale = 1 / sqrtf((float)head_dim);
 #pragma omp parallel for schedule(dynamic)
-    for (int first = 0; first <= furthest; first += KEY_TILE) {
-        int n = furthest + 1 - first < KEY_TILE ? furthest + 1 - first : KEY_TILE;
+    for (int first = 0; first <= rows[end - 1].position; first += KEY_TILE) {
+        int last = rows[end - 1].position, n = last + 1 - first < KEY_TILE ? last + 1 - first : KEY_TILE;
         for (int s = 0; s < n; s++)
-            widen_row(panel + s * head_dim, keys + ((size_t)rows[begin].session * (size_t)context + (size_t)(first + s)) * format->stride, format);
-        for (int r = begin; r < end; r++) {
-            if (rows[r].position < first) continue;
-            dot_panel(second_panel, KEY_TILE, q + (size_t)r * (size_t)(heads * head_dim), (size_t)head_dim, heads, panel, (size_t)head_dim, n, head_dim, false);
-            float *out = scores + (size_t)(r - begin) * (size_t)context + first;
-            for (int s = 0; s < n; s++) out[s] = 0;
-            for (int h = 0; h < heads; h++) {
-                float weight = head_weights[(size_t)r * (size_t)heads + (size_t)h] * scale;
-                for (int s = 0; s < n; s++) out[s] += weight * fmaxf(second_panel[h * KEY_TILE + s], 0);
-            }
+            widen_row(panel + (size_t)s * dim, keys + ((size_t)rows[begin].session * (size_t)context + (size_t)(first + s)) * format->stride, format);
+        for (int r = begin, take; r < end; r += take) {
+            take = end - r < together ? end - r : together;
+            if (rows[r + take - 1].position < first) continue;
+            dot_panel(second_panel, KEY_TILE, q + (size_t)(r * heads) * dim, dim, take * heads, panel, dim, n, head_dim, false);
+            for (int i = r; i < r + take; i++)
+                if (rows[i].position >= first)
+                    weigh_heads(scores + (size_t)(i - begin) * (size_t)context + first, second_panel + (size_t)((i - r) * heads * KEY_TILE),
+                                head_weights + (size_t)i * (size_t)heads, heads, scale, n);
         }
     }
 }
