@@ -27,7 +27,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/resource.h>
@@ -2407,7 +2406,7 @@ enum { EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ROWS };
 typedef struct Options {
     EngineOptions engine;
     const char *prompt, *file, *ids, *decode, *jsonl, *output, *dump, *trace, *system, *positional;
-    const char *device, *kv, *draft, *kv_dtype, *think, *special, *exact, *accept, *verify;
+    const char *device, *kv, *draft, *kv_dtype, *think, *special, *exact;
     char **stops;               /* stb_ds */
     int n_new;                  /* -1: the command's default */
     int threads, slots;
@@ -2502,16 +2501,20 @@ static bool set_option(Options *options, size_t i, const char *value) {
     return kind != COUNT || number == (int)number;
 }
 
-/* The value must be one of the words; what the contract knows but this build lacks is named as such. */
-static bool one_of(const char *option, const char *value, const char *here, const char *elsewhere) {
-    size_t length = value ? strlen(value) : 0;
-    for (const char *word = here; value && word; word = strchr(word, '|') ? strchr(word, '|') + 1 : NULL)
-        if (!strncmp(word, value, length) && (word[length] == '|' || !word[length]) && length) return true;
-    if (!value) return true;
-    for (const char *word = elsewhere; word; word = strchr(word, '|') ? strchr(word, '|') + 1 : NULL)
-        if (!strncmp(word, value, length) && (word[length] == '|' || !word[length]) && length)
-            return usage("%s %s: this build does not have it, only %s", option, value, here), false;
-    return usage("%s: found %s, wanted %s", option, value, here), false;
+/* Whether a list such as "on|off" holds the word. */
+static bool listed(const char *list, const char *word) {
+    size_t n = strlen(word);
+    for (const char *at = list; at; at = strchr(at, '|') ? strchr(at, '|') + 1 : NULL)
+        if (n && !strncmp(at, word, n) && (!at[n] || at[n] == '|')) return true;
+    return false;
+}
+
+/* The value must be one of `here`; one that the contract knows and this build lacks is told apart from a wrong one. */
+static bool one_of(const char *option, const char *value, const char *here, const char *later) {
+    if (!value || listed(here, value)) return true;
+    if (later && listed(later, value)) usage("%s %s: this build does not have it, only %s", option, value, here);
+    else usage("%s: found %s, wanted %s", option, value, here);
+    return false;
 }
 
 static bool check_words(Options *options) {
@@ -2580,7 +2583,7 @@ static void print_plan(FILE *out, const Engine *engine) {
     const Config *config = &engine->config;
     const Cache *cache = &engine->cache;
     static const char *names[] = {[KV_F32] = "f32", [KV_BF16] = "bf16", [KV_F8] = "fp8"};
-    fprintf(out, "tide: %s %s, %.1f M parameters, %.1f MB of weights mapped; cache %d x %d %s rows, %.1f MB; activations %.1f MB; %s, %d threads\n",
+    fprintf(out, "tide: %s: %s, %.1f M parameters in %.1f MB; cache %d x %d %s rows, %.1f MB; activations %.1f MB; %s, %d threads\n",
             engine->checkpoint.directory, config->model_type, (double)engine->weights.parameters / 1e6, (double)engine->weights.bytes / 1e6,
             cache->sessions, cache->context, names[cache->format.dtype], (double)cache->bytes / 1e6, (double)engine->state.bytes / 1e6,
             engine->backend->name, omp_get_max_threads());
