@@ -1430,7 +1430,7 @@ static void index_scores(float *scores, const float *q, const float *head_weight
                          int head_dim, const Row *rows, int begin, int end, int context) {
     const int together = heads * TILE_ROWS <= MAX_ROW_WIDTH ? TILE_ROWS : 1;    /* rows whose heads fit one panel of products */
     const size_t dim = (size_t)head_dim;
-    const float scale = 1 / sqrtf((float)head_dim);
+    const float scale = 1 / sqrtf((float)head_dim * (float)heads);
 #pragma omp parallel for schedule(dynamic)
     for (int first = 0; first <= rows[end - 1].position; first += KEY_TILE) {
         int last = rows[end - 1].position, n = last + 1 - first < KEY_TILE ? last + 1 - first : KEY_TILE;
@@ -1915,29 +1915,32 @@ static bool finish_layer(Engine *engine, int i, const Row *rows, int n, Error *e
     return bad < 0 || fail(error, "layer %d: the hidden state of session %d at position %d is not finite", i, rows[bad].session, rows[bad].position);
 }
 
-/* Grouped-query attention with normed queries and keys (spec 5). */
+/* Grouped-query attention with normed queries and keys (spec 5). A cached row is all key heads, then all value heads; each
+ * serves heads / kv_heads query heads. */
 static bool forward_qwen3(Engine *engine, const Row *rows, int n, Error *error) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
     State *state = &engine->state;
     Cache *cache = &engine->cache;
     const int heads = config->num_attention_heads, kv_heads = config->num_key_value_heads, dim = config->head_dim;
-    const size_t hidden = (size_t)config->hidden_size, q_width = (size_t)(heads * dim), kv_width = (size_t)(kv_heads * dim);
-    float *k = state->kv, *v = state->kv + kv_width;                 /* interleaved by row, as they are cached */
+    const size_t hidden = (size_t)config->hidden_size, q_width = (size_t)(heads * dim), kv_width = (size_t)(kv_heads * dim), width = 2 * kv_width;
+    float *k = state->kv, *v = state->kv + kv_width;                 /* rows of `width`: keys and values as they are cached */
     for (int i = 0; i < config->num_hidden_layers; i++) {
         const LayerWeights *layer = &engine->weights.layers[i];
         if (engine->probe.entering) engine->probe.entering(engine->probe.user, i, state->hidden, rows, n);
         backend->rms_norm(state->normed, hidden, state->hidden, hidden, layer->input_layernorm, n, config->hidden_size, config->rms_norm_eps);
         backend->linear(state->q, q_width, state->normed, hidden, n, &layer->q_proj);
-        backend->linear(k, 2 * kv_width, state->normed, hidden, n, &layer->k_proj);
-        backend->linear(v, 2 * kv_width, state->normed, hidden, n, &layer->v_proj);
+        backend->linear(k, width, state->normed, hidden, n, &layer->k_proj);
+        backend->linear(v, width, state->normed, hidden, n, &layer->v_proj);
+
+        /* Each head of query and key is normed by itself, before it is rotated. */
         backend->rms_norm(state->q, (size_t)dim, state->q, (size_t)dim, layer->q_norm, n * heads, dim, config->rms_norm_eps);
-        for (int h = 0; h < kv_heads; h++)
-            backend->rms_norm(k + h * dim, 2 * kv_width, k + h * dim, 2 * kv_width, layer->k_norm, n, dim, config->rms_norm_eps);
         backend->rope(state->q, n, heads, dim, 0, dim, false, state->cosine, state->sine);
-        for (int h = 0; h < kv_heads; h++)
-            backend->rope(k, n, 1, (int)(2 * kv_width), h * dim, dim, false, state->cosine, state->sine);
-        backend->store_rows(cache->kv[i], &cache->format, state->row_ids, n, state->kv, 2 * kv_width, state->kv, 0);
+        for (int h = 0; h < kv_heads; h++) {
+            backend->rms_norm(k + h * dim, width, k + h * dim, width, layer->k_norm, n, dim, config->rms_norm_eps);
+            backend->rope(k, n, 1, (int)width, h * dim, dim, false, state->cosine, state->sine);
+        }
+        backend->store_rows(cache->kv[i], &cache->format, state->row_ids, n, state->kv, width, state->kv, 0);
         backend->dense_attention(state->attended, state->q, cache->kv[i], &cache->format, rows, n, cache->context, heads, kv_heads, dim, engine->softmax_scale);
         backend->linear(state->branch, hidden, state->attended, q_width, n, &layer->o_proj);
         if (!finish_layer(engine, i, rows, n, error)) return false;
@@ -1945,7 +1948,10 @@ static bool forward_qwen3(Engine *engine, const Row *rows, int n, Error *error) 
     return true;
 }
 
-/* The indexer of a full layer: stores the rows' index keys and selects what they and the layer's followers attend to (spec 1.3). */
+/* The indexer of a full layer (spec 1.3): a few narrow heads score every earlier position, and the best index_topk become the
+ * selection of this layer and of those that follow it. Its query comes from the main query's latent, its key, which is cached,
+ * from the layer's input; both are rotated in their first values, not the last. The score is a weighted sum over heads of
+ * relu(q . k), and the weights are the row's own. */
 static void select_rows(Engine *engine, int i, const Row *rows, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
@@ -1965,7 +1971,12 @@ static void select_rows(Engine *engine, int i, const Row *rows, int n) {
                           cache->context, state->index_scratch, state->scratch_rows);
 }
 
-/* Latent attention in absorbed form over the selected rows: GLM-5 and DeepSeek-V3.2 (spec 1.3, 1.4, 2). */
+/* Latent attention in absorbed form over the selected rows: GLM-5 and DeepSeek-V3.2 (spec 1.3, 1.4, 2).
+ *
+ * A cached row is c | k_r: a latent of kv_lora_rank values that every head expands into its own key and value, and one rotated
+ * key of qk_rope_head_dim values that all heads share. Head h would attend with k_h = W_UK[h] c and v_h = W_UV[h] c. Since
+ * q . (W_UK c) = (W_UK^T q) . c, the query is moved into the latent space once instead of every cached row out of it, and the
+ * heads attend straight over the cached rows; W_UV is applied once to the weighted sum of latents. */
 static bool forward_dsa(Engine *engine, const Row *rows, int n, Error *error) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
@@ -1978,16 +1989,19 @@ static bool forward_dsa(Engine *engine, const Row *rows, int n, Error *error) {
         if (engine->probe.entering) engine->probe.entering(engine->probe.user, i, state->hidden, rows, n);
         backend->rms_norm(state->normed, hidden, state->hidden, hidden, layer->input_layernorm, n, config->hidden_size, config->rms_norm_eps);
 
+        /* The query, by way of a narrow latent that the indexer reads too; of each head's values the last `tail` are rotated. */
         backend->linear(state->q_latent_rank, rank, state->normed, hidden, n, &layer->q_a_proj);
         backend->rms_norm(state->q_latent_rank, rank, state->q_latent_rank, rank, layer->q_a_layernorm, n, config->q_lora_rank, config->latent_norm_eps);
         backend->linear(state->q, (size_t)(heads * (nope + tail)), state->q_latent_rank, rank, n, &layer->q_b_proj);
         backend->rope(state->q, n, heads, nope + tail, nope, tail, true, state->cosine, state->sine);
 
+        /* This layer's cached row: the normed latent and the rotated key. Every row of the pass is stored before any attends. */
         backend->linear(state->kv, width, state->normed, hidden, n, &layer->kv_a_proj);
         backend->rms_norm(state->kv, width, state->kv, width, layer->kv_a_layernorm, n, lora, config->latent_norm_eps);
         backend->rope(state->kv, n, 1, (int)width, lora, tail, true, state->cosine, state->sine);
         backend->store_rows(cache->kv[i], &cache->format, state->row_ids, n, state->kv, width, state->kv + lora, width);
 
+        /* A full layer selects; a shared one finds the selection of the layer before it still in the state, in its order. */
         if (config->indexer_full[i]) select_rows(engine, i, rows, n);
         if (engine->probe.selected && config->indexer_full[i]) engine->probe.selected(engine->probe.user, i, &state->selection, rows, n);
 

@@ -250,7 +250,7 @@ typedef struct Backend {
     void (*store_rows)(uint8_t *base, const RowFormat *format, const int *ids, int n_rows,
                        const float *a, size_t a_stride, const float *b, size_t b_stride);
 
-    /* Lightning indexer (DeepSeek-V3.2 eq. 1): score[s] = sum_h w[h] relu(q[h] . key[s] * head_dim^-0.5), then the top
+    /* Lightning indexer (DeepSeek-V3.2 eq. 1): score[s] = (heads * head_dim)^-0.5 sum_h w[h] relu(q[h] . key[s]), then the top
      * min(capacity, position + 1) positions; equal scores: the lower position. q: [rows, heads, head_dim]; head_weights:
      * [rows, heads]; scratch: [scratch_rows, context], so that many rows are scored at a time. */
     void (*index_select)(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
