@@ -347,7 +347,7 @@ static bool parse_safetensors(Checkpoint *checkpoint, int file, Error *error) {
 }
 
 static bool map_file(Checkpoint *checkpoint, const char *path, Error *error) {
-    int descriptor = open(path, O_RDONLY);
+    int descriptor = open(path, O_RDONLY | O_NONBLOCK);         /* a pipe by that name is refused below, not waited for */
     struct stat status;
     if (descriptor < 0 || fstat(descriptor, &status) < 0) {
         fail(error, "%s: %s", path, strerror(errno));
@@ -474,8 +474,9 @@ static void read_rope(Config *config, Fields *top) {
     top->failed |= theta->failed;
     const char *key = field(&inner, "rope_type") ? "rope_type" : "type";
     const cJSON *type = nested || scaling ? field(&inner, key) : NULL;
-    const char *name = cJSON_IsString(type) ? type->valuestring : "default";
+    const char *name = cJSON_IsString(type) ? type->valuestring : type ? "" : "default";
     rope->yarn = !strcmp(name, "yarn");
+    read_number(&inner, "partial_rotary_factor", 1, 1, 1);
     if (!rope->yarn && strcmp(name, "default")) field_failed(top, key, type, "\"default\" or \"yarn\"");
     if (rope->yarn) {
         rope->factor = read_number(&inner, "factor", 1, 1e4, REQUIRED);
@@ -484,6 +485,7 @@ static void read_rope(Config *config, Fields *top) {
         rope->mscale = read_number(&inner, "mscale", 0, 100, 0);
         rope->mscale_all_dim = read_number(&inner, "mscale_all_dim", 0, 100, 0);
         rope->attention_factor = read_number(&inner, "attention_factor", 0, 100, 0);
+        if (!read_bool(&inner, "truncate", true)) field_failed(&inner, "truncate", field(&inner, "truncate"), "true");
         rope->original_max_position_embeddings = read_int(&inner, "original_max_position_embeddings", 1, MAX_CONTEXT, REQUIRED);
     }
     top->failed |= inner.failed;
@@ -522,7 +524,7 @@ static void read_indexer_types(Config *config, Fields *fields) {
 static void read_mlp_types(Config *config, Fields *fields) {
     int layers = config->num_hidden_layers;
     config->mlp_sparse = allocate_zeroed((size_t)layers, sizeof(bool));
-    int first = read_int(fields, "first_k_dense_replace", 0, MAX_LAYERS, 0);
+    int first = read_int(fields, "first_k_dense_replace", 0, MAX_LAYERS, 3);
     if (read_int(fields, "moe_layer_freq", 1, MAX_LAYERS, 1) != 1) field_failed(fields, "moe_layer_freq", field(fields, "moe_layer_freq"), "1");
     const cJSON *types = field(fields, "mlp_layer_types");
     if (types && !(cJSON_IsArray(types) && cJSON_GetArraySize(types) >= layers)) field_failed(fields, "mlp_layer_types", types, "a name for each layer");
@@ -541,7 +543,7 @@ static void read_mlp_types(Config *config, Fields *fields) {
 static void read_qwen3(Config *config, Fields *fields) {
     config->intermediate_size = read_int(fields, "intermediate_size", 1, MAX_WIDTH, REQUIRED);
     config->num_key_value_heads = read_int(fields, "num_key_value_heads", 1, config->num_attention_heads, config->num_attention_heads);
-    config->head_dim = read_int(fields, "head_dim", 2, MAX_ROW_WIDTH, config->hidden_size / config->num_attention_heads);
+    config->head_dim = read_int(fields, "head_dim", 2, MAX_ROW_WIDTH, 128);
     if (config->num_attention_heads % config->num_key_value_heads)
         field_failed(fields, "num_key_value_heads", field(fields, "num_key_value_heads"), "a divisor of num_attention_heads");
     if (config->head_dim % 2) field_failed(fields, "head_dim", field(fields, "head_dim"), "an even number");
@@ -573,9 +575,9 @@ static void read_dsa(Config *config, Fields *fields) {
     config->n_shared_experts = read_int(fields, "n_shared_experts", 0, 64, 1);
     config->moe_intermediate_size = read_int(fields, "moe_intermediate_size", 1, MAX_WIDTH, REQUIRED);
     config->intermediate_size = read_int(fields, "intermediate_size", 1, MAX_WIDTH, REQUIRED);
-    config->n_group = read_int(fields, "n_group", 1, config->n_routed_experts, 1);
-    config->topk_group = read_int(fields, "topk_group", 1, config->n_group, 1);
-    config->routed_scaling_factor = (float)read_number(fields, "routed_scaling_factor", 0, 1e6, 1);
+    config->n_group = read_int(fields, "n_group", 1, config->n_routed_experts, glm ? 1 : 8);
+    config->topk_group = read_int(fields, "topk_group", 1, config->n_group, glm || config->n_group < 4 ? 1 : 4);
+    config->routed_scaling_factor = (float)read_number(fields, "routed_scaling_factor", 0, 1e6, 2.5);
     config->norm_topk_prob = read_bool(fields, "norm_topk_prob", true);
     int per_group = config->n_routed_experts / config->n_group;
     if (config->n_routed_experts % config->n_group || (config->n_group > 1 && per_group < 2))
@@ -606,7 +608,7 @@ static void check_quantization(Fields *top) {
 static void read_eos(Config *config, Fields *fields) {
     const cJSON *item = field(fields, "eos_token_id"), *entry = cJSON_IsArray(item) ? item->child : item;
     for (; entry; entry = cJSON_IsArray(item) ? entry->next : NULL) {
-        if (!cJSON_IsNumber(entry) || entry->valuedouble < 0 || entry->valuedouble >= MAX_VOCAB)
+        if (!cJSON_IsNumber(entry) || entry->valuedouble < 0 || entry->valuedouble >= MAX_VOCAB || entry->valuedouble != (int)entry->valuedouble)
             return field_failed(fields, "eos_token_id", item, "an id or a list of ids");
         bool known = false;
         for (int i = 0; i < config->n_eos; i++) known |= config->eos_token_id[i] == (int)entry->valuedouble;
@@ -627,7 +629,7 @@ static void read_config(Config *config, Fields *fields) {
     config->num_hidden_layers = read_int(fields, "num_hidden_layers", 1, MAX_LAYERS, REQUIRED);
     config->num_attention_heads = read_int(fields, "num_attention_heads", 1, MAX_HEADS, REQUIRED);
     config->max_position_embeddings = read_int(fields, "max_position_embeddings", 1, MAX_CONTEXT, REQUIRED);
-    config->rms_norm_eps = (float)read_number(fields, "rms_norm_eps", 0, 1, 1e-6);
+    config->rms_norm_eps = (float)read_number(fields, "rms_norm_eps", 0, 1, config->family == FAMILY_GLM_MOE_DSA ? 1e-5 : 1e-6);
     config->tie_word_embeddings = read_bool(fields, "tie_word_embeddings", false);
     if (read_bool(fields, "attention_bias", false)) field_failed(fields, "attention_bias", field(fields, "attention_bias"), "false");
     require_string(fields, "hidden_act", "silu");
@@ -998,7 +1000,7 @@ INLINE f32x8 exp8(f32x8 x) {
     y = fma8(y, r, splat8(0.5f));
     y = fma8(y, r, splat8(1));
     y = fma8(y, r, splat8(1));
-    return (f32x8)((i32x8)y + ((i32x8)shifted << 23));
+    return select8(x == x, (f32x8)((i32x8)y + ((i32x8)shifted << 23)), x);
 }
 
 /* sum[r * columns + c] = x[r] . w[c] over n <= REDUCTION_BLOCK values. x: value k of row r stands at r * x_stride + k * x_step
@@ -1049,7 +1051,7 @@ INLINE void dot_columns(float *y, size_t y_stride, const float *x, size_t x_stri
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++) {
             float *out = &y[(size_t)r * y_stride + (size_t)c];
-            *out = (accumulate ? *out : 0) + sum[r * columns + c];
+            *out = accumulate ? *out + sum[r * columns + c] : sum[r * columns + c];
         }
 }
 
@@ -1354,7 +1356,7 @@ static void store_rows(uint8_t *base, const RowFormat *format, const int *ids, i
             int last = first + format->group < format->quantised ? first + format->group : format->quantised;
             float largest = 0;
             for (int i = first; i < last; i++) largest = fmaxf(largest, fabsf(a[i]));
-            float scale = largest > 0 ? largest / 448 : 1;
+            float scale = largest > 448 * FLT_MIN ? largest / 448 : 1;      /* a scale of 0 would make 0 / 0 */
             for (int i = first; i < last; i++) row[i] = narrow_e4m3(a[i] / scale);
             memcpy(row + format->quantised + (size_t)group * sizeof(float), &scale, sizeof scale);
         }
@@ -1598,7 +1600,7 @@ static void expand_value(float *y, const float *z, int n_rows, const Matrix *kv_
  * The C backend: mixture of experts
  */
 
-/* The best of n values that are not -inf; equal values: the lower index. Takes it out by setting it to -inf. */
+/* The best of n values, some of which are not -inf; equal values: the lower index. Takes it out by setting it to -inf. */
 static int take_best(float *values, int n) {
     int best = 0;
     for (int i = 1; i < n; i++)
@@ -1633,6 +1635,8 @@ static void route(int *picks, float *weights, const float *logits, const float *
         for (int e = 0; e < experts; e++) {
             score[e] = 1 / (1 + expf(-logits[e]));
             choice[e] = score[e] + bias[e];         /* the bias balances the load: it chooses, it does not weigh */
+            if (isnan(choice[e])) choice[e] = INFINITY, score[e] = NAN;     /* chosen, so that it shows */
+            if (choice[e] < -1e30f) choice[e] = -1e30f;     /* -inf marks what is out of the race, and take_best() needs someone in it */
         }
         if (config->n_group > 1) limit_groups(choice, config);
         for (int i = 0; i < per_token; i++) {
@@ -1898,6 +1902,12 @@ static void mixture_of_experts(Engine *engine, const LayerWeights *layer, int n)
     backend->experts(state->branch, state->normed, state->expert_picks, state->expert_weights, n, layer, config, state->expert_scratch);
 }
 
+static bool check_finite(Engine *engine, int layer, const char *what, const float *x, int dim, const Row *rows, int n, Error *error) {
+    int bad = engine->backend->first_not_finite(x, n, dim);
+    if (bad >= 0) engine->failed_session = rows[bad].session;
+    return bad < 0 || fail(error, "layer %d: the %s of session %d at position %d is not finite", layer, what, rows[bad].session, rows[bad].position);
+}
+
 /* What follows the attention in every family: feed-forward on the normed stream, added to it, and a look at the result. */
 static bool finish_layer(Engine *engine, int i, const Row *rows, int n, Error *error) {
     const Backend *backend = engine->backend;
@@ -1910,9 +1920,11 @@ static bool finish_layer(Engine *engine, int i, const Row *rows, int n, Error *e
     if (config->mlp_sparse && config->mlp_sparse[i]) mixture_of_experts(engine, layer, n);
     else mlp(engine, layer, n);
     backend->add(state->hidden, state->branch, (size_t)n * hidden);
-    int bad = backend->first_not_finite(state->hidden, n, config->hidden_size);
-    if (bad >= 0) engine->failed_session = rows[bad].session;
-    return bad < 0 || fail(error, "layer %d: the hidden state of session %d at position %d is not finite", i, rows[bad].session, rows[bad].position);
+    if (!check_finite(engine, i, "hidden state", state->hidden, config->hidden_size, rows, n, error)) return false;
+    if (!has_latent_attention(config) || !config->indexer_full[i]) return true;     /* what only selects never reaches the hidden state */
+    return check_finite(engine, i, "index query", state->index_q, config->index_n_heads * config->index_head_dim, rows, n, error)
+        && check_finite(engine, i, "index key", state->index_k, config->index_head_dim, rows, n, error)
+        && check_finite(engine, i, "index weights", state->index_weights, config->index_n_heads, rows, n, error);
 }
 
 /* Grouped-query attention with normed queries and keys (spec 5). A cached row is all key heads, then all value heads; each
@@ -2018,7 +2030,8 @@ bool forward(Engine *engine, const Row *rows, int n_rows, Error *error) {
     const Config *config = &engine->config;
     State *state = &engine->state;
     for (int r = 0; r < n_rows; r++) {
-        bool inside = rows[r].token >= 0 && rows[r].token < config->vocab_size && rows[r].position >= 0 && rows[r].position < engine->cache.context;
+        bool inside = rows[r].session >= 0 && rows[r].session < engine->cache.sessions && rows[r].token >= 0 && rows[r].token < config->vocab_size
+            && rows[r].position >= 0 && rows[r].position < engine->cache.context;
         engine->failed_session = inside ? -1 : rows[r].session;
         if (!inside)
             return fail(error, "session %d: token %d at position %d lies outside the vocabulary of %d or the context of %d", rows[r].session,
