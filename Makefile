@@ -21,7 +21,7 @@ build/%.o: %.c engine.h | build
 TEST_FLAGS := $(FLAGS) -Wno-unused-function -Wno-unused-variable -Wno-unused-const-variable
 TESTS := $(patsubst tests/%.c,build/%,$(wildcard tests/test_*.c))
 
-build/test_%: tests/test_%.c tests/check.h engine.c engine.h build/tokenizer.o
+build/test_%: tests/test_%.c $(wildcard tests/*.h) engine.c engine.h build/tokenizer.o
 	$(CC) $(TEST_FLAGS) $(CFLAGS) $< build/tokenizer.o $(LDLIBS) -o $@
 
 test: tide $(TESTS)
@@ -30,7 +30,7 @@ test: tide $(TESTS)
 SANITIZE := -O1 -g -march=native -fsanitize=address,undefined -fno-sanitize-recover=all
 SANITIZED := $(patsubst tests/%.c,build/asan_%,$(wildcard tests/test_*.c))
 
-build/asan_%: tests/%.c tests/check.h engine.c tokenizer.c engine.h | build
+build/asan_%: tests/%.c $(wildcard tests/*.h) engine.c tokenizer.c engine.h | build
 	$(CC) $(TEST_FLAGS) $(SANITIZE) $< tokenizer.c $(LDLIBS) -o $@
 
 build/asan_tide: engine.c tokenizer.c engine.h | build
