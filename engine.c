@@ -297,7 +297,7 @@ static int compare_ranges(const void *a, const void *b) {
 }
 
 static bool check_overlaps(Range *ranges, const char *path, Error *error) {
-    qsort(ranges, arrlenu(ranges), sizeof *ranges, compare_ranges);
+    if (ranges) qsort(ranges, arrlenu(ranges), sizeof *ranges, compare_ranges);     /* NULL where no tensor has bytes */
     for (size_t i = 1; i < arrlenu(ranges); i++)
         if (ranges[i].begin < ranges[i - 1].end)
             return fail(error, "%s: tensors %.200s and %.200s overlap", path, ranges[i - 1].name, ranges[i].name);
