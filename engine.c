@@ -31,8 +31,10 @@
 #include <sys/random.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <termios.h>
 #include <time.h>
 #include <unistd.h>
+#include <wchar.h>
 #define Tokenizer EditLineTokenizer   /* histedit.h has a type of that name too */
 #include <histedit.h>
 #undef Tokenizer
@@ -87,13 +89,22 @@ static char *copy_string(const char *text) {
     return memcpy(allocate_zeroed(size, 1), text, size);
 }
 
+/* Control characters become '?', so that a name inside a file cannot steer the terminal. Those of U+0080 to U+009F are two bytes. */
+static char *replace_controls(char *text) {
+    for (char *c = text; *c; c++) {
+        bool wide = (unsigned char)c[0] == 0xc2 && (unsigned char)c[1] >= 0x80 && (unsigned char)c[1] < 0xa0;
+        if (wide || iscntrl((unsigned char)*c)) *c = '?';
+        if (wide) *++c = '?';
+    }
+    return text;
+}
+
 bool fail(Error *error, const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     vsnprintf(error->text, sizeof error->text, format, arguments);
     va_end(arguments);
-    for (char *c = error->text; *c; c++)
-        if (iscntrl((unsigned char)*c)) *c = '?';
+    replace_controls(error->text);
     return false;
 }
 
@@ -138,8 +149,22 @@ static const char *join(char buffer[PATH_MAX], const char *directory, const char
  * never meets a count it cannot multiply.
  */
 
+/* Where the text holds an escaped NUL, at which cJSON's strings would end unnoticed; NULL: nowhere. */
+static const char *find_escaped_nul(const char *text, size_t length) {
+    for (const char *at = text; (at = memmem(at, length - (size_t)(at - text), "\\u0000", 6)); at++) {
+        const char *first = at;
+        while (first > text && first[-1] == '\\') first--;
+        if ((at - first) % 2 == 0) return at;       /* not the end of an escaped backslash */
+    }
+    return NULL;
+}
+
 static cJSON *json_parse(const char *text, size_t length, const char *name, Error *error) {
-    const char *end = NULL;
+    const char *end = find_escaped_nul(text, length);
+    if (end) {
+        fail(error, "%s: the string at byte %zu holds \\u0000, which tide does not take", name, (size_t)(end - text));
+        return NULL;
+    }
     cJSON *json = cJSON_ParseWithLengthOpts(text, length, &end, false);
     if (!json) {
         fail(error, "%s: malformed JSON near byte %zu of %zu", name, end ? (size_t)(end - text) : 0, length);
@@ -2385,10 +2410,9 @@ static void run_round(Runner *runner, Session **sessions, int n) {
 
 /* Runs one session to its end, or until Ctrl-C. */
 static void run_session(Runner *runner, Session *session) {
-    interrupted = 0;
     while (session->finish == RUNNING) {
-        run_round(runner, &session, 1);
-        if (interrupted && session->finish == RUNNING) session_stop(session, FINISH_INTERRUPTED);
+        if (interrupted) session_stop(session, FINISH_INTERRUPTED);
+        else run_round(runner, &session, 1);
     }
 }
 
@@ -2411,7 +2435,6 @@ static bool runner_open(Runner *runner, const EngineOptions *options, bool need_
 }
 
 static void runner_close(Runner *runner) {
-    if (runner->trace && fclose(runner->trace)) perror("tide: the trace file");
     free(runner->sampler.picks);
     free(runner->sampler.seen);
     free(runner->rows);
@@ -2433,7 +2456,8 @@ enum { EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ROWS };
 typedef struct Options {
     EngineOptions engine;
     const char *prompt, *file, *ids, *decode, *jsonl, *output, *dump, *trace, *system, *positional;
-    const char *device, *kv, *draft, *kv_dtype, *think, *special, *exact;
+    const char *device, *kv, *draft, *kv_dtype, *think, *special, *exact, *accept, *verify, *width, *hot, *reclaim;
+    FILE *trace_file;
     char **stops;               /* stb_ds */
     int n_new;                  /* -1: the command's default */
     int threads, slots;
@@ -2452,6 +2476,8 @@ static const struct { const char *name; OptionKind kind; size_t offset; double l
     {"--trace", TEXT, AT(trace), 0, 0}, {"--system", TEXT, AT(system), 0, 0}, {"--think", TEXT, AT(think), 0, 0},
     {"--special", TEXT, AT(special), 0, 0}, {"--device", TEXT, AT(device), 0, 0}, {"--kv", TEXT, AT(kv), 0, 0},
     {"--kv-dtype", TEXT, AT(kv_dtype), 0, 0}, {"--draft", TEXT, AT(draft), 0, 0}, {"--exact", TEXT, AT(exact), 0, 0},
+    {"--accept", TEXT, AT(accept), 0, 0}, {"--verify", TEXT, AT(verify), 0, 0}, {"--width", TEXT, AT(width), 0, 0}, {"--hot", TEXT, AT(hot), 0, 0},
+    {"--reclaim", TEXT, AT(reclaim), 0, 0},
     {"-n", COUNT, AT(n_new), 0, INT_MAX}, {"-c", COUNT, AT(engine.context), 1, MAX_CONTEXT}, {"--threads", COUNT, AT(threads), 1, 1024},
     {"--slots", COUNT, AT(slots), 1, MAX_PASS_ROWS}, {"--top-k", COUNT, AT(top_k), 0, INT_MAX},
     {"--index-topk", COUNT, AT(engine.index_topk), 1, MAX_CONTEXT}, {"--temp", NUMBER, AT(temperature), -1e9, 1e9},
@@ -2461,6 +2487,12 @@ static const struct { const char *name; OptionKind kind; size_t offset; double l
     {"--resume", FLAG, AT(resume), 0, 0}, {"--chat", FLAG, AT(chat), 0, 0}, {"--help", FLAG, AT(help), 0, 0}, {"-h", FLAG, AT(help), 0, 0},
 };
 #undef AT
+
+/* What only some commands can use. Given to another one it is a mistake, which is better said than passed over. */
+static const struct { const char *option, *commands; } inputs[] = {
+    {"-p", "generate|tokenize"}, {"-f", "generate|eval|tokenize"}, {"--ids", "generate|eval"}, {"--jsonl", "tokenize"}, {"--decode", "eval|tokenize"},
+    {"-o", "batch"}, {"--resume", "batch"}, {"--slots", "batch|inspect"}, {"--dump", "eval"}, {"--ppl", "eval"}, {"--special", "tokenize"},
+};
 
 static const char usage_text[] =
     "usage: tide chat     [-m DIR]                                       talk in the terminal\n"
@@ -2483,8 +2515,18 @@ static const char usage_text[] =
     "  --resume          batch: keep the finished rows of -o and go on after them\n"
     "  --stats --trace FILE.jsonl --quiet\n";
 
+/* One line to the user, whatever the arguments hold. */
+__attribute__((format(printf, 1, 2))) static void notice(const char *format, ...) {
+    va_list arguments;
+    char text[1024];
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    fprintf(stderr, "tide: %s\n", replace_controls(text));
+}
+
 static int report(const Error *error) {
-    fprintf(stderr, "tide: %s\n", error->text);
+    notice("%s", error->text);
     return EXIT_FAILED;
 }
 
@@ -2494,9 +2536,7 @@ __attribute__((format(printf, 1, 2))) static int usage(const char *format, ...) 
     va_start(arguments, format);
     vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
-    Error error;
-    fail(&error, "%s (tide --help lists what there is)", text);
-    report(&error);
+    notice("%s (tide --help lists what there is)", text);
     return EXIT_USAGE;
 }
 
@@ -2539,7 +2579,7 @@ static bool listed(const char *list, const char *word) {
 /* The value must be one of `here`; one that the contract knows and this build lacks is told apart from a wrong one. */
 static bool one_of(const char *option, const char *value, const char *here, const char *later) {
     if (!value || listed(here, value)) return true;
-    if (later && listed(later, value)) usage("%s %s: this build does not have it, only %s", option, value, here);
+    if (later && listed(later, value)) usage("%s %s: this build does not have it%s%s", option, value, *here ? ", only " : "", here);
     else usage("%s: found %s, wanted %s", option, value, here);
     return false;
 }
@@ -2548,7 +2588,9 @@ static bool check_words(Options *options) {
     if (!one_of("--device", options->device, "auto|cpu", "cuda") || !one_of("--kv", options->kv, "resident", "hisparse|adaptive")
         || !one_of("--kv-dtype", options->kv_dtype, "f32|bf16|fp8", NULL) || !one_of("--think", options->think, "on|off", NULL)
         || !one_of("--special", options->special, "on|off", NULL) || !one_of("--exact", options->exact, "on", "off")
-        || !one_of("--draft", options->draft, "none", options->draft)) return false;
+        || !one_of("--draft", options->draft, "none", options->draft) || !one_of("--accept", options->accept, "", options->accept)
+        || !one_of("--verify", options->verify, "", options->verify) || !one_of("--width", options->width, "", options->width)
+        || !one_of("--hot", options->hot, "", options->hot) || !one_of("--reclaim", options->reclaim, "", options->reclaim)) return false;
     const char *dtype = options->kv_dtype ? options->kv_dtype : "bf16";
     options->engine.kv_dtype = !strcmp(dtype, "f32") ? KV_F32 : !strcmp(dtype, "bf16") ? KV_BF16 : KV_F8;
     return true;
@@ -2561,14 +2603,17 @@ static bool parse_options(Options *options, int argc, char **argv) {
         if (i == n) {
             if (argv[a][0] == '-' && argv[a][1]) return usage("unknown option %s", argv[a]), false;
             if (options->positional) return usage("one argument too many: %s", argv[a]), false;
+            if (!listed("batch|bench", argv[1])) return usage("%s cannot use the argument %s", argv[1], argv[a]), false;
             options->positional = argv[a];
             continue;
         }
+        for (size_t j = 0; j < sizeof inputs / sizeof *inputs; j++)
+            if (!strcmp(inputs[j].option, argv[a]) && !listed(inputs[j].commands, argv[1])) return usage("%s cannot use %s", argv[1], argv[a]), false;
         if (option_table[i].kind != FLAG && a + 1 == argc) return usage("%s wants a value", argv[a]), false;
         const char *value = option_table[i].kind == FLAG ? NULL : argv[++a];
         if (!set_option(options, i, value)) {
             if (option_table[i].kind == COUNT || option_table[i].kind == NUMBER)
-                return usage("%s: found %s, wanted a number from %g to %g", option_table[i].name, value, option_table[i].low, option_table[i].high), false;
+                return usage("%s: found %s, wanted a number from %.10g to %.10g", option_table[i].name, value, option_table[i].low, option_table[i].high), false;
             return usage("%s: cannot use the value \"%s\"", option_table[i].name, value), false;
         }
     }
@@ -2619,7 +2664,7 @@ static void print_plan(FILE *out, const Engine *engine) {
 static bool start(Runner *runner, Options *options, bool need_tokenizer, int *status) {
     Error error;
     if (!runner_open(runner, &options->engine, need_tokenizer, &error)) return *status = report(&error), false;
-    if (options->trace && !(runner->trace = fopen(options->trace, "w"))) {
+    if (options->trace && !(runner->trace = options->trace_file = fopen(options->trace, "w"))) {
         fail(&error, "%s: %s", options->trace, strerror(errno));
         runner_close(runner);
         return *status = report(&error), false;
@@ -2663,10 +2708,18 @@ static bool read_prompt(const Runner *runner, const Options *options, int **ids,
 
 static int count_sources(const Options *options) { return (options->prompt != NULL) + (options->file != NULL) + (options->ids != NULL); }
 
+/* Sends off what was printed. Once that has failed, it stays failed. */
+static bool flush_stdout(Error *error) {
+    static int reason;
+    if (fflush(stdout) && !reason) reason = errno;
+    if (ferror(stdout) && !reason) reason = EIO;
+    return !reason || fail(error, "stdout: %s", strerror(reason));
+}
+
+/* A reader who has left ends the generation. */
 static void emit_to_stdout(Session *session, const char *text, size_t length) {
-    (void)session;
     fwrite(text, 1, length, stdout);
-    fflush(stdout);
+    if (!flush_stdout(&session->error)) session->finish = FINISH_ERROR;
 }
 
 static const char *finish_name(Finish finish) {
@@ -2691,11 +2744,12 @@ static int command_generate(Options *options) {
         session_begin(&session, &runner.engine);
         run_session(&runner, &session);
         if (session.finish == FINISH_ERROR) ok = fail(&error, "%s", session.error.text);
-        if (runner.tokenizer) putchar('\n');
-        else print_ids(session.ids + session.prompt_length, (size_t)tokens_generated(&session));
+        if (session.finish == FINISH_INTERRUPTED) ok = fail(&error, "interrupted");
+        size_t generated = (size_t)tokens_generated(&session);
+        if (runner.tokenizer && (ok || session.emitted)) putchar('\n');
+        if (!runner.tokenizer && (ok || generated)) print_ids(session.ids + session.prompt_length, generated);
         if (options->stats) print_stats(&runner);
     }
-    if (ok && (fflush(stdout) || ferror(stdout))) ok = fail(&error, "stdout: %s", strerror(errno));
     session_free(&session);
     runner_close(&runner);
     return ok ? EXIT_DONE : report(&error);
@@ -2736,6 +2790,9 @@ static char *json_safe(const char *text, size_t length) {
     return safe;
 }
 
+/* cJSON makes no array of no numbers. */
+static cJSON *json_ids(const int *ids, int n) { return n ? cJSON_CreateIntArray(ids, n) : cJSON_CreateArray(); }
+
 static void finish_row(Batch *batch, size_t i, const char *error) {
     BatchRow *row = &batch->rows[i];
     const Session *session = &row->session;
@@ -2746,7 +2803,7 @@ static void finish_row(Batch *batch, size_t i, const char *error) {
     cJSON_AddNumberToObject(json, "prompt_tokens", row->started ? session->prompt_length : (double)arrlen(row->ids));
     cJSON_AddNumberToObject(json, "completion_tokens", row->started ? tokens_generated(session) : 0);
     cJSON_AddStringToObject(json, "finish_reason", error ? "error" : finish_name(session->finish));
-    if (row->started) cJSON_AddItemToObject(json, "ids", cJSON_CreateIntArray(session->ids + session->prompt_length, tokens_generated(session)));
+    if (row->started) cJSON_AddItemToObject(json, "ids", json_ids(session->ids + session->prompt_length, tokens_generated(session)));
     if (error) cJSON_AddStringToObject(json, "error", message);
     else cJSON_AddNullToObject(json, "error");
     row->output = cJSON_PrintUnformatted(json);
@@ -2773,17 +2830,19 @@ static bool render_messages(const Tokenizer *tokenizer, const cJSON *list, bool 
     return ok;
 }
 
-/* A .jsonl row: prompt or messages, and overrides for n, temp, seed and stop. */
+/* A .jsonl row: prompt or messages, and overrides for n, temp, seed and stop. A row with a seed of its own draws what generate
+ * draws with that seed; the others share one, and each has its own stream. */
 static bool read_json_row(Batch *batch, BatchRow *row, const cJSON *json, Error *error) {
     Session *session = &row->session;
     Fields fields = {.object = json, .path = "row", .error = error};
     const cJSON *prompt = field(&fields, "prompt"), *messages = field(&fields, "messages"), *stop = field(&fields, "stop"), *seed = field(&fields, "seed"), *entry;
     if (!prompt == !messages) return fail(error, "row: wanted one of prompt and messages");
-    session->max_new = read_int(&fields, "n", 1, INT_MAX, session->max_new);
+    session->max_new = read_int(&fields, "n", 0, INT_MAX, session->max_new);
     session->sampling.temperature = (float)read_number(&fields, "temp", -1e9, 1e9, (double)session->sampling.temperature);
     size_t value = session->sampling.seed;
     if (seed && !json_size(seed, &value)) field_failed(&fields, "seed", seed, "a non-negative integer");
     session->sampling.seed = value;
+    if (seed) session->stream = 0;
     if (stop) {
         for (entry = cJSON_IsArray(stop) ? stop->child : stop; entry; entry = cJSON_IsArray(stop) ? entry->next : NULL) {
             if (!cJSON_IsString(entry) || !*entry->valuestring) { field_failed(&fields, "stop", stop, "a string or a list of strings"); break; }
@@ -2846,6 +2905,9 @@ static bool open_output(Batch *batch, const char *path, bool resume, Error *erro
     batch->out = stdout;
     if (!path) return true;
     long keep = 0;
+    struct stat prompts, output;
+    if (!stat(batch->options->positional, &prompts) && !stat(path, &output) && S_ISREG(output.st_mode) && prompts.st_dev == output.st_dev && prompts.st_ino == output.st_ino)
+        return fail(error, "%s: holds the prompts: not touched", path);
     if (resume && access(path, F_OK) == 0) {
         char *text;
         size_t length;
@@ -2853,9 +2915,9 @@ static bool open_output(Batch *batch, const char *path, bool resume, Error *erro
         for (char *end; (end = memchr(text + keep, '\n', length - (size_t)keep)); keep = end + 1 - text) {
             cJSON *json = cJSON_ParseWithLength(text + keep, (size_t)(end - text - keep));
             size_t index;
-            bool mine = json && json_size(cJSON_GetObjectItemCaseSensitive(json, "index"), &index) && index == batch->written;
             cJSON *reason = cJSON_GetObjectItemCaseSensitive(json, "finish_reason");
-            if (mine && cJSON_IsString(reason) && !strcmp(reason->valuestring, "error")) batch->some_failed = true;
+            bool mine = cJSON_IsString(reason) && json_size(cJSON_GetObjectItemCaseSensitive(json, "index"), &index) && index == batch->written;
+            if (mine && !strcmp(reason->valuestring, "error")) batch->some_failed = true;
             cJSON_Delete(json);
             if (!mine) {
                 free(text);
@@ -2863,8 +2925,12 @@ static bool open_output(Batch *batch, const char *path, bool resume, Error *erro
             }
             batch->written++;
         }
+        char begins[40];                            /* as much of the next row as a kill may have left */
+        size_t rest = length - (size_t)keep, size = (size_t)snprintf(begins, sizeof begins, "{\"index\":%zu,", batch->written), lines = arrlenu(batch->lines);
+        bool mine = !memcmp(text + keep, begins, rest < size ? rest : size);
         free(text);
-        if (batch->written > arrlenu(batch->lines)) return fail(error, "%s: holds %zu rows, the prompts are %zu: not touched", path, batch->written, arrlenu(batch->lines));
+        if (!mine) return fail(error, "%s: what follows its %zu rows is not the beginning of another: not touched", path, batch->written);
+        if (batch->written + (rest > 0) > lines) return fail(error, "%s: holds more rows than the %zu prompts: not touched", path, lines);
     }
     batch->out = fopen(path, resume ? "a" : "w");
     if (!batch->out || (resume && ftruncate(fileno(batch->out), keep))) return fail(error, "%s: %s", path, strerror(errno));
@@ -2908,6 +2974,7 @@ static bool run_batch(Batch *batch, Error *error) {
             row->ids = NULL;
             row->started = true;
             session_begin(&row->session, &runner->engine);
+            if (!row->session.max_new) row->session.finish = FINISH_LENGTH;
             active[running++] = row;
         }
         Session *sessions[MAX_PASS_ROWS];
@@ -3133,6 +3200,7 @@ static bool eval_perplexity(Runner *runner, const int *ids, Error *error) {
 static int command_eval(Options *options) {
     if (count_sources(options) != 1 || options->prompt) return usage("eval wants one of -f FILE and --ids LIST");
     if (!options->dump && !options->ppl) return usage("eval wants --dump OUT.safetensors, --ppl or both");
+    if (options->decode && !options->dump) return usage("--decode wants --dump OUT.safetensors");
     Runner runner;
     int status;
     if (!start(&runner, options, !options->ids, &status)) return status;
@@ -3159,7 +3227,7 @@ static bool tokenize_row(const Tokenizer *tokenizer, const char *line, size_t le
     if (cJSON_IsString(text)) {
         int *ids = NULL;
         ok = tokenizer_encode(tokenizer, text->valuestring, strlen(text->valuestring), special, &ids, error);
-        answer = cJSON_CreateIntArray(ids, (int)arrlen(ids));
+        answer = json_ids(ids, (int)arrlen(ids));
         arrfree(ids);
     } else if (messages) {
         Prompt prompt = {0};
@@ -3168,7 +3236,7 @@ static bool tokenize_row(const Tokenizer *tokenizer, const char *line, size_t le
         answer = cJSON_CreateObject();
         char *safe = json_safe(prompt.text, arrlenu(prompt.text));
         cJSON_AddStringToObject(answer, "prompt", safe);
-        cJSON_AddItemToObject(answer, "ids", cJSON_CreateIntArray(prompt.ids, (int)arrlen(prompt.ids)));
+        cJSON_AddItemToObject(answer, "ids", json_ids(prompt.ids, (int)arrlen(prompt.ids)));
         arrfree(safe);
         prompt_free(&prompt);
     } else ok = fail(error, "row: wanted text or messages");
@@ -3273,8 +3341,9 @@ static int command_inspect(Options *options) {
     ok = ok && checkpoint_open(&engine.checkpoint, options->engine.model, &error);
     for (size_t i = 0; ok && i < arrlenu(engine.checkpoint.tensors); i++) {
         const Tensor *tensor = &engine.checkpoint.tensors[i];
-        char shape[128];
-        printf("%-60s %-8s %-20s %12zu bytes\n", tensor->name, tensor->dtype_name, shape_text(shape, tensor->rank, tensor->shape), tensor->size);
+        char shape[128], line[512];
+        snprintf(line, sizeof line, "%-60s %-8s %-20s %12zu bytes", tensor->name, tensor->dtype_name, shape_text(shape, tensor->rank, tensor->shape), tensor->size);
+        puts(replace_controls(line));
     }
     ok = ok && weights_bind(&engine.weights, &engine.checkpoint, &engine.config, &error);
     if (ok) print_plan(stdout, &engine);
@@ -3298,17 +3367,69 @@ typedef struct Chat {
     char *system;               /* or NULL */
     bool think, colour;
     bool grey;                  /* the text being printed is reasoning */
-    bool leaving;
+    bool leaving, ended;        /* by command; because the input ended */
+    bool dumb;                  /* the terminal knows no escape sequences */
     EditLine *editor;           /* NULL: input is not a terminal */
     History *history;
 } Chat;
 
-static void handle_interrupt(int signal) {
-    (void)signal;
-    if (interrupted++) {                            /* the second one ends the program, terminal settings restored */
-        static const char restore[] = "\033[0m\033[?2004l\n";
-        if (isatty(STDOUT_FILENO) && write(STDOUT_FILENO, restore, sizeof restore - 1) < 0) _exit(130);
-        _exit(130);
+/* The chat's terminal is neither echoing nor collecting lines: what is typed during an answer waits, unharmed, for the next
+ * prompt. However the program ends, the user gets the terminal back as it was. */
+static volatile sig_atomic_t terminal_taken;
+static struct termios terminal_modes;               /* as they were */
+static const char *terminal_undo = "";              /* what to print */
+
+static void give_terminal_back(void) {
+    if (!terminal_taken) return;
+    terminal_taken = 0;
+    if (write(STDOUT_FILENO, terminal_undo, strlen(terminal_undo)) < 0) return;
+    tcsetattr(STDIN_FILENO, TCSANOW, &terminal_modes);
+}
+
+static void handle_fatal_signal(int number) {       /* installed to act once */
+    give_terminal_back();
+    raise(number);
+}
+
+static void handle_interrupt(int number) {
+    (void)number;
+    if (!interrupted++) return;
+    give_terminal_back();                           /* the second one ends the program */
+    _exit(130);
+}
+
+/* A Ctrl-C makes waiting for input return, but never cuts a write short. In the line editor it is held back except while
+ * read_key() waits, so that none goes unnoticed and no two of them count as a second one. */
+static void catch_interrupts(bool waiting, bool editing) {
+    struct sigaction action = {.sa_handler = handle_interrupt, .sa_flags = waiting ? 0 : SA_RESTART};
+    sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, SIGINT);
+    sigaction(SIGINT, &action, NULL);
+    sigprocmask(waiting && editing ? SIG_BLOCK : SIG_UNBLOCK, &set, NULL);
+}
+
+/* One character for the editor: 1, or 0 at the end of input, or -1. */
+static int read_key(EditLine *editor, wchar_t *key) {
+    static mbstate_t state;
+    sigset_t none;
+    (void)editor;
+    sigemptyset(&none);
+    for (;;) {
+        struct pollfd input = {.fd = STDIN_FILENO, .events = POLLIN};
+        char byte;
+        if (!interrupted && ppoll(&input, 1, NULL, &none) < 0 && errno != EINTR) return -1;
+        if (interrupted) return -1;
+        if (!input.revents) continue;
+        ssize_t n = read(STDIN_FILENO, &byte, 1);
+        if (n <= 0) return (int)n;
+        size_t used = mbrtowc(key, &byte, 1, &state);
+        if (used == (size_t)-2) continue;           /* the character goes on */
+        if (used == (size_t)-1) {
+            state = (mbstate_t){0};
+            *key = 0xfffd;
+        }
+        return 1;
     }
 }
 
@@ -3321,19 +3442,19 @@ static const char *prompt_text(EditLine *editor) {
 
 /* Bound to the sequence a terminal sends before pasted text: takes everything up to the closing one as it is. */
 static unsigned char take_paste(EditLine *editor, int key) {
-    static const char closing[] = "\033[201~";
-    char *text = NULL, c;
-    size_t end = sizeof closing - 1;
+    static const wchar_t closing[] = L"\033[201~";
+    wchar_t *text = NULL, c;
+    size_t end = wcslen(closing);
     (void)key;
-    while (el_getc(editor, &c) == 1) {
+    while (el_wgetc(editor, &c) == 1) {
         arrput(text, c == '\r' ? '\n' : c);
-        if (arrlenu(text) >= end && !memcmp(text + arrlenu(text) - end, closing, end)) {
+        if (arrlenu(text) >= end && !wmemcmp(text + arrlenu(text) - end, closing, end)) {
             arrsetlen(text, arrlenu(text) - end);
             break;
         }
     }
     arrput(text, 0);
-    bool fits = el_insertstr(editor, text) == 0;
+    bool fits = el_winsertstr(editor, text) == 0;
     arrfree(text);
     return fits ? CC_REFRESH : CC_ERROR;
 }
@@ -3347,17 +3468,27 @@ static void open_editor(Chat *chat) {
     if (!isatty(STDIN_FILENO) || !isatty(STDOUT_FILENO)) return;
     char path[PATH_MAX];
     HistEvent event;
+    if (tcgetattr(STDIN_FILENO, &terminal_modes)) return;
     chat->editor = el_init("tide", stdin, stdout, stderr);
     chat->history = history_init();
     if (!chat->editor || !chat->history) return;
+    static const int fatal[] = {SIGTERM, SIGHUP, SIGQUIT};
+    struct sigaction action = {.sa_handler = handle_fatal_signal, .sa_flags = (int)SA_RESETHAND};
+    for (size_t i = 0; i < sizeof fatal / sizeof *fatal; i++) sigaction(fatal[i], &action, NULL);
+    atexit(give_terminal_back);
+    terminal_taken = 1;
+    el_set(chat->editor, EL_SETTY, "-x", "-icanon", "-echo", NULL);     /* outside the editor's own reading */
     history(chat->history, &event, H_SETSIZE, 500);
     if (history_path(path)) history(chat->history, &event, H_LOAD, path);
     el_set(chat->editor, EL_CLIENTDATA, chat);
+    el_set(chat->editor, EL_GETCFN, read_key);
     el_set(chat->editor, EL_PROMPT_ESC, prompt_text, '\1');
     el_set(chat->editor, EL_EDITOR, "emacs");
     el_set(chat->editor, EL_HIST, history, chat->history);
     el_set(chat->editor, EL_ADDFN, "take-paste", "takes a bracketed paste as one message", take_paste);
     el_set(chat->editor, EL_BIND, "\033[200~", "take-paste", NULL);
+    if (chat->dumb) return;
+    terminal_undo = "\033[0m\033[?2004l";
     fputs("\033[?2004h", stdout);                   /* asks the terminal to bracket what is pasted */
 }
 
@@ -3369,11 +3500,10 @@ static void close_editor(Chat *chat) {
         history(chat->history, &event, H_SAVE, path);
         umask(mask);
     }
-    if (chat->editor) {
-        fputs("\033[?2004l", stdout);
-        el_end(chat->editor);
-    }
+    fflush(stdout);
+    if (chat->editor) el_end(chat->editor);
     if (chat->history) history_end(chat->history);
+    give_terminal_back();
 }
 
 /* Whether more input is there already: only a paste is that fast. */
@@ -3389,24 +3519,32 @@ static bool read_message(Chat *chat, char **line) {
     char *buffer = NULL;
     size_t capacity = 0;
     bool got = false;
+    catch_interrupts(true, chat->editor);
     for (;;) {
         int n = 0;
         const char *piece;
         if (chat->editor) piece = el_gets(chat->editor, &n);
         else piece = (n = (int)getline(&buffer, &capacity, stdin)) > 0 ? buffer : NULL;
-        if (!piece && chat->editor && interrupted) {    /* Ctrl-C at the prompt drops the line */
+        if (!piece && chat->editor && interrupted) {    /* Ctrl-C at the prompt drops the line, however often */
             interrupted = 0;
             fputs("\n", stdout);
             el_reset(chat->editor);
+            arrsetlen(*line, 0);
+            got = false;
             continue;
         }
-        if (!piece || n <= 0) break;
+        if (!piece || n <= 0) {                     /* the end of input, perhaps right behind a line */
+            chat->ended = true;
+            break;
+        }
         got = true;
         memcpy(arraddnptr(*line, (size_t)n), piece, (size_t)n);
         if (!chat->editor || (*line)[0] == '/' || !more_pending()) break;
     }
+    if (got) interrupted = 0;
+    catch_interrupts(false, chat->editor);
     free(buffer);
-    while (arrlen(*line) && strchr("\r\n", arrlast(*line))) arrsetlen(*line, arrlenu(*line) - 1);
+    while (arrlen(*line) && (arrlast(*line) == '\r' || arrlast(*line) == '\n')) arrsetlen(*line, arrlenu(*line) - 1);
     HistEvent event;
     arrput(*line, 0);
     if (chat->history && (*line)[0]) history(chat->history, &event, H_ENTER, *line);
@@ -3423,8 +3561,7 @@ static void chat_emit(Session *session, const char *text, size_t length) {
         if (reasoning != chat->grey) fputs(reasoning ? "\033[90m" : "\033[0m", stdout);
         chat->grey = reasoning;
     }
-    fwrite(text, 1, length, stdout);
-    fflush(stdout);
+    emit_to_stdout(session, text, length);
 }
 
 static void chat_rollback(Chat *chat, int length) {
@@ -3446,7 +3583,8 @@ static void chat_answer(Chat *chat) {
     chat->grey = false;
     putchar('\n');
     fflush(stdout);
-    if (session->finish == FINISH_ERROR) {
+    if (ferror(stdout)) chat->leaving = true;       /* main() says why */
+    else if (session->finish == FINISH_ERROR) {
         fprintf(stderr, "tide: %s; the turn was taken back\n", session->error.text);
         chat_rollback(chat, chat->turn_start);
         chat->answer_start = -1;
@@ -3488,41 +3626,61 @@ static void chat_clear(Chat *chat) {
     chat->answer_start = -1;
 }
 
-/* FNV-1a over names, dtypes and shapes: tells one checkpoint from another without reading weights. */
+static const uint64_t hash_start = 0xcbf29ce484222325u;
+
+/* FNV-1a. */
+static uint64_t hash_bytes(uint64_t hash, const char *bytes, size_t n) {
+    for (size_t i = 0; i < n; i++) hash = (hash ^ (unsigned char)bytes[i]) * 0x100000001b3u;
+    return hash;
+}
+
+/* Over names, dtypes and shapes: tells one checkpoint from another without reading weights. */
 static uint64_t fingerprint(const Checkpoint *checkpoint) {
-    uint64_t hash = 0xcbf29ce484222325u;
+    uint64_t hash = hash_start;
     for (size_t i = 0; i < arrlenu(checkpoint->tensors); i++) {
         const Tensor *tensor = &checkpoint->tensors[i];
         char line[512], shape[128];
         snprintf(line, sizeof line, "%s %s %s\n", tensor->name, tensor->dtype_name, shape_text(shape, tensor->rank, tensor->shape));
-        for (const char *c = line; *c; c++) hash = (hash ^ (unsigned char)*c) * 0x100000001b3u;
+        hash = hash_bytes(hash, line, strlen(line));
     }
     return hash;
 }
 
 enum { SAVE_VERSION = 1 };
 
+/* A saved conversation is one JSON object whose last member is the hash of everything before it. */
+static const char save_check[] = ",\"check\":\"%016" PRIx64 "\"}\n";
+enum { SAVE_CHECK_LENGTH = 29 };
+
 /* The conversation's ids and settings, to a temporary name first, so that a crash leaves the old file whole. */
 static bool chat_save(Chat *chat, const char *path, Error *error) {
     const Session *session = &chat->session;
     char mark[24], temporary[PATH_MAX];
+    struct stat there;
+    if (!stat(path, &there) && !S_ISREG(there.st_mode)) return fail(error, "%s: not a regular file", path);
     snprintf(mark, sizeof mark, "%016" PRIx64, fingerprint(&chat->runner->engine.checkpoint));
     cJSON *json = cJSON_CreateObject();
     cJSON_AddNumberToObject(json, "tide_session", SAVE_VERSION);
     cJSON_AddStringToObject(json, "checkpoint", mark);
     cJSON_AddBoolToObject(json, "think", chat->think);
     cJSON_AddNumberToObject(json, "temperature", (double)session->sampling.temperature);
+    cJSON_AddNumberToObject(json, "seed", (double)session->sampling.seed);
     if (chat->system) cJSON_AddStringToObject(json, "system", chat->system);
     cJSON_AddNumberToObject(json, "turn_start", chat->turn_start);
     cJSON_AddNumberToObject(json, "answer_start", chat->answer_start);
-    cJSON_AddItemToObject(json, "ids", cJSON_CreateIntArray(session->ids, (int)arrlen(session->ids)));
+    cJSON_AddItemToObject(json, "ids", json_ids(session->ids, (int)arrlen(session->ids)));
     char *text = cJSON_PrintUnformatted(json);
     cJSON_Delete(json);
+    size_t length = strlen(text) - 1;               /* without the closing brace, which follows the hash */
     snprintf(temporary, sizeof temporary, "%s.partial", path);
     FILE *file = fopen(temporary, "w");
-    bool ok = file && fprintf(file, "%s\n", text) > 0 && !fflush(file) && !fsync(fileno(file));
+    bool ok = file && fwrite(text, 1, length, file) == length && fprintf(file, save_check, hash_bytes(hash_start, text, length)) > 0
+        && !fflush(file) && !fsync(fileno(file));
     ok = (!file || !fclose(file)) && ok && !rename(temporary, path);
-    if (!ok) fail(error, "%s: %s", path, strerror(errno));
+    if (!ok) {
+        fail(error, "%s: %s", path, strerror(errno));
+        if (file) remove(temporary);
+    }
     cJSON_free(text);
     return ok;
 }
@@ -3537,11 +3695,13 @@ static bool chat_restore(Chat *chat, const cJSON *json, const char *path, Error 
     bool think = read_bool(&fields, "think", false);
     double temperature = read_number(&fields, "temperature", -1e9, 1e9, REQUIRED);
     int turn_start = read_int(&fields, "turn_start", 0, n < 0 ? 0 : n, 0), answer_start = read_int(&fields, "answer_start", -1, n < 0 ? 0 : n, -1);
+    double seed = read_number(&fields, "seed", 0, 0x1p53, REQUIRED);
     (void)version;
+    if (answer_start >= 0 && answer_start <= turn_start) field_failed(&fields, "answer_start", field(&fields, "answer_start"), "a place behind turn_start");
     if (!cJSON_IsString(mark) || strcmp(mark->valuestring, wanted)) field_failed(&fields, "checkpoint", mark, wanted);
     if (n < 0) field_failed(&fields, "ids", NULL, "a list of ids");
     else cJSON_ArrayForEach(item, list)
-        if (!cJSON_IsNumber(item) || !(item->valuedouble >= 0 && item->valuedouble < engine->config.vocab_size)) field_failed(&fields, "ids", item, "ids of the vocabulary");
+        if (!cJSON_IsNumber(item) || !(item->valuedouble >= 0 && item->valuedouble < engine->config.vocab_size) || item->valuedouble != item->valueint) field_failed(&fields, "ids", item, "ids of the vocabulary");
     if (system && !cJSON_IsString(system)) field_failed(&fields, "system", system, "a string");
     if (fields.failed) return false;
     if (n > engine->cache.context) return fail(error, "%s: its %d tokens do not fit the context of %d", path, n, engine->cache.context);
@@ -3551,15 +3711,24 @@ static bool chat_restore(Chat *chat, const cJSON *json, const char *path, Error 
     chat->system = system ? copy_string(system->valuestring) : NULL;
     chat->think = think;
     chat->session.sampling.temperature = (float)temperature;
+    chat->session.sampling.seed = (uint64_t)seed;
     chat->turn_start = turn_start;
     chat->answer_start = answer_start;
     return true;
 }
 
 static bool chat_load(Chat *chat, const char *path, Error *error) {
-    cJSON *json = json_read(path, MAX_JSON_FILE, error);
+    char *text, check[SAVE_CHECK_LENGTH + 1];
+    size_t length;
+    if (!read_file(path, MAX_JSON_FILE, &text, &length, error)) return false;
+    size_t checked = length < SAVE_CHECK_LENGTH ? 0 : length - SAVE_CHECK_LENGTH;
+    snprintf(check, sizeof check, save_check, hash_bytes(hash_start, text, checked));
+    bool whole = checked && !memcmp(text + checked, check, SAVE_CHECK_LENGTH);
+    cJSON *json = whole ? json_parse(text, length, path, error) : NULL;
+    if (!whole) fail(error, "%s: not a conversation that tide saved, or damaged", path);
     bool ok = json && chat_restore(chat, json, path, error);
     cJSON_Delete(json);
+    free(text);
     return ok;
 }
 
@@ -3580,14 +3749,15 @@ static void chat_regenerate(Chat *chat) {
 static void chat_set_temperature(Chat *chat, const char *argument) {
     char *end;
     double value = strtod(argument, &end);
-    if (end == argument || *end || !isfinite(value)) fprintf(stderr, "tide: /temp: found \"%s\", wanted a number\n", argument);
+    if (end == argument || *end || !(fabs(value) <= 1e9)) notice("/temp: found \"%s\", wanted a number", argument);
     else chat->session.sampling.temperature = (float)value;
 }
 
 static void chat_command(Chat *chat, char *line) {
-    char *argument = line + strcspn(line, " ");
+    for (size_t n = strlen(line); n && isspace((unsigned char)line[n - 1]);) line[--n] = 0;
+    char *argument = line + strcspn(line, " \t");
     if (*argument) *argument++ = 0;
-    argument += strspn(argument, " ");
+    argument += strspn(argument, " \t");
     Error error;
     bool is_save = !strcmp(line, "/save"), is_load = !strcmp(line, "/load");
     if (!strcmp(line, "/help")) fputs(chat_help, stderr);
@@ -3600,7 +3770,7 @@ static void chat_command(Chat *chat, char *line) {
         print_stats(chat->runner);
     } else if (!strcmp(line, "/think")) {
         if (!strcmp(argument, "on") || !strcmp(argument, "off")) chat->think = !strcmp(argument, "on");
-        else fprintf(stderr, "tide: /think: found \"%s\", wanted on or off\n", argument);
+        else notice("/think: found \"%s\", wanted on or off", argument);
     } else if (!strcmp(line, "/system")) {
         free(chat->system);
         chat->system = *argument ? copy_string(argument) : NULL;
@@ -3609,34 +3779,45 @@ static void chat_command(Chat *chat, char *line) {
     } else if ((is_save || is_load) && !*argument) fprintf(stderr, "tide: %s wants a file name\n", line);
     else if (is_save || is_load) {
         if (!(is_save ? chat_save(chat, argument, &error) : chat_load(chat, argument, &error))) report(&error);
-        else fprintf(stderr, "tide: %s %s: %d tokens\n", is_save ? "saved" : "loaded", argument, (int)arrlen(chat->session.ids));
-    } else fprintf(stderr, "tide: there is no command %s; /help lists them\n", line);
+        else notice("%s %s: %d tokens", is_save ? "saved" : "loaded", argument, (int)arrlen(chat->session.ids));
+    } else notice("there is no command %s; /help lists them", line);
 }
 
 static int command_chat(Options *options) {
+    if (!options->n_new) return usage("chat wants -n to be at least 1");
     Runner runner;
     int status;
     if (!start(&runner, options, true, &status)) return status;
-    bool colour = isatty(STDOUT_FILENO) && !(getenv("NO_COLOR") && *getenv("NO_COLOR")) && strcmp(getenv("TERM") ? getenv("TERM") : "dumb", "dumb");
-    Chat chat = {.runner = &runner, .options = options, .answer_start = -1, .think = thinking(options), .colour = colour,
+    Error error;
+    Prompt nothing = {0};
+    bool can_talk = chat_render(runner.tokenizer, NULL, 0, true, false, &nothing, &error);
+    prompt_free(&nothing);
+    if (!can_talk) {
+        runner_close(&runner);
+        return report(&error);
+    }
+    const char *terminal = getenv("TERM"), *no_color = getenv("NO_COLOR");
+    bool dumb = !terminal || !*terminal || !strcmp(terminal, "dumb"), colour = isatty(STDOUT_FILENO) && !(no_color && *no_color) && !dumb;
+    Chat chat = {.runner = &runner, .options = options, .answer_start = -1, .think = thinking(options), .colour = colour, .dumb = dumb,
                  .system = options->system ? copy_string(options->system) : NULL};
     chat.session = (Session){.max_new = options->n_new < 0 ? 0 : options->n_new, .sampling = sampling_of(options, &runner.engine.config),
                              .stops = options->stops, .emit = chat_emit, .user = &chat};
     open_editor(&chat);
     if (chat.editor && !options->quiet) fputs("Talk to the model; /help lists the commands, Ctrl-D leaves.\n", stderr);
     char *line = NULL;
-    while (!chat.leaving && read_message(&chat, &line)) {
+    while (!chat.leaving && !chat.ended && read_message(&chat, &line)) {
         size_t length = arrlenu(line) - 1;
         if (line[0] == '/') chat_command(&chat, line);
         else if (strspn(line, " \t\n\r") < length) chat_turn(&chat, line, length);
     }
     if (chat.editor && !chat.leaving) putchar('\n');
+    bool ok = !interrupted || fail(&error, "interrupted");      /* without a terminal, where Ctrl-C ends the input */
     close_editor(&chat);
     arrfree(line);
     free(chat.system);
     session_free(&chat.session);
     runner_close(&runner);
-    return EXIT_DONE;
+    return ok ? EXIT_DONE : report(&error);
 }
 
 /* ---- tide bench */
@@ -3846,6 +4027,11 @@ static int run_command(int argc, char **argv) {
         options.seed &= ((uint64_t)1 << 53) - 1;    /* so that a seed survives JSON */
         if (options.threads) omp_set_num_threads(options.threads);
         status = run(&options);
+        Error error;
+        if (options.trace_file && (ferror(options.trace_file) | fclose(options.trace_file)) && status == EXIT_DONE) {
+            fail(&error, "%s: %s", options.trace, strerror(errno));
+            status = report(&error);
+        }
     }
     arrfree(options.stops);
     return status;
@@ -3854,9 +4040,13 @@ static int run_command(int argc, char **argv) {
 #ifndef TIDE_NO_MAIN
 int main(int argc, char **argv) {
     if (!setlocale(LC_CTYPE, "") || strcmp(nl_langinfo(CODESET), "UTF-8")) setlocale(LC_CTYPE, "C.UTF-8");
-    struct sigaction action = {.sa_handler = handle_interrupt};
-    sigaction(SIGINT, &action, NULL);
+    int descriptor;                                 /* a stream that is closed is made to fail: no file of ours may take its place */
+    while ((descriptor = open("/dev/null", O_RDONLY)) >= 0 && descriptor <= STDERR_FILENO) continue;
+    if (descriptor >= 0) close(descriptor);
+    catch_interrupts(false, false);
     signal(SIGPIPE, SIG_IGN);                       /* a closed pipe is a write error, with a message */
-    return run_command(argc, argv);
+    Error error;
+    int status = run_command(argc, argv);
+    return flush_stdout(&error) || status == EXIT_FAILED || status == EXIT_USAGE ? status : report(&error);
 }
 #endif

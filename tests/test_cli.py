@@ -1,0 +1,1034 @@
+#!/usr/bin/env python3
+"""The command line as a hostile or clumsy user meets it: exit codes, streams, files, pipes, terminals, signals, memory.
+
+Two models are made here. "chain" is a bigram automaton in Qwen3's clothes: its layers add nothing and its lm_head names one
+successor for each token, so that what it says is known beforehand. "random" is the glm_moe_dsa fixture with the same byte-level
+tokenizer: it babbles, but through the whole engine. TIDE names the program; ./tide if unset.
+"""
+import array, fcntl, json, os, pty, re, resource, select, shutil, signal, struct, subprocess, sys, tempfile, termios, time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TIDE = os.path.abspath(os.environ.get("TIDE", os.path.join(ROOT, "tide")))
+SANITIZED = "asan" in os.path.basename(TIDE)
+PATIENCE = 120 if SANITIZED else 30          # seconds until something that should have happened counts as hanging
+MINI = os.path.join(ROOT, "weights", "mini")
+FIXTURE = os.path.join(ROOT, "tests", "fixtures", "glm_moe_dsa-a")
+if not os.path.isdir(FIXTURE):
+    FIXTURE = "/work/shared/fixtures/glm_moe_dsa-a"
+
+passed = failed = 0
+
+
+def check(condition, what, *details):
+    global passed, failed
+    if condition:
+        passed += 1
+        return
+    failed += 1
+    print("FAILED %s: %s" % (current, what), *(repr(d)[:300] for d in details), flush=True)
+
+
+def equal(found, wanted, what):
+    check(found == wanted, what, "found", found, "wanted", wanted)
+
+
+# ---- two small models
+
+SPECIAL = ["<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
+           "<think>", "</think>", "<|begin_of_image|>"]
+VOCAB = 320
+
+
+def byte_letters():
+    """GPT-2's printable stand-in for each byte."""
+    keep = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in keep]
+    return {b: chr(b) for b in keep} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+def make_tokenizer(directory):
+    letters = byte_letters()
+    vocab = {letters[b]: b for b in range(256)}
+    merges = [a + " " + b for a in "ABCDEFGH" for b in "ABCDEFGH"][:VOCAB - 256 - len(SPECIAL)]
+    for merge in merges:
+        vocab[merge.replace(" ", "")] = len(vocab)
+    added = [{"id": len(vocab) + i, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+              "special": "think" not in text} for i, text in enumerate(SPECIAL)]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+                 "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
+                 "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+                           "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, "vocab": vocab, "merges": merges}}
+    write(os.path.join(directory, "tokenizer.json"), json.dumps(tokenizer))
+    write(os.path.join(directory, "tokenizer_config.json"), json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}))
+
+
+TOKEN = {text: VOCAB - len(SPECIAL) + i for i, text in enumerate(SPECIAL)}
+PREFIX = [TOKEN["[gMASK]"], TOKEN["<sop>"]]
+
+
+def write(path, data):
+    with open(path, "wb") as file:
+        file.write(data if isinstance(data, bytes) else data.encode())
+    return path
+
+
+def read(path):
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def successors():
+    """1234567890 and xy for ever; abcd, an emoji, efg and the end of a turn; out of <think>, rs and back."""
+    chain = {}
+    def follow(*tokens):
+        for a, b in zip(tokens, tokens[1:]):
+            chain[a] = b
+    follow(*b"12345678901")
+    follow(*b"xyx")
+    follow(TOKEN["<think>"], *b"rs", TOKEN["</think>"], *b"abcd", *"\U0001f600".encode(), *b"efg", TOKEN["<|user|>"])
+    return chain
+
+
+def make_chain_model(directory):
+    os.mkdir(directory)
+    make_tokenizer(directory)
+    head = array.array("f", bytes(4 * VOCAB * VOCAB))
+    for token in range(VOCAB):
+        head[successors().get(token, ord("x")) * VOCAB + token] = 1 if not token % 64 else 1
+    identity = array.array("f", bytes(4 * VOCAB * VOCAB))
+    for token in range(VOCAB):
+        identity[token * VOCAB + token] = 1
+    ones = array.array("f", [1] * VOCAB)
+    dim, inner = 16, 32
+    zeros = lambda n: bytes(4 * n)
+    layer = "model.layers.0."
+    tensors = [("model.embed_tokens.weight", [VOCAB, VOCAB], identity.tobytes()), ("lm_head.weight", [VOCAB, VOCAB], head.tobytes()),
+               ("model.norm.weight", [VOCAB], ones.tobytes()), (layer + "input_layernorm.weight", [VOCAB], ones.tobytes()),
+               (layer + "post_attention_layernorm.weight", [VOCAB], ones.tobytes()),
+               (layer + "self_attn.q_norm.weight", [dim], ones[:dim].tobytes()), (layer + "self_attn.k_norm.weight", [dim], ones[:dim].tobytes()),
+               (layer + "self_attn.q_proj.weight", [dim, VOCAB], zeros(dim * VOCAB)), (layer + "self_attn.k_proj.weight", [dim, VOCAB], zeros(dim * VOCAB)),
+               (layer + "self_attn.v_proj.weight", [dim, VOCAB], zeros(dim * VOCAB)), (layer + "self_attn.o_proj.weight", [VOCAB, dim], zeros(VOCAB * dim)),
+               (layer + "mlp.gate_proj.weight", [inner, VOCAB], zeros(inner * VOCAB)), (layer + "mlp.up_proj.weight", [inner, VOCAB], zeros(inner * VOCAB)),
+               (layer + "mlp.down_proj.weight", [VOCAB, inner], zeros(VOCAB * inner))]
+    header, offset = {}, 0
+    for name, shape, data in tensors:
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, offset + len(data)]}
+        offset += len(data)
+    text = json.dumps(header).encode()
+    write(os.path.join(directory, "model.safetensors"), struct.pack("<Q", len(text)) + text + b"".join(data for _, _, data in tensors))
+    write(os.path.join(directory, "config.json"), json.dumps(
+        {"model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": VOCAB, "intermediate_size": inner, "num_hidden_layers": 1,
+         "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": dim, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
+         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "tie_word_embeddings": False, "hidden_act": "silu"}))
+    return directory
+
+
+def make_random_model(directory):
+    os.mkdir(directory)
+    make_tokenizer(directory)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(os.path.join(FIXTURE, name), directory)
+        os.chmod(os.path.join(directory, name), 0o644)
+    write(os.path.join(directory, "generation_config.json"), json.dumps({"do_sample": True, "temperature": 1.0}))
+    return directory
+
+
+# ---- running tide
+
+class Result:
+    def __init__(self, code, out, err):
+        self.code, self.out, self.err = code, out, err
+
+
+def clean_error(err):
+    return not re.search(rb"[\x00-\x09\x0b-\x1f\x7f]|\xc2[\x80-\x9f]", err) and b"Sanitizer" not in err and b"runtime error" not in err
+
+
+def environment(extra=None):
+    env = {"PATH": "/usr/bin:/bin", "HOME": HOME, "TERM": "xterm", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "ASAN_OPTIONS": "detect_leaks=1"}
+    return env | (extra or {})
+
+
+def run(*args, stdin=b"", env=None, quiet=True, limits=None, **streams):
+    """Runs tide to its end; stderr is checked for what it may never hold."""
+    command = [TIDE, *args] + (["--quiet"] if quiet and args and args[0] in ("chat", "generate", "batch", "eval") else [])
+    process = subprocess.Popen(command, stdin=streams.get("stdin_file", subprocess.PIPE), stdout=streams.get("stdout", subprocess.PIPE),
+                               stderr=subprocess.PIPE, env=environment(env), preexec_fn=limits)
+    try:
+        out, err = process.communicate(stdin if "stdin_file" not in streams else None, timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        check(False, "hangs", args)
+    check(process.returncode >= 0 and clean_error(err), "ends by itself with a clean stderr", args, process.returncode, err[-1500:])
+    return Result(process.returncode, out or b"", err)
+
+
+def refused(code, words, *args, **kwargs):
+    """tide must refuse with one line that holds every word, and print nothing else."""
+    result = run(*args, **kwargs)
+    lines = result.err.split(b"\n")
+    check(result.code == code and len(lines) == 2 and not lines[1] and lines[0].startswith(b"tide: "), "one line, exit %d" % code, args, result.code, result.err)
+    for word in words.split("|"):
+        check(word.encode() in result.err, "the message says " + word, args, result.err)
+    equal(result.out, b"", "nothing on stdout")
+    return result
+
+
+def generate(*args, model=None, **kwargs):
+    return run("generate", "-m", model or CHAIN, *args, **kwargs)
+
+
+# ---- the contract
+
+def test_usage():
+    equal(run("--help").code, 0, "--help")
+    check(run("--help").out.startswith(b"usage: tide chat"), "--help prints the usage on stdout")
+    for command in ("chat", "generate", "batch", "eval", "tokenize", "inspect", "bench"):
+        result = run(command, "--help", quiet=False)
+        check(result.code == 0 and result.out.startswith(b"usage:") and not result.err, command + " --help", result.err)
+        check(command.encode() in result.out, "the usage names " + command)
+    result = run()
+    check(result.code == 2 and not result.out and b"usage:" in result.err, "no command", result.err)
+    refused(2, "unknown command|frobnicate", "frobnicate")
+    refused(2, "unknown command", "")
+    refused(2, "unknown option|--frobnicate", "generate", "-p", "x", "--frobnicate")
+    refused(2, "-p wants a value", "tokenize", "-p")
+    refused(2, "unknown option", "tokenize", "-p", "x", "--\x1b[31mred\nline\u009b31m")
+
+
+def test_values():
+    wrong = {"-n": ["-1", "x", "", "1.5", "99999999999", "nan", "0x"], "-c": ["0", "-5", "99999999999", "12q"], "--temp": ["hot", "nan", "inf", "1e300", ""],
+             "--top-p": ["-0.1", "1.1", "p"], "--min-p": ["2", "-1"], "--top-k": ["-1", "1.5"], "--repeat-penalty": ["0", "-1", "x"],
+             "--seed": ["-1", "x", "1.5", "99999999999999999999999", ""], "--threads": ["0", "-1", "x"], "--slots": ["0", "x", "100000"],
+             "--kv-budget": ["0", "-1", "lots", "1Q", "1GG"], "--stop": [""], "--think": ["maybe", "", "o"], "--kv-dtype": ["int4", "f", "F32"],
+             "--device": ["tpu", "c"], "--kv": ["none"], "--exact": ["perhaps"], "--special": ["yes"]}
+    commands = {"--slots": ["batch", "-m", CHAIN, "x.txt"], "--special": ["tokenize", "-m", CHAIN, "-p", "x"]}
+    for option, values in wrong.items():
+        command = commands.get(option, ["generate", "-m", CHAIN, "-p", "x"])
+        for value in values:
+            result = refused(2, option, *command, option, value)
+            check(b"cannot use %s " % option.encode() not in result.err, "the value is what is refused", result.err)
+        refused(2, option + " wants a value", *command, option, quiet=False)
+
+
+def test_later_issues():
+    """What the contract promises for later is refused by a sentence, never as an unknown option."""
+    for option, value in [("--device", "cuda"), ("--kv", "adaptive"), ("--kv", "hisparse"), ("--draft", "/tmp"), ("--exact", "off"), ("--width", "4"),
+                          ("--width", "max"), ("--verify", "dvl"), ("--accept", "rejection"), ("--hot", "1024"), ("--reclaim", "whole")]:
+        refused(2, option + "|this build does not have", "generate", "-m", CHAIN, "-p", "x", option, value)
+    for option, value in [("--device", "cpu"), ("--device", "auto"), ("--kv", "resident"), ("--draft", "none"), ("--exact", "on")]:
+        equal(generate("-p", "1", "-n", "2", option, value).out, b"23\n", option + " " + value)
+
+
+def test_wrong_combinations():
+    refused(2, "wants one of", "generate", "-m", CHAIN)
+    refused(2, "wants one of", "generate", "-m", CHAIN, "-p", "x", "--ids", "1")
+    refused(2, "wants one of", "eval", "-m", CHAIN, "--ppl")
+    refused(2, "--dump|--ppl", "eval", "-m", CHAIN, "--ids", "1,2")
+    refused(2, "wants one of", "tokenize", "-m", CHAIN)
+    refused(2, "wants one of", "tokenize", "-m", CHAIN, "-p", "x", "--decode", "1")
+    refused(2, "file of prompts", "batch", "-m", CHAIN)
+    refused(2, "--resume", "batch", "-m", CHAIN, "x.txt", "--resume")
+    refused(2, "bench wants", "bench")
+    refused(2, "bench wants", "bench", "nothing")
+    # An argument that a command cannot use is a mistake, not something to pass over.
+    refused(2, "stray", "generate", "-m", CHAIN, "-p", "x", "stray")
+    refused(2, "stray", "chat", "-m", CHAIN, "stray")
+    refused(2, "stray", "inspect", "-m", CHAIN, "stray")
+    refused(2, "-p", "chat", "-m", CHAIN, "-p", "hello")
+    refused(2, "-p", "batch", "-m", CHAIN, "x.txt", "-p", "hello")
+    refused(2, "--ppl", "generate", "-m", CHAIN, "-p", "x", "--ppl")
+    refused(2, "-o", "generate", "-m", CHAIN, "-p", "x", "-o", "file")
+    refused(2, "--ids", "tokenize", "-m", CHAIN, "-p", "x", "--ids", "1")
+    refused(2, "--decode", "eval", "-m", CHAIN, "--ids", "1", "--ppl", "--decode", "1")
+
+
+def test_bad_models():
+    refused(1, "No such file", "generate", "-m", "/nonexistent", "-p", "x")
+    refused(1, "config.json", "inspect", "-m", HOME)
+    refused(1, "config.json", "chat", "-m", "\x1b[31m\n\u009b")
+    refused(1, "max_position_embeddings", "generate", "-m", CHAIN, "-p", "x", "-c", "5000")
+    broken = os.path.join(HOME, "broken")
+    shutil.copytree(CHAIN, broken)
+    write(os.path.join(broken, "tokenizer.json"), "{")
+    refused(1, "tokenizer.json|JSON", "generate", "-m", broken, "-p", "x")
+    os.remove(os.path.join(broken, "tokenizer.json"))
+    refused(1, "tokenizer.json", "generate", "-m", broken, "-p", "x")
+    refused(1, "tokenizer.json", "chat", "-m", broken)
+    refused(1, "tokenizer.json", "tokenize", "-m", broken, "-p", "x")
+    equal(generate("--ids", "49", "-n", "3", model=broken).out, b"50,51,52\n", "--ids without a tokenizer prints ids")
+    data = read(os.path.join(CHAIN, "model.safetensors"))
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:8 + length])
+    header["evil\x1b]0;title\x07\nname\u009b31m"] = header.pop("lm_head.weight")
+    text = json.dumps(header).encode()
+    write(os.path.join(broken, "model.safetensors"), struct.pack("<Q", len(text)) + text + data[8 + length:])
+    result = run("inspect", "-m", broken)
+    check(result.code == 1 and b"\x1b" not in result.out and b"\x07" not in result.out and b"\xc2\x9b" not in result.out,
+          "names inside a checkpoint reach the terminal without control characters", result.out[-300:])
+
+
+def test_inspect():
+    result = run("inspect", "-m", RANDOM)
+    check(result.code == 0 and not result.err, "inspect", result.err)
+    for word in (b"model_type glm_moe_dsa", b"index_topk 16", b"full indexers in layers 0 1 3 5", b"model.embed_tokens.weight", b"320, 64", b"cache 1 x 4096"):
+        check(word in result.out, "inspect prints", word)
+    refused_budget = run("inspect", "-m", RANDOM, "--kv-budget", "1K")
+    check(refused_budget.code == 1 and b"--kv-budget" in refused_budget.err, "inspect says that a plan does not fit", refused_budget.err)
+
+
+# ---- tide generate
+
+def test_generate():
+    result = generate("-p", "1", "-n", "5")
+    equal((result.code, result.out, result.err), (0, b"23456\n", b""), "-p")
+    equal(generate("-f", write(HOME + "/one", "1"), "-n", "5").out, b"23456\n", "-f")
+    equal(generate("--ids", "49", "-n", "5").out, b"23456\n", "--ids with a tokenizer prints text")
+    equal(generate("-p", "1", "-n", "0").out, b"", "-n 0")
+    equal(generate("-p", "1", "-n", "1").out, b"2\n", "-n 1")
+    equal(len(generate("-p", "1").out), 257, "256 tokens by default")
+    loud = generate("-p", "1", "-n", "5", quiet=False)
+    check(loud.out == b"23456\n" and loud.err.count(b"\n") == 1 and b"cache 1 x 4096" in loud.err, "the plan goes to stderr", loud.err)
+    check(b"tokens/s" in generate("-p", "1", "-n", "5", "--stats").err, "--stats")
+    equal(generate("-p", "1", "-n", "5", stdin_file=subprocess.DEVNULL).out, b"23456\n", "</dev/null")
+    equal(generate("-p", "1", "-n", "9", "-c", "6").out, b"234\n", "-c ends the text: 3 prompt tokens and 3 more")
+    equal(generate("-p", "hi", "--chat", "-n", "3").out, b"abc\n", "--chat renders a message")
+    equal(generate("-p", "hi", "--think", "on", "-n", "6").out, b"rs</think>abc\n", "--think on")
+    equal(generate("-p", "hi", "--system", "be brief", "-n", "3").out, b"abc\n", "--system")
+
+
+def test_generate_refusals():
+    equal(generate("-p", "", "-n", "2").code, 0, "an empty prompt behind the tokenizer's prefix is a prompt")
+    refused(1, "ids", "generate", "-m", CHAIN, "--ids", "")
+    refused(1, "commas", "generate", "-m", CHAIN, "--ids", "1;2")
+    refused(1, "comma", "generate", "-m", CHAIN, "--ids", "1,2,")
+    refused(1, "320", "generate", "-m", CHAIN, "--ids", "1,320")
+    refused(1, "320", "generate", "-m", CHAIN, "--ids", "1,2147483647", "--repeat-penalty", "1.1", "-n", "1")
+    refused(1, "commas", "generate", "-m", CHAIN, "--ids", "1,-2")
+    refused(1, "commas", "generate", "-m", CHAIN, "--ids", "99999999999999999999")
+    refused(1, "12 tokens|context holds 8", "generate", "-m", CHAIN, "-p", "0123456789", "-c", "8")
+    refused(1, "No such file", "generate", "-m", CHAIN, "-f", "/nonexistent")
+    refused(1, "directory", "generate", "-m", CHAIN, "-f", "/")
+
+
+def test_stop():
+    for stops, wanted in [(["5"], b"234\n"), (["56"], b"234\n"), (["4567"], b"23\n"), (["99", "78", "8"], b"23456\n"), (["2"], b"\n"),
+                          (["nothing"], b"234567890123\n"), (["23x", "123"], b"234567890\n")]:
+        args = sum((["--stop", s] for s in stops), [])
+        equal(generate("-p", "1", "-n", "12", *args).out, wanted, "--stop %s" % stops)
+    equal(generate("-p", "1", "-n", "3", "--stop", "2345678").out, b"234\n", "what was held back for a stop string is printed at the end")
+    equal(generate("-p", "d", "--stop", "\U0001f600").out, b"\n", "a stop string of four tokens")
+    equal(generate("-p", "d", "--stop", "\U0001f601").out, "\U0001f600efg\n".encode(), "a stop string that shares three bytes")
+
+
+def test_eos_and_bytes():
+    equal(generate("-p", "d").out, "\U0001f600efg\n".encode(), "an emoji in four tokens, up to the end of the turn")
+    equal(generate("-p", "d", "-n", "2").out, b"\xf0\x9f\n", "an unfinished character is flushed at the end")
+    eos = os.path.join(HOME, "eos")
+    shutil.copytree(CHAIN, eos)
+    for ids, wanted in [(ord("5"), b"234\n"), ([ord("9"), ord("7")], b"23456\n"), (ord("2"), b"\n")]:
+        write(eos + "/generation_config.json", json.dumps({"eos_token_id": ids}))
+        equal(generate("-p", "1", "-n", "20", model=eos).out, wanted, "eos_token_id %s" % ids)
+    os.remove(eos + "/tokenizer.json")
+    write(eos + "/generation_config.json", json.dumps({"eos_token_id": ord("5")}))
+    equal(generate("--ids", "49", model=eos).out, b"50,51,52,53\n", "without a tokenizer the last id is printed too")
+
+
+def test_repeatability():
+    ask = lambda *args: generate("-p", "once", "-n", "24", *args, model=RANDOM).out
+    greedy = ask("--temp", "0")
+    for temp in ("0", "-1", "1e-9"):
+        equal(ask("--temp", temp, "--seed", "9"), greedy, "--temp %s is greedy" % temp)
+    equal(ask("--temp", "1", "--top-k", "1"), greedy, "--top-k 1 is greedy")
+    equal(ask("--temp", "1", "--top-p", "0"), greedy, "--top-p 0 is greedy")
+    one = ask("--seed", "1")
+    check(one != greedy and one != ask("--seed", "2"), "seeds differ")
+    equal(ask("--seed", "1"), one, "the same seed repeats")
+    equal(ask("--seed", "1", "--top-k", "0", "--top-p", "1", "--min-p", "0"), one, "0 and 1 are off")
+    equal(ask("--seed", "1", "--threads", "2"), one, "threads do not matter")
+    check(ask() != ask(), "no seed: another text each time")
+
+
+def test_prompt_bytes():
+    ids = lambda text: run("tokenize", "-m", CHAIN, "-f", write(HOME + "/prompt", text)).out.decode().strip()
+    equal(ids("a"), "97", "a")
+    equal(ids("a\n"), "97,10", "the final newline of a file stays")
+    equal(ids("a\r\n"), "97,13,10", "CRLF stays")
+    equal(ids("a\\n"), "97,92,110", "backslash-n stays two characters")
+    equal(ids(b"\x00\xff\xe6\xad"), "0,255,230,173", "NUL and invalid UTF-8 stay")
+    equal(ids(""), "", "an empty file")
+    trace = os.path.join(HOME, "trace.jsonl")
+    for text, last in [("a", 2), ("a\n", 3), ("a\r\n", 4), (b"\xff\x00", 3)]:
+        generate("-f", write(HOME + "/prompt", text), "-n", "1", "--trace", trace)
+        equal(json.loads(read(trace).splitlines()[0])["sessions"][0]["anchor_pos"], last, "generate -f sees every byte of %r" % text)
+
+
+def test_stdout_failures():
+    """Results that cannot be written are an error of every command, once, and soon."""
+    prompts = write(HOME + "/p.txt", "1\n2\n")
+    for args in (["generate", "-m", CHAIN, "-p", "1", "-n", "5"], ["tokenize", "-m", CHAIN, "-p", "x"], ["tokenize", "-m", CHAIN, "--decode", "97"],
+                 ["inspect", "-m", CHAIN], ["eval", "-m", CHAIN, "--ids", "49,50", "--ppl"], ["batch", "-m", CHAIN, prompts, "-n", "3"], ["--help"]):
+        with open("/dev/full", "wb") as full:
+            refused(1, "No space left", *args, stdout=full)
+        closed = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", TIDE, *args], capture_output=True, env=environment(), timeout=PATIENCE)
+        check(closed.returncode == 1 and closed.stderr.count(b"tide: ") <= 2 and b"stdout" in closed.stderr or b"output" in closed.stderr,
+              "a closed stdout is an error", args, closed.returncode, closed.stderr)
+    started = time.time()
+    process = subprocess.Popen([TIDE, "generate", "-m", RANDOM, "-p", "x", "-n", "4000", "--quiet", "--stop", "\x01\x02\x03"], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, env=environment())
+    process.stdout.read(1)
+    process.stdout.close()
+    err = process.stderr.read()
+    check(process.wait() == 1 and b"Broken pipe" in err and err.count(b"\n") == 1, "a reader that leaves ends the generation", process.returncode, err)
+    with open("/dev/full", "wb") as full:
+        check(run("chat", "-m", CHAIN, stdin=b"hi\nhi\n", stdout=full).code == 1, "chat too")
+    # A file that tide opens must never become its stdout or stderr.
+    trace = os.path.join(HOME, "trace.jsonl")
+    subprocess.run(["sh", "-c", 'exec "$@" >&- 2>&- <&-', "sh", TIDE, "generate", "-m", CHAIN, "-p", "1", "-n", "3", "--trace", trace], env=environment(), timeout=PATIENCE)
+    check(all(line.startswith(b'{"round"') for line in read(trace).splitlines()), "the trace holds the trace alone", read(trace))
+    refused(1, "trace", "generate", "-m", CHAIN, "-p", "1", "--trace", "/nonexistent/trace")
+    check(generate("-p", "1", "-n", "3", "--trace", "/dev/full").code == 1, "a trace that cannot be written is an error")
+
+
+# ---- tide batch
+
+def batch(text, *args, name="prompts.jsonl", model=None, **kwargs):
+    path = write(os.path.join(HOME, name), text if isinstance(text, (str, bytes)) else "".join(json.dumps(row) + "\n" for row in text))
+    result = run("batch", "-m", model or CHAIN, path, *args, **kwargs)
+    result.rows = [json.loads(line) for line in result.out.splitlines()]
+    return result
+
+
+def test_batch_text():
+    result = batch("1\n2\r\n\n5\nd", "-n", "4", name="p.txt")
+    equal(result.code, 3, "a blank line is a failed row")
+    equal([row["index"] for row in result.rows], [0, 1, 2, 3, 4], "one row for each line, in order")
+    equal([row["text"] for row in result.rows], ["2345", "3456", "", "6789", "\U0001f600"], "texts")
+    equal([row["finish_reason"] for row in result.rows], ["length", "length", "error", "length", "length"], "finish reasons")
+    equal([(row["prompt_tokens"], row["completion_tokens"]) for row in result.rows][0], (3, 4), "token counts")
+    check("line 3" in result.rows[2]["error"] and result.rows[0]["error"] is None, "the error row names its line", result.rows[2])
+    check(result.err == b"", "nothing on stderr that was not asked for", result.err)
+    equal([row["finish_reason"] for row in batch("d\n", name="p.txt").rows], ["stop"], "the end of a turn")
+    for text, n in [("", 0), ("\n", 1), ("1", 1), ("1\n", 1), ("1\r\n", 1), ("\r\n1", 2)]:
+        equal(len(batch(text, "-n", "1", name="p.txt").rows), n, "rows of %r" % text)
+    equal(batch("", name="p.txt").code, 0, "an empty file is done")
+    equal(batch("1\n", "-n", "0", name="p.txt").rows[0]["completion_tokens"], 0, "-n 0")
+    refused(1, "No such file", "batch", "-m", CHAIN, "/nonexistent.txt")
+    refused(1, "directory", "batch", "-m", CHAIN, "/")
+    refused(1, "No such file", "batch", "-m", CHAIN, HOME + "/p.txt", "-o", "/nonexistent/out")
+
+
+def test_batch_errors():
+    rows = [b'{"prompt": "1"}', b"", b"   ", b'{"prompt": "1"', b"[1]", b'"1"', b"{}", b'{"prompt": 1}', b'{"prompt": "1", "messages": []}', b'{"messages": 5}',
+            b'{"messages": [{"role": "user"}]}', b'{"messages": [{"role": "king", "content": "x"}]}', b'{"prompt": "\xff\xfe"}', b"\xed\xa0\x80",
+            b'{"prompt": "' + b"a" * 5000 + b'"}', b'{"prompt": "1", "n": -1}', b'{"prompt": "1", "n": 1e99}', b'{"prompt": "1", "n": "x"}', b'{"prompt": "1", "temp": "hot"}',
+            b'{"prompt": "1", "seed": -1}', b'{"prompt": "1", "seed": 1.5}', b'{"prompt": "1", "stop": 5}', b'{"prompt": "1", "stop": ["a", 5]}', b'{"prompt": "1", "stop": ""}',
+            b'{"prompt": "a\\u0000b"}', b'{"messages": [{"role": "user", "content": "a\\u0000b"}]}', b'{"prompt": "\\ud800"}', b"[" * 3000, b'{"messages": [5]}', b'{"prompt": "1"} x',
+            b'{"prompt": "2"}']
+    result = batch(b"\n".join(rows) + b"\n", "-n", "3")
+    equal(result.code, 3, "some rows failed")
+    equal([row["index"] for row in result.rows], list(range(len(rows))), "every row is answered, in order")
+    equal((result.rows[0]["text"], result.rows[-1]["text"]), ("234", "345"), "good rows are unharmed")
+    for i, row in enumerate(result.rows[1:-1], 1):
+        check(row["finish_reason"] == "error" and row["error"] and "line %d:" % (i + 1) in row["error"], "an error row that names line %d" % (i + 1), rows[i], row)
+    result = batch(b"1\n\xff\xfe\n" + b"a" * 5000 + b"\n2\n", "-n", "3", name="p.txt")
+    equal(([row["finish_reason"] for row in result.rows], result.code), (["length", "error", "error", "length"], 3), "the same in a .txt")
+    check("5002 tokens" in result.rows[2]["error"] and "4096" in result.rows[2]["error"], "an over-long row says how long", result.rows[2])
+
+
+def test_batch_overrides():
+    rows = [{"prompt": "1", "n": 2}, {"prompt": "1", "stop": "56"}, {"prompt": "1", "stop": ["9", "4"]}, {"prompt": "1"}, {"prompt": "1", "n": None, "stop": None},
+            {"messages": [{"role": "user", "content": "hi"}], "n": 4}, {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"},
+             {"role": "assistant", "content": "a"}, {"role": "user", "content": "v"}], "n": 3}, {"prompt": "a\\u0000 \\\\u0000 \u2028", "n": 1}, {"prompt": "1", "unknown": {"x": [1]}, "n": 1}]
+    result = batch(rows, "-n", "6", "--stop", "0")
+    equal([row["text"] for row in result.rows], ["23", "234", "23", "234567", "234567", "abcd", "abc", "x", "2"], "per-row n and stop, messages")
+    equal([row["finish_reason"] for row in result.rows][:4], ["length", "stop", "stop", "length"], "finish reasons")
+    equal(result.code, 0, "all rows done")
+    rows = [{"prompt": "once", "seed": 7}, {"prompt": "once", "temp": 0}, {"prompt": "once", "seed": 7}, {"prompt": "once"}, {"prompt": "once", "seed": 8}]
+    texts = [row["ids"] for row in batch(rows, "-n", "20", "--seed", "3", model=RANDOM).rows]
+    equal(texts[0], texts[2], "rows of one prompt and one seed of their own give one text")
+    check(texts[0] != texts[4] and texts[3] != texts[0] and texts[1] != texts[0], "and others do not")
+    single = generate("-p", "once", "-n", "20", "--seed", "7", "--kv-dtype", "bf16", model=RANDOM).out
+    equal(batch(rows[:1], "-n", "20", model=RANDOM).rows[0]["text"].encode() if b"\xff" not in single else b"", single[:-1].decode("utf-8", "replace").encode()
+          if b"\xff" not in single else b"", "a row's own seed gives what generate gives")
+    equal(batch(rows[1:2], "-n", "20", model=RANDOM).rows[0]["ids"], texts[1], "a row's temp")
+
+
+def strip_index(rows):
+    return [{k: v for k, v in row.items() if k != "index"} for row in rows]
+
+
+def test_batch_slots():
+    rows = [{"prompt": "once upon " + "abc" * (i % 5) + str(i), "n": 3 + 7 * i % 23} for i in range(17)]
+    first = batch(rows, "--seed", "5", "--slots", "1", model=RANDOM)
+    equal([row["index"] for row in first.rows], list(range(17)), "rows in order")
+    for slots in ("2", "3", "8", "64"):
+        equal(batch(rows, "--seed", "5", "--slots", slots, model=RANDOM).rows, first.rows, "the same with --slots " + slots)
+    others = rows[:]
+    for i in range(0, 17, 2):
+        others[i] = {"prompt": "something else " * (i + 1), "n": 30}
+    found = batch(others, "--seed", "5", "--slots", "4", "--threads", "2", model=RANDOM)
+    equal(found.rows[1::2], first.rows[1::2], "the same whatever the neighbours")
+    check(batch(rows, model=RANDOM).rows != batch(rows, model=RANDOM).rows, "no seed: other texts")
+
+
+def start_batch(path, out, *args):
+    return subprocess.Popen([TIDE, "batch", "-m", RANDOM, path, "-o", out, "--seed", "5", "--slots", "3", "--quiet", *args], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, env=environment())
+
+
+def wait_for_rows(path, n):
+    limit = time.time() + PATIENCE
+    while time.time() < limit and not (os.path.exists(path) and read(path).count(b"\n") >= n):
+        time.sleep(0.002)
+
+
+def test_batch_resume():
+    path = write(HOME + "/many.jsonl", "".join(json.dumps({"prompt": "row %d" % i, "n": 150}) + "\n" for i in range(40)) + "\nbad\n")
+    whole, part = HOME + "/whole.jsonl", HOME + "/part.jsonl"
+    process = start_batch(path, whole)
+    process.communicate()
+    equal((process.returncode, read(whole).count(b"\n")), (3, 42), "an uninterrupted run")
+    process = start_batch(path, part)
+    wait_for_rows(part, 4)
+    process.kill()
+    process.communicate()
+    rows = read(part).count(b"\n")
+    check(4 <= rows < 42 and read(whole).startswith(read(part)[:read(part).rfind(b"\n") + 1]), "rows are written one by one", rows)
+    lines = read(whole).splitlines(True)
+    for cut in (len(lines[rows]) - 1, len(lines[rows]) // 2, 12, 1, 0):     # the last line without its newline, and less
+        write(part, b"".join(lines[:rows]) + lines[rows][:cut])
+        process = start_batch(path, part, "--resume")
+        process.communicate()
+        equal((process.returncode, read(part) == read(whole)), (3, True), "--resume after a kill in a row, %d bytes in" % cut)
+    process = start_batch(path, part, "--resume")
+    equal((process.communicate()[1], process.returncode, read(part) == read(whole)), (b"", 3, True), "--resume of a finished file")
+    os.remove(part)
+    process = start_batch(path, part, "--resume")
+    process.communicate()
+    check(read(part) == read(whole), "--resume without a file starts one")
+    os.remove(part)
+    process = start_batch(path, part)
+    wait_for_rows(part, 2)
+    process.send_signal(signal.SIGINT)
+    err = process.communicate()[1]
+    check(process.returncode == 1 and b"interrupted" in err and err.count(b"\n") == 1, "Ctrl-C ends the batch, with one line", process.returncode, err)
+    process = start_batch(path, part, "--resume")
+    process.communicate()
+    check(read(part) == read(whole), "--resume after Ctrl-C")
+    for foreign in (b"my diary\n", b"my diary", b'{"x', b'{"index": 0}', b'{"index":0,"text":"x"}\n', b'{"index":0,"text":"x"}\nmy diary', b'{"index":1,"text":"x"}\n', b"\x00" * 100, lines[0] + lines[0], lines[0] + lines[2][:20],
+                    b"".join(lines) + lines[0], b"".join(lines) + b'{"index":42,"text":"'):
+        write(part, foreign)
+        refused(1, "not touched", "batch", "-m", RANDOM, path, "-o", part, "--resume")
+        equal(read(part), foreign, "a foreign file is left alone")
+    before = read(path)
+    refused(1, "prompts", "batch", "-m", RANDOM, path, "-o", path)
+    os.link(path, HOME + "/link.jsonl")
+    refused(1, "prompts", "batch", "-m", RANDOM, path, "-o", HOME + "/link.jsonl")
+    equal(read(path), before, "the prompts are not their own output")
+
+
+# ---- tide eval, tide tokenize
+
+def test_eval():
+    result = run("eval", "-m", CHAIN, "--ids", "49,50,51,52", "--ppl")
+    report = json.loads(result.out)
+    check(result.code == 0 and abs(report["perplexity"] - 1) < 1e-4 and report["tokens"] == 3, "a certain text", result.out)
+    report = json.loads(run("eval", "-m", CHAIN, "--ids", "49,57", "--ppl").out)
+    check(17 < report["nll"] < 19, "an impossible one", report)
+    text = write(HOME + "/long", "the quick brown fox " * 60)
+    for context in ("64", "100", "4096"):
+        result = run("eval", "-m", RANDOM, "-f", text, "--ppl", "-c", context)
+        report = json.loads(result.out)
+        check(report["tokens"] == 1200 and 50 < report["perplexity"] < 5000 and report["context"] == int(context), "windows of " + context, result.out)
+    equal(json.loads(run("eval", "-m", RANDOM, "-f", text, "--ppl", "-c", "4").out)["tokens"], 1200, "windows of two tokens")
+    refused(1, "context", "eval", "-m", RANDOM, "-f", text, "--ppl", "-c", "2")
+    refused(1, "context", "eval", "-m", RANDOM, "-f", text, "--dump", HOME + "/d", "-c", "100")
+    refused(1, "at least", "eval", "-m", CHAIN, "--ids", "1", "--ppl")
+    refused(1, "320", "eval", "-m", CHAIN, "--ids", "1,5000", "--ppl")
+    refused(1, "320", "eval", "-m", CHAIN, "--ids", "1,2", "--decode", "320", "--dump", HOME + "/d")
+    refused(1, "No such file", "eval", "-m", CHAIN, "--ids", "1,2", "--dump", "/nonexistent/d")
+    refused(1, "No space", "eval", "-m", CHAIN, "--ids", "1,2", "--dump", "/dev/full")
+    dump = HOME + "/dump.safetensors"
+    result = run("eval", "-m", RANDOM, "--ids", ",".join(str(i) for i in range(1, 41)), "--decode", "7,8", "--dump", dump)
+    equal((result.code, result.out, result.err), (0, b"", b""), "--dump")
+    data = read(dump)
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:8 + length])
+    shapes = {name: entry["shape"] for name, entry in header.items()}
+    wanted = {"input_ids": [40], "decode_ids": [2], "logits": [40, 320], "decode_logits": [2, 320]} | {"hidden.%d" % i: [40, 64] for i in range(7)} | {
+        "topk.%d" % i: [40, 16] for i in (0, 1, 3, 5)}
+    equal(shapes, wanted, "the dump's tensors")
+    equal(len(data), 8 + length + max(entry["data_offsets"][1] for entry in header.values()), "the dump's size")
+
+
+def tokenize(*args):
+    return run("tokenize", "-m", CHAIN, *args)
+
+
+def test_tokenize():
+    equal(tokenize("-p", "aAB").out, b"97,257\n", "-p")
+    equal(tokenize("-p", "").out, b"\n", "an empty text")
+    marked = "a<|user|>b"
+    equal(tokenize("-p", marked).out.decode().strip(), ",".join(str(b) for b in marked.encode()), "control tokens in a text stay text")
+    equal(tokenize("-p", marked, "--special", "off").out, tokenize("-p", marked).out, "--special off is the default")
+    equal(tokenize("-p", marked, "--special", "on").out.decode().strip(), "97,%d,98" % TOKEN["<|user|>"], "--special on")
+    equal(tokenize("--decode", "97,257,%d,240,159,152,128" % TOKEN["<|user|>"]).out, "aAB<|user|>\U0001f600\n".encode(), "--decode")
+    equal(tokenize("--decode", "255,0").out, b"\xff\x00\n", "--decode of any bytes")
+    refused(1, "320", "tokenize", "-m", CHAIN, "--decode", "320")
+    refused(1, "commas", "tokenize", "-m", CHAIN, "--decode", "x")
+    refused(1, "comma", "tokenize", "-m", CHAIN, "--decode", "1,")
+    rows = [{"text": "aAB"}, {"text": ""}, {"text": "<sop>"}, {"messages": [{"role": "user", "content": "hi<|user|>"}], "add_generation_prompt": True, "enable_thinking": False}]
+    path = write(HOME + "/t.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    result = tokenize("--jsonl", path)
+    answers = [json.loads(line) for line in result.out.splitlines()]
+    equal((result.code, answers[:3]), (0, [[97, 257], [], list(b"<sop>")]), "--jsonl texts")
+    check(answers[3]["ids"][:3] == PREFIX + [TOKEN["<|user|>"]] and answers[3]["ids"].count(TOKEN["<|user|>"]) == 1 and answers[3]["prompt"].startswith("[gMASK]<sop><|user|>"),
+          "--jsonl messages", answers[3])
+    equal(json.loads(tokenize("--jsonl", path, "--special", "on").out.splitlines()[2]), [TOKEN["<sop>"]], "--jsonl --special on")
+    for bad in ("{", "[]", "5", '{"text": 5}', '{"messages": 5}', '{"text": "a\\u0000b"}', '{"messages": [{"role": "x", "content": "y"}]}', ""):
+        write(path, '{"text": "a"}\n' + bad + "\n")
+        result = tokenize("--jsonl", path)
+        check(result.code == 1 and result.out == b"[97]\n" and b"line 2" in result.err and result.err.count(b"\n") == 1, "a bad row is named", bad, result.err)
+
+
+# ---- tide chat without a terminal
+
+ANSWER = "abcd\U0001f600efg\n".encode()
+
+
+def chat(text, *args, model=None, **kwargs):
+    return run("chat", "-m", model or CHAIN, *args, stdin=text if isinstance(text, bytes) else text.encode(), **kwargs)
+
+
+def test_chat_pipe():
+    for text, answers in [("", 0), ("hi\n", 1), ("hi", 1), ("hi\nthere\n", 2), ("\n\n", 0), ("hi\r\nthere\r\n", 2), ("hi\n/quit\nthere\n", 1), ("  \t\n", 0), ("\x00\n", 1)]:
+        result = chat(text)
+        equal((result.code, result.out, result.err), (0, ANSWER * answers, b""), "input %r" % text)
+    equal(chat("hi\n", env={"TERM": "dumb"}).out, ANSWER, "TERM=dumb")
+    equal(chat("hi\n", env={"LANG": "C", "LC_ALL": "C"}).out, ANSWER, "LC_ALL=C")
+    closed = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", TIDE, "chat", "-m", CHAIN, "--quiet"], capture_output=True, env=environment(), timeout=PATIENCE)
+    equal((closed.returncode, closed.stdout, closed.stderr), (0, b"", b""), "a closed stdin")
+    equal(chat("hi\n", "--think", "on").out, b"rs</think>" + ANSWER, "--think on")
+    equal(chat("hi\n", "-n", "3").out, b"abc\n", "-n")
+    equal(chat("hi\n", "--stop", "d").out, b"abc\n", "--stop")
+    long = chat(b"q" * 100000 + b"\nhi\n")
+    equal((long.code, long.out), (0, ANSWER), "a message of 100 KB is refused, the next answered")
+    check(re.search(rb"message has 1000\d\d tokens", long.err) and long.err.count(b"\n") == 1, "by its number of tokens", long.err)
+    plain = os.path.join(HOME, "plain")
+    shutil.copytree(CHAIN, plain)
+    tokenizer = json.loads(read(plain + "/tokenizer.json"))
+    tokenizer["added_tokens"] = [t for t in tokenizer["added_tokens"] if t["content"] != "<sop>"]
+    write(plain + "/tokenizer.json", json.dumps(tokenizer))
+    refused(1, "chat format", "chat", "-m", plain, stdin=b"hi\n")
+
+
+def test_chat_context():
+    result = chat("hi\nhi\nhi\nhi\n/clear\nhi\n", "-c", "32")
+    check(result.code == 0 and b"full" in result.err or b"fit" in result.err, "a full context is noticed", result.err)
+    check(result.out.endswith(ANSWER), "after /clear there is room again", result.out)
+    check(b"/clear" in result.err, "the notice says what to do", result.err)
+    result = chat("hi\nmore\n/regen\n/clear\nhi\n", "-c", "9")
+    check(result.out.startswith(b"ab\n") and result.code == 0 and b"the context of 9 tokens is full" in result.err, "an answer cut by the context", result.out, result.err)
+
+
+def test_chat_commands():
+    result = chat("/help\n/stats\n/nonsense\n/temp\n/temp x\n/temp 1e39\n/temp nan\n/temp 0.5 \n/think\n/think perhaps\n/think on\n/save\n/load\n/regen\n/system\n/\n/clear\n")
+    equal((result.code, result.out), (0, b""), "commands print to stderr only")
+    for words in (b"/regen ", b"tokens in use", b"no command /nonsense", b'/temp: found "x"', b'/temp: found ""', b'/temp: found "1e39"', b'/temp: found "nan"',
+                  b'/think: found "perhaps"', b'/think: found ""', b"/save wants a file", b"/load wants a file", b"no answer to regenerate"):
+        check(words in result.err, "a message says", words, result.err)
+    check(b'"0.5' not in result.err, "spaces behind an argument do not matter", result.err)
+    equal(chat("/bad\x1b[31m\x9b\x07\n/temp \x1bx\n/think \x1bx\n/load /none\x1b\n").code, 0, "control characters are not echoed")
+    equal(chat("hi\n/regen\n/regen\n").out, ANSWER * 3, "/regen")
+    equal(chat("/think on\nhi\n/think off\nhi\n").out, b"rs</think>" + ANSWER * 2, "/think")
+    equal(chat("/think on \nhi\n").out, b"rs</think>" + ANSWER, "/think with a space behind")
+    equal(chat("hi\n/system be brief\nhi\n/system\nhi\n").out, ANSWER * 3, "/system")
+    equal(chat("/clear\nhi\n/clear\n/clear\nhi\n").out, ANSWER * 2, "/clear")
+    equal(chat("/quit \nhi\n").out, b"", "/quit with a space behind")
+    one, two = chat("once\n/regen\n", "--seed", "4", model=RANDOM).out, chat("once\n/regen\n", "--seed", "4", model=RANDOM).out
+    equal(one, two, "a seeded chat repeats")
+    plain, system = chat("once\n", "--temp", "0", model=RANDOM).out, chat("/system s\nonce\n", "--temp", "0", model=RANDOM).out
+    check(plain != system, "/system changes the prompt")
+    equal(chat("/temp 0\nonce\n", model=RANDOM).out, plain, "/temp 0")
+    equal(chat("once\n", "--temp", "0", "--system", "s", model=RANDOM).out, system, "--system is /system")
+
+
+def test_chat_reuse():
+    counts = lambda err: [tuple(map(int, m)) for m in re.findall(rb"(\d+) tokens evaluated, (\d+) re-used, (\d+) generated", err)]
+    for model in (CHAIN, RANDOM):
+        first, second, again = counts(chat("hello\nmore\n/regen\n", "--stats", "--seed", "1", "-n", "20", model=model).err)
+        rows = first[0] + first[2] - 1              # the last token of an answer has not been run yet
+        equal(first[1], 0, "turn 1 starts with nothing")
+        equal(second[1], rows, "turn 2 re-uses every row of turn 1")
+        check(second[0] < 20, "and evaluates the new message only", second)
+        equal(again[0], 1, "/regen evaluates one token")
+        equal(again[0] + again[1], second[0] + second[1], "of the same prompt")
+
+
+def test_chat_save():
+    save = HOME + "/talk.json"
+    script = "once upon\n/save %s\nmore\n" % save
+    full = chat(script, "--temp", "0", "-n", "30", model=RANDOM).out
+    answers = len(chat("once upon\n", "--temp", "0", "-n", "30", model=RANDOM).out)
+    equal(chat("/load %s\nmore\n" % save, "-n", "30", model=RANDOM).out, full[answers:], "/load in a new process continues with the same answer")
+    equal(chat("/load %s\n/regen\n" % save, "-n", "30", model=RANDOM).out, full[:answers], "/regen after /load")
+    chat("once\n/save %s\n" % save, "--seed", "11", "-n", "30", model=RANDOM)
+    more = chat("once\nmore\n", "--seed", "11", "-n", "30", model=RANDOM).out
+    check(more.endswith(chat("/load %s\nmore\n" % save, "-n", "30", model=RANDOM).out), "with its seed, so at any temperature")
+    chat("/think on\n/system be brief\nhi\n/save %s \n" % save, "-n", "30")
+    equal(chat("/load %s\n/regen\nhi\n" % save).out, b"rs</think>" + ANSWER + b"rs</think>" + ANSWER, "settings are kept")
+    good = read(save)
+    bad = HOME + "/bad.json"
+    for i in range(len(good) - 1):                  # every single flipped byte, in one conversation
+        write(HOME + "/flip%d" % i, good[:i] + bytes([good[i] ^ (1 if good[i] != 0x2d else 2)]) + good[i + 1:])
+    result = chat("hi\n" + "".join("/load %s/flip%d\n" % (HOME, i) for i in range(len(good) - 1)) + "/stats\n")
+    equal(result.err.count(b"\n"), len(good) - 1 + 2, "one line for each refusal")
+    check(b"loaded" not in result.err, "a flipped byte is refused", [line for line in result.err.splitlines() if b"loaded" in line][:5])
+    for i in range(len(good) - 1):
+        os.remove(HOME + "/flip%d" % i)
+    fields = json.loads(good)
+    forged = [dict(fields, answer_start=0), dict(fields, turn_start=9, answer_start=3), dict(fields, ids=fields["ids"] + [1.5]), dict(fields, ids=[]), dict(fields, ids=[320]), {}, []]
+    for content in [b"", b"{", b"my diary", good[:len(good) // 2], good[:-2], good + good, b"\x00" * 50] + [json.dumps(f).encode() for f in forged]:
+        write(bad, content)
+        result = chat("hi\n/load %s\n/regen\nhi\n" % bad)
+        equal((result.code, result.out), (0, ANSWER * 3), "a file that is no session leaves the conversation as it was")
+        check(result.err.count(b"\n") == 1 and b"loaded" not in result.err, "refused in one line", content[:60], result.err)
+    result = chat("/load %s\n" % save, model=RANDOM)
+    check(b"loaded" not in result.err and b"checkpoint" in result.err, "a session of another model is refused", result.err)
+    result = chat("/load %s\n" % save, "-c", "16")
+    check(b"loaded" not in result.err and b"context of 16" in result.err, "a session longer than the context is refused", result.err)
+    os.mkfifo(HOME + "/fifo")
+    before = sorted(os.listdir(HOME))
+    result = chat("hi\n/save /nonexistent/x\n/save %s\n/save %s/fifo\nhi\n" % (HOME, HOME))
+    equal((result.out, result.err.count(b"\n"), result.err.count(b"saved")), (ANSWER * 2, 3, 0), "a file that cannot be written is named")
+    equal((sorted(os.listdir(HOME)), os.path.exists(HOME + ".partial")), (before, False), "nothing is left behind")
+    check(not os.path.isfile(HOME + "/fifo"), "what is no regular file is not replaced")
+    chat("/save %s\n" % bad)
+    check(b"loaded" in chat("hi\n/load %s\nhi\n" % bad).err, "an empty conversation can be saved and loaded")
+
+
+# ---- tide chat on a terminal
+
+class Terminal:
+    """tide on a pseudo-terminal. What it prints is collected in self.seen."""
+
+    def __init__(self, *args, env=None, quiet=True):
+        self.master, self.slave = os.openpty()
+        self.before = termios.tcgetattr(self.slave)
+        self.seen = b""
+        def take_terminal():
+            os.setsid()
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        self.process = subprocess.Popen([TIDE, *args] + (["--quiet"] if quiet else []), stdin=self.slave, stdout=self.slave, stderr=self.slave, env=environment(env),
+                                        preexec_fn=take_terminal)
+
+    def send(self, data):
+        data = data if isinstance(data, bytes) else data.encode()
+        while data:
+            self.pump(0)
+            if select.select([], [self.master], [], 1)[1]:
+                data = data[os.write(self.master, data[:512]):]
+
+    def pump(self, seconds):
+        if select.select([self.master], [], [], seconds)[0]:
+            try:
+                self.seen += os.read(self.master, 65536)
+            except OSError:
+                pass
+
+    def expect(self, wanted, what=None):
+        """Waits for the bytes (or pattern) and drops everything up to their end."""
+        limit = time.time() + PATIENCE
+        pattern = wanted if isinstance(wanted, re.Pattern) else re.compile(re.escape(wanted if isinstance(wanted, bytes) else wanted.encode()))
+        while time.time() < limit:
+            found = pattern.search(self.seen)
+            if found:
+                before, self.seen = self.seen[:found.start()], self.seen[found.end():]
+                return before
+            self.pump(0.05)
+            if self.process.poll() is not None and not select.select([self.master], [], [], 0)[0] and not pattern.search(self.seen):
+                break
+        check(False, "the terminal shows %r" % (what or wanted), self.seen[-400:])
+        return b""
+
+    def prompt(self):
+        self.expect("> ")
+
+    def settle(self):
+        """Until nothing more is printed for a while."""
+        last = None
+        while last != len(self.seen):
+            last = len(self.seen)
+            self.pump(0.3)
+
+    def end(self):
+        """Waits for the exit; returns its status. The terminal must be as it was."""
+        limit = time.time() + PATIENCE
+        while self.process.poll() is None and time.time() < limit:
+            self.pump(0.02)
+        if self.process.poll() is None:
+            check(False, "the program ends", self.seen[-300:])
+            self.process.kill()
+            self.process.wait()
+        while select.select([self.master], [], [], 0.05)[0]:
+            self.pump(0)
+        equal(termios.tcgetattr(self.slave), self.before, "terminal modes are restored")
+        os.close(self.master)
+        os.close(self.slave)
+        return self.process.returncode
+
+
+def test_terminal_basics():
+    terminal = Terminal("chat", "-m", CHAIN, quiet=False)
+    terminal.expect("/help")
+    terminal.prompt()
+    terminal.send("hi\r")
+    terminal.expect("abcd\U0001f600efg")
+    terminal.prompt()
+    terminal.send("\x1b[A\r")                       # up: the last line again
+    terminal.expect("hi")
+    terminal.expect("abcd\U0001f600efg")
+    terminal.prompt()
+    terminal.send("\x03")
+    terminal.prompt()
+    terminal.send("dropped\x03")
+    terminal.prompt()
+    terminal.send("\x04")
+    equal(terminal.end(), 0, "Ctrl-D leaves")
+    check(b"\x1b[?2004l" in terminal.seen, "bracketed paste is turned off", terminal.seen)
+    check(oct(os.stat(HOME + "/.tide_history").st_mode & 0o777) == "0o600", "what one types is nobody else's")
+    terminal = Terminal("chat", "-m", CHAIN)
+    terminal.prompt()
+    terminal.send("\x1b[A\r")
+    terminal.expect("abcd", "history of the last run")
+    terminal.prompt()
+    terminal.send("/quit\r")
+    equal(terminal.end(), 0, "/quit leaves")
+
+
+def message_ids(terminal, save):
+    """The ids of the first user message, by way of /save."""
+    terminal.send("/save %s\r" % save)
+    terminal.expect(re.compile(rb"saved [^\n]*tokens"))
+    ids = json.loads(read(save))["ids"]
+    begin = ids.index(TOKEN["<|user|>"]) + 1
+    return bytes(ids[begin:ids.index(TOKEN["<|assistant|>"])])
+
+
+def test_terminal_paste():
+    text = "one\ntwo\n\n\tthr\u00e9e \u4f60\u597d\nfour \U0001f469\u200d\U0001f4bb"
+    save = HOME + "/pasted.json"
+    for bracketed in (True, False):
+        terminal = Terminal("chat", "-m", CHAIN)
+        terminal.prompt()
+        pasted = text.replace("\t", "") if not bracketed else text
+        terminal.send("\x1b[200~" + pasted.replace("\n", "\r") + "\x1b[201~\r" if bracketed else pasted.replace("\n", "\r") + "\r")
+        terminal.expect("abcd\U0001f600efg")
+        terminal.prompt()
+        terminal.settle()
+        equal(message_ids(terminal, save).strip(b"\n").decode(), pasted, "five pasted lines, %s brackets" % ("with" if bracketed else "without"))
+        terminal.prompt()
+        terminal.send("/stats\r\x04")
+        terminal.expect("tokens in use")
+        check(terminal.seen.count(b"abcd") == 0, "one message, one answer")
+        equal(terminal.end(), 0, "exit")
+    terminal = Terminal("chat", "-m", CHAIN)
+    terminal.prompt()
+    terminal.send("\x1b[200~" + "long " * 800 + "\x1b[201~!\r")
+    terminal.expect("abcd\U0001f600efg")
+    equal(message_ids(terminal, save).strip(b"\n"), b"long " * 800 + b"!", "4,000 characters pasted and one typed")
+    terminal.send("\x04")
+    equal(terminal.end(), 0, "exit")
+
+
+def test_terminal_lines_and_eof():
+    terminal = Terminal("chat", "-m", CHAIN)
+    terminal.prompt()
+    terminal.send("hi\r\x04")                       # faster than the pause that tells a paste from typing
+    terminal.expect("abcd")
+    equal(terminal.end(), 0, "Ctrl-D right behind a line")
+    terminal = Terminal("chat", "-m", CHAIN)
+    terminal.prompt()
+    terminal.send("h\u00e9llo \u4f60\u597d <|user|>\x7f\r")
+    terminal.expect("abcd\U0001f600efg")
+    equal(message_ids(terminal, HOME + "/typed.json").strip(b"\n").decode(), "h\u00e9llo \u4f60\u597d <|user|", "UTF-8 typed, control tokens as text")
+    terminal.send("\x04")
+    equal(terminal.end(), 0, "exit")
+
+
+def test_terminal_colour():
+    for env, coloured in [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False), ({"NO_COLOR": ""}, True)]:
+        terminal = Terminal("chat", "-m", CHAIN, "--think", "on", env=env)
+        terminal.prompt() if not coloured else terminal.expect("> ")
+        terminal.send("hi\r")
+        before = terminal.expect("efg")
+        terminal.send("\x04")
+        equal(terminal.end(), 0, "exit")
+        equal(b"\x1b[90m" in before, coloured, "reasoning is grey: %s" % env)
+        if env.get("TERM") == "dumb":
+            check(b"\x1b" not in before + terminal.seen, "a dumb terminal gets no escape sequences", before + terminal.seen)
+    for env in ({}, {"TERM": "dumb"}):
+        terminal = Terminal("generate", "-m", CHAIN, "-p", "d", env=env)
+        equal((terminal.end(), terminal.seen), (0, "\U0001f600efg\r\n".encode()), "generate on a terminal prints the text alone")
+
+
+def test_terminal_interrupts():
+    endless = ("chat", "-m", RANDOM, "--temp", "0", "-c", "4096")
+    looping = os.path.join(HOME, "looping")         # a chain whose every answer is xyxyxy...
+    if not os.path.isdir(looping):
+        shutil.copytree(CHAIN, looping)
+        data = bytearray(read(looping + "/model.safetensors"))
+        length = struct.unpack("<Q", data[:8])[0]
+        header = json.loads(bytes(data[8:8 + length]))
+        start = 8 + length + header["lm_head.weight"]["data_offsets"][0]
+        for token in (TOKEN["</think>"], TOKEN["<think>"], TOKEN["<|assistant|>"]):
+            for row in range(VOCAB):
+                struct.pack_into("<f", data, start + 4 * (row * VOCAB + token), 1 if row == ord("x") else 0)
+        write(looping + "/model.safetensors", bytes(data))
+    terminal = Terminal("chat", "-m", looping)
+    terminal.prompt()
+    terminal.send("hi\r")
+    terminal.expect("xyxyxy")
+    terminal.send("\x03")
+    terminal.expect("interrupted")
+    terminal.prompt()
+    terminal.send("hi\r")                           # the conversation goes on
+    terminal.expect("xyxyxy")
+    terminal.send("\x03")
+    terminal.expect("interrupted")
+    terminal.prompt()
+    for _ in range(4):                              # any number at the prompt
+        terminal.send("\x03")
+        terminal.prompt()
+    terminal.send("\x03\x03\x03")
+    terminal.settle()
+    terminal.send("/stats\r")
+    terminal.expect("tokens in use")
+    terminal.send("hi\r")
+    terminal.expect("xyxyxy")
+    terminal.process.send_signal(signal.SIGSTOP)    # both arrive before the program can answer the first
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.process.send_signal(signal.SIGCONT)
+    terminal.expect("interrupted")
+    terminal.prompt()
+    terminal.send("\x04")
+    equal(terminal.end(), 0, "exit")
+    # A pass that takes long: the second Ctrl-C does not wait for it.
+    for attempt in range(20):
+        terminal = Terminal("chat", "-m", looping)
+        terminal.prompt()
+        terminal.send("hi\r")
+        terminal.expect("xyxyxy")
+        terminal.send("\x03\x03")
+        code = None
+        limit = time.time() + PATIENCE
+        while time.time() < limit and b"> " not in terminal.seen and terminal.process.poll() is None:
+            terminal.pump(0.01)
+        if terminal.process.poll() is None and b"> " in terminal.seen:
+            terminal.send("\x04")                   # the answer ended between the two
+            equal(terminal.end(), 0, "exit")
+            continue
+        code = terminal.end()
+        check(code == 130, "two of them end the program with 130", code)
+        check(b"\x1b[?2004l" in terminal.seen, "and bracketed paste", terminal.seen[-100:])
+        break
+    process = subprocess.Popen([TIDE, "generate", "-m", looping, "-p", "x", "-n", "4000", "--quiet"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
+    process.stdout.read(4)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    check(process.returncode == 1 and err == b"tide: interrupted\n" and out.endswith(b"\n"), "generate: text so far, and exit 1", process.returncode, err)
+
+
+# ---- memory
+
+def address_space(bytes_):
+    return lambda: resource.setrlimit(resource.RLIMIT_AS, (bytes_, bytes_))
+
+
+def test_memory_refusals():
+    refused(1, "--kv-budget|lower -c", "generate", "-m", RANDOM, "-p", "x", "--kv-budget", "100K")
+    refused(1, "--kv-budget", "batch", "-m", RANDOM, write(HOME + "/p.txt", "x\n"), "--slots", "64", "--kv-budget", "4M")
+    unreadable = os.path.join(HOME, "unreadable")
+    shutil.copytree(RANDOM, unreadable)
+    os.remove(unreadable + "/model.safetensors")
+    refused(1, "--kv-budget", "generate", "-m", unreadable, "-p", "x", "--kv-budget", "100K")      # before a weight is looked at
+    equal(generate("-p", "1", "-n", "2", "--kv-budget", "1G").out, b"23\n", "a budget that suffices")
+    huge = os.path.join(HOME, "huge")
+    shutil.copytree(RANDOM, huge)
+    config = json.loads(read(huge + "/config.json"))
+    write(huge + "/config.json", json.dumps(dict(config, max_position_embeddings=1 << 24)))
+    refused(1, "free memory|-c", "generate", "-m", huge, "-p", "x", "-c", str(1 << 24), "--kv-dtype", "f32")
+    refused(1, "", "batch", "-m", huge, HOME + "/p.txt", "-c", str(1 << 24), "--slots", "512")
+    if SANITIZED:
+        return                                      # the sanitizer maps terabytes of its own
+    outcomes = []
+    for megabytes in (16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024):
+        result = run("generate", "-m", RANDOM, "-p", "x", "-n", "4", "--seed", "1", limits=address_space(megabytes << 20))
+        outcomes.append(result.code)
+        check(result.code in (0, 1, 127) and (result.code == 0) == (result.err == b"") and result.err.count(b"\n") <= 1, "one sentence under %d MB of address space" % megabytes, result.code, result.err)
+    check(outcomes == sorted(outcomes, reverse=True) and outcomes[-1] == 0, "more memory is never worse", outcomes)
+
+
+def peak_memory(args, text):
+    """The largest anonymous memory of a run, in bytes, and the planned cache."""
+    process = subprocess.Popen([TIDE, *args], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment({"OMP_NUM_THREADS": "2"}))
+    peak = 0
+    while process.poll() is None:
+        try:
+            status = open("/proc/%d/status" % process.pid).read()
+        except OSError:
+            break
+        for name in ("RssAnon", "RssShmem"):
+            found = re.search(name + r":\s+(\d+) kB", status)
+            if found and name == "RssAnon":
+                peak = max(peak, int(found.group(1)) << 10)
+        time.sleep(0.005)
+    err = process.stderr.read().decode()
+    cache = re.search(r"cache [^,]*, ([0-9.]+) MB", err)
+    check(process.wait() == 0 and cache, "runs", text, err)
+    return peak, float(cache.group(1)) * 1e6 if cache else 0
+
+
+def test_memory_used():
+    if SANITIZED:
+        return
+    for model in [RANDOM] + ([MINI] if os.path.exists(MINI + "/config.json") else []):
+        text = write(HOME + "/text", "The quick brown fox jumps over the lazy dog. " * 120)
+        peak, cache = peak_memory(["eval", "-m", model, "-f", text, "--ppl", "-c", "4096"], model)
+        check(peak - cache < 64e6, "less than 64 MB beside weights and cache: %.1f MB (%s)" % ((peak - cache) / 1e6, model))
+        check(peak - cache > -cache, "something was measured")
+
+
+def test_mini():
+    """A few things on the shipped model, where it is there."""
+    if not os.path.exists(MINI + "/config.json") or SANITIZED:
+        return
+    result = run("generate", "-p", "Hello", "-n", "8", "--temp", "0")
+    check(result.code == 0 and len(result.out) > 4 and result.out.decode("utf-8"), "weights/mini is the default", result.err)
+    equal(run("generate", "-p", "Hello", "-n", "8", "--temp", "0").out, result.out, "greedy repeats")
+    talk = run("chat", "--temp", "0", "--stats", stdin=b"Hello!\nWhat is 12 + 30?\n")
+    check(talk.code == 0 and talk.out.count(b"\n") >= 2 and b"re-used" in talk.err, "it talks", talk.out, talk.err)
+
+
+tests = [(name, function) for name, function in list(globals().items()) if name.startswith("test_") and (len(sys.argv) < 2 or any(word in name for word in sys.argv[1:]))]
+HOME = tempfile.mkdtemp(prefix="tide-cli-")
+CHAIN, RANDOM = os.path.join(HOME, "chain"), os.path.join(HOME, "random")
+try:
+    make_chain_model(CHAIN)
+    make_random_model(RANDOM)
+    for current, function in tests:
+        begun = time.time()
+        try:
+            function()
+        except Exception as problem:
+            import traceback
+            check(False, "the test itself broke: %s" % problem, traceback.format_exc()[-600:])
+        if time.time() - begun > 10:
+            print("(%s took %.0f s)" % (current, time.time() - begun))
+finally:
+    shutil.rmtree(HOME, ignore_errors=True)
+print("%d passed, %d failed" % (passed, failed))
+sys.exit(failed > 0)
