@@ -934,6 +934,7 @@ enum {
     KEY_TILE = 64,              /* cached rows widened together in attention and index scoring */
     QUERY_TILE = 16,            /* query heads that meet a tile of keys at once */
     MAX_PASS_ROWS = 512,
+    SHARED_WORK = 1 << 18,      /* multiply-adds from which handing work to other threads costs less than doing it */
 };
 
 /* Where a thread widens weights or cached rows before it multiplies by them. */
@@ -1025,7 +1026,7 @@ INLINE f32x8 exp8(f32x8 x) {
     y = fma8(y, r, splat8(0.5f));
     y = fma8(y, r, splat8(1));
     y = fma8(y, r, splat8(1));
-    return select8(x == x, (f32x8)((i32x8)y + ((i32x8)shifted << 23)), x);
+    return select8(x == x, (f32x8)((u32x8)y + ((u32x8)shifted << 23)), x);
 }
 
 /* sum[r * columns + c] = x[r] . w[c] over n <= REDUCTION_BLOCK values. x: value k of row r stands at r * x_stride + k * x_step
@@ -1237,12 +1238,12 @@ static void linear_columns(float *y, size_t y_stride, const float *x, size_t x_s
 static void linear(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w) {
     const size_t work = (size_t)w->rows * (size_t)w->cols * (size_t)n_rows;
     if (n_rows > TILE_ROWS) {
-#pragma omp parallel for schedule(dynamic) if (work > 1 << 15)
+#pragma omp parallel for schedule(dynamic) if (work > SHARED_WORK)
         for (int o = 0; o < w->rows; o += PANEL_COLUMNS)
             panel_columns(y, y_stride, x, x_stride, n_rows, w, o, o + PANEL_COLUMNS < w->rows ? o + PANEL_COLUMNS : w->rows);
         return;
     }
-#pragma omp parallel if (work > 1 << 15)            /* one stretch of the matrix for each thread, read from end to end */
+#pragma omp parallel if (work > SHARED_WORK)            /* one stretch of the matrix for each thread, read from end to end */
     {
         int threads = omp_get_num_threads(), me = omp_get_thread_num(), share = (w->rows / threads + 3) / 4 * 4;
         int begin = me * share < w->rows ? me * share : w->rows;
@@ -1267,7 +1268,7 @@ static float dot(const float *a, const float *b, int n) {
 }
 
 static void rms_norm(float *y, size_t y_stride, const float *x, size_t x_stride, const float *weight, int n, int dim, float eps) {
-#pragma omp parallel for if (n * dim > 1 << 15)
+#pragma omp parallel for if (n * dim > SHARED_WORK)
     for (int i = 0; i < n; i++) {
         const float *in = x + (size_t)i * x_stride;
         float *out = y + (size_t)i * y_stride, scale = 1 / sqrtf(dot(in, in, dim) / (float)dim + eps);
@@ -1288,7 +1289,7 @@ static void layer_norm(float *y, const float *x, const float *weight, const floa
 
 static void rope(float *x, int n_rows, int heads, int head_stride, int offset, int dim, bool interleaved, const float *cosine, const float *sine) {
     int half = dim / 2, near = interleaved ? 2 : 1, far = interleaved ? 1 : half;
-#pragma omp parallel for if (n_rows * heads * dim > 1 << 15)
+#pragma omp parallel for if (n_rows * heads * dim > SHARED_WORK)
     for (int r = 0; r < n_rows; r++) {
         const float *c = cosine + (size_t)r * (size_t)half, *s = sine + (size_t)r * (size_t)half;
         for (int h = 0; h < heads; h++) {
@@ -1303,7 +1304,7 @@ static void rope(float *x, int n_rows, int heads, int head_stride, int offset, i
 }
 
 static void swiglu(float *y, const float *gate, const float *up, size_t n) {
-#pragma omp parallel for if (n > 1 << 15)
+#pragma omp parallel for if (n > SHARED_WORK)
     for (size_t i = 0; i < n / 8 * 8; i += 8) {
         f32x8 g = load8(gate + i);
         store8(y + i, g / (splat8(1) + exp8(-g)) * load8(up + i));
@@ -1458,7 +1459,8 @@ static void index_scores(float *scores, const float *q, const float *head_weight
     const int together = heads * TILE_ROWS <= MAX_ROW_WIDTH ? TILE_ROWS : 1;    /* rows whose heads fit one panel of products */
     const size_t dim = (size_t)head_dim;
     const float scale = 1 / sqrtf((float)head_dim * (float)heads);
-#pragma omp parallel for schedule(dynamic)
+    const size_t work = (size_t)((end - begin) * heads) * dim * (size_t)(rows[end - 1].position + 1);
+#pragma omp parallel for schedule(dynamic) if (work > SHARED_WORK)
     for (int first = 0; first <= rows[end - 1].position; first += KEY_TILE) {
         int last = rows[end - 1].position, n = last + 1 - first < KEY_TILE ? last + 1 - first : KEY_TILE;
         for (int s = 0; s < n; s++)
@@ -1482,7 +1484,7 @@ static void index_select(Selection *selection, const float *q, const float *head
         for (end = begin; end < n_rows && end - begin < scratch_rows && rows[end].session == rows[begin].session; end++)
             scored |= rows[end].position >= selection->capacity;
         if (scored) index_scores(scratch, q, head_weights, keys, format, heads, head_dim, rows, begin, end, context);
-#pragma omp parallel for schedule(dynamic) if (scored)
+#pragma omp parallel for schedule(dynamic) if (scored && end - begin > 1)
         for (int r = begin; r < end; r++) {
             int visible = rows[r].position + 1, *ids = selection->ids + (size_t)r * (size_t)selection->capacity;
             int count = visible < selection->capacity ? visible : selection->capacity;
@@ -1531,9 +1533,10 @@ static void attend_end(float *y, size_t y_stride, const float *sum, int heads, i
 static void sparse_attention(float *z, const float *q, const uint8_t *kv, const RowFormat *format, const Selection *selection, int n_rows,
                              int heads, float scale) {
     const int latent = format->quantised, width = latent + format->plain, threads = omp_get_max_threads();
+    const size_t work = (size_t)(n_rows * heads) * (size_t)width * (size_t)(n_rows ? 2 * selection->count[n_rows - 1] : 0);
     /* With few rows the heads are shared out, so that one decoding session keeps every thread busy. */
     const int parts = n_rows >= threads ? 1 : (threads + n_rows - 1) / n_rows < heads ? (threads + n_rows - 1) / n_rows : heads;
-#pragma omp parallel for schedule(dynamic)
+#pragma omp parallel for schedule(dynamic) if (work > SHARED_WORK)
     for (int task = 0; task < n_rows * parts; task++) {
         int r = task / parts, first = heads * (task % parts) / parts, last = heads * (task % parts + 1) / parts, n = last - first;
         const int *ids = selection->ids + (size_t)r * (size_t)selection->capacity, count = selection->count[r];
@@ -1564,7 +1567,8 @@ static void dense_attention(float *y, const float *q, const uint8_t *kv, const R
     for (int r = 0; r < n_rows; r++)
         if (!r || rows[r].session != rows[r - 1].session || r - starts[blocks - 1] == block) starts[blocks++] = r;
     starts[blocks] = n_rows;
-#pragma omp parallel for schedule(dynamic)
+    const size_t work = (size_t)n_rows * width * (size_t)(n_rows ? 2 * (rows[n_rows - 1].position + 1) : 0);
+#pragma omp parallel for schedule(dynamic) if (work > SHARED_WORK)
     for (int task = 0; task < blocks * kv_heads; task++) {
         const int begin = starts[task / kv_heads], n = starts[task / kv_heads + 1] - begin, head = task % kv_heads, last = rows[begin + n - 1].position;
         const size_t offset = (size_t)begin * width + (size_t)(head * group) * dim;
@@ -1595,7 +1599,7 @@ static void dense_attention(float *y, const float *q, const uint8_t *kv, const R
 static void absorb_query(float *q_latent, const float *q, int n_rows, const Matrix *kv_b, const Config *config) {
     const int heads = config->num_attention_heads, nope = config->qk_nope_head_dim, tail = config->qk_rope_head_dim, lora = config->kv_lora_rank;
     const size_t q_stride = (size_t)(heads * (nope + tail)), out_stride = (size_t)heads * (size_t)(lora + tail);
-#pragma omp parallel for schedule(dynamic)
+#pragma omp parallel for schedule(dynamic) if ((size_t)(n_rows * heads) * (size_t)nope * (size_t)lora > SHARED_WORK)
     for (int h = 0; h < heads; h++) {
         const float *in = q + h * (nope + tail);
         float *out = q_latent + (size_t)h * (size_t)(lora + tail);
@@ -1614,7 +1618,7 @@ static void absorb_query(float *q_latent, const float *q, int n_rows, const Matr
 /* z: [rows, heads, lora]; y: [rows, heads, v_head_dim] = W_UV[h] z[h]. */
 static void expand_value(float *y, const float *z, int n_rows, const Matrix *kv_b, const Config *config) {
     const int heads = config->num_attention_heads, nope = config->qk_nope_head_dim, v = config->v_head_dim, lora = config->kv_lora_rank;
-#pragma omp parallel for schedule(dynamic)
+#pragma omp parallel for schedule(dynamic) if ((size_t)(n_rows * heads) * (size_t)v * (size_t)lora > SHARED_WORK)
     for (int h = 0; h < heads; h++) {
         Matrix w = matrix_rows(kv_b, h * (nope + v) + nope, v);
         linear_columns(y + (size_t)h * (size_t)v, (size_t)(heads * v), z + (size_t)h * (size_t)lora, (size_t)(heads * lora), n_rows, &w, 0, v);
