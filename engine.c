@@ -922,7 +922,7 @@ typedef float f32x8 __attribute__((vector_size(32)));
 typedef int32_t i32x8 __attribute__((vector_size(32)));
 typedef uint32_t u32x8 __attribute__((vector_size(32)));
 typedef uint16_t u16x8 __attribute__((vector_size(16)));
-typedef uint8_t u8x8 __attribute__((vector_size(8)));
+typedef int8_t i8x8 __attribute__((vector_size(8)));
 
 enum {
     REDUCTION_BLOCK = 1024,     /* k is summed in blocks of this many, the blocks' sums in order; a multiple of SCALE_BLOCK */
@@ -934,7 +934,7 @@ enum {
     KEY_TILE = 64,              /* cached rows widened together in attention and index scoring */
     QUERY_TILE = 16,            /* query heads that meet a tile of keys at once */
     MAX_PASS_ROWS = 512,
-    SHARED_WORK = 1 << 18,      /* multiply-adds from which handing work to other threads costs less than doing it */
+    SHARED_WORK = 1 << 17,      /* multiply-adds from which handing work to other threads costs less than doing it */
 };
 
 /* Where a thread widens weights or cached rows before it multiplies by them. */
@@ -973,29 +973,34 @@ INLINE f32x4 sum_lanes(f32x8 a, f32x8 b, f32x8 c, f32x8 d) {
 
 INLINE float sum8(f32x8 v) { return sum_lanes(v, v, v, v)[0]; }
 
-/* Eight bytes, or eight halves, as 32-bit numbers. */
-INLINE u32x8 extend8(const uint8_t *p, size_t size) {
+/* Eight halves as 32-bit numbers, and eight bytes with their sign spread over the upper bits. */
+INLINE u32x8 extend_halves(const uint8_t *p) {
 #ifdef __AVX2__
-    __m128i raw = size == 1 ? _mm_loadl_epi64((const __m128i_u *)p) : _mm_loadu_si128((const __m128i_u *)p);
-    return size == 1 ? (u32x8)_mm256_cvtepu8_epi32(raw) : (u32x8)_mm256_cvtepu16_epi32(raw);
+    return (u32x8)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i_u *)p));
 #else
     u16x8 half;
-    u8x8 byte;
-    if (size == 1) return memcpy(&byte, p, sizeof byte), __builtin_convertvector(byte, u32x8);
     return memcpy(&half, p, sizeof half), __builtin_convertvector(half, u32x8);
+#endif
+}
+
+INLINE u32x8 extend_bytes(const uint8_t *p) {
+#ifdef __AVX2__
+    return (u32x8)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i_u *)p));
+#else
+    i8x8 byte;
+    return memcpy(&byte, p, sizeof byte), (u32x8)__builtin_convertvector(byte, i32x8);
 #endif
 }
 
 /* Eight stored values as f32: widen(), eight at a time. */
 INLINE f32x8 widen8(const uint8_t *p, DType dtype) {
     if (dtype == DTYPE_F32) return load8((const float *)p);
-    u32x8 bits = extend8(p, dtype_table[dtype].size);
     if (dtype == DTYPE_F8_E4M3) {
-        u32x8 magnitude = bits & 0x7f;
-        f32x8 value = (f32x8)(magnitude << 20) * splat8(0x1p120f);
-        u32x8 nan = (u32x8)(magnitude == 0x7f) & 0x7fc00000;
-        return (f32x8)((u32x8)value | nan | (bits & 0x80) << 24);
+        u32x8 bits = extend_bytes(p) << 20 & 0x87f00000;            /* sign, exponent and mantissa in f32's places */
+        u32x8 nan = (u32x8)((bits & 0x07f00000) == 0x07f00000);     /* all ones is a NaN in f32 too */
+        return (f32x8)((u32x8)((f32x8)bits * splat8(0x1p120f)) | nan);
     }
+    u32x8 bits = extend_halves(p);
     if (dtype == DTYPE_BF16) return (f32x8)(bits << 16);
     f32x8 value = (f32x8)((bits & 0x7fff) << 13) * splat8(0x1p112f);
     u32x8 special = (u32x8)((bits & 0x7c00) == 0x7c00) & 0x7f800000;
@@ -4042,7 +4047,17 @@ static int run_command(int argc, char **argv) {
 }
 
 #ifndef TIDE_NO_MAIN
+/* Unless told otherwise, libgomp's threads spin for a millisecond or more at the end of each shared loop, and on a busy machine
+ * a spinning thread keeps the one it waits for from its core: measured, 8 tokens a second instead of 120. The setting is
+ * read before main(), so the program makes it and starts itself anew. */
+static void spin_briefly(char **argv) {
+    if (getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY")) return;
+    setenv("GOMP_SPINCOUNT", "5000", 1);
+    execv("/proc/self/exe", argv);                  /* where that fails, go on as things are */
+}
+
 int main(int argc, char **argv) {
+    spin_briefly(argv);
     if (!setlocale(LC_CTYPE, "") || strcmp(nl_langinfo(CODESET), "UTF-8")) setlocale(LC_CTYPE, "C.UTF-8");
     int descriptor;                                 /* a stream that is closed is made to fail: no file of ours may take its place */
     while ((descriptor = open("/dev/null", O_RDONLY)) >= 0 && descriptor <= STDERR_FILENO) continue;
