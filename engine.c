@@ -3494,7 +3494,7 @@ static void open_editor(Chat *chat) {
     el_set(chat->editor, EL_PROMPT_ESC, prompt_text, '\1');
     el_set(chat->editor, EL_EDITOR, "emacs");
     el_set(chat->editor, EL_HIST, history, chat->history);
-    el_set(chat->editor, EL_ADDFN, "take-paste", "takes a bracketed paste as one message", take_paste);
+    el_wset(chat->editor, EL_ADDFN, L"take-paste", L"takes a bracketed paste as one message", take_paste);   /* el_set() leaks both texts */
     el_set(chat->editor, EL_BIND, "\033[200~", "take-paste", NULL);
     if (chat->dumb) return;
     terminal_undo = "\033[0m\033[?2004l";
@@ -3820,7 +3820,7 @@ static int command_chat(Options *options) {
         else if (strspn(line, " \t\n\r") < length) chat_turn(&chat, line, length);
     }
     if (chat.editor && !chat.leaving) putchar('\n');
-    bool ok = !interrupted || fail(&error, "interrupted");      /* without a terminal, where Ctrl-C ends the input */
+    bool ok = chat.editor || !interrupted || fail(&error, "interrupted");       /* without an editor Ctrl-C ends the input */
     close_editor(&chat);
     arrfree(line);
     free(chat.system);

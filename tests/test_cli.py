@@ -10,7 +10,7 @@ import array, fcntl, json, os, pty, re, resource, select, shutil, signal, struct
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TIDE = os.path.abspath(os.environ.get("TIDE", os.path.join(ROOT, "tide")))
 SANITIZED = "asan" in os.path.basename(TIDE)
-PATIENCE = 120 if SANITIZED else 30          # seconds until something that should have happened counts as hanging
+PATIENCE = 180 if SANITIZED else 60          # seconds until something that should have happened counts as hanging
 MINI = os.path.join(ROOT, "weights", "mini")
 FIXTURE = os.path.join(ROOT, "tests", "fixtures", "glm_moe_dsa-a")
 if not os.path.isdir(FIXTURE):
@@ -376,7 +376,7 @@ def test_stdout_failures():
         check(closed.returncode == 1 and closed.stderr.count(b"tide: ") <= 2 and b"stdout" in closed.stderr or b"output" in closed.stderr,
               "a closed stdout is an error", args, closed.returncode, closed.stderr)
     started = time.time()
-    process = subprocess.Popen([TIDE, "generate", "-m", RANDOM, "-p", "x", "-n", "4000", "--quiet", "--stop", "\x01\x02\x03"], stdout=subprocess.PIPE,
+    process = subprocess.Popen([TIDE, "generate", "-m", CHAIN, "-p", "x", "-n", "4000", "--quiet"], stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, env=environment())
     process.stdout.read(1)
     process.stdout.close()
@@ -469,7 +469,7 @@ def test_batch_slots():
     others = rows[:]
     for i in range(0, 17, 2):
         others[i] = {"prompt": "something else " * (i + 1), "n": 30}
-    found = batch(others, "--seed", "5", "--slots", "4", "--threads", "2", model=RANDOM)
+    found = batch(others, "--seed", "5", "--slots", "4", model=RANDOM)
     equal(found.rows[1::2], first.rows[1::2], "the same whatever the neighbours")
     check(batch(rows, model=RANDOM).rows != batch(rows, model=RANDOM).rows, "no seed: other texts")
 
@@ -486,17 +486,18 @@ def wait_for_rows(path, n):
 
 
 def test_batch_resume():
-    path = write(HOME + "/many.jsonl", "".join(json.dumps({"prompt": "row %d" % i, "n": 150}) + "\n" for i in range(40)) + "\nbad\n")
+    ROWS = 18 if SANITIZED else 42
+    path = write(HOME + "/many.jsonl", "".join(json.dumps({"prompt": "row %d" % i, "n": 150}) + "\n" for i in range(ROWS - 2)) + "\nbad\n")
     whole, part = HOME + "/whole.jsonl", HOME + "/part.jsonl"
     process = start_batch(path, whole)
     process.communicate()
-    equal((process.returncode, read(whole).count(b"\n")), (3, 42), "an uninterrupted run")
+    equal((process.returncode, read(whole).count(b"\n")), (3, ROWS), "an uninterrupted run")
     process = start_batch(path, part)
     wait_for_rows(part, 4)
     process.kill()
     process.communicate()
     rows = read(part).count(b"\n")
-    check(4 <= rows < 42 and read(whole).startswith(read(part)[:read(part).rfind(b"\n") + 1]), "rows are written one by one", rows)
+    check(4 <= rows < ROWS and read(whole).startswith(read(part)[:read(part).rfind(b"\n") + 1]), "rows are written one by one", rows)
     lines = read(whole).splitlines(True)
     for cut in (len(lines[rows]) - 1, len(lines[rows]) // 2, 12, 1, 0):     # the last line without its newline, and less
         write(part, b"".join(lines[:rows]) + lines[rows][:cut])
@@ -519,7 +520,7 @@ def test_batch_resume():
     process.communicate()
     check(read(part) == read(whole), "--resume after Ctrl-C")
     for foreign in (b"my diary\n", b"my diary", b'{"x', b'{"index": 0}', b'{"index":0,"text":"x"}\n', b'{"index":0,"text":"x"}\nmy diary', b'{"index":1,"text":"x"}\n', b"\x00" * 100, lines[0] + lines[0], lines[0] + lines[2][:20],
-                    b"".join(lines) + lines[0], b"".join(lines) + b'{"index":42,"text":"'):
+                    b"".join(lines) + lines[0], b"".join(lines) + b'{"index":%d,"text":"' % ROWS):
         write(part, foreign)
         refused(1, "not touched", "batch", "-m", RANDOM, path, "-o", part, "--resume")
         equal(read(part), foreign, "a foreign file is left alone")
@@ -876,7 +877,6 @@ def test_terminal_colour():
 
 
 def test_terminal_interrupts():
-    endless = ("chat", "-m", RANDOM, "--temp", "0", "-c", "4096")
     looping = os.path.join(HOME, "looping")         # a chain whose every answer is xyxyxy...
     if not os.path.isdir(looping):
         shutil.copytree(CHAIN, looping)
@@ -916,25 +916,33 @@ def test_terminal_interrupts():
     terminal.prompt()
     terminal.send("\x04")
     equal(terminal.end(), 0, "exit")
-    # A pass that takes long: the second Ctrl-C does not wait for it.
-    for attempt in range(20):
-        terminal = Terminal("chat", "-m", looping)
+    # A pass that takes long: the second Ctrl-C does not wait for its end.
+    for delay in (0.2, 0.1, 0.3, 0.05, 0.4, 0.15, 0.5, 0.25):
+        terminal = Terminal("chat", "-m", RANDOM)
         terminal.prompt()
-        terminal.send("hi\r")
-        terminal.expect("xyxyxy")
-        terminal.send("\x03\x03")
-        code = None
-        limit = time.time() + PATIENCE
-        while time.time() < limit and b"> " not in terminal.seen and terminal.process.poll() is None:
+        terminal.send("q" * 3900 + "\r")
+        terminal.expect("\r\n")
+        time.sleep(delay)
+        terminal.send("\x03")
+        time.sleep(0.01)
+        terminal.send("\x03")
+        while terminal.process.poll() is None and b"> " not in terminal.seen:
             terminal.pump(0.01)
-        if terminal.process.poll() is None and b"> " in terminal.seen:
-            terminal.send("\x04")                   # the answer ended between the two
+        if terminal.process.poll() is None:         # the pass ended between the two
+            terminal.send("\x04")
             equal(terminal.end(), 0, "exit")
             continue
-        code = terminal.end()
-        check(code == 130, "two of them end the program with 130", code)
+        equal(terminal.end(), 130, "two of them end the program")
         check(b"\x1b[?2004l" in terminal.seen, "and bracketed paste", terminal.seen[-100:])
         break
+    else:
+        check(False, "two of them end the program")
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        terminal = Terminal("chat", "-m", CHAIN)
+        terminal.prompt()
+        terminal.send("hi")
+        terminal.process.send_signal(number)
+        equal(terminal.end(), -number, "a fatal signal ends the program, and gives the terminal back")
     process = subprocess.Popen([TIDE, "generate", "-m", looping, "-p", "x", "-n", "4000", "--quiet"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
     process.stdout.read(4)
     process.send_signal(signal.SIGINT)
@@ -996,8 +1004,8 @@ def test_memory_used():
     if SANITIZED:
         return
     for model in [RANDOM] + ([MINI] if os.path.exists(MINI + "/config.json") else []):
-        text = write(HOME + "/text", "The quick brown fox jumps over the lazy dog. " * 120)
-        peak, cache = peak_memory(["eval", "-m", model, "-f", text, "--ppl", "-c", "4096"], model)
+        text = write(HOME + "/text", "The quick brown fox jumps over the lazy dog. " * (200 if model == MINI else 60))
+        peak, cache = peak_memory(["eval", "-m", model, "-f", text, "--ppl", "-c", "4096" if model == MINI else "2048"], model)
         check(peak - cache < 64e6, "less than 64 MB beside weights and cache: %.1f MB (%s)" % ((peak - cache) / 1e6, model))
         check(peak - cache > -cache, "something was measured")
 
