@@ -516,7 +516,8 @@ static void read_rope(Config *config, Fields *top) {
     top->failed |= inner.failed;
 }
 
-/* Which layers run their own indexer: indexer_types, else index_topk_pattern ("FSSS.."), else the schedule (spec 1.1). */
+/* Which layers run their own indexer: indexer_types, else index_topk_pattern ("FSSS.."), else the schedule: every index_topk_freq-th layer after
+ * the first index_skip_topk_offset (transformers' GlmMoeDsaConfig). */
 static void read_indexer_types(Config *config, Fields *fields) {
     int layers = config->num_hidden_layers;
     config->indexer_full = allocate_zeroed((size_t)layers, sizeof(bool));
@@ -582,7 +583,7 @@ static void read_dsa(Config *config, Fields *fields) {
     config->qk_nope_head_dim = read_int(fields, "qk_nope_head_dim", 1, MAX_WIDTH, REQUIRED);
     config->qk_rope_head_dim = read_int(fields, "qk_rope_head_dim", 2, MAX_ROW_WIDTH - config->kv_lora_rank, REQUIRED);
     config->v_head_dim = read_int(fields, "v_head_dim", 1, MAX_WIDTH, REQUIRED);
-    config->latent_norm_eps = 1e-6f;        /* spec 1.3 item 3: as transformers, whatever rms_norm_eps says */
+    config->latent_norm_eps = 1e-6f;        /* as transformers, whatever rms_norm_eps says; vLLM takes rms_norm_eps */
     config->index_n_heads = read_int(fields, "index_n_heads", 1, MAX_HEADS, REQUIRED);
     config->index_head_dim = read_int(fields, "index_head_dim", config->qk_rope_head_dim, MAX_ROW_WIDTH, REQUIRED);
     config->index_topk = read_int(fields, "index_topk", 1, MAX_CONTEXT, REQUIRED);
@@ -800,7 +801,8 @@ static Matrix bind_matrix(Binder *binder, const char *prefix, const char *suffix
     snprintf(name, sizeof name, "%s%s.weight_scale_inv", prefix, suffix);
     const Tensor *scale = bind_tensor(binder, name, float_dtypes, 2, blocks);
     if (!scale) return (Matrix){0};
-    matrix.scale = widen_tensor(binder, scale, (size_t)(blocks[0] * blocks[1]));
+    bool in_place = scale->dtype == DTYPE_F32 && (uintptr_t)scale->data % sizeof(float) == 0;      /* as published: nothing to widen */
+    matrix.scale = in_place ? (const float *)scale->data : widen_tensor(binder, scale, (size_t)(blocks[0] * blocks[1]));
     matrix.scale_cols = (int)blocks[1];
     return matrix;
 }
@@ -941,6 +943,8 @@ enum {
 static _Thread_local float panel[KEY_TILE * MAX_ROW_WIDTH];
 static _Thread_local float second_panel[KEY_TILE * MAX_ROW_WIDTH];
 static _Thread_local float packed_rows[TILE_ROWS * REDUCTION_BLOCK];
+_Static_assert(PANEL_COLUMNS * PANEL_STRIDE <= KEY_TILE * MAX_ROW_WIDTH, "a panel holds either the weights or the keys of a tile");
+_Static_assert((int)MAX_ROW_WIDTH <= (int)REDUCTION_BLOCK, "a cached row is summed in one block");
 
 INLINE f32x8 load8(const float *p) { f32x8 v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store8(float *p, f32x8 v) { memcpy(p, &v, sizeof v); }
@@ -1250,9 +1254,9 @@ static void linear(float *y, size_t y_stride, const float *x, size_t x_stride, i
     }
 #pragma omp parallel if (work > SHARED_WORK)            /* one stretch of the matrix for each thread, read from end to end */
     {
-        int threads = omp_get_num_threads(), me = omp_get_thread_num(), share = (w->rows / threads + 3) / 4 * 4;
+        int threads = omp_get_num_threads(), me = omp_get_thread_num(), share = ((w->rows + threads - 1) / threads + 3) / 4 * 4;
         int begin = me * share < w->rows ? me * share : w->rows;
-        int end = me == threads - 1 || begin + share > w->rows ? w->rows : begin + share;
+        int end = begin + share < w->rows ? begin + share : w->rows;
         linear_columns(y, y_stride, x, x_stride, n_rows, w, begin, end);
     }
 }
@@ -1292,6 +1296,16 @@ static void layer_norm(float *y, const float *x, const float *weight, const floa
     }
 }
 
+/* The angle is rounded to f32 before the cosine, as in the reference. */
+static void rotations(float *cosine, float *sine, const Row *rows, int n_rows, const float *inverse_frequency, int dim, float factor) {
+    for (int r = 0; r < n_rows; r++)
+        for (int i = 0; i < dim / 2; i++) {
+            float angle = (float)rows[r].position * inverse_frequency[i];
+            *cosine++ = cosf(angle) * factor;
+            *sine++ = sinf(angle) * factor;
+        }
+}
+
 static void rope(float *x, int n_rows, int heads, int head_stride, int offset, int dim, bool interleaved, const float *cosine, const float *sine) {
     int half = dim / 2, near = interleaved ? 2 : 1, far = interleaved ? 1 : half;
 #pragma omp parallel for if (n_rows * heads * dim > SHARED_WORK)
@@ -1315,6 +1329,12 @@ static void swiglu(float *y, const float *gate, const float *up, size_t n) {
         store8(y + i, g / (splat8(1) + exp8(-g)) * load8(up + i));
     }
     for (size_t i = n / 8 * 8; i < n; i++) y[i] = gate[i] / (1 + exp8(splat8(-gate[i]))[0]) * up[i];
+}
+
+static void zero(float *y, size_t n) { memset(y, 0, n * sizeof(float)); }
+
+static void gather_rows(float *y, const float *x, const int *indices, int n, int dim) {
+    for (int i = 0; i < n; i++) memcpy(y + (size_t)i * (size_t)dim, x + (size_t)indices[i] * (size_t)dim, (size_t)dim * sizeof(float));
 }
 
 static void add(float *y, const float *x, size_t n) {
@@ -1501,7 +1521,7 @@ static void index_select(Selection *selection, const float *q, const float *head
     }
 }
 
-/* One tile of an online softmax. p: [heads, KEY_TILE] holds the dot products with n <= KEY_TILE keys and is overwritten; the
+/* One tile of an online softmax (Milakov and Gimelshein 2018). p: [heads, KEY_TILE] holds the dot products with n <= KEY_TILE keys and is overwritten; the
  * running maximum, sum and unnormalised output of each head take the tile in. */
 static void attend_tile(float *y, size_t y_stride, float *maximum, float *sum, float *p, int heads, const float *values, size_t value_stride,
                         int value_dim, int n, float scale) {
@@ -1600,7 +1620,7 @@ static void dense_attention(float *y, const float *q, const uint8_t *kv, const R
     }
 }
 
-/* q: [rows, heads, nope + rope]; q_latent: [rows, heads, lora + rope] = W_UK[h]^T q_nope | q_rope (spec 1.4). */
+/* q: [rows, heads, nope + rope]; q_latent: [rows, heads, lora + rope] = W_UK[h]^T q_nope | q_rope. */
 static void absorb_query(float *q_latent, const float *q, int n_rows, const Matrix *kv_b, const Config *config) {
     const int heads = config->num_attention_heads, nope = config->qk_nope_head_dim, tail = config->qk_rope_head_dim, lora = config->kv_lora_rank;
     const size_t q_stride = (size_t)(heads * (nope + tail)), out_stride = (size_t)heads * (size_t)(lora + tail);
@@ -1644,7 +1664,7 @@ static int take_best(float *values, int n) {
 }
 
 /* Keeps the topk_group groups whose two best choices add up highest; experts of the others become -inf, not 0, since a biased
- * score may be negative (spec 2). */
+ * score may be negative (DeepSeek-V3, 2.1.2). */
 static void limit_groups(float *choice, const Config *config) {
     int size = config->n_routed_experts / config->n_group;
     float score[MAX_EXPERTS];
@@ -1698,7 +1718,7 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
                 factor[n++] = weights[i];
             }
         if (!n) continue;
-        for (int i = 0; i < n; i++) memcpy(input + (size_t)i * hidden, x + (size_t)members[i] * hidden, hidden * sizeof(float));
+        gather_rows(input, x, members, n, config->hidden_size);
         linear(gate, inter, input, hidden, n, &layer->expert_gate[e]);
         linear(up, inter, input, hidden, n, &layer->expert_up[e]);
         swiglu(gate, gate, up, (size_t)n * inter);
@@ -1709,9 +1729,9 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
 }
 
 const Backend c_backend = {
-    .name = "cpu", .embed = embed, .rms_norm = rms_norm, .layer_norm = layer_norm, .linear = linear, .rope = rope, .store_rows = store_rows,
+    .name = "cpu", .embed = embed, .rms_norm = rms_norm, .layer_norm = layer_norm, .linear = linear, .rotations = rotations, .rope = rope, .store_rows = store_rows,
     .index_select = index_select, .absorb_query = absorb_query, .sparse_attention = sparse_attention, .expand_value = expand_value,
-    .dense_attention = dense_attention, .swiglu = swiglu, .add = add, .route = route, .experts = experts, .first_not_finite = first_not_finite,
+    .dense_attention = dense_attention, .swiglu = swiglu, .zero = zero, .add = add, .gather_rows = gather_rows, .route = route, .experts = experts, .first_not_finite = first_not_finite,
 };
 
 /* =====================================================================================================================
@@ -1782,7 +1802,7 @@ static void lay_out_state(State *state, const Config *config, int context, Arena
     state->index_q = carve_floats(arena, rows, config->index_n_heads * config->index_head_dim);
     state->index_k = carve_floats(arena, rows, config->index_head_dim);
     state->index_weights = carve_floats(arena, rows, config->index_n_heads);
-    state->scratch_rows = (2 << 20) / context < 1 ? 1 : (2 << 20) / context < rows ? (2 << 20) / context : rows;     /* 8 MB, or one row */
+    state->scratch_rows = larger((2 << 20) / context, 32) < rows ? larger((2 << 20) / context, 32) : rows;     /* 8 MB, or 32 rows */
     state->index_scratch = carve_floats(arena, state->scratch_rows, context);
     state->selection.capacity = config->index_topk < context ? config->index_topk : context;
     state->selection.ids = carve(arena, (size_t)rows, (size_t)state->selection.capacity, sizeof(int));
@@ -1870,7 +1890,8 @@ static bool take_memory(Engine *engine, const EngineOptions *options, Error *err
  * reading the paper's section on the architecture.
  */
 
-/* theta^(-2i / dim); under yarn low frequencies are stretched by `factor` along a ramp (transformers' form; spec 2). */
+/* theta^(-2i / dim); under yarn low frequencies are stretched by `factor` along a ramp (YaRN, Peng et al. 2023, 3.2; in
+ * transformers' form). */
 static void prepare_rope(Engine *engine) {
     const RopeConfig *rope = &engine->config.rope;
     int dim = rope_dim(&engine->config);
@@ -1898,19 +1919,11 @@ static void prepare_rope(Engine *engine) {
     engine->softmax_scale = (float)(stretch * stretch / sqrt(width));
 }
 
-/* Cosines and sines of every row's position, and the cache rows they will be stored in. The angle is rounded to f32 before
- * the cosine, as in the reference. */
+/* Cosines and sines of every row's position, and the cache rows they will be stored in. */
 static void place_rows(Engine *engine, const Row *rows, int n_rows) {
     State *state = &engine->state;
-    int half = rope_dim(&engine->config) / 2;
-    for (int r = 0; r < n_rows; r++) {
-        state->row_ids[r] = rows[r].session * engine->cache.context + rows[r].position;
-        for (int i = 0; i < half; i++) {
-            float angle = (float)rows[r].position * state->inverse_frequency[i];
-            state->cosine[r * half + i] = cosf(angle) * engine->rope_attention_factor;
-            state->sine[r * half + i] = sinf(angle) * engine->rope_attention_factor;
-        }
-    }
+    for (int r = 0; r < n_rows; r++) state->row_ids[r] = rows[r].session * engine->cache.context + rows[r].position;
+    engine->backend->rotations(state->cosine, state->sine, rows, n_rows, state->inverse_frequency, rope_dim(&engine->config), engine->rope_attention_factor);
 }
 
 static void mlp(Engine *engine, const LayerWeights *layer, int n) {
@@ -1930,7 +1943,7 @@ static void mixture_of_experts(Engine *engine, const LayerWeights *layer, int n)
     const Config *config = &engine->config;
     size_t hidden = (size_t)config->hidden_size, experts = (size_t)config->n_routed_experts;
     if (layer->gate_proj.rows) mlp(engine, layer, n);
-    else memset(state->branch, 0, (size_t)n * hidden * sizeof(float));
+    else backend->zero(state->branch, (size_t)n * hidden);
     backend->linear(state->router_logits, experts, state->normed, hidden, n, &layer->router);
     backend->route(state->expert_picks, state->expert_weights, state->router_logits, layer->e_score_correction_bias, n, config);
     backend->experts(state->branch, state->normed, state->expert_picks, state->expert_weights, n, layer, config, state->expert_scratch);
@@ -1954,14 +1967,10 @@ static bool finish_layer(Engine *engine, int i, const Row *rows, int n, Error *e
     if (config->mlp_sparse && config->mlp_sparse[i]) mixture_of_experts(engine, layer, n);
     else mlp(engine, layer, n);
     backend->add(state->hidden, state->branch, (size_t)n * hidden);
-    if (!check_finite(engine, i, "hidden state", state->hidden, config->hidden_size, rows, n, error)) return false;
-    if (!has_latent_attention(config) || !config->indexer_full[i]) return true;     /* what only selects never reaches the hidden state */
-    return check_finite(engine, i, "index query", state->index_q, config->index_n_heads * config->index_head_dim, rows, n, error)
-        && check_finite(engine, i, "index key", state->index_k, config->index_head_dim, rows, n, error)
-        && check_finite(engine, i, "index weights", state->index_weights, config->index_n_heads, rows, n, error);
+    return check_finite(engine, i, "hidden state", state->hidden, config->hidden_size, rows, n, error);
 }
 
-/* Grouped-query attention with normed queries and keys (spec 5). A cached row is all key heads, then all value heads; each
+/* Grouped-query attention with normed queries and keys (Qwen3). A cached row is all key heads, then all value heads; each
  * serves heads / kv_heads query heads. */
 static bool forward_qwen3(Engine *engine, const Row *rows, int n, Error *error) {
     const Backend *backend = engine->backend;
@@ -1994,11 +2003,11 @@ static bool forward_qwen3(Engine *engine, const Row *rows, int n, Error *error) 
     return true;
 }
 
-/* The indexer of a full layer (spec 1.3): a few narrow heads score every earlier position, and the best index_topk become the
+/* The indexer of a full layer (DeepSeek-V3.2, 2.1): a few narrow heads score every earlier position, and the best index_topk become the
  * selection of this layer and of those that follow it. Its query comes from the main query's latent, its key, which is cached,
  * from the layer's input; both are rotated in their first values, not the last. The score is a weighted sum over heads of
  * relu(q . k), and the weights are the row's own. */
-static void select_rows(Engine *engine, int i, const Row *rows, int n) {
+static bool select_rows(Engine *engine, int i, const Row *rows, int n, Error *error) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
     const LayerWeights *layer = &engine->weights.layers[i];
@@ -2015,9 +2024,13 @@ static void select_rows(Engine *engine, int i, const Row *rows, int n) {
     backend->linear(state->index_weights, (size_t)heads, state->normed, hidden, n, &layer->indexer_weights_proj);
     backend->index_select(&state->selection, state->index_q, state->index_weights, cache->index_keys[i], &cache->index_format, heads, dim, rows, n,
                           cache->context, state->index_scratch, state->scratch_rows);
+    /* What only selects never reaches the hidden state, where everything else that goes bad is seen. */
+    return check_finite(engine, i, "index query", state->index_q, heads * dim, rows, n, error)
+        && check_finite(engine, i, "index key", state->index_k, dim, rows, n, error)
+        && check_finite(engine, i, "index weights", state->index_weights, heads, rows, n, error);
 }
 
-/* Latent attention in absorbed form over the selected rows: GLM-5 and DeepSeek-V3.2 (spec 1.3, 1.4, 2).
+/* Latent attention in absorbed form over the selected rows: GLM-5 and DeepSeek-V3.2 (DeepSeek-V2, 2.1; DeepSeek-V3.2, 2.1).
  *
  * A cached row is c | k_r: a latent of kv_lora_rank values that every head expands into its own key and value, and one rotated
  * key of qk_rope_head_dim values that all heads share. Head h would attend with k_h = W_UK[h] c and v_h = W_UV[h] c. Since
@@ -2048,7 +2061,7 @@ static bool forward_dsa(Engine *engine, const Row *rows, int n, Error *error) {
         backend->store_rows(cache->kv[i], &cache->format, state->row_ids, n, state->kv, width, state->kv + lora, width);
 
         /* A full layer selects; a shared one finds the selection of the layer before it still in the state, in its order. */
-        if (config->indexer_full[i]) select_rows(engine, i, rows, n);
+        if (config->indexer_full[i] && !select_rows(engine, i, rows, n, error)) return false;
         if (engine->probe.selected && config->indexer_full[i]) engine->probe.selected(engine->probe.user, i, &state->selection, rows, n);
 
         backend->absorb_query(state->q_latent, state->q, n, &layer->kv_b_proj, config);
@@ -2085,7 +2098,7 @@ bool forward(Engine *engine, const Row *rows, int n_rows, Error *error) {
 bool head(Engine *engine, const Row *rows, const int *indices, int n, Error *error) {
     State *state = &engine->state;
     const size_t hidden = (size_t)engine->config.hidden_size, vocab = (size_t)engine->config.vocab_size;
-    for (int i = 0; i < n; i++) memcpy(state->branch + (size_t)i * hidden, state->normed + (size_t)indices[i] * hidden, hidden * sizeof(float));
+    engine->backend->gather_rows(state->branch, state->normed, indices, n, engine->config.hidden_size);
     engine->backend->linear(state->logits, vocab, state->branch, hidden, n, &engine->weights.lm_head);
     int bad = engine->backend->first_not_finite(state->logits, n, engine->config.vocab_size);
     if (bad >= 0) engine->failed_session = rows[indices[bad]].session;
@@ -2095,6 +2108,7 @@ bool head(Engine *engine, const Row *rows, const int *indices, int n, Error *err
 bool engine_open(Engine *engine, const EngineOptions *options, Error *error) {
     *engine = (Engine){.backend = &c_backend};
     bool ok = config_read(&engine->config, options->model, error);
+    if (ok && options->index_topk && !has_latent_attention(&engine->config)) ok = fail(error, "%s: %s has no indexer: --index-topk does not apply", options->model, engine->config.model_type);
     if (ok && options->index_topk) engine->config.index_topk = options->index_topk;
     ok = ok && plan_memory(engine, options, error) && check_memory(engine, options, error)
         && checkpoint_open(&engine->checkpoint, options->model, error) && weights_bind(&engine->weights, &engine->checkpoint, &engine->config, error)
@@ -2199,7 +2213,8 @@ static int argmax(const float *values, int n) {
     return best;
 }
 
-/* The token that follows `history` ([n] ids) at `position`. Changes the logits. */
+/* The token that follows `history` ([n] ids). `position`: of the row whose logits these are, n - 1: it keys the noise. Changes
+ * the logits. */
 static int sample(Sampler *sampler, float *logits, int vocab, const Sampling *sampling, uint64_t session, int position, const int *history, int n) {
     penalise_repeats(sampler, logits, history, n, sampling->repeat_penalty);
     if (!(sampling->temperature > 1e-6f)) return argmax(logits, vocab);
@@ -4033,7 +4048,7 @@ static int run_command(int argc, char **argv) {
     else if (!status) {
         options.chat |= options.system || options.think;
         if (!options.seeded && getrandom(&options.seed, sizeof options.seed, 0) != sizeof options.seed) options.seed = (uint64_t)time(NULL);
-        options.seed &= ((uint64_t)1 << 53) - 1;    /* so that a seed survives JSON */
+        if (!options.seeded) options.seed >>= 11;   /* 53 bits, so that a drawn seed survives JSON */
         if (options.threads) omp_set_num_threads(options.threads);
         status = run(&options);
         Error error;

@@ -109,7 +109,7 @@ typedef struct Config {
     RopeConfig rope;
     /* multi-head latent attention: glm_moe_dsa, deepseek_v32 */
     int q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim;
-    float latent_norm_eps;                          /* of q_a_layernorm and kv_a_layernorm; spec 1.3 item 3 */
+    float latent_norm_eps;                          /* of q_a_layernorm and kv_a_layernorm */
     /* lightning indexer */
     int index_n_heads, index_head_dim, index_topk;
     bool indexer_rope_interleave;                   /* pairs (2i, 2i+1) if true, (i, i + d/2) if false */
@@ -241,6 +241,9 @@ typedef struct Backend {
     /* y[r, o] = sum_i W[o, i] x[r, i]: the reduction runs over i in blocks of fixed size. */
     void (*linear)(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w);
 
+    /* cosine, sine: [rows, dim / 2] of position * inverse_frequency, times factor (YaRN's attention factor, else 1). */
+    void (*rotations)(float *cosine, float *sine, const Row *rows, int n_rows, const float *inverse_frequency, int dim, float factor);
+
     /* Rotates `dim` values of `heads` vectors per row, starting `offset` values into each vector of `head_stride`.
      * cosine, sine: [rows, dim / 2] for the row's position. interleaved: pairs (2i, 2i+1), else (i, i + dim/2). */
     void (*rope)(float *x, int n_rows, int heads, int head_stride, int offset, int dim, bool interleaved,
@@ -257,7 +260,7 @@ typedef struct Backend {
                          const RowFormat *format, int heads, int head_dim, const Row *rows, int n_rows, int context,
                          float *scratch, int scratch_rows);
 
-    /* q_latent[r, h] = W_UK[h]^T q_nope[r, h] | q_rope[r, h]: the query in the space of cached rows (spec 1.4).
+    /* q_latent[r, h] = W_UK[h]^T q_nope[r, h] | q_rope[r, h]: the query in the space of cached rows (DeepSeek-V2, 2.1.2).
      * q: [rows, heads, nope + rope]; q_latent: [rows, heads, kv_lora_rank + rope]; kv_b: kv_b_proj. */
     void (*absorb_query)(float *q_latent, const float *q, int n_rows, const Matrix *kv_b, const Config *config);
 
@@ -276,10 +279,16 @@ typedef struct Backend {
     /* y = silu(gate) * up, elementwise. y may be gate. */
     void (*swiglu)(float *y, const float *gate, const float *up, size_t n);
 
+    /* y = 0. */
+    void (*zero)(float *y, size_t n);
+
+    /* y[i] = x[indices[i]], rows of dim. */
+    void (*gather_rows)(float *y, const float *x, const int *indices, int n, int dim);
+
     /* y += x, elementwise. */
     void (*add)(float *y, const float *x, size_t n);
 
-    /* Sigmoid router with group limit (spec 1.3, 2). logits: [rows, experts]; picks, weights: [rows, per_token]. */
+    /* Sigmoid router with group limit (DeepSeek-V3, 2.1.2). logits: [rows, experts]; picks, weights: [rows, per_token]. */
     void (*route)(int *picks, float *weights, const float *logits, const float *bias, int n_rows, const Config *config);
 
     /* y[r] += sum over r's picks of weight * down(silu(gate x) * up x), experts in ascending order.
