@@ -2783,10 +2783,10 @@ static int command_generate(Options *options) {
 
 typedef struct BatchRow {
     int *ids;                   /* stb_ds */
-    Session session;
+    Session *session;           /* NULL before its turn and afterwards: a file may have millions of rows */
     char *output;               /* the JSON line, once finished */
     char **stops;               /* stb_ds, owned */
-    bool started, failed;
+    bool started;
 } BatchRow;
 
 typedef struct Batch {
@@ -2817,9 +2817,19 @@ static char *json_safe(const char *text, size_t length) {
 /* cJSON makes no array of no numbers. */
 static cJSON *json_ids(const int *ids, int n) { return n ? cJSON_CreateIntArray(ids, n) : cJSON_CreateArray(); }
 
+/* Everything but the output. */
+static void free_row(BatchRow *row) {
+    if (row->session) session_free(row->session);
+    free(row->session);
+    row->session = NULL;
+    arrfree(row->ids);
+    for (size_t i = 0; i < arrlenu(row->stops); i++) free(row->stops[i]);
+    arrfree(row->stops);
+}
+
 static void finish_row(Batch *batch, size_t i, const char *error) {
     BatchRow *row = &batch->rows[i];
-    const Session *session = &row->session;
+    const Session *session = row->session;
     cJSON *json = cJSON_CreateObject();
     char *text = json_safe(session->text, arrlenu(session->text)), *message = error ? json_safe(error, strlen(error)) : NULL;
     cJSON_AddNumberToObject(json, "index", (double)i);
@@ -2835,7 +2845,7 @@ static void finish_row(Batch *batch, size_t i, const char *error) {
     arrfree(text);
     arrfree(message);
     batch->some_failed |= error != NULL;
-    session_free(&row->session);
+    free_row(row);
 }
 
 /* "messages" of a row or of tokenize --jsonl, as ids and text. */
@@ -2857,7 +2867,7 @@ static bool render_messages(const Tokenizer *tokenizer, const cJSON *list, bool 
 /* A .jsonl row: prompt or messages, and overrides for n, temp, seed and stop. A row with a seed of its own draws what generate
  * draws with that seed; the others share one, and each has its own stream. */
 static bool read_json_row(Batch *batch, BatchRow *row, const cJSON *json, Error *error) {
-    Session *session = &row->session;
+    Session *session = row->session;
     Fields fields = {.object = json, .path = "row", .error = error};
     const cJSON *prompt = field(&fields, "prompt"), *messages = field(&fields, "messages"), *stop = field(&fields, "stop"), *seed = field(&fields, "seed"), *entry;
     if (!prompt == !messages) return fail(error, "row: wanted one of prompt and messages");
@@ -2891,7 +2901,8 @@ static bool read_row(Batch *batch, size_t i, Error *error) {
     size_t length = batch->lengths[i];
     Error inner;
     bool ok;
-    row->session = (Session){.stream = i, .max_new = batch->options->n_new < 0 ? 256 : batch->options->n_new, .stops = batch->options->stops,
+    row->session = allocate_zeroed(1, sizeof(Session));
+    *row->session = (Session){.stream = i, .max_new = batch->options->n_new < 0 ? 256 : batch->options->n_new, .stops = batch->options->stops,
                              .sampling = sampling_of(batch->options, &batch->runner->engine.config)};
     if (strspn(line, " \t") == length) ok = fail(&inner, "the line is blank");
     else if (utf8_valid(line, length) < length) ok = fail(&inner, "the line is not valid UTF-8");
@@ -2992,24 +3003,24 @@ static bool run_batch(Batch *batch, Error *error) {
             size_t i = next++;
             BatchRow *row = &batch->rows[i];
             if (!read_row(batch, i, &problem)) { finish_row(batch, i, problem.text); continue; }
-            while (taken[row->session.slot]) row->session.slot++;
-            taken[row->session.slot] = true;
-            row->session.ids = row->ids;
+            while (taken[row->session->slot]) row->session->slot++;
+            taken[row->session->slot] = true;
+            row->session->ids = row->ids;
             row->ids = NULL;
             row->started = true;
-            session_begin(&row->session, &runner->engine);
-            if (!row->session.max_new) row->session.finish = FINISH_LENGTH;
+            session_begin(row->session, &runner->engine);
+            if (!row->session->max_new) row->session->finish = FINISH_LENGTH;
             active[running++] = row;
         }
         Session *sessions[MAX_PASS_ROWS];
-        for (int i = 0; i < running; i++) sessions[i] = &active[i]->session;
+        for (int i = 0; i < running; i++) sessions[i] = active[i]->session;
         run_round(runner, sessions, running);
         if (interrupted) return fail(error, "interrupted with %zu of %zu rows written; --resume goes on from there", batch->written, n);
         for (int i = 0; i < running; i++) {
             BatchRow *row = active[i];
-            if (row->session.finish == RUNNING) continue;
-            taken[row->session.slot] = false;
-            finish_row(batch, (size_t)(row - batch->rows), row->session.finish == FINISH_ERROR ? row->session.error.text : NULL);
+            if (row->session->finish == RUNNING) continue;
+            taken[row->session->slot] = false;
+            finish_row(batch, (size_t)(row - batch->rows), row->session->finish == FINISH_ERROR ? row->session->error.text : NULL);
             active[i--] = active[--running];
         }
         if (!write_rows(batch, error)) return false;
@@ -3021,10 +3032,7 @@ static bool run_batch(Batch *batch, Error *error) {
 static void batch_free(Batch *batch) {
     for (size_t i = 0; i < arrlenu(batch->lines); i++) {
         BatchRow *row = &batch->rows[i];
-        session_free(&row->session);
-        arrfree(row->ids);
-        for (size_t j = 0; j < arrlenu(row->stops); j++) free(row->stops[j]);
-        arrfree(row->stops);
+        free_row(row);
         cJSON_free(row->output);
     }
     free(batch->rows);
@@ -3399,7 +3407,7 @@ typedef struct Chat {
 
 /* The chat's terminal is neither echoing nor collecting lines: what is typed during an answer waits, unharmed, for the next
  * prompt. However the program ends, the user gets the terminal back as it was. */
-static volatile sig_atomic_t terminal_taken;
+static volatile sig_atomic_t terminal_taken, terminal_changed;
 static struct termios terminal_modes;               /* as they were */
 static const char *terminal_undo = "";              /* what to print */
 
@@ -3433,17 +3441,31 @@ static void catch_interrupts(bool waiting, bool editing) {
     sigprocmask(waiting && editing ? SIG_BLOCK : SIG_UNBLOCK, &set, NULL);
 }
 
+/* Another size, or back from being suspended. */
+static void handle_change(int number) {
+    (void)number;
+    terminal_changed = 1;
+}
+
+static void show_line_again(EditLine *editor) {
+    terminal_changed = 0;
+    el_resize(editor);
+    el_set(editor, EL_PREP_TERM, 0);                /* whoever had the terminal in between left modes of his own */
+    el_set(editor, EL_PREP_TERM, 1);
+    el_set(editor, EL_REFRESH);
+}
+
 /* One character for the editor: 1, or 0 at the end of input, or -1. */
 static int read_key(EditLine *editor, wchar_t *key) {
     static mbstate_t state;
     sigset_t none;
-    (void)editor;
     sigemptyset(&none);
     for (;;) {
         struct pollfd input = {.fd = STDIN_FILENO, .events = POLLIN};
         char byte;
         if (!interrupted && ppoll(&input, 1, NULL, &none) < 0 && errno != EINTR) return -1;
         if (interrupted) return -1;
+        if (terminal_changed) show_line_again(editor);
         if (!input.revents) continue;
         ssize_t n = read(STDIN_FILENO, &byte, 1);
         if (n <= 0) return (int)n;
@@ -3499,6 +3521,8 @@ static void open_editor(Chat *chat) {
     static const int fatal[] = {SIGTERM, SIGHUP, SIGQUIT};
     struct sigaction action = {.sa_handler = handle_fatal_signal, .sa_flags = (int)SA_RESETHAND};
     for (size_t i = 0; i < sizeof fatal / sizeof *fatal; i++) sigaction(fatal[i], &action, NULL);
+    signal(SIGWINCH, handle_change);
+    signal(SIGCONT, handle_change);
     atexit(give_terminal_back);
     terminal_taken = 1;
     el_set(chat->editor, EL_SETTY, "-x", "-icanon", "-echo", NULL);     /* outside the editor's own reading */
@@ -4078,7 +4102,8 @@ int main(int argc, char **argv) {
     while ((descriptor = open("/dev/null", O_RDONLY)) >= 0 && descriptor <= STDERR_FILENO) continue;
     if (descriptor >= 0) close(descriptor);
     catch_interrupts(false, false);
-    signal(SIGPIPE, SIG_IGN);                       /* a closed pipe is a write error, with a message */
+    signal(SIGPIPE, SIG_IGN);                       /* a closed pipe is a write error, with a message; so is a file at its limit */
+    signal(SIGXFSZ, SIG_IGN);
     Error error;
     int status = run_command(argc, argv);
     return flush_stdout(&error) || status == EXIT_FAILED || status == EXIT_USAGE ? status : report(&error);

@@ -86,6 +86,7 @@ def successors():
             chain[a] = b
     follow(*b"12345678901")
     follow(*b"xyx")
+    follow(257, 257)                                # AB
     follow(TOKEN["<think>"], *b"rs", TOKEN["</think>"], *b"abcd", *"\U0001f600".encode(), *b"efg", TOKEN["<|user|>"])
     return chain
 
@@ -382,6 +383,25 @@ def test_stdout_failures():
     process.stdout.close()
     err = process.stderr.read()
     check(process.wait() == 1 and b"Broken pipe" in err and err.count(b"\n") == 1, "a reader that leaves ends the generation", process.returncode, err)
+    ours, theirs = os.pipe()                        # 4 KB of room for 8 KB of text: the write waits while Ctrl-C arrives
+    fcntl.fcntl(theirs, 1031, 4096)
+    process = subprocess.Popen([TIDE, "generate", "-m", CHAIN, "-p", "AB", "-n", "4000", "--quiet"], stdout=theirs, stderr=subprocess.PIPE, env=environment())
+    os.close(theirs)
+    limit = time.time() + PATIENCE
+    while array.array("i", fcntl.ioctl(ours, termios.FIONREAD, b"\0" * 4))[0] < 4096 and time.time() < limit:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    text = b""
+    while piece := os.read(ours, 65536):
+        text += piece
+    os.close(ours)
+    err = process.stderr.read()
+    check(process.wait() == 1 and err == b"tide: interrupted\n" and 4096 < len(text) < 8000 and text == b"AB" * (len(text) // 2) + b"\n", "Ctrl-C cuts no write short", len(text), err)
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    refused(1, "too large", "batch", "-m", CHAIN, write(HOME + "/p.txt", "1\n" * 50), "-o", HOME + "/limited", limits=limit)
+    refused(1, "too large", "eval", "-m", CHAIN, "--ids", "1,2", "--dump", HOME + "/limited", limits=limit)
     with open("/dev/full", "wb") as full:
         check(run("chat", "-m", CHAIN, stdin=b"hi\nhi\n", stdout=full).code == 1, "chat too")
     # A file that tide opens must never become its stdout or stderr.
@@ -876,6 +896,28 @@ def test_terminal_colour():
         equal((terminal.end(), terminal.seen), (0, "\U0001f600efg\r\n".encode()), "generate on a terminal prints the text alone")
 
 
+def test_terminal_suspended():
+    """Stopped at the prompt, and continued by a shell that left its own modes and another size."""
+    terminal = Terminal("chat", "-m", CHAIN)
+    terminal.prompt()
+    terminal.send("h")
+    terminal.settle()
+    raw = termios.tcgetattr(terminal.slave)
+    terminal.process.send_signal(signal.SIGSTOP)
+    termios.tcsetattr(terminal.slave, termios.TCSANOW, terminal.before)
+    fcntl.ioctl(terminal.slave, termios.TIOCSWINSZ, struct.pack("4H", 40, 20, 0, 0))
+    terminal.process.send_signal(signal.SIGCONT)
+    limit = time.time() + PATIENCE
+    while termios.tcgetattr(terminal.slave) != raw and time.time() < limit:
+        terminal.pump(0.01)
+    check(termios.tcgetattr(terminal.slave) == raw, "the editor's modes are back")
+    terminal.send("i\r")
+    terminal.expect("abcd\U0001f600efg")
+    equal(message_ids(terminal, HOME + "/stopped.json").strip(b"\n"), b"hi", "and the line begun before")
+    terminal.send("\x04")
+    equal(terminal.end(), 0, "exit")
+
+
 def test_terminal_interrupts():
     looping = os.path.join(HOME, "looping")         # a chain whose every answer is xyxyxy...
     if not os.path.isdir(looping):
@@ -1008,6 +1050,15 @@ def test_memory_used():
         peak, cache = peak_memory(["eval", "-m", model, "-f", text, "--ppl", "-c", "4096" if model == MINI else "2048"], model)
         check(peak - cache < 64e6, "less than 64 MB beside weights and cache: %.1f MB (%s)" % ((peak - cache) / 1e6, model))
         check(peak - cache > -cache, "something was measured")
+
+
+    rows = 50000
+    path = write(HOME + "/rows.txt", "\n" * rows)
+    process = subprocess.Popen([TIDE, "batch", "-m", CHAIN, path, "-o", HOME + "/rows.jsonl", "--quiet"], env=environment())
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = status >> 8
+    equal((status >> 8, read(HOME + "/rows.jsonl").count(b"\n")), (3, rows), "a file of many rows")
+    check(usage.ru_maxrss < 40000, "a waiting row takes little", usage.ru_maxrss)
 
 
 def test_mini():
