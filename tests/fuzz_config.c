@@ -1,0 +1,72 @@
+/* fuzz_config.c: libFuzzer target for config.json and generation_config.json.
+ *
+ *     make fuzz
+ *
+ * The input is a config.json and, behind a NUL byte, a generation_config.json. Where a config is accepted, its memory is planned for
+ * several contexts and its tensors are looked up by name in an empty checkpoint: whatever passed must be fit to be computed with.
+ * Run from the repository's root.
+ */
+#define TIDE_NO_MAIN
+#include "../engine.c"
+
+#define SEEDS "build/corpus-fuzz_config"
+
+int LLVMFuzzerInitialize(int *argc, char ***argv) {
+    (void)argc, (void)argv;
+    static const char *fixtures[] = {"qwen3-a", "glm_moe_dsa-a", "deepseek_v32-c"};
+    static const char generation[] = "{\"do_sample\":true,\"temperature\":0.6,\"top_p\":0.9,\"top_k\":20,\"min_p\":0.1,\"repetition_penalty\":1.1,\"eos_token_id\":[1,2]}";
+    for (size_t i = 0; i < sizeof fixtures / sizeof *fixtures; i++) {
+        char path[PATH_MAX], directory[PATH_MAX], *text;
+        size_t length;
+        Error error;
+        if (!read_file(join(path, join(directory, "tests/fixtures", fixtures[i]), "config.json"), 1 << 20, &text, &length, &error)) continue;
+        FILE *file = fopen(join(path, SEEDS, fixtures[i]), "wb");
+        if (file) {
+            fwrite(text, 1, length + 1, file);
+            fputs(generation, file);
+            fclose(file);
+        }
+        free(text);
+    }
+    return 0;
+}
+
+static void plan(const Config *config, int sessions, int context) {
+    Error error;
+    Engine engine = {.backend = &c_backend, .config = *config};
+    EngineOptions options = {.model = "fuzz", .sessions = sessions, .context = context, .kv_dtype = (KvDtype)(context % 3)};
+    if (plan_memory(&engine, &options, &error) && (!engine.cache.bytes || !engine.state.bytes || engine.cache.context < 1)) abort();
+    free(engine.cache.kv);
+    free(engine.cache.index_keys);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    const uint8_t *end = memchr(data, 0, size);
+    size_t length = end ? (size_t)(end - data) : size;
+    Error error = {""};
+    Config config = {0};
+    cJSON *json = json_parse((const char *)data, length, "fuzz", &error), *generation = NULL;
+    Fields fields = {.object = json, .path = "fuzz", .error = &error};
+    if (cJSON_IsObject(json)) read_config(&config, &fields);
+    else fields.failed = true;
+    if (!fields.failed && end) generation = json_parse((const char *)end + 1, size - length - 1, "fuzz", &error);
+    fields.object = generation;
+    if (cJSON_IsObject(generation)) read_generation_config(&config, &fields);
+    if (fields.failed && json && cJSON_IsObject(json) && (!*error.text || strchr(error.text, '\n'))) abort();
+    if (!fields.failed) {
+        plan(&config, 1, 0);
+        plan(&config, 512, 1);
+        plan(&config, 7, 4096);
+        plan(&config, 128, 1 << 24);
+        Checkpoint empty = {.directory = copy_string("fuzz")};
+        Weights weights;
+        if (weights_bind(&weights, &empty, &config, &error)) abort();
+        checkpoint_close(&empty);
+        if (config.n_eos < 0 || config.n_eos > 16) abort();
+        if (has_latent_attention(&config) && !config.indexer_full[0]) abort();
+    }
+    config_free(&config);
+    cJSON_Delete(json);
+    cJSON_Delete(generation);
+    return 0;
+}
