@@ -3020,7 +3020,10 @@ static bool run_batch(Batch *batch, Error *error) {
             BatchRow *row = active[i];
             if (row->session->finish == RUNNING) continue;
             taken[row->session->slot] = false;
-            finish_row(batch, (size_t)(row - batch->rows), row->session->finish == FINISH_ERROR ? row->session->error.text : NULL);
+            size_t line = (size_t)(row - batch->rows);
+            Error problem;
+            bool failed = row->session->finish == FINISH_ERROR && !fail(&problem, "line %zu: %s", line + 1, row->session->error.text);
+            finish_row(batch, line, failed ? problem.text : NULL);
             active[i--] = active[--running];
         }
         if (!write_rows(batch, error)) return false;

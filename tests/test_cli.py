@@ -476,8 +476,56 @@ def test_batch_overrides():
     equal(batch(rows[1:2], "-n", "20", model=RANDOM).rows[0]["ids"], texts[1], "a row's temp")
 
 
-def strip_index(rows):
-    return [{k: v for k, v in row.items() if k != "index"} for row in rows]
+def make_broken_numbers():
+    """The chain with a NaN where the token z is embedded."""
+    directory = os.path.join(HOME, "nan")
+    if not os.path.isdir(directory):
+        shutil.copytree(CHAIN, directory)
+        data = bytearray(read(directory + "/model.safetensors"))
+        length = struct.unpack("<Q", data[:8])[0]
+        start = 8 + length + json.loads(bytes(data[8:8 + length]))["model.embed_tokens.weight"]["data_offsets"][0]
+        struct.pack_into("<f", data, start + 4 * (ord("z") * VOCAB + 5), float("nan"))
+        write(directory + "/model.safetensors", bytes(data))
+    return directory
+
+
+def test_broken_numbers():
+    model = make_broken_numbers()
+    refused(1, "layer 0|position 3|not finite", "generate", "-m", model, "-p", "1z")
+    refused(1, "not finite", "eval", "-m", model, "-p".replace("-p", "--ids"), "49,122", "--ppl")
+    for slots in ("1", "2", "8"):
+        result = batch("1\nz\n2\n3z3\n4\nd\n", "-n", "5", "--slots", slots, name="p.txt", model=model)
+        equal(([row["text"] for row in result.rows], result.code), (["23456", "", "34567", "", "56789", "\U0001f600e"], 3), "other rows lose nothing, --slots " + slots)
+        check(all("line %d: " % (i + 1) in result.rows[i]["error"] and "not finite" in result.rows[i]["error"] for i in (1, 3)), "the row says why", result.rows[1])
+    result = chat("hi\nz\nhi\n", model=model)
+    equal((result.code, result.out), (0, ANSWER + b"\n" + ANSWER), "a chat goes on where it was")
+    check(b"taken back" in result.err and result.err.count(b"\n") == 1, "and says so", result.err)
+
+
+def test_small_vocabulary():
+    """A tokenizer that knows more tokens than the model."""
+    model = os.path.join(HOME, "small")
+    shutil.copytree(CHAIN, model)
+    tokenizer = json.loads(read(model + "/tokenizer.json"))
+    tokenizer["added_tokens"].append(dict(tokenizer["added_tokens"][0], id=VOCAB, content="<|extra|>"))
+    tokenizer["model"]["vocab"]["IJ"] = VOCAB + 1
+    tokenizer["model"]["merges"].append("I J")
+    write(model + "/tokenizer.json", json.dumps(tokenizer))
+    refused(1, "321|320", "generate", "-m", model, "-p", "IJ")
+    refused(1, "321|320", "eval", "-m", model, "-f", write(HOME + "/ij", "xIJx"), "--ppl")
+    result = batch("1\nIJ\n2\n", "-n", "2", name="p.txt", model=model)
+    equal([row["text"] for row in result.rows], ["23", "", "34"], "the row alone fails")
+    equal(chat("hi\nIJ\nhi\n", model=model).out.replace(b"\n\n", b"\n"), ANSWER * 2, "the turn alone fails")
+
+
+def test_batch_bar():
+    path = write(HOME + "/p.txt", "1\n2\n3\n4\n")
+    terminal = Terminal("batch", "-m", CHAIN, path, "-n", "5", "-o", HOME + "/barred.jsonl", quiet=False)
+    equal(terminal.end(), 0, "exit")
+    check(b"] 4/4 rows, " in terminal.seen and terminal.seen.endswith(b" tokens/s\r\n"), "a bar on a terminal", terminal.seen)
+    terminal = Terminal("batch", "-m", CHAIN, path, "-n", "5", "-o", HOME + "/barred.jsonl")
+    equal((terminal.end(), terminal.seen), (0, b""), "none with --quiet")
+    check(b"] 4/4" not in run("batch", "-m", CHAIN, path, "-n", "5", quiet=False).err, "none elsewhere")
 
 
 def test_batch_slots():
@@ -689,6 +737,15 @@ def test_chat_reuse():
         equal(again[0] + again[1], second[0] + second[1], "of the same prompt")
 
 
+def sealed(fields):
+    """A saved conversation with these fields and a right checksum, as a forger would make it."""
+    text = json.dumps(fields, separators=(",", ":")).encode()[:-1]
+    mark = 0xcbf29ce484222325
+    for byte in text:
+        mark = (mark ^ byte) * 0x100000001b3 & (1 << 64) - 1
+    return text + b',"check":"%016x"}\n' % mark
+
+
 def test_chat_save():
     save = HOME + "/talk.json"
     script = "once upon\n/save %s\nmore\n" % save
@@ -711,8 +768,13 @@ def test_chat_save():
     for i in range(len(good) - 1):
         os.remove(HOME + "/flip%d" % i)
     fields = json.loads(good)
-    forged = [dict(fields, answer_start=0), dict(fields, turn_start=9, answer_start=3), dict(fields, ids=fields["ids"] + [1.5]), dict(fields, ids=[]), dict(fields, ids=[320]), {}, []]
-    for content in [b"", b"{", b"my diary", good[:len(good) // 2], good[:-2], good + good, b"\x00" * 50] + [json.dumps(f).encode() for f in forged]:
+    del fields["check"]
+    equal(sealed(fields), good, "the checksum is the one described")
+    forged = [dict(fields, answer_start=0), dict(fields, turn_start=9, answer_start=3), dict(fields, ids=fields["ids"] + [1.5]), dict(fields, ids=[]), dict(fields, ids=[320]), dict(fields, ids=[-1]),
+              dict(fields, ids=["1"]), dict(fields, ids={}), dict(fields, answer_start=10 ** 6), dict(fields, answer_start=-2), dict(fields, turn_start=-1), dict(fields, temperature=None),
+              dict(fields, temperature=1e300), dict(fields, seed=-1), dict(fields, seed="x"), dict(fields, think="yes"), dict(fields, system=5), dict(fields, tide_session=2),
+              dict(fields, checkpoint="0" * 16), {k: v for k, v in fields.items() if k != "ids"}, {"x": 1}]
+    for content in [b"", b"{", b"my diary", good[:len(good) // 2], good[:-2], good + good, b"\x00" * 50, json.dumps(fields).encode()] + [sealed(f) for f in forged]:
         write(bad, content)
         result = chat("hi\n/load %s\n/regen\nhi\n" % bad)
         equal((result.code, result.out), (0, ANSWER * 3), "a file that is no session leaves the conversation as it was")
