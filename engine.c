@@ -2353,7 +2353,8 @@ static void accept_token(Runner *runner, Session *session, int token) {
     if (!runner->tokenizer) return;
     size_t length;
     const char *bytes = tokenizer_bytes(runner->tokenizer, token, &length);
-    bool silent = !bytes || ends_generation(runner, token) || tokenizer_is_control(runner->tokenizer, token);
+    bool thought = token == chat_think_open(runner->tokenizer) || token == chat_think_close(runner->tokenizer);    /* parts reasoning from answer */
+    bool silent = !bytes || ends_generation(runner, token) || (tokenizer_is_control(runner->tokenizer, token) && !thought);
     if (!silent) utf8_push(&session->utf8, bytes, length, &session->text);
     if (session->finish != RUNNING) utf8_flush(&session->utf8, &session->text);
     emit_text(session, session->finish != RUNNING);

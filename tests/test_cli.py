@@ -298,6 +298,13 @@ def test_generate():
     equal(generate("-p", "hi", "--chat", "-n", "3").out, b"abc\n", "--chat renders a message")
     equal(generate("-p", "hi", "--think", "on", "-n", "6").out, b"rs</think>abc\n", "--think on")
     equal(generate("-p", "hi", "--system", "be brief", "-n", "3").out, b"abc\n", "--system")
+    marked = os.path.join(HOME, "marked")
+    shutil.copytree(CHAIN, marked)
+    tokenizer = json.loads(read(marked + "/tokenizer.json"))
+    for token in tokenizer["added_tokens"]:
+        token["special"] = True
+    write(marked + "/tokenizer.json", json.dumps(tokenizer))
+    equal(generate("-p", "hi", "--think", "on", "-n", "6", model=marked).out, b"rs</think>abc\n", "reasoning ends visibly, also where its tags are control tokens")
 
 
 def test_generate_refusals():
@@ -617,6 +624,11 @@ def test_eval():
     refused(1, "context", "eval", "-m", RANDOM, "-f", text, "--dump", HOME + "/d", "-c", "100")
     refused(1, "at least", "eval", "-m", CHAIN, "--ids", "1", "--ppl")
     refused(1, "320", "eval", "-m", CHAIN, "--ids", "1,5000", "--ppl")
+    process = subprocess.Popen([TIDE, "eval", "-m", RANDOM, "-f", write(HOME + "/longer", "the quick brown fox " * 2000), "--ppl"], stderr=subprocess.PIPE, env=environment())
+    process.stderr.readline()                       # the plan
+    process.send_signal(signal.SIGINT)
+    err = process.stderr.read()
+    equal((process.wait(), err), (1, b"tide: interrupted\n"), "Ctrl-C ends an evaluation")
     refused(1, "320", "eval", "-m", CHAIN, "--ids", "1,2", "--decode", "320", "--dump", HOME + "/d")
     refused(1, "No such file", "eval", "-m", CHAIN, "--ids", "1,2", "--dump", "/nonexistent/d")
     refused(1, "No space", "eval", "-m", CHAIN, "--ids", "1,2", "--dump", "/dev/full")
@@ -657,6 +669,10 @@ def test_tokenize():
     check(answers[3]["ids"][:3] == PREFIX + [TOKEN["<|user|>"]] and answers[3]["ids"].count(TOKEN["<|user|>"]) == 1 and answers[3]["prompt"].startswith("[gMASK]<sop><|user|>"),
           "--jsonl messages", answers[3])
     equal(json.loads(tokenize("--jsonl", path, "--special", "on").out.splitlines()[2]), [TOKEN["<sop>"]], "--jsonl --special on")
+    alone = os.path.join(HOME, "alone")
+    os.mkdir(alone)
+    shutil.copy(CHAIN + "/tokenizer.json", alone)
+    equal(run("tokenize", "-m", alone, "-p", "aAB").out, b"97,257\n", "tokenizer.json alone is enough")
     for bad in ("{", "[]", "5", '{"text": 5}', '{"messages": 5}', '{"text": "a\\u0000b"}', '{"messages": [{"role": "x", "content": "y"}]}', ""):
         write(path, '{"text": "a"}\n' + bad + "\n")
         result = tokenize("--jsonl", path)
