@@ -1,7 +1,7 @@
 /* engine.c: tide from the files on disk to the words on the screen, top to bottom in the order data flows.
  *
- *     errors and memory . safetensors . config . weights . the C backend . the cache . forward . sampling .
- *     sessions and rounds . measuring . command line
+ *     errors and memory . JSON . safetensors . config . weights . the C backend . memory plan . forward . sampling .
+ *     sessions and rounds . command line
  *
  * engine.h defines the vocabulary; tokenizer.c turns text into ids and back. Every operation of the C backend computes
  * each row by itself and in an order that only the shapes decide, so that a token never depends on its neighbours.
@@ -84,6 +84,8 @@ void *allocate_zeroed(size_t count, size_t size) {
     return block;
 }
 
+static void *checked_malloc(size_t size) { return checked_realloc(NULL, size); }    /* for cJSON */
+
 static char *copy_string(const char *text) {
     size_t size = strlen(text) + 1;
     return memcpy(allocate_zeroed(size, 1), text, size);
@@ -159,7 +161,12 @@ static const char *find_escaped_nul(const char *text, size_t length) {
     return NULL;
 }
 
-static cJSON *json_parse(const char *text, size_t length, const char *name, Error *error) {
+struct cJSON *json_parse(const char *text, size_t length, const char *name, Error *error) {
+    size_t valid = utf8_valid(text, length);
+    if (valid < length) {
+        fail(error, "%s: malformed JSON: byte %zu is not UTF-8", name, valid);
+        return NULL;
+    }
     const char *end = find_escaped_nul(text, length);
     if (end) {
         fail(error, "%s: the string at byte %zu holds \\u0000, which tide does not take", name, (size_t)(end - text));
@@ -270,6 +277,7 @@ static const struct { const char *name; size_t size; } dtype_table[DTYPE_COUNT] 
 };
 
 enum { SAFETENSORS_MAX_HEADER = 100 << 20, MAX_JSON_FILE = 256 << 20 };
+static const size_t MAX_TEXT_FILE = (size_t)4 << 30;
 
 static DType dtype_by_name(const char *name) {
     for (int d = DTYPE_UNKNOWN + 1; d < DTYPE_COUNT; d++)
@@ -1441,17 +1449,22 @@ static void widen_row(float *out, const uint8_t *row, const RowFormat *format) {
     widen_run(out + format->quantised, row + quantised_bytes(format), format->plain, format->dtype == KV_F32 ? DTYPE_F32 : DTYPE_BF16);
 }
 
+/* A key whose unsigned order is the scores' order; -0 counts as 0. */
+INLINE uint32_t sortable(float score) {
+    uint32_t bits = float_to_bits(score + 0.0f);
+    return bits & 0x80000000 ? ~bits : bits | 0x80000000;
+}
+
 /* The k best of n > k scores as ascending positions: equal scores go to the lower position. Finds the k-th best value byte by
  * byte on keys whose unsigned order is the scores' order, then walks the scores once. */
 static void top_k(int *picks, const float *scores, int n, int k) {
     uint32_t threshold = 0;
     int wanted = k;                                 /* how many of the scores equal to the threshold's prefix are needed */
-#define SORTABLE(s) ({ uint32_t b = float_to_bits((s) + 0.0f); b & 0x80000000 ? ~b : b | 0x80000000; })  /* -0 counts as 0 */
     for (int shift = 24; shift >= 0; shift -= 8) {
         int histogram[256] = {0};
         uint32_t above = shift == 24 ? 0 : ~0u << (shift + 8);
         for (int i = 0; i < n; i++) {
-            uint32_t key = SORTABLE(scores[i]);
+            uint32_t key = sortable(scores[i]);
             if ((key & above) == threshold) histogram[key >> shift & 255]++;
         }
         int bin = 255;
@@ -1459,10 +1472,9 @@ static void top_k(int *picks, const float *scores, int n, int k) {
         threshold |= (uint32_t)bin << shift;
     }
     for (int i = 0, count = 0; count < k; i++) {
-        uint32_t key = SORTABLE(scores[i]);
+        uint32_t key = sortable(scores[i]);
         if (key > threshold || (key == threshold && wanted-- > 0)) picks[count++] = i;
     }
-#undef SORTABLE
 }
 
 /* out[0..n) = sum over heads of weight * relu(dot), n <= KEY_TILE. dots: [heads, KEY_TILE]. A NaN stays one. */
@@ -1813,14 +1825,23 @@ static void lay_out_state(State *state, const Config *config, int context, Arena
     state->expert_scratch = carve_floats(arena, rows, 2 * (hidden + config->moe_intermediate_size));
 }
 
-/* Bytes this process may still take: free memory of the machine, under the address-space limit if there is one. */
-static size_t available_memory(void) {
-    size_t available = SIZE_MAX, kilobytes;
-    FILE *file = fopen("/proc/meminfo", "r");
+/* The number in the first line of a file that starts with `label`, times `unit`; `otherwise` where there is none. */
+static size_t read_limit(const char *path, const char *label, size_t unit, size_t otherwise) {
+    FILE *file = fopen(path, "r");
     char line[256];
+    unsigned long long value;
+    size_t limit = otherwise;
     while (file && fgets(line, sizeof line, file))
-        if (sscanf(line, "MemAvailable: %zu kB", &kilobytes) == 1) available = kilobytes << 10;
+        if (!strncmp(line, label, strlen(label)) && sscanf(line + strlen(label), " %llu", &value) == 1) { limit = (size_t)value * unit; break; }
     if (file) fclose(file);
+    return limit;
+}
+
+/* Bytes this process may still take: the machine's free memory, under its container's and its own limit. */
+static size_t available_memory(void) {
+    size_t available = read_limit("/proc/meminfo", "MemAvailable:", 1024, SIZE_MAX);
+    size_t container = read_limit("/sys/fs/cgroup/memory.max", "", 1, read_limit("/sys/fs/cgroup/memory/memory.limit_in_bytes", "", 1, SIZE_MAX));
+    if (container < available) available = container;
     struct rlimit limit;
     if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && limit.rlim_cur < available) available = (size_t)limit.rlim_cur;
     return available;
@@ -1851,16 +1872,27 @@ static bool plan_memory(Engine *engine, const EngineOptions *options, Error *err
     return true;
 }
 
-static bool check_memory(const Engine *engine, const EngineOptions *options, Error *error) {
+static bool check_memory(const Engine *engine, Error *error) {
     const Cache *cache = &engine->cache;
-    size_t budget = options->kv_budget ? options->kv_budget : SIZE_MAX, available = available_memory(), wanted = cache->bytes + engine->state.bytes;
-    if (cache->bytes > budget || wanted > available) {
-        bool by_budget = cache->bytes > budget;
-        size_t needed = by_budget ? cache->bytes : wanted, limit = by_budget ? budget : available;
-        return fail(error, "%s: %d x %d rows need %zu MB, %zu MB more than %s of %zu MB: lower -c or --slots", options->model, cache->sessions,
-                    cache->context, needed >> 20, ((needed - limit) >> 20) + 1, by_budget ? "--kv-budget" : "the free memory", limit >> 20);
-    }
-    return true;
+    size_t budget = engine->kv_budget ? engine->kv_budget : SIZE_MAX, available = available_memory(), wanted = cache->bytes + engine->state.bytes;
+    if (cache->bytes <= budget && wanted <= available) return true;
+    bool by_budget = cache->bytes > budget;
+    size_t needed = by_budget ? cache->bytes : wanted, limit = by_budget ? budget : available;
+    return fail(error, "%s: %d x %d rows need %zu MB, %zu MB more than %s of %zu MB: lower -c or --slots", engine->checkpoint.directory, cache->sessions,
+                cache->context, needed >> 20, ((needed - limit) >> 20) + 1, by_budget ? "--kv-budget" : "the free memory", limit >> 20);
+}
+
+/* One line of what will be held, and a warning where the weights alone are more than the memory. */
+static void print_plan(FILE *out, const Engine *engine) {
+    const Cache *cache = &engine->cache;
+    static const char *names[] = {[KV_F32] = "f32", [KV_BF16] = "bf16", [KV_F8] = "fp8"};
+    size_t mapped = 0, available = available_memory();
+    for (size_t i = 0; i < arrlenu(engine->checkpoint.files); i++) mapped += engine->checkpoint.files[i].size;
+    fprintf(out, "tide: %s: %s, %.1f MB of weights; cache %d x %d %s rows, %.1f MB; activations %.1f MB; %s, %d threads\n", engine->checkpoint.directory,
+            engine->config.model_type, (double)mapped / 1e6, cache->sessions, cache->context, names[cache->format.dtype], (double)cache->bytes / 1e6,
+            (double)engine->state.bytes / 1e6, engine->backend->name, omp_get_max_threads());
+    if (mapped > available)
+        fprintf(out, "tide: the weights are more than the %.1f MB of free memory: they will be read from disk again and again\n", (double)available / 1e6);
 }
 
 static bool take_block(uint8_t **block, size_t bytes, const char *what, Error *error) {
@@ -1871,14 +1903,14 @@ static bool take_block(uint8_t **block, size_t bytes, const char *what, Error *e
 }
 
 /* Takes the planned blocks and lays them out for good. */
-static bool take_memory(Engine *engine, const EngineOptions *options, Error *error) {
+static bool take_memory(Engine *engine, Error *error) {
     Cache *cache = &engine->cache;
     Arena cache_arena = {0}, state_arena = {0};
     if (!take_block(&cache_arena.base, cache->bytes, "cache", error)) return false;
     cache->block = cache_arena.base;
     if (!take_block(&state_arena.base, engine->state.bytes, "activations", error)) return false;
     engine->state.block = state_arena.base;
-    lay_out_cache(cache, &engine->config, options->kv_dtype, &cache_arena);
+    lay_out_cache(cache, &engine->config, cache->format.dtype, &cache_arena);
     lay_out_state(&engine->state, &engine->config, cache->context, &state_arena);
     return true;
 }
@@ -2105,17 +2137,26 @@ bool head(Engine *engine, const Row *rows, const int *indices, int n, Error *err
     return bad < 0 || fail(error, "lm_head: the logits of session %d at position %d are not finite", rows[indices[bad]].session, rows[indices[bad]].position);
 }
 
-bool engine_open(Engine *engine, const EngineOptions *options, Error *error) {
-    *engine = (Engine){.backend = &c_backend};
+bool engine_plan(Engine *engine, const EngineOptions *options, Error *error) {
+    *engine = (Engine){.backend = &c_backend, .kv_budget = options->kv_budget};
     bool ok = config_read(&engine->config, options->model, error);
-    if (ok && options->index_topk && !has_latent_attention(&engine->config)) ok = fail(error, "%s: %s has no indexer: --index-topk does not apply", options->model, engine->config.model_type);
+    if (ok && options->index_topk && !has_latent_attention(&engine->config))
+        ok = fail(error, "%s: %s has no indexer: --index-topk does not apply", options->model, engine->config.model_type);
     if (ok && options->index_topk) engine->config.index_topk = options->index_topk;
-    ok = ok && plan_memory(engine, options, error) && check_memory(engine, options, error)
-        && checkpoint_open(&engine->checkpoint, options->model, error) && weights_bind(&engine->weights, &engine->checkpoint, &engine->config, error)
-        && take_memory(engine, options, error);
+    ok = ok && plan_memory(engine, options, error) && checkpoint_open(&engine->checkpoint, options->model, error);
+    if (!ok) engine_close(engine);
+    return ok;
+}
+
+bool engine_load(Engine *engine, Error *error) {
+    bool ok = check_memory(engine, error) && weights_bind(&engine->weights, &engine->checkpoint, &engine->config, error) && take_memory(engine, error);
     if (ok) prepare_rope(engine);
     else engine_close(engine);
     return ok;
+}
+
+bool engine_open(Engine *engine, const EngineOptions *options, Error *error) {
+    return engine_plan(engine, options, error) && engine_load(engine, error);
 }
 
 void engine_close(Engine *engine) {
@@ -2183,27 +2224,33 @@ static void penalise_repeats(Sampler *sampler, float *logits, const int *history
     for (int i = 0; i < n; i++) sampler->seen[history[i]] = false;
 }
 
-static const float *sort_by;                        /* the logits that compare_picks() orders by */
-
-static int compare_picks(const void *a, const void *b) {
-    int x = *(const int *)a, y = *(const int *)b;
-    return sort_by[x] != sort_by[y] ? (sort_by[x] < sort_by[y]) - (sort_by[x] > sort_by[y]) : (x > y) - (x < y);
+/* Lets heap[i] sink to its place in a heap whose best token, by logit and then by lower id, is on top. */
+static void sink(int *heap, int n, int i, const float *logits) {
+    for (int child; (child = 2 * i + 1) < n; i = child) {
+        int right = child + 1;
+        if (right < n && (logits[heap[right]] > logits[heap[child]] || (logits[heap[right]] == logits[heap[child]] && heap[right] < heap[child]))) child = right;
+        if (logits[heap[i]] > logits[heap[child]] || (logits[heap[i]] == logits[heap[child]] && heap[i] < heap[child])) return;
+        int held = heap[i];
+        heap[i] = heap[child];
+        heap[child] = held;
+    }
 }
 
-/* The smallest set of best tokens, at most n, whose probability under the n best reaches top_p: sorted best first into picks,
- * its size returned. Looks at 64 tokens, then at four times as many, until the set is inside. */
-static int nucleus(int *picks, const float *logits, int vocab, int n, double total, float best, float top_p) {
-    for (int m = 64;; m *= 4) {
-        m = m < n ? m : n;
-        if (m < vocab) top_k(picks, logits, vocab, m);
-        else for (int i = 0; i < m; i++) picks[i] = i;
-        sort_by = logits;
-        qsort(picks, (size_t)m, sizeof *picks, compare_picks);
-        double mass = 0;
-        for (int i = 0; i < m; i++)
-            if ((mass += exp((double)logits[picks[i]] - best)) >= top_p * total) return i + 1;
-        if (m == n) return m;
+/* Cuts picks[0..n) down to the smallest set of best tokens whose probability among them reaches top_p; returns its size. */
+static int nucleus(int *picks, const float *logits, int n, float best, float top_p) {
+    double total = 0, mass = 0;
+    int left = n;
+    for (int i = 0; i < n; i++) total += exp((double)logits[picks[i]] - best);
+    for (int i = n / 2 - 1; i >= 0; i--) sink(picks, n, i, logits);
+    while (left > 0 && (left == n || mass < top_p * total)) {      /* the best of what is left goes behind it */
+        int token = picks[0];
+        picks[0] = picks[--left];
+        picks[left] = token;
+        sink(picks, left, 0, logits);
+        mass += exp((double)logits[token] - best);
     }
+    memmove(picks, picks + left, (size_t)(n - left) * sizeof *picks);
+    return n - left;
 }
 
 static int argmax(const float *values, int n) {
@@ -2223,11 +2270,7 @@ static int sample(Sampler *sampler, float *logits, int vocab, const Sampling *sa
     int kept = sampling->top_k > 0 && sampling->top_k < vocab ? sampling->top_k : vocab;
     if (kept < vocab) top_k(sampler->picks, logits, vocab, kept);
     else for (int i = 0; i < vocab; i++) sampler->picks[i] = i;
-    if (sampling->top_p < 1) {
-        double total = 0;
-        for (int i = 0; i < kept; i++) total += exp((double)logits[sampler->picks[i]] - best);
-        kept = nucleus(sampler->picks, logits, vocab, kept, total, best, sampling->top_p);
-    }
+    if (sampling->top_p < 1) kept = nucleus(sampler->picks, logits, kept, best, sampling->top_p);
     double highest = -INFINITY, floor_logit = sampling->min_p > 0 ? best + log(sampling->min_p) : -INFINITY;
     int choice = -1;
     for (int i = 0; i < kept; i++) {
@@ -2257,6 +2300,7 @@ typedef struct Session {
     uint64_t stream;            /* which noise it draws: stays the same wherever and beside whomever it runs */
     int *ids;                   /* stb_ds */
     int cached;                 /* how many of them have their rows in the cache */
+    int in_pass;                /* how many more the pass in flight runs */
     int prompt_length;          /* ids before this generation */
     int max_new;                /* tokens this generation may add; 0: as many as the context holds */
     Sampling sampling;
@@ -2376,8 +2420,9 @@ static int pack_rows(Runner *runner, Session **sessions, int n, int *n_finals) {
         for (int i = 0; i < n; i++) {
             Session *session = sessions[i];
             int pending = (int)arrlen(session->ids) - session->cached, room = runner->engine.state.max_rows - n_rows;
+            if (!prefill) session->in_pass = 0;
             if (session->finish != RUNNING || (pending > 1) != prefill || !room) continue;
-            int take = pending < room ? pending : room;
+            int take = session->in_pass = pending < room ? pending : room;
             for (int j = 0; j < take; j++) {
                 int position = session->cached + j;
                 runner->rows[n_rows++] = (Row){session->slot, position, session->ids[position]};
@@ -2400,7 +2445,7 @@ static void trace_round(Runner *runner, Session **sessions, int n_rows, int n_fi
 }
 
 /* One pass over whatever the running sessions have to run. A session whose numbers go bad ends with an error; the others lose
- * nothing and go on in the next round. */
+ * nothing: their `cached` has not moved, so the next round runs the same rows again. */
 static void run_round(Runner *runner, Session **sessions, int n) {
     Engine *engine = &runner->engine;
     int n_finals, n_rows = pack_rows(runner, sessions, n, &n_finals);
@@ -2416,9 +2461,7 @@ static void run_round(Runner *runner, Session **sessions, int n) {
             }
         return;
     }
-    for (int r = 0; r < n_rows; r++)
-        for (int i = 0; i < n; i++)
-            if (sessions[i]->slot == runner->rows[r].session) sessions[i]->cached = runner->rows[r].position + 1;
+    for (int i = 0; i < n; i++) sessions[i]->cached += sessions[i]->in_pass;
     for (int i = 0; i < n_finals; i++) {
         Session *session = sessions[runner->owners[i]];
         int vocab = engine->config.vocab_size, length = (int)arrlen(session->ids);
@@ -2441,9 +2484,12 @@ static void run_session(Runner *runner, Session *session) {
     }
 }
 
-static bool runner_open(Runner *runner, const EngineOptions *options, bool need_tokenizer, Error *error) {
+/* plan: where the memory plan is printed before anything is loaded, or NULL. */
+static bool runner_open(Runner *runner, const EngineOptions *options, bool need_tokenizer, FILE *plan, Error *error) {
     *runner = (Runner){0};
-    if (!engine_open(&runner->engine, options, error)) return false;
+    if (!engine_plan(&runner->engine, options, error)) return false;
+    if (plan) print_plan(plan, &runner->engine);
+    if (!engine_load(&runner->engine, error)) return false;
     char path[PATH_MAX];
     bool present = access(join(path, options->model, "tokenizer.json"), F_OK) == 0;
     if (need_tokenizer || present) runner->tokenizer = tokenizer_open(options->model, error);
@@ -2676,25 +2722,14 @@ static void print_ids(const int *ids, size_t n) {
     putchar('\n');
 }
 
-static void print_plan(FILE *out, const Engine *engine) {
-    const Config *config = &engine->config;
-    const Cache *cache = &engine->cache;
-    static const char *names[] = {[KV_F32] = "f32", [KV_BF16] = "bf16", [KV_F8] = "fp8"};
-    fprintf(out, "tide: %s: %s, %.1f M parameters in %.1f MB; cache %d x %d %s rows, %.1f MB; activations %.1f MB; %s, %d threads\n",
-            engine->checkpoint.directory, config->model_type, (double)engine->weights.parameters / 1e6, (double)engine->weights.bytes / 1e6,
-            cache->sessions, cache->context, names[cache->format.dtype], (double)cache->bytes / 1e6, (double)engine->state.bytes / 1e6,
-            engine->backend->name, omp_get_max_threads());
-}
-
 static bool start(Runner *runner, Options *options, bool need_tokenizer, int *status) {
     Error error;
-    if (!runner_open(runner, &options->engine, need_tokenizer, &error)) return *status = report(&error), false;
+    if (!runner_open(runner, &options->engine, need_tokenizer, options->quiet ? NULL : stderr, &error)) return *status = report(&error), false;
     if (options->trace && !(runner->trace = options->trace_file = fopen(options->trace, "w"))) {
         fail(&error, "%s: %s", options->trace, strerror(errno));
         runner_close(runner);
         return *status = report(&error), false;
     }
-    if (!options->quiet) print_plan(stderr, &runner->engine);
     return true;
 }
 
@@ -2725,7 +2760,7 @@ static bool read_prompt(const Runner *runner, const Options *options, int **ids,
     if (options->prompt) return encode_prompt(runner->tokenizer, options, options->prompt, strlen(options->prompt), ids, error);
     char *text;
     size_t length;
-    if (!read_file(options->file, MAX_JSON_FILE, &text, &length, error)) return false;
+    if (!read_file(options->file, MAX_TEXT_FILE, &text, &length, error)) return false;
     bool ok = encode_prompt(runner->tokenizer, options, text, length, ids, error);
     free(text);
     return ok;
@@ -2838,7 +2873,7 @@ static void finish_row(Batch *batch, size_t i, const char *error) {
     cJSON_AddNumberToObject(json, "prompt_tokens", row->started ? session->prompt_length : (double)arrlen(row->ids));
     cJSON_AddNumberToObject(json, "completion_tokens", row->started ? tokens_generated(session) : 0);
     cJSON_AddStringToObject(json, "finish_reason", error ? "error" : finish_name(session->finish));
-    if (row->started) cJSON_AddItemToObject(json, "ids", json_ids(session->ids + session->prompt_length, tokens_generated(session)));
+    cJSON_AddItemToObject(json, "ids", json_ids(session->ids + session->prompt_length, row->started ? tokens_generated(session) : 0));
     if (error) cJSON_AddStringToObject(json, "error", message);
     else cJSON_AddNullToObject(json, "error");
     row->output = cJSON_PrintUnformatted(json);
@@ -2922,7 +2957,7 @@ static bool read_row(Batch *batch, size_t i, Error *error) {
 /* Splits the file at newlines; a carriage return before one belongs to it; a last line needs none. */
 static bool read_lines(Batch *batch, const char *path, char **text, Error *error) {
     size_t length;
-    if (!read_file(path, (size_t)4 << 30, text, &length, error)) return false;
+    if (!read_file(path, MAX_TEXT_FILE, text, &length, error)) return false;
     for (size_t begin = 0; begin < length;) {
         char *end = memchr(*text + begin, '\n', length - begin);
         size_t stop = end ? (size_t)(end - *text) : length, size = stop - begin;
@@ -2947,7 +2982,7 @@ static bool open_output(Batch *batch, const char *path, bool resume, Error *erro
     if (resume && access(path, F_OK) == 0) {
         char *text;
         size_t length;
-        if (!read_file(path, (size_t)4 << 30, &text, &length, error)) return false;
+        if (!read_file(path, MAX_TEXT_FILE, &text, &length, error)) return false;
         for (char *end; (end = memchr(text + keep, '\n', length - (size_t)keep)); keep = end + 1 - text) {
             cJSON *json = cJSON_ParseWithLength(text + keep, (size_t)(end - text - keep));
             size_t index;
@@ -2998,7 +3033,7 @@ static bool run_batch(Batch *batch, Error *error) {
     BatchRow *active[MAX_PASS_ROWS];
     size_t next = batch->written, n = arrlenu(batch->lines);
     bool taken[MAX_PASS_ROWS] = {false};
-    while ((next < n || running) && interrupted < 2) {
+    while (next < n || running) {
         while (running < slots && next < n && !interrupted) {
             Error problem;
             size_t i = next++;
@@ -3157,25 +3192,25 @@ static bool keep_logits(void *user, int position, const float *logits) {
 }
 
 /* The prompt in one go, then the --decode ids one at a time; everything the fixtures hold, under their names. */
-static bool eval_dump(Runner *runner, const Options *options, int *ids, Error *error) {
+static bool eval_dump(Runner *runner, const Options *options, int **prompt, Error *error) {
     const Config *config = &runner->engine.config;
-    int *decode = NULL, T = (int)arrlen(ids), layers = config->num_hidden_layers;
+    int *decode = NULL, T = (int)arrlen(*prompt), layers = config->num_hidden_layers;
     if (options->decode && !parse_ids(options->decode, &decode, error)) { arrfree(decode); return false; }
     int D = (int)arrlen(decode);
     if (T + D > runner->engine.cache.context) { arrfree(decode); return fail(error, "%d ids do not fit the context of %d: raise -c", T + D, runner->engine.cache.context); }
     Dump dump = {.config = config, .context = runner->engine.cache.context, .hidden = allocate_zeroed((size_t)layers + 1, sizeof(float *)),
                  .topk = allocate_zeroed((size_t)layers, sizeof(int *)), .topk_width = config->index_topk < T ? config->index_topk : T};
     for (int i = 0; i <= layers; i++) arrsetcap(dump.hidden[i], (size_t)T * (size_t)config->hidden_size);
-    for (int i = 0; i < layers; i++) if (config->index_topk && config->indexer_full[i]) arrsetcap(dump.topk[i], (size_t)T * (size_t)dump.topk_width);
-    runner->engine.probe = (Probe){dump_hidden, config->index_topk ? dump_selection : NULL, &dump};
-    bool ok = eval_rows(runner, ids, 0, T, keep_logits, &dump, error);
+    for (int i = 0; config->indexer_full && i < layers; i++) if (config->indexer_full[i]) arrsetcap(dump.topk[i], (size_t)T * (size_t)dump.topk_width);
+    runner->engine.probe = (Probe){dump_hidden, dump_selection, &dump};
+    bool ok = eval_rows(runner, *prompt, 0, T, keep_logits, &dump, error);
     runner->engine.probe = (Probe){0};
-    for (int i = 0; i < D; i++) arrput(ids, decode[i]);
-    for (int i = 0; i < D && ok; i++) ok = eval_rows(runner, ids, T + i, T + i + 1, keep_logits, &dump, error);
+    for (int i = 0; i < D; i++) arrput(*prompt, decode[i]);
+    for (int i = 0; i < D && ok; i++) ok = eval_rows(runner, *prompt, T + i, T + i + 1, keep_logits, &dump, error);
 
     DumpTensor *tensors = NULL;
     int64_t vocab = config->vocab_size;
-    arrput(tensors, ((DumpTensor){"input_ids", "I32", {T}, 1, ids}));
+    arrput(tensors, ((DumpTensor){"input_ids", "I32", {T}, 1, *prompt}));
     arrput(tensors, ((DumpTensor){"logits", "F32", {T, vocab}, 2, dump.logits}));
     if (D) arrput(tensors, ((DumpTensor){"decode_ids", "I32", {D}, 1, decode}));
     if (D) arrput(tensors, ((DumpTensor){"decode_logits", "F32", {D, vocab}, 2, dump.logits + (size_t)T * (size_t)vocab}));
@@ -3245,7 +3280,7 @@ static int command_eval(Options *options) {
     bool ok = read_prompt(&runner, options, &ids, &error);
     if (ok && !arrlen(ids)) ok = fail(&error, "there are no tokens to evaluate");
     if (ok && options->ppl) ok = eval_perplexity(&runner, ids, &error);
-    if (ok && options->dump) ok = eval_dump(&runner, options, ids, &error);
+    if (ok && options->dump) ok = eval_dump(&runner, options, &ids, &error);
     arrfree(ids);
     runner_close(&runner);
     return ok ? EXIT_DONE : report(&error);
@@ -3330,7 +3365,7 @@ static int command_tokenize(Options *options) {
     if (options->decode) ok = print_decoded(tokenizer, options->decode, &error);
     else if (options->jsonl) ok = tokenize_jsonl(tokenizer, options->jsonl, special, &error);
     else if (options->prompt) ok = tokenize_text(tokenizer, options->prompt, strlen(options->prompt), special, &error);
-    else ok = read_file(options->file, MAX_JSON_FILE, &text, &length, &error) && tokenize_text(tokenizer, text, length, special, &error);
+    else ok = read_file(options->file, MAX_TEXT_FILE, &text, &length, &error) && tokenize_text(tokenizer, text, length, special, &error);
     free(text);
     tokenizer_close(tokenizer);
     return ok ? EXIT_DONE : report(&error);
@@ -3370,11 +3405,10 @@ static void print_config(const Config *config) {
 }
 
 static int command_inspect(Options *options) {
-    Engine engine = {.backend = &c_backend};
+    Engine engine;
     Error error;
-    bool ok = config_read(&engine.config, options->engine.model, &error) && plan_memory(&engine, &options->engine, &error);
+    bool ok = engine_plan(&engine, &options->engine, &error);
     if (ok) print_config(&engine.config);
-    ok = ok && checkpoint_open(&engine.checkpoint, options->engine.model, &error);
     for (size_t i = 0; ok && i < arrlenu(engine.checkpoint.tensors); i++) {
         const Tensor *tensor = &engine.checkpoint.tensors[i];
         char shape[128], line[512];
@@ -3382,8 +3416,9 @@ static int command_inspect(Options *options) {
         puts(replace_controls(line));
     }
     ok = ok && weights_bind(&engine.weights, &engine.checkpoint, &engine.config, &error);
+    if (ok) printf("%.1f M parameters in use, %.1f MB\n", (double)engine.weights.parameters / 1e6, (double)engine.weights.bytes / 1e6);
     if (ok) print_plan(stdout, &engine);
-    ok = ok && check_memory(&engine, &options->engine, &error);
+    ok = ok && check_memory(&engine, &error);
     engine_close(&engine);
     return ok ? EXIT_DONE : report(&error);
 }
@@ -3686,7 +3721,8 @@ static uint64_t hash_bytes(uint64_t hash, const char *bytes, size_t n) {
     return hash;
 }
 
-/* Over names, dtypes and shapes: tells one checkpoint from another without reading weights. */
+/* Over names, dtypes, shapes and the first bytes of every vector (the norms differ between any two trainings): tells one
+ * checkpoint from another without reading its weights. */
 static uint64_t fingerprint(const Checkpoint *checkpoint) {
     uint64_t hash = hash_start;
     for (size_t i = 0; i < arrlenu(checkpoint->tensors); i++) {
@@ -3694,6 +3730,7 @@ static uint64_t fingerprint(const Checkpoint *checkpoint) {
         char line[512], shape[128];
         snprintf(line, sizeof line, "%s %s %s\n", tensor->name, tensor->dtype_name, shape_text(shape, tensor->rank, tensor->shape));
         hash = hash_bytes(hash, line, strlen(line));
+        if (tensor->rank == 1) hash = hash_bytes(hash, (const char *)tensor->data, tensor->size < 64 ? tensor->size : 64);
     }
     return hash;
 }
@@ -3909,7 +3946,7 @@ static double time_fma(void) {
     enum { ROUNDS = 4 << 20 };
     double start = now();
     float total = 0;
-    int threads = 1;
+    int threads = omp_get_max_threads();
 #pragma omp parallel reduction(+ : total)
     {
         f32x8 sums[12], factor = splat8(0.999f), term = splat8(1e-3f);
@@ -3917,7 +3954,6 @@ static double time_fma(void) {
         for (int n = 0; n < ROUNDS; n++)
             for (int i = 0; i < 12; i++) sums[i] = fma8(sums[i], factor, term);
         for (int i = 0; i < 12; i++) total += sum8(sums[i]);
-        threads = omp_get_num_threads();
     }
     volatile float kept = total;
     (void)kept;
@@ -3988,7 +4024,7 @@ static int bench_cpu(Options *options) {
     options->engine.sessions = 1;
     options->engine.context = 1024;
     make_dense_model(&engine, &block, &ones);
-    if (!plan_memory(&engine, &options->engine, &error) || !take_memory(&engine, &options->engine, &error)) return report(&error);
+    if (!plan_memory(&engine, &options->engine, &error) || !take_memory(&engine, &error)) return report(&error);
     prepare_rope(&engine);
     double reads[BENCH_REPEATS], rates[BENCH_REPEATS], decodes[BENCH_REPEATS], prefills[BENCH_REPEATS];
     time_rows(&engine, 0, BENCH_PREFILL, BENCH_PREFILL);
@@ -4024,7 +4060,7 @@ static int bench_load(Options *options) {
         Runner runner;
         Error error;
         double begin = now();
-        if (!runner_open(&runner, &options->engine, false, &error)) return report(&error);
+        if (!runner_open(&runner, &options->engine, false, NULL, &error)) return report(&error);
         seconds[i] = now() - begin;
         runner_close(&runner);
     }
@@ -4056,6 +4092,7 @@ static const char *shipped_model(char buffer[PATH_MAX]) {
 }
 
 static int run_command(int argc, char **argv) {
+    cJSON_InitHooks(&(cJSON_Hooks){checked_malloc, free});
     char model[PATH_MAX];
     if (argc < 2) {
         fputs(usage_text, stderr);

@@ -12,8 +12,8 @@
  *     Backend      the operations that work on them, in C (engine.c) or CUDA
  *     Session      one conversation or prompt: its ids and how far the cache has them
  *
- * Conventions. Library functions return false and fill an Error with one line; only main() prints it and exits. Shapes in
- * comments are row-major, outermost first. "rows" counts rows of the pass, "dim" a vector's length. Arrays marked
+ * Conventions. Library functions return false and fill an Error with one line, which a command prints; only running out of
+ * memory ends the program where it happens. Shapes in comments are row-major, outermost first. "rows" counts rows of the pass, "dim" a vector's length. Arrays marked
  * "stb_ds" are grown with arrput() and freed with arrfree() from <stb/stb_ds.h>.
  */
 #ifndef TIDE_ENGINE_H
@@ -41,6 +41,10 @@ void *allocate_zeroed(size_t count, size_t size);
 /* Reads a whole file; the buffer has a NUL after its last byte. Refuses files larger than `limit` bytes.
  * The caller frees *data. */
 bool read_file(const char *path, size_t limit, char **data, size_t *length, Error *error);
+
+/* Parses a whole text: valid UTF-8, one JSON value, nothing behind it, no \u0000 (cJSON would cut the string there). `name`
+ * goes into the message. The caller frees it with cJSON_Delete(). */
+struct cJSON *json_parse(const char *text, size_t length, const char *name, Error *error);
 
 /* ---------------------------------------------------------------------------------------------------------------------
  * Checkpoints: safetensors files as published (header: u64 length, JSON {name: {dtype, shape, data_offsets}}, data)
@@ -359,12 +363,19 @@ typedef struct Engine {
     Cache cache;
     State state;
     Probe probe;
+    size_t kv_budget;                               /* bytes; 0: no limit but the machine's */
     float rope_attention_factor;                    /* on cosine and sine; 1 without yarn */
     float softmax_scale;
     int failed_session;                             /* slot whose numbers made the last forward() or head() fail, or -1 */
 } Engine;
 
-/* Maps the checkpoint, plans the memory, refuses a plan that does not fit, binds the weights. On failure nothing is left. */
+/* Reads config.json and the headers of the weights and plans the memory; the sizes are in engine->cache and engine->state. */
+bool engine_plan(Engine *engine, const EngineOptions *options, Error *error);
+
+/* Refuses a plan that does not fit, binds the weights and takes the planned memory. */
+bool engine_load(Engine *engine, Error *error);
+
+/* Both of them. Each leaves nothing behind when it fails. */
 bool engine_open(Engine *engine, const EngineOptions *options, Error *error);
 void engine_close(Engine *engine);
 

@@ -227,22 +227,15 @@ static const char *string_field(const cJSON *object, const char *name) {
     return cJSON_IsString(value) ? value->valuestring : "";
 }
 
-/* Parses a whole file: valid UTF-8, one JSON value, nothing behind it. */
+/* A whole file that has to be a JSON object. */
 static cJSON *parse_json(const char *text, size_t length, const char *name, const char *file, Error *error) {
-    size_t valid = utf8_valid(text, length);
-    if (valid < length) {
-        fail(error, "%s/%s: byte %zu is not UTF-8", name, file, valid);
-        return NULL;
-    }
-    const char *end = text;
-    cJSON *json = cJSON_ParseWithLengthOpts(text, length, &end, false);
-    while (json && end < text + length && strchr(" \t\r\n", *end) && *end) end++;
-    if (!json || end < text + length || !cJSON_IsObject(json)) {
-        fail(error, "%s/%s: not a JSON object, or broken near byte %zu of %zu", name, file, (size_t)(end - text), length);
-        cJSON_Delete(json);
-        return NULL;
-    }
-    return json;
+    char path[PATH_MAX];
+    snprintf(path, sizeof path, "%s/%s", name, file);
+    cJSON *json = json_parse(text, length, path, error);
+    if (!json || cJSON_IsObject(json)) return json;
+    fail(error, "%s: not a JSON object", path);
+    cJSON_Delete(json);
+    return NULL;
 }
 
 static bool read_id(const cJSON *value, int *id) {

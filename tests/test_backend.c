@@ -284,7 +284,12 @@ static void test_exponential(void) {
         double y = exp8(splat8(rounded))[3], wanted = exp((double)rounded);
         worst = fmax(worst, fabs(y - wanted) / wanted);
     }
-    CHECK(worst < 2 * 0x1p-23, "exp8 is within two units in the last place: %g", worst / 0x1p-23);
+#ifdef __FMA__
+    const double bound = 2;
+#else
+    const double bound = 2.5;                                   /* each step of the polynomial rounds twice */
+#endif
+    CHECK(worst < bound * 0x1p-23, "exp8 is within %g units in the last place: %g", bound, worst / 0x1p-23);
     CHECK(exp8(splat8(0))[0] == 1, "e^0 is 1");
     CHECK(exp8(splat8(-INFINITY))[0] < 2e-38f && exp8(splat8(-1e30f))[0] < 2e-38f && isfinite(exp8(splat8(1e30f))[0]), "exp8 holds its argument");
     for (int bit = 0; bit < 22; bit++)

@@ -1081,7 +1081,7 @@ def test_memory_refusals():
     refused(1, "--kv-budget", "batch", "-m", RANDOM, write(HOME + "/p.txt", "x\n"), "--slots", "64", "--kv-budget", "4M")
     unreadable = os.path.join(HOME, "unreadable")
     shutil.copytree(RANDOM, unreadable)
-    os.remove(unreadable + "/model.safetensors")
+    write(unreadable + "/model.safetensors", struct.pack("<Q", 2) + b"{}")       # no tensor to bind
     refused(1, "--kv-budget", "generate", "-m", unreadable, "-p", "x", "--kv-budget", "100K")      # before a weight is looked at
     equal(generate("-p", "1", "-n", "2", "--kv-budget", "1G").out, b"23\n", "a budget that suffices")
     huge = os.path.join(HOME, "huge")

@@ -501,14 +501,14 @@ static void test_bad_session_in_a_round(const char *fixture) {
     Error error;
     Runner runner;
     EngineOptions options = {.model = directory, .sessions = SESSIONS, .context = 64, .kv_dtype = KV_BF16};
-    bool ok = runner_open(&runner, &options, false, &error);
+    bool ok = runner_open(&runner, &options, false, NULL, &error);
     CHECK(ok, "%s", error.text);
     size_t hidden = ok ? (size_t)runner.engine.config.hidden_size : 0;
     if (ok) runner_close(&runner);
     patch_tensor(directory, "model.embed_tokens.weight", BAD * hidden * 2, &nan, 2);
     int *alone[SESSIONS] = {0};
     for (int together = 0; ok && together < 2; together++) {
-        ok = runner_open(&runner, &options, false, &error);
+        ok = runner_open(&runner, &options, false, NULL, &error);
         Session sessions[SESSIONS], *running[SESSIONS];
         for (int s = 0; s < SESSIONS; s++) {
             sessions[s] = make_session(&runner.engine, s, s + 1, BAD);

@@ -599,6 +599,7 @@ static void test_memory_plan(void) {
     Error error;
     char *weightless = scratch_directory();
     copy_file(GLM, weightless, "config.json");
+    write_shard(weightless, "model.safetensors", "{}", 0);
     bool fitted = true;
     int refused = 0;
     for (int context = 16; context <= 4096; context *= 2) {
@@ -608,7 +609,7 @@ static void test_memory_plan(void) {
         fitted = false;
         refused++;
         check_refused(ok, &error, GLM, "--kv-budget", "a context that does not fit");
-        CHECK(!plans(weightless, 2, context, 600 << 10, &error) && strstr(error.text, "--kv-budget"), "the refusal comes before a weight is looked for: %s", error.text);
+        CHECK(!plans(weightless, 2, context, 600 << 10, &error) && strstr(error.text, "--kv-budget"), "the refusal comes before a weight is read: %s", error.text);
     }
     CHECK(refused >= 3 && refused <= 7, "some contexts fit and some do not: %d refused", refused);
     check_refused(plans(GLM, 1, 4097, 0, &error), &error, GLM, "max_position_embeddings", "a context beyond the model's");
