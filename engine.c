@@ -134,6 +134,8 @@ bool read_file(const char *path, size_t limit, char **data, size_t *length, Erro
     return true;
 }
 
+static int larger(int a, int b) { return a > b ? a : b; }
+
 /* a * b, or false when that does not fit. */
 static bool multiply(size_t a, size_t b, size_t *product) { return !__builtin_mul_overflow(a, b, product); }
 
@@ -496,6 +498,11 @@ static const struct { const char *model_type; Family family; } families[] = {
 
 static bool has_latent_attention(const Config *config) { return config->family != FAMILY_QWEN3; }
 
+/* The same for a flag; where the key is absent it counts as the value. */
+static void require_bool(Fields *fields, const char *key, bool value) {
+    if (read_bool(fields, key, value) != value) field_failed(fields, key, field(fields, key), value ? "true" : "false");
+}
+
 /* New files nest the rope under rope_parameters; older ones have rope_theta at the top and rope_scaling beside it. */
 static void read_rope(Config *config, Fields *top) {
     RopeConfig *rope = &config->rope;
@@ -518,60 +525,51 @@ static void read_rope(Config *config, Fields *top) {
         rope->mscale = read_number(&inner, "mscale", 0, 100, 0);
         rope->mscale_all_dim = read_number(&inner, "mscale_all_dim", 0, 100, 0);
         rope->attention_factor = read_number(&inner, "attention_factor", 0, 100, 0);
-        if (!read_bool(&inner, "truncate", true)) field_failed(&inner, "truncate", field(&inner, "truncate"), "true");
+        require_bool(&inner, "truncate", true);
         rope->original_max_position_embeddings = read_int(&inner, "original_max_position_embeddings", 1, MAX_CONTEXT, REQUIRED);
     }
     top->failed |= inner.failed;
 }
 
-/* Which layers run their own indexer: indexer_types, else index_topk_pattern ("FSSS.."), else the schedule: every index_topk_freq-th layer after
- * the first index_skip_topk_offset (transformers' GlmMoeDsaConfig). */
+/* A list of one word for each layer, where the key is there: flags[i] is whether layer i has the word `yes` and not `no`. */
+static bool read_layer_words(Fields *fields, const char *key, const char *yes, const char *no, bool *flags, int layers) {
+    const cJSON *list = field(fields, key), *word = cJSON_IsArray(list) ? list->child : NULL;
+    char wanted[80];
+    snprintf(wanted, sizeof wanted, "\"%s\" or \"%s\" for each layer", yes, no);
+    for (int i = 0; list && i < layers; i++, word = word->next) {
+        const char *name = cJSON_IsString(word) ? word->valuestring : "";
+        flags[i] = !strcmp(name, yes);
+        if (flags[i] || !strcmp(name, no)) continue;
+        field_failed(fields, key, word ? word : list, wanted);
+        return true;
+    }
+    return list != NULL;
+}
+
+/* Which layers run their own indexer: indexer_types, else index_topk_pattern ("FSSS.."), else the schedule: every
+ * index_topk_freq-th layer after the first index_skip_topk_offset (transformers' GlmMoeDsaConfig). */
 static void read_indexer_types(Config *config, Fields *fields) {
     int layers = config->num_hidden_layers;
+    int freq = read_int(fields, "index_topk_freq", 1, MAX_LAYERS, 1), offset = read_int(fields, "index_skip_topk_offset", 0, MAX_LAYERS, 2);
+    const cJSON *pattern = field(fields, "index_topk_pattern");
+    const char *letters = cJSON_IsString(pattern) ? pattern->valuestring : "";
     config->indexer_full = allocate_zeroed((size_t)layers, sizeof(bool));
-    const cJSON *types = field(fields, "indexer_types"), *pattern = field(fields, "index_topk_pattern");
-    int freq = read_int(fields, "index_topk_freq", 1, MAX_LAYERS, 1);
-    int offset = read_int(fields, "index_skip_topk_offset", 0, MAX_LAYERS, 2);
-    if (types && !(cJSON_IsArray(types) && cJSON_GetArraySize(types) >= layers)) field_failed(fields, "indexer_types", types, "a name for each layer");
-    if (!types && pattern && !(cJSON_IsString(pattern) && strlen(pattern->valuestring) >= (size_t)layers))
-        field_failed(fields, "index_topk_pattern", pattern, "an F or S for each layer");
-    if (fields->failed) return;
-    const cJSON *type = types ? types->child : NULL;
-    for (int i = 0; i < layers; i++) {
-        if (types) {
-            const char *name = cJSON_IsString(type) ? type->valuestring : "";
-            if (strcmp(name, "full") && strcmp(name, "shared")) field_failed(fields, "indexer_types", type, "\"full\" or \"shared\"");
-            config->indexer_full[i] = !strcmp(name, "full");
-            type = type->next;
-        } else if (pattern) {
-            if (!strchr("FS", pattern->valuestring[i])) field_failed(fields, "index_topk_pattern", pattern, "the letters F and S only");
-            config->indexer_full[i] = pattern->valuestring[i] == 'F';
-        } else {
-            int since = i - offset + 1 > 0 ? i - offset + 1 : 0;
-            config->indexer_full[i] = since % freq == 0;
-        }
+    for (int i = 0; i < layers; i++) config->indexer_full[i] = larger(i - offset + 1, 0) % freq == 0;
+    if (!read_layer_words(fields, "indexer_types", "full", "shared", config->indexer_full, layers) && pattern) {
+        if (strspn(letters, "FS") < (size_t)layers) field_failed(fields, "index_topk_pattern", pattern, "an F or S for each layer");
+        else for (int i = 0; i < layers; i++) config->indexer_full[i] = letters[i] == 'F';
     }
-    if (!config->indexer_full[0]) field_failed(fields, "indexer_types", types, "layer 0 to be full: it has no earlier layer to follow");
+    if (!fields->failed && !config->indexer_full[0])
+        field_failed(fields, "indexer_types", field(fields, "indexer_types"), "layer 0 to be full: it has no earlier layer to follow");
 }
 
 /* Which layers have experts: mlp_layer_types, else all from first_k_dense_replace on. */
 static void read_mlp_types(Config *config, Fields *fields) {
-    int layers = config->num_hidden_layers;
-    config->mlp_sparse = allocate_zeroed((size_t)layers, sizeof(bool));
-    int first = read_int(fields, "first_k_dense_replace", 0, MAX_LAYERS, 3);
+    int layers = config->num_hidden_layers, first = read_int(fields, "first_k_dense_replace", 0, MAX_LAYERS, 3);
     if (read_int(fields, "moe_layer_freq", 1, MAX_LAYERS, 1) != 1) field_failed(fields, "moe_layer_freq", field(fields, "moe_layer_freq"), "1");
-    const cJSON *types = field(fields, "mlp_layer_types");
-    if (types && !(cJSON_IsArray(types) && cJSON_GetArraySize(types) >= layers)) field_failed(fields, "mlp_layer_types", types, "a name for each layer");
-    if (fields->failed) return;
-    const cJSON *type = types ? types->child : NULL;
-    for (int i = 0; i < layers; i++) {
-        config->mlp_sparse[i] = i >= first;
-        if (!types) continue;
-        const char *name = cJSON_IsString(type) ? type->valuestring : "";
-        if (strcmp(name, "dense") && strcmp(name, "sparse")) field_failed(fields, "mlp_layer_types", type, "\"dense\" or \"sparse\"");
-        config->mlp_sparse[i] = !strcmp(name, "sparse");
-        type = type->next;
-    }
+    config->mlp_sparse = allocate_zeroed((size_t)layers, sizeof(bool));
+    for (int i = 0; i < layers; i++) config->mlp_sparse[i] = i >= first;
+    read_layer_words(fields, "mlp_layer_types", "sparse", "dense", config->mlp_sparse, layers);
 }
 
 static void read_qwen3(Config *config, Fields *fields) {
@@ -581,7 +579,7 @@ static void read_qwen3(Config *config, Fields *fields) {
     if (config->num_attention_heads % config->num_key_value_heads)
         field_failed(fields, "num_key_value_heads", field(fields, "num_key_value_heads"), "a divisor of num_attention_heads");
     if (config->head_dim % 2) field_failed(fields, "head_dim", field(fields, "head_dim"), "an even number");
-    if (read_bool(fields, "use_sliding_window", false)) field_failed(fields, "use_sliding_window", field(fields, "use_sliding_window"), "false");
+    require_bool(fields, "use_sliding_window", false);
 }
 
 static void read_dsa(Config *config, Fields *fields) {
@@ -597,7 +595,7 @@ static void read_dsa(Config *config, Fields *fields) {
     config->index_topk = read_int(fields, "index_topk", 1, MAX_CONTEXT, REQUIRED);
     config->indexer_rope_interleave = read_bool(fields, "indexer_rope_interleave", glm);
     if (config->qk_rope_head_dim % 2) field_failed(fields, "qk_rope_head_dim", field(fields, "qk_rope_head_dim"), "an even number");
-    if (!read_bool(fields, "rope_interleave", true)) field_failed(fields, "rope_interleave", field(fields, "rope_interleave"), "true");
+    require_bool(fields, "rope_interleave", true);
     if (glm) read_indexer_types(config, fields);
     else {
         config->indexer_full = allocate_zeroed((size_t)config->num_hidden_layers, sizeof(bool));
@@ -665,7 +663,7 @@ static void read_config(Config *config, Fields *fields) {
     config->max_position_embeddings = read_int(fields, "max_position_embeddings", 1, MAX_CONTEXT, REQUIRED);
     config->rms_norm_eps = (float)read_number(fields, "rms_norm_eps", 0, 1, config->family == FAMILY_GLM_MOE_DSA ? 1e-5 : 1e-6);
     config->tie_word_embeddings = read_bool(fields, "tie_word_embeddings", false);
-    if (read_bool(fields, "attention_bias", false)) field_failed(fields, "attention_bias", field(fields, "attention_bias"), "false");
+    require_bool(fields, "attention_bias", false);
     require_string(fields, "hidden_act", "silu");
     read_rope(config, fields);
     check_quantization(fields);
@@ -1173,6 +1171,9 @@ static void axpy_panel(float *y, size_t y_stride, const float *p, size_t p_strid
 /* =====================================================================================================================
  * The C backend: matrix products, norms, rope
  *
+ *     linear -> linear_columns -> up to six rows: direct_rows -> direct_columns -> direct_tile -> dot_tile on stored weights
+ *                              -> more:  panel_columns -> dot_panel -> dot_strip -> dot_columns -> dot_tile on widened ones
+ *
  * Owns: y = W x with W in its stored format. For up to six rows the weights are widened in registers and read once: decode,
  * bound by memory. For more, a panel of 48 columns by 1,024 values is widened into the cache and used by all rows:
  * prefill, bound by arithmetic.
@@ -1632,14 +1633,14 @@ static void dense_attention(float *y, const float *q, const uint8_t *kv, const R
     }
 }
 
-/* q: [rows, heads, nope + rope]; q_latent: [rows, heads, lora + rope] = W_UK[h]^T q_nope | q_rope. */
-static void absorb_query(float *q_latent, const float *q, int n_rows, const Matrix *kv_b, const Config *config) {
+/* q: [rows, heads, nope + rope]; q_absorbed: [rows, heads, lora + rope] = W_UK[h]^T q_nope | q_rope. */
+static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Matrix *kv_b, const Config *config) {
     const int heads = config->num_attention_heads, nope = config->qk_nope_head_dim, tail = config->qk_rope_head_dim, lora = config->kv_lora_rank;
     const size_t q_stride = (size_t)(heads * (nope + tail)), out_stride = (size_t)heads * (size_t)(lora + tail);
 #pragma omp parallel for schedule(dynamic) if ((size_t)(n_rows * heads) * (size_t)nope * (size_t)lora > SHARED_WORK)
     for (int h = 0; h < heads; h++) {
         const float *in = q + h * (nope + tail);
-        float *out = q_latent + (size_t)h * (size_t)(lora + tail);
+        float *out = q_absorbed + (size_t)h * (size_t)(lora + tail);
         for (int r = 0; r < n_rows; r++) {
             memset(out + (size_t)r * out_stride, 0, (size_t)lora * sizeof(float));
             memcpy(out + (size_t)r * out_stride + lora, in + (size_t)r * q_stride + nope, (size_t)tail * sizeof(float));
@@ -1769,8 +1770,6 @@ static void *carve(Arena *arena, size_t count, size_t width, size_t size) {
 
 static float *carve_floats(Arena *arena, int count, int width) { return carve(arena, (size_t)count, (size_t)width, sizeof(float)); }
 
-static int larger(int a, int b) { return a > b ? a : b; }
-
 static int rope_dim(const Config *config) { return has_latent_attention(config) ? config->qk_rope_head_dim : config->head_dim; }
 
 static void lay_out_cache(Cache *cache, const Config *config, KvDtype dtype, Arena *arena) {
@@ -1805,10 +1804,10 @@ static void lay_out_state(State *state, const Config *config, int context, Arena
         return;
     }
     int width = config->kv_lora_rank + config->qk_rope_head_dim;
-    state->q_latent_rank = carve_floats(arena, rows, config->q_lora_rank);
+    state->q_lora = carve_floats(arena, rows, config->q_lora_rank);
     state->q = carve_floats(arena, rows, heads * (config->qk_nope_head_dim + config->qk_rope_head_dim));
     state->kv = carve_floats(arena, rows, width);
-    state->q_latent = carve_floats(arena, rows, heads * width);
+    state->q_absorbed = carve_floats(arena, rows, heads * width);
     state->z = carve_floats(arena, rows, heads * config->kv_lora_rank);
     state->attended = carve_floats(arena, rows, heads * config->v_head_dim);
     state->index_q = carve_floats(arena, rows, config->index_n_heads * config->index_head_dim);
@@ -2047,7 +2046,7 @@ static bool select_rows(Engine *engine, int i, const Row *rows, int n, Error *er
     Cache *cache = &engine->cache;
     const int heads = config->index_n_heads, dim = config->index_head_dim;
     const size_t hidden = (size_t)config->hidden_size;
-    backend->linear(state->index_q, (size_t)(heads * dim), state->q_latent_rank, (size_t)config->q_lora_rank, n, &layer->indexer_wq_b);
+    backend->linear(state->index_q, (size_t)(heads * dim), state->q_lora, (size_t)config->q_lora_rank, n, &layer->indexer_wq_b);
     backend->linear(state->index_k, (size_t)dim, state->normed, hidden, n, &layer->indexer_wk);
     backend->layer_norm(state->index_k, state->index_k, layer->indexer_k_norm, layer->indexer_k_norm_bias, n, dim, 1e-6f);
     backend->rope(state->index_q, n, heads, dim, 0, config->qk_rope_head_dim, config->indexer_rope_interleave, state->cosine, state->sine);
@@ -2081,9 +2080,9 @@ static bool forward_dsa(Engine *engine, const Row *rows, int n, Error *error) {
         backend->rms_norm(state->normed, hidden, state->hidden, hidden, layer->input_layernorm, n, config->hidden_size, config->rms_norm_eps);
 
         /* The query, by way of a narrow latent that the indexer reads too; of each head's values the last `tail` are rotated. */
-        backend->linear(state->q_latent_rank, rank, state->normed, hidden, n, &layer->q_a_proj);
-        backend->rms_norm(state->q_latent_rank, rank, state->q_latent_rank, rank, layer->q_a_layernorm, n, config->q_lora_rank, config->latent_norm_eps);
-        backend->linear(state->q, (size_t)(heads * (nope + tail)), state->q_latent_rank, rank, n, &layer->q_b_proj);
+        backend->linear(state->q_lora, rank, state->normed, hidden, n, &layer->q_a_proj);
+        backend->rms_norm(state->q_lora, rank, state->q_lora, rank, layer->q_a_layernorm, n, config->q_lora_rank, config->latent_norm_eps);
+        backend->linear(state->q, (size_t)(heads * (nope + tail)), state->q_lora, rank, n, &layer->q_b_proj);
         backend->rope(state->q, n, heads, nope + tail, nope, tail, true, state->cosine, state->sine);
 
         /* This layer's cached row: the normed latent and the rotated key. Every row of the pass is stored before any attends. */
@@ -2096,8 +2095,8 @@ static bool forward_dsa(Engine *engine, const Row *rows, int n, Error *error) {
         if (config->indexer_full[i] && !select_rows(engine, i, rows, n, error)) return false;
         if (engine->probe.selected && config->indexer_full[i]) engine->probe.selected(engine->probe.user, i, &state->selection, rows, n);
 
-        backend->absorb_query(state->q_latent, state->q, n, &layer->kv_b_proj, config);
-        backend->sparse_attention(state->z, state->q_latent, cache->kv[i], &cache->format, &state->selection, n, heads, engine->softmax_scale);
+        backend->absorb_query(state->q_absorbed, state->q, n, &layer->kv_b_proj, config);
+        backend->sparse_attention(state->z, state->q_absorbed, cache->kv[i], &cache->format, &state->selection, n, heads, engine->softmax_scale);
         backend->expand_value(state->attended, state->z, n, &layer->kv_b_proj, config);
         backend->linear(state->branch, hidden, state->attended, (size_t)(heads * config->v_head_dim), n, &layer->o_proj);
         if (!finish_layer(engine, i, rows, n, error)) return false;

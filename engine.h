@@ -264,9 +264,9 @@ typedef struct Backend {
                          const RowFormat *format, int heads, int head_dim, const Row *rows, int n_rows, int context,
                          float *scratch, int scratch_rows);
 
-    /* q_latent[r, h] = W_UK[h]^T q_nope[r, h] | q_rope[r, h]: the query in the space of cached rows (DeepSeek-V2, 2.1.2).
-     * q: [rows, heads, nope + rope]; q_latent: [rows, heads, kv_lora_rank + rope]; kv_b: kv_b_proj. */
-    void (*absorb_query)(float *q_latent, const float *q, int n_rows, const Matrix *kv_b, const Config *config);
+    /* q_absorbed[r, h] = W_UK[h]^T q_nope[r, h] | q_rope[r, h]: the query in the space of cached rows (DeepSeek-V2, 2.1.2).
+     * q: [rows, heads, nope + rope]; q_absorbed: [rows, heads, kv_lora_rank + rope]; kv_b: kv_b_proj. */
+    void (*absorb_query)(float *q_absorbed, const float *q, int n_rows, const Matrix *kv_b, const Config *config);
 
     /* Latent attention over each row's own selection. q: [rows, heads, lora + rope]; z: [rows, heads, lora] is the
      * softmax-weighted sum of the selected latents. */
@@ -316,10 +316,10 @@ typedef struct State {          /* [rows] stands for max_rows; everything lies i
     float *hidden;              /* [rows, hidden_size] f32, the residual stream */
     float *normed;              /* [rows, hidden_size] f32, a layer's input; after forward(): the final norm's output */
     float *branch;              /* [rows, hidden_size] f32, what a sublayer adds to the residual stream */
-    float *q_latent_rank;       /* [rows, q_lora_rank] f32 */
+    float *q_lora;       /* [rows, q_lora_rank] f32 */
     float *q;                   /* [rows, heads * query width] f32 */
     float *kv;                  /* [rows, kv_lora_rank + rope] f32; qwen3: [rows, kv_heads * head_dim] keys, then as many values */
-    float *q_latent, *z;        /* [rows, heads, kv_lora_rank + rope], [rows, heads, kv_lora_rank] f32 */
+    float *q_absorbed, *z;        /* [rows, heads, kv_lora_rank + rope], [rows, heads, kv_lora_rank] f32 */
     float *attended;            /* [rows, heads * value width] f32 */
     float *index_q, *index_k;   /* [rows, index_n_heads * index_head_dim], [rows, index_head_dim] f32 */
     float *index_weights;       /* [rows, index_n_heads] f32 */

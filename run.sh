@@ -15,9 +15,9 @@ for package in $packages; do
 done
 
 install_missing() {
-    DEBIAN_FRONTEND=noninteractive $1 apt-get update -q >&2
+    $1 env DEBIAN_FRONTEND=noninteractive apt-get update -q >&2
     # shellcheck disable=SC2086  # a list of names
-    DEBIAN_FRONTEND=noninteractive $1 apt-get install -y -q --no-install-recommends $missing >&2
+    $1 env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $missing >&2
 }
 
 if [ -n "$missing" ]; then

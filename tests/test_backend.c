@@ -582,10 +582,10 @@ static void test_latent_space(DType dtype, int heads, int nope, int tail, int v,
     const Config config = {.num_attention_heads = heads, .qk_nope_head_dim = nope, .qk_rope_head_dim = tail, .v_head_dim = v, .kv_lora_rank = lora};
     TestMatrix kv_b = make_matrix(dtype, heads * (nope + v), lora);
     const int q_width = nope + tail, width = lora + tail;
-    float *q = random_floats((size_t)(ROWS * heads * q_width)), *q_latent = allocate_zeroed((size_t)(ROWS * heads * width), sizeof(float));
+    float *q = random_floats((size_t)(ROWS * heads * q_width)), *q_absorbed = allocate_zeroed((size_t)(ROWS * heads * width), sizeof(float));
     float *z = random_floats((size_t)(ROWS * heads * lora)), *y = allocate_zeroed((size_t)(ROWS * heads * v), sizeof(float));
     float *alone = allocate_zeroed((size_t)(heads * (width + v)), sizeof(float));
-    absorb_query(q_latent, q, ROWS, &kv_b.view, &config);
+    absorb_query(q_absorbed, q, ROWS, &kv_b.view, &config);
     expand_value(y, z, ROWS, &kv_b.view, &config);
     int wrong = 0;
     for (int i = 0; i < ROWS * heads; i++) {
@@ -596,7 +596,7 @@ static void test_latent_space(DType dtype, int heads, int nope, int tail, int v,
                 sum += q[i * q_width + k] * head[k * lora + j];
                 terms += fabs(q[i * q_width + k] * head[k * lora + j]);
             }
-            wrong += j < lora ? !near(q_latent[i * width + j], sum, terms, 1e-6) : q_latent[i * width + j] != q[i * q_width + nope + j - lora];
+            wrong += j < lora ? !near(q_absorbed[i * width + j], sum, terms, 1e-6) : q_absorbed[i * width + j] != q[i * q_width + nope + j - lora];
         }
         for (int o = 0; o < v; o++) {
             double sum = 0, terms = 0;
@@ -610,11 +610,11 @@ static void test_latent_space(DType dtype, int heads, int nope, int tail, int v,
     CHECK(!wrong, "latent space, %s, %d heads, %d | %d, rank %d: %d values are off", dtype_table[dtype].name, heads, nope, v, lora, wrong);
     for (int r = 0; r < ROWS; r++) {
         absorb_query(alone, q + r * heads * q_width, 1, &kv_b.view, &config);
-        CHECK(!memcmp(alone, q_latent + r * heads * width, (size_t)(heads * width) * sizeof(float)), "row %d is absorbed alone as in company", r);
+        CHECK(!memcmp(alone, q_absorbed + r * heads * width, (size_t)(heads * width) * sizeof(float)), "row %d is absorbed alone as in company", r);
         expand_value(alone, z + r * heads * lora, 1, &kv_b.view, &config);
         CHECK(!memcmp(alone, y + r * heads * v, (size_t)(heads * v) * sizeof(float)), "row %d is expanded alone as in company", r);
     }
-    free(q), free(q_latent), free(z), free(y), free(alone);
+    free(q), free(q_absorbed), free(z), free(y), free(alone);
     free_matrix(&kv_b);
 }
 
