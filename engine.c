@@ -2526,7 +2526,7 @@ enum { EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ROWS };
 typedef struct Options {
     EngineOptions engine;
     const char *prompt, *file, *ids, *decode, *jsonl, *output, *dump, *trace, *system, *positional;
-    const char *device, *kv, *draft, *kv_dtype, *think, *special, *exact, *accept, *verify, *width, *hot, *reclaim;
+    const char *kv_dtype, *think, *special, *only;  /* only: of options that have one value so far */
     FILE *trace_file;
     char **stops;               /* stb_ds */
     int n_new;                  /* -1: the command's default */
@@ -2537,32 +2537,57 @@ typedef struct Options {
     bool seeded, ppl, stats, quiet, resume, chat, help;
 } Options;
 
-typedef enum OptionKind { TEXT, COUNT, NUMBER, BYTES, SEED, STOP, FLAG } OptionKind;
+typedef enum OptionKind { TEXT, WORD, COUNT, NUMBER, BYTES, SEED, STOP, FLAG } OptionKind;
 
-#define AT(member) offsetof(Options, member)
-static const struct { const char *name; OptionKind kind; size_t offset; double low, high; } option_table[] = {
-    {"-m", TEXT, AT(engine.model), 0, 0}, {"-p", TEXT, AT(prompt), 0, 0}, {"-f", TEXT, AT(file), 0, 0}, {"-o", TEXT, AT(output), 0, 0},
-    {"--ids", TEXT, AT(ids), 0, 0}, {"--decode", TEXT, AT(decode), 0, 0}, {"--jsonl", TEXT, AT(jsonl), 0, 0}, {"--dump", TEXT, AT(dump), 0, 0},
-    {"--trace", TEXT, AT(trace), 0, 0}, {"--system", TEXT, AT(system), 0, 0}, {"--think", TEXT, AT(think), 0, 0},
-    {"--special", TEXT, AT(special), 0, 0}, {"--device", TEXT, AT(device), 0, 0}, {"--kv", TEXT, AT(kv), 0, 0},
-    {"--kv-dtype", TEXT, AT(kv_dtype), 0, 0}, {"--draft", TEXT, AT(draft), 0, 0}, {"--exact", TEXT, AT(exact), 0, 0},
-    {"--accept", TEXT, AT(accept), 0, 0}, {"--verify", TEXT, AT(verify), 0, 0}, {"--width", TEXT, AT(width), 0, 0}, {"--hot", TEXT, AT(hot), 0, 0},
-    {"--reclaim", TEXT, AT(reclaim), 0, 0},
-    {"-n", COUNT, AT(n_new), 0, INT_MAX}, {"-c", COUNT, AT(engine.context), 1, MAX_CONTEXT}, {"--threads", COUNT, AT(threads), 1, 1024},
-    {"--slots", COUNT, AT(slots), 1, MAX_PASS_ROWS}, {"--top-k", COUNT, AT(top_k), 0, INT_MAX},
-    {"--index-topk", COUNT, AT(engine.index_topk), 1, MAX_CONTEXT}, {"--temp", NUMBER, AT(temperature), -1e9, 1e9},
-    {"--top-p", NUMBER, AT(top_p), 0, 1}, {"--min-p", NUMBER, AT(min_p), 0, 1}, {"--repeat-penalty", NUMBER, AT(repeat_penalty), 1e-3, 1e3},
-    {"--kv-budget", BYTES, AT(engine.kv_budget), 1, 1e18}, {"--seed", SEED, AT(seed), 0, 0}, {"--stop", STOP, AT(stops), 0, 0},
-    {"--ppl", FLAG, AT(ppl), 0, 0}, {"--stats", FLAG, AT(stats), 0, 0}, {"--quiet", FLAG, AT(quiet), 0, 0},
-    {"--resume", FLAG, AT(resume), 0, 0}, {"--chat", FLAG, AT(chat), 0, 0}, {"--help", FLAG, AT(help), 0, 0}, {"-h", FLAG, AT(help), 0, 0},
+/* low, high: of a number. words: the values a WORD may have here. later: values the contract knows and this build lacks, which is
+ * said in these words ("*": any other). commands: the only ones that can use it, where not all can; given to another it is a
+ * mistake, better said than passed over. */
+#define AT(member) .offset = offsetof(Options, member)
+static const struct OptionSpec { const char *name; OptionKind kind; size_t offset; double low, high; const char *words, *later, *commands; } option_table[] = {
+    {"-m", TEXT, AT(engine.model)},
+    {"-p", TEXT, AT(prompt), .commands = "generate|tokenize"},
+    {"-f", TEXT, AT(file), .commands = "generate|eval|tokenize"},
+    {"--ids", TEXT, AT(ids), .commands = "generate|eval"},
+    {"--jsonl", TEXT, AT(jsonl), .commands = "tokenize"},
+    {"--decode", TEXT, AT(decode), .commands = "eval|tokenize"},
+    {"--special", WORD, AT(special), .words = "on|off", .commands = "tokenize"},
+    {"--dump", TEXT, AT(dump), .commands = "eval"},
+    {"--ppl", FLAG, AT(ppl), .commands = "eval"},
+    {"-o", TEXT, AT(output), .commands = "batch"},
+    {"--resume", FLAG, AT(resume), .commands = "batch"},
+    {"--slots", COUNT, AT(slots), 1, MAX_PASS_ROWS, .commands = "batch|inspect"},
+    {"-n", COUNT, AT(n_new), 0, INT_MAX},
+    {"-c", COUNT, AT(engine.context), 1, MAX_CONTEXT},
+    {"--temp", NUMBER, AT(temperature), -1e9, 1e9},
+    {"--top-k", COUNT, AT(top_k), 0, INT_MAX},
+    {"--top-p", NUMBER, AT(top_p), 0, 1},
+    {"--min-p", NUMBER, AT(min_p), 0, 1},
+    {"--repeat-penalty", NUMBER, AT(repeat_penalty), 1e-3, 1e3},
+    {"--seed", SEED, AT(seed)},
+    {"--stop", STOP, AT(stops)},
+    {"--chat", FLAG, AT(chat)},
+    {"--system", TEXT, AT(system)},
+    {"--think", WORD, AT(think), .words = "on|off"},
+    {"--device", WORD, AT(only), .words = "auto|cpu", .later = "cuda"},
+    {"--threads", COUNT, AT(threads), 1, 1024},
+    {"--kv-dtype", WORD, AT(kv_dtype), .words = "f32|bf16|fp8"},
+    {"--kv", WORD, AT(only), .words = "resident", .later = "hisparse|adaptive"},
+    {"--kv-budget", BYTES, AT(engine.kv_budget), 1, 1e18},
+    {"--index-topk", COUNT, AT(engine.index_topk), 1, MAX_CONTEXT},
+    {"--exact", WORD, AT(only), .words = "on", .later = "off"},
+    {"--draft", WORD, AT(only), .words = "none", .later = "*"},
+    {"--accept", WORD, AT(only), .words = "", .later = "*"},
+    {"--verify", WORD, AT(only), .words = "", .later = "*"},
+    {"--width", WORD, AT(only), .words = "", .later = "*"},
+    {"--hot", WORD, AT(only), .words = "", .later = "*"},
+    {"--reclaim", WORD, AT(only), .words = "", .later = "*"},
+    {"--stats", FLAG, AT(stats)},
+    {"--trace", TEXT, AT(trace)},
+    {"--quiet", FLAG, AT(quiet)},
+    {"--help", FLAG, AT(help)},
+    {"-h", FLAG, AT(help)},
 };
 #undef AT
-
-/* What only some commands can use. Given to another one it is a mistake, which is better said than passed over. */
-static const struct { const char *option, *commands; } inputs[] = {
-    {"-p", "generate|tokenize"}, {"-f", "generate|eval|tokenize"}, {"--ids", "generate|eval"}, {"--jsonl", "tokenize"}, {"--decode", "eval|tokenize"},
-    {"-o", "batch"}, {"--resume", "batch"}, {"--slots", "batch|inspect"}, {"--dump", "eval"}, {"--ppl", "eval"}, {"--special", "tokenize"},
-};
 
 static const char usage_text[] =
     "usage: tide chat     [-m DIR]                                       talk in the terminal\n"
@@ -2610,34 +2635,6 @@ __attribute__((format(printf, 1, 2))) static int usage(const char *format, ...) 
     return EXIT_USAGE;
 }
 
-/* One option's value into its field. */
-static bool set_option(Options *options, size_t i, const char *value) {
-    void *field = (char *)options + option_table[i].offset;
-    double low = option_table[i].low, high = option_table[i].high, number = 0;
-    char *end = NULL;
-    OptionKind kind = option_table[i].kind;
-    if (kind == FLAG) { *(bool *)field = true; return true; }
-    if (kind == TEXT) { *(const char **)field = value; return true; }
-    if (kind == STOP) {
-        if (*value) arrput(options->stops, (char *)value);
-        return *value;
-    }
-    errno = 0;
-    if (kind == SEED) {
-        options->seed = strtoull(value, &end, 10);
-        options->seeded = true;
-        return isdigit((unsigned char)*value) && !*end && !errno;
-    }
-    number = strtod(value, &end);
-    if (end == value || errno || !isfinite(number)) return false;
-    if (kind == BYTES && *end && strchr("KMGkmg", *end)) number *= exp2(10 * (1 + (strchr("KkMmGg", *end++) - "KkMmGg") / 2));
-    if (*end || number < low || number > high) return false;
-    if (kind == NUMBER) *(double *)field = number;
-    if (kind == BYTES) *(size_t *)field = (size_t)number;
-    if (kind == COUNT) *(int *)field = (int)number;
-    return kind != COUNT || number == (int)number;
-}
-
 /* Whether a list such as "on|off" holds the word. */
 static bool listed(const char *list, const char *word) {
     size_t n = strlen(word);
@@ -2646,48 +2643,76 @@ static bool listed(const char *list, const char *word) {
     return false;
 }
 
-/* The value must be one of `here`; one that the contract knows and this build lacks is told apart from a wrong one. */
-static bool one_of(const char *option, const char *value, const char *here, const char *later) {
-    if (!value || listed(here, value)) return true;
-    if (later && listed(later, value)) usage("%s %s: this build does not have it%s%s", option, value, *here ? ", only " : "", here);
-    else usage("%s: found %s, wanted %s", option, value, here);
+static bool set_word(const struct OptionSpec *option, const char **field, const char *value) {
+    *field = value;
+    if (listed(option->words, value)) return true;
+    if (option->later && (!strcmp(option->later, "*") || listed(option->later, value)))
+        usage("%s %s: this build does not have it%s%s", option->name, value, *option->words ? ", only " : "", option->words);
+    else usage("%s: found %s, wanted %s", option->name, value, option->words);
     return false;
 }
 
-static bool check_words(Options *options) {
-    if (!one_of("--device", options->device, "auto|cpu", "cuda") || !one_of("--kv", options->kv, "resident", "hisparse|adaptive")
-        || !one_of("--kv-dtype", options->kv_dtype, "f32|bf16|fp8", NULL) || !one_of("--think", options->think, "on|off", NULL)
-        || !one_of("--special", options->special, "on|off", NULL) || !one_of("--exact", options->exact, "on", "off")
-        || !one_of("--draft", options->draft, "none", options->draft) || !one_of("--accept", options->accept, "", options->accept)
-        || !one_of("--verify", options->verify, "", options->verify) || !one_of("--width", options->width, "", options->width)
-        || !one_of("--hot", options->hot, "", options->hot) || !one_of("--reclaim", options->reclaim, "", options->reclaim)) return false;
-    const char *dtype = options->kv_dtype ? options->kv_dtype : "bf16";
-    options->engine.kv_dtype = !strcmp(dtype, "f32") ? KV_F32 : !strcmp(dtype, "bf16") ? KV_BF16 : KV_F8;
-    return true;
+static bool set_number(const struct OptionSpec *option, void *field, const char *value) {
+    char *end;
+    errno = 0;
+    double number = strtod(value, &end);
+    bool ok = end != value && !errno && isfinite(number);
+    if (ok && option->kind == BYTES && *end && strchr("KMGkmg", *end)) number *= exp2(10 * (1 + (strchr("KkMmGg", *end++) - "KkMmGg") / 2));
+    ok = ok && !*end && number >= option->low && number <= option->high && (option->kind != COUNT || number == (int)number);
+    if (!ok) usage("%s: found %s, wanted a number from %.10g to %.10g", option->name, value, option->low, option->high);
+    else if (option->kind == NUMBER) *(double *)field = number;
+    else if (option->kind == BYTES) *(size_t *)field = (size_t)number;
+    else *(int *)field = (int)number;
+    return ok;
+}
+
+static bool set_seed(Options *options, const char *value) {
+    char *end;
+    errno = 0;
+    options->seed = strtoull(value, &end, 10);
+    options->seeded = true;
+    if (isdigit((unsigned char)*value) && !*end && !errno) return true;
+    return usage("--seed: found %s, wanted an integer from 0 to %" PRIu64, value, UINT64_MAX), false;
+}
+
+/* One option's value into its field; what is wrong with it has been said when this fails. */
+static bool set_option(Options *options, const struct OptionSpec *option, const char *value) {
+    void *field = (char *)options + option->offset;
+    switch (option->kind) {
+    case FLAG: *(bool *)field = true; return true;
+    case TEXT: *(const char **)field = value; return true;
+    case WORD: return set_word(option, field, value);
+    case SEED: return set_seed(options, value);
+    case STOP:
+        if (*value) arrput(options->stops, (char *)value);
+        return *value || (usage("--stop wants a text that is not empty"), false);
+    default: return set_number(option, field, value);
+    }
+}
+
+static const struct OptionSpec *find_option(const char *name) {
+    for (size_t i = 0; i < sizeof option_table / sizeof *option_table; i++)
+        if (!strcmp(option_table[i].name, name)) return &option_table[i];
+    return NULL;
 }
 
 static bool parse_options(Options *options, int argc, char **argv) {
     for (int a = 2; a < argc; a++) {
-        size_t n = sizeof option_table / sizeof *option_table, i = 0;
-        while (i < n && strcmp(option_table[i].name, argv[a])) i++;
-        if (i == n) {
+        const struct OptionSpec *option = find_option(argv[a]);
+        if (!option) {
             if (argv[a][0] == '-' && argv[a][1]) return usage("unknown option %s", argv[a]), false;
             if (options->positional) return usage("one argument too many: %s", argv[a]), false;
             if (!listed("batch|bench", argv[1])) return usage("%s cannot use the argument %s", argv[1], argv[a]), false;
             options->positional = argv[a];
             continue;
         }
-        for (size_t j = 0; j < sizeof inputs / sizeof *inputs; j++)
-            if (!strcmp(inputs[j].option, argv[a]) && !listed(inputs[j].commands, argv[1])) return usage("%s cannot use %s", argv[1], argv[a]), false;
-        if (option_table[i].kind != FLAG && a + 1 == argc) return usage("%s wants a value", argv[a]), false;
-        const char *value = option_table[i].kind == FLAG ? NULL : argv[++a];
-        if (!set_option(options, i, value)) {
-            if (option_table[i].kind == COUNT || option_table[i].kind == NUMBER)
-                return usage("%s: found %s, wanted a number from %.10g to %.10g", option_table[i].name, value, option_table[i].low, option_table[i].high), false;
-            return usage("%s: cannot use the value \"%s\"", option_table[i].name, value), false;
-        }
+        if (option->commands && !listed(option->commands, argv[1])) return usage("%s cannot use %s", argv[1], argv[a]), false;
+        if (option->kind != FLAG && a + 1 == argc) return usage("%s wants a value", argv[a]), false;
+        if (!set_option(options, option, option->kind == FLAG ? NULL : argv[++a])) return false;
     }
-    return check_words(options);
+    const char *dtype = options->kv_dtype ? options->kv_dtype : "bf16";
+    options->engine.kv_dtype = !strcmp(dtype, "f32") ? KV_F32 : !strcmp(dtype, "bf16") ? KV_BF16 : KV_F8;
+    return true;
 }
 
 static Sampling sampling_of(const Options *options, const Config *config) {
