@@ -5,7 +5,7 @@ Two models are made here. "chain" is a bigram automaton in Qwen3's clothes: its 
 successor for each token, so that what it says is known beforehand. "random" is the glm_moe_dsa fixture with the same byte-level
 tokenizer: it babbles, but through the whole engine. TIDE names the program; ./tide if unset.
 """
-import array, fcntl, json, os, pty, re, resource, select, shutil, signal, struct, subprocess, sys, tempfile, termios, time
+import array, fcntl, json, os, re, resource, select, shutil, signal, struct, subprocess, sys, tempfile, termios, time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TIDE = os.path.abspath(os.environ.get("TIDE", os.path.join(ROOT, "tide")))
@@ -13,8 +13,6 @@ SANITIZED = "asan" in os.path.basename(TIDE)
 PATIENCE = 180 if SANITIZED else 60          # seconds until something that should have happened counts as hanging
 MINI = os.path.join(ROOT, "weights", "mini")
 FIXTURE = os.path.join(ROOT, "tests", "fixtures", "glm_moe_dsa-a")
-if not os.path.isdir(FIXTURE):
-    FIXTURE = "/work/shared/fixtures/glm_moe_dsa-a"
 
 passed = failed = 0
 
@@ -96,7 +94,7 @@ def make_chain_model(directory):
     make_tokenizer(directory)
     head = array.array("f", bytes(4 * VOCAB * VOCAB))
     for token in range(VOCAB):
-        head[successors().get(token, ord("x")) * VOCAB + token] = 1 if not token % 64 else 1
+        head[successors().get(token, ord("x")) * VOCAB + token] = 1
     identity = array.array("f", bytes(4 * VOCAB * VOCAB))
     for token in range(VOCAB):
         identity[token * VOCAB + token] = 1
@@ -381,8 +379,7 @@ def test_stdout_failures():
         with open("/dev/full", "wb") as full:
             refused(1, "No space left", *args, stdout=full)
         closed = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", TIDE, *args], capture_output=True, env=environment(), timeout=PATIENCE)
-        check(closed.returncode == 1 and closed.stderr.count(b"tide: ") <= 2 and b"stdout" in closed.stderr or b"output" in closed.stderr,
-              "a closed stdout is an error", args, closed.returncode, closed.stderr)
+        check(closed.returncode == 1 and (b"stdout: " in closed.stderr or b"the output: " in closed.stderr), "a closed stdout is an error", args, closed.returncode, closed.stderr)
     started = time.time()
     process = subprocess.Popen([TIDE, "generate", "-m", CHAIN, "-p", "x", "-n", "4000", "--quiet"], stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, env=environment())
@@ -465,6 +462,14 @@ def test_batch_errors():
     check("5002 tokens" in result.rows[2]["error"] and "4096" in result.rows[2]["error"], "an over-long row says how long", result.rows[2])
 
 
+def make_mute(model):
+    """The same model without a tokenizer: generate prints ids."""
+    if not os.path.isdir(model + "-mute"):
+        shutil.copytree(model, model + "-mute")
+        os.remove(model + "-mute/tokenizer.json")
+    return model + "-mute"
+
+
 def test_batch_overrides():
     rows = [{"prompt": "1", "n": 2}, {"prompt": "1", "stop": "56"}, {"prompt": "1", "stop": ["9", "4"]}, {"prompt": "1"}, {"prompt": "1", "n": None, "stop": None},
             {"messages": [{"role": "user", "content": "hi"}], "n": 4}, {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"},
@@ -477,9 +482,11 @@ def test_batch_overrides():
     texts = [row["ids"] for row in batch(rows, "-n", "20", "--seed", "3", model=RANDOM).rows]
     equal(texts[0], texts[2], "rows of one prompt and one seed of their own give one text")
     check(texts[0] != texts[4] and texts[3] != texts[0] and texts[1] != texts[0], "and others do not")
-    single = generate("-p", "once", "-n", "20", "--seed", "7", "--kv-dtype", "bf16", model=RANDOM).out
-    equal(batch(rows[:1], "-n", "20", model=RANDOM).rows[0]["text"].encode() if b"\xff" not in single else b"", single[:-1].decode("utf-8", "replace").encode()
-          if b"\xff" not in single else b"", "a row's own seed gives what generate gives")
+    ids = "1,2,3"
+    prompt = run("tokenize", "-m", RANDOM, "--decode", ids).out[:-1].decode()
+    single = run("generate", "-m", make_mute(RANDOM), "--ids", ",".join(map(str, PREFIX)) + "," + ids, "-n", "20", "--seed", "7").out.decode().strip()
+    own = batch([{"prompt": prompt, "seed": 7}], "-n", "20", model=RANDOM).rows[0]["ids"]       # may end at a control token, single does not
+    check(len(own) > 5 and single.startswith(",".join(map(str, own))), "a row's own seed gives what generate gives", own, single)
     equal(batch(rows[1:2], "-n", "20", model=RANDOM).rows[0]["ids"], texts[1], "a row's temp")
 
 
@@ -499,7 +506,7 @@ def make_broken_numbers():
 def test_broken_numbers():
     model = make_broken_numbers()
     refused(1, "layer 0|position 3|not finite", "generate", "-m", model, "-p", "1z")
-    refused(1, "not finite", "eval", "-m", model, "-p".replace("-p", "--ids"), "49,122", "--ppl")
+    refused(1, "not finite", "eval", "-m", model, "--ids", "49,122", "--ppl")
     for slots in ("1", "2", "8"):
         result = batch("1\nz\n2\n3z3\n4\nd\n", "-n", "5", "--slots", slots, name="p.txt", model=model)
         equal(([row["text"] for row in result.rows], result.code), (["23456", "", "34567", "", "56789", "\U0001f600e"], 3), "other rows lose nothing, --slots " + slots)
@@ -712,7 +719,7 @@ def test_chat_pipe():
 
 def test_chat_context():
     result = chat("hi\nhi\nhi\nhi\n/clear\nhi\n", "-c", "32")
-    check(result.code == 0 and b"full" in result.err or b"fit" in result.err, "a full context is noticed", result.err)
+    check(result.code == 0 and (b"full" in result.err or b"fit" in result.err), "a full context is noticed", result.err)
     check(result.out.endswith(ANSWER), "after /clear there is room again", result.out)
     check(b"/clear" in result.err, "the notice says what to do", result.err)
     result = chat("hi\nmore\n/regen\n/clear\nhi\n", "-c", "9")
@@ -961,7 +968,7 @@ def test_terminal_lines_and_eof():
 def test_terminal_colour():
     for env, coloured in [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False), ({"NO_COLOR": ""}, True)]:
         terminal = Terminal("chat", "-m", CHAIN, "--think", "on", env=env)
-        terminal.prompt() if not coloured else terminal.expect("> ")
+        terminal.prompt()
         terminal.send("hi\r")
         before = terminal.expect("efg")
         terminal.send("\x04")
@@ -1109,10 +1116,9 @@ def peak_memory(args, text):
             status = open("/proc/%d/status" % process.pid).read()
         except OSError:
             break
-        for name in ("RssAnon", "RssShmem"):
-            found = re.search(name + r":\s+(\d+) kB", status)
-            if found and name == "RssAnon":
-                peak = max(peak, int(found.group(1)) << 10)
+        found = re.search(r"RssAnon:\s+(\d+) kB", status)
+        if found:
+            peak = max(peak, int(found.group(1)) << 10)
         time.sleep(0.005)
     err = process.stderr.read().decode()
     cache = re.search(r"cache [^,]*, ([0-9.]+) MB", err)
@@ -1126,8 +1132,7 @@ def test_memory_used():
     for model in [RANDOM] + ([MINI] if os.path.exists(MINI + "/config.json") else []):
         text = write(HOME + "/text", "The quick brown fox jumps over the lazy dog. " * (200 if model == MINI else 60))
         peak, cache = peak_memory(["eval", "-m", model, "-f", text, "--ppl", "-c", "4096" if model == MINI else "2048"], model)
-        check(peak - cache < 64e6, "less than 64 MB beside weights and cache: %.1f MB (%s)" % ((peak - cache) / 1e6, model))
-        check(peak - cache > -cache, "something was measured")
+        check(0 < peak < cache + 64e6, "less than 64 MB beside weights and cache: %.1f MB (%s)" % ((peak - cache) / 1e6, model))
 
 
     rows = 50000
