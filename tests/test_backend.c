@@ -405,6 +405,24 @@ static void top_k_plainly(int *picks, const float *scores, int n, int k) {
     free(taken);
 }
 
+/* On a history too long for the plain form: what is picked is ascending, no worse than what is not, and earlier where equal. */
+static void test_long_top_k(int n, int k) {
+    float *scores = random_floats((size_t)n), lowest = INFINITY;
+    int *picks = allocate_zeroed((size_t)k, sizeof(int)), wrong = 0, last_equal = -1;
+    bool *taken = allocate_zeroed((size_t)n, sizeof(bool));
+    for (int s = 0; s < n; s++) scores[s] = s % 3 ? 0 : (float)(int)(40 * scores[s]) / 40;
+    top_k(picks, scores, n, k);
+    for (int i = 0; i < k; i++) {
+        wrong += picks[i] < 0 || picks[i] >= n || (i && picks[i] <= picks[i - 1]);
+        taken[picks[i]] = true;
+        lowest = fminf(lowest, scores[picks[i]]);
+    }
+    for (int i = 0; i < k; i++) if (scores[picks[i]] == lowest) last_equal = picks[i];
+    for (int s = 0; s < n; s++) wrong += !taken[s] && (scores[s] > lowest || (scores[s] == lowest && s < last_equal));
+    CHECK(!wrong, "top %d of %d: %d positions are wrong", k, n, wrong);
+    free(scores), free(picks), free(taken);
+}
+
 static void test_top_k(void) {
     enum { KINDS = 8 };
     for (int n = 2; n < 400; n += 37)
@@ -424,6 +442,8 @@ static void test_top_k(void) {
                     CHECK(!memcmp(picks, plain, (size_t)k * sizeof(int)), "top %d of %d, kind %d", k, n, kind);
                 }
             }
+    static const int long_histories[] = {33000, 49000, 85000};
+    for (int i = 0; i < 3; i++) test_long_top_k(long_histories[i], 2048);
     float scores[5] = {NAN, 1, -NAN, INFINITY, -INFINITY};
     int picks[5];
     top_k(picks, scores, 5, 3);
