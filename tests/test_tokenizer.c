@@ -397,7 +397,7 @@ static const char *const refusals[][3] = {
     {"\"added_tokens\":[", "\"added_tokens\":[{\"content\":\"<new>\"},", "<new>"},
     {"\"added_tokens\":[", "\"added_tokens\":[{\"id\":900,\"content\":\"<n>\"},{\"id\":901,\"content\":\"<n>\"},", "<n>"},
     {"\"added_tokens\":[", "\"added_tokens\":[5,", "added_tokens"},
-    {"{\"version\"", "[{\"version\"", "not a JSON object"},
+    {"{\"version\"", "[{\"version\"", "malformed JSON"},
     {"\"version\"", "\"ver\xFFsion\"", "not UTF-8"},
 };
 
@@ -444,7 +444,7 @@ static void test_refusals(Bytes json) {
         check_refused(cut, (Bytes){0}, "a file cut short", "byte");
         free(cut.data);
     }
-    static const char *const configs[][2] = {{"{", "not a JSON object"}, {"7", "not a JSON object"}, {"{\"add_bos_token\":true,\"bos_token\":\"<b>\"}", "<b>"}};
+    static const char *const configs[][2] = {{"{", "malformed JSON"}, {"7", "not a JSON object"}, {"{\"add_bos_token\":true,\"bos_token\":\"<b>\"}", "<b>"}};
     for (size_t i = 0; i < 3; i++) check_refused(json, (Bytes){(char *)configs[i][0], strlen(configs[i][0])}, "a tokenizer_config.json", configs[i][1]);
     char deep[4096];
     memset(deep, '[', sizeof deep);
