@@ -141,7 +141,7 @@ static bool multiply(size_t a, size_t b, size_t *product) { return !__builtin_mu
 
 /* "DIR/NAME" in a buffer of the caller's. */
 static const char *join(char buffer[PATH_MAX], const char *directory, const char *name) {
-    if (snprintf(buffer, PATH_MAX, "%s/%s", directory, name) >= PATH_MAX) buffer[0] = 0;    /* too long to exist: opening it fails */
+    if (snprintf(buffer, PATH_MAX, "%s/%s", directory, name) >= PATH_MAX) buffer[0] = 0; /* too long to exist: opening it fails */
     return buffer;
 }
 
@@ -270,12 +270,14 @@ static void require_string(Fields *fields, const char *key, const char *value) {
  * are added, products are checked, no two tensors may share a byte. Nothing of the data is read.
  */
 
-static const struct { const char *name; size_t size; } dtype_table[DTYPE_COUNT] = {
-    [DTYPE_UNKNOWN] = {"unknown", 0}, [DTYPE_BOOL] = {"BOOL", 1}, [DTYPE_U8] = {"U8", 1},           [DTYPE_I8] = {"I8", 1},
-    [DTYPE_U16] = {"U16", 2},         [DTYPE_I16] = {"I16", 2},   [DTYPE_U32] = {"U32", 4},         [DTYPE_I32] = {"I32", 4},
-    [DTYPE_U64] = {"U64", 8},         [DTYPE_I64] = {"I64", 8},   [DTYPE_F8_E4M3] = {"F8_E4M3", 1}, [DTYPE_F8_E5M2] = {"F8_E5M2", 1},
-    [DTYPE_F8_E8M0] = {"F8_E8M0", 1}, [DTYPE_F16] = {"F16", 2},   [DTYPE_BF16] = {"BF16", 2},       [DTYPE_F32] = {"F32", 4},
-    [DTYPE_F64] = {"F64", 8},
+static const struct { const char *name; size_t size;
+} dtype_table[DTYPE_COUNT] = {
+    [DTYPE_UNKNOWN] = {"unknown", 0}, [DTYPE_BOOL] = {"BOOL", 1},       [DTYPE_U8] = {"U8", 1},
+    [DTYPE_I8] = {"I8", 1},           [DTYPE_U16] = {"U16", 2},         [DTYPE_I16] = {"I16", 2},
+    [DTYPE_U32] = {"U32", 4},         [DTYPE_I32] = {"I32", 4},         [DTYPE_U64] = {"U64", 8},
+    [DTYPE_I64] = {"I64", 8},         [DTYPE_F8_E4M3] = {"F8_E4M3", 1}, [DTYPE_F8_E5M2] = {"F8_E5M2", 1},
+    [DTYPE_F8_E8M0] = {"F8_E8M0", 1}, [DTYPE_F16] = {"F16", 2},         [DTYPE_BF16] = {"BF16", 2},
+    [DTYPE_F32] = {"F32", 4},         [DTYPE_F64] = {"F64", 8},
 };
 
 enum { SAFETENSORS_MAX_HEADER = 100 << 20, MAX_JSON_FILE = 256 << 20 };
@@ -290,13 +292,15 @@ static DType dtype_by_name(const char *name) {
 /* "[3, 4]" into a buffer of the caller's. */
 static const char *shape_text(char buffer[128], int rank, const int64_t *shape) {
     int used = snprintf(buffer, 128, "[");
-    for (int i = 0; i < rank && used < 100; i++) used += snprintf(buffer + used, 128 - (size_t)used, "%s%" PRId64, i ? ", " : "", shape[i]);
+    for (int i = 0; i < rank && used < 100; i++)
+        used += snprintf(buffer + used, 128 - (size_t)used, "%s%" PRId64, i ? ", " : "", shape[i]);
     snprintf(buffer + used, 128 - (size_t)used, "]");
     return buffer;
 }
 
 /* One header entry into *tensor, with its range [*begin, *end) inside the data part. */
-static bool tensor_parse(Tensor *tensor, const cJSON *entry, size_t data_size, size_t *begin, size_t *end, const char *path, Error *error) {
+static bool tensor_parse(Tensor *tensor, const cJSON *entry, size_t data_size, size_t *begin, size_t *end, const char *path,
+                         Error *error) {
     const char *name = entry->string;
     const cJSON *dtype = cJSON_GetObjectItemCaseSensitive(entry, "dtype"), *dim;
     const cJSON *shape = cJSON_GetObjectItemCaseSensitive(entry, "shape");
@@ -314,12 +318,13 @@ static bool tensor_parse(Tensor *tensor, const cJSON *entry, size_t data_size, s
         tensor->shape[tensor->rank++] = (int64_t)extent;
     }
     if (!json_size(offsets->child, begin) || !json_size(offsets->child->next, end) || *begin > *end || *end > data_size)
-        return fail(error, "%s: tensor %.200s: data_offsets lie outside the %zu bytes of data, or are reversed", path, name, data_size);
+        return fail(error, "%s: tensor %.200s: data_offsets lie outside the %zu bytes of data, or are reversed", path, name,
+                    data_size);
     tensor->size = *end - *begin;
     char text[128];
     if (tensor->dtype != DTYPE_UNKNOWN && size != tensor->size)
-        return fail(error, "%s: tensor %.200s: found %zu bytes, wanted %zu for %s %s", path, name, tensor->size, size, tensor->dtype_name,
-                    shape_text(text, tensor->rank, tensor->shape));
+        return fail(error, "%s: tensor %.200s: found %zu bytes, wanted %zu for %s %s", path, name, tensor->size, size,
+                    tensor->dtype_name, shape_text(text, tensor->rank, tensor->shape));
     return true;
 }
 
@@ -352,7 +357,8 @@ static bool add_tensors(Checkpoint *checkpoint, const cJSON *header, int file, s
         ok = tensor_parse(&tensor, entry, mapped->size - data_start, &range.begin, &range.end, mapped->path, error);
         if (ok && shgeti(checkpoint->index, entry->string) >= 0) {
             const Tensor *other = &checkpoint->tensors[shget(checkpoint->index, entry->string)];
-            ok = fail(error, "%s: tensor %.200s is there already, in %s", mapped->path, entry->string, checkpoint->files[other->file].path);
+            ok = fail(error, "%s: tensor %.200s is there already, in %s", mapped->path, entry->string,
+                      checkpoint->files[other->file].path);
         }
         if (!ok) break;
         tensor.name = copy_string(entry->string);
@@ -372,7 +378,8 @@ static bool parse_safetensors(Checkpoint *checkpoint, int file, Error *error) {
     if (mapped->size < 8) return fail(error, "%s: %zu bytes are too few for a safetensors file", mapped->path, mapped->size);
     for (int i = 0; i < 8; i++) header_length |= (uint64_t)mapped->data[i] << (8 * i);
     if (header_length > mapped->size - 8 || header_length > SAFETENSORS_MAX_HEADER)
-        return fail(error, "%s: not a safetensors file: a header of %" PRIu64 " bytes in a file of %zu", mapped->path, header_length, mapped->size);
+        return fail(error, "%s: not a safetensors file: a header of %" PRIu64 " bytes in a file of %zu", mapped->path,
+                    header_length, mapped->size);
     cJSON *header = json_parse((const char *)mapped->data + 8, header_length, mapped->path, error);
     if (!header) return false;
     bool ok = cJSON_IsObject(header) ? add_tensors(checkpoint, header, file, 8 + header_length, error)
@@ -413,7 +420,8 @@ static bool open_sharded(Checkpoint *checkpoint, const char *index_path, Error *
     bool ok = cJSON_IsObject(map) || fail(error, "%s: weight_map is missing", index_path);
     if (ok) cJSON_ArrayForEach(entry, map) {
         const char *shard = cJSON_IsString(entry) ? entry->valuestring : "";
-        if (!*shard || strchr(shard, '/')) ok = fail(error, "%s: tensor %.200s: its shard wants to be a plain file name", index_path, entry->string);
+        if (!*shard || strchr(shard, '/'))
+            ok = fail(error, "%s: tensor %.200s: its shard wants to be a plain file name", index_path, entry->string);
         if (ok && shgeti(shards, shard) < 0) {
             ok = map_file(checkpoint, join(path, checkpoint->directory, shard), error);
             shput(shards, shard, (int)arrlen(checkpoint->files) - 1);
@@ -550,7 +558,8 @@ static bool read_layer_words(Fields *fields, const char *key, const char *yes, c
  * index_topk_freq-th layer after the first index_skip_topk_offset (transformers' GlmMoeDsaConfig). */
 static void read_indexer_types(Config *config, Fields *fields) {
     int layers = config->num_hidden_layers;
-    int freq = read_int(fields, "index_topk_freq", 1, MAX_LAYERS, 1), offset = read_int(fields, "index_skip_topk_offset", 0, MAX_LAYERS, 2);
+    int freq = read_int(fields, "index_topk_freq", 1, MAX_LAYERS, 1),
+        offset = read_int(fields, "index_skip_topk_offset", 0, MAX_LAYERS, 2);
     const cJSON *pattern = field(fields, "index_topk_pattern");
     const char *letters = cJSON_IsString(pattern) ? pattern->valuestring : "";
     config->indexer_full = allocate_zeroed((size_t)layers, sizeof(bool));
@@ -560,13 +569,15 @@ static void read_indexer_types(Config *config, Fields *fields) {
         else for (int i = 0; i < layers; i++) config->indexer_full[i] = letters[i] == 'F';
     }
     if (!fields->failed && !config->indexer_full[0])
-        field_failed(fields, "indexer_types", field(fields, "indexer_types"), "layer 0 to be full: it has no earlier layer to follow");
+        field_failed(fields, "indexer_types", field(fields, "indexer_types"),
+                     "layer 0 to be full: it has no earlier layer to follow");
 }
 
 /* Which layers have experts: mlp_layer_types, else all from first_k_dense_replace on. */
 static void read_mlp_types(Config *config, Fields *fields) {
     int layers = config->num_hidden_layers, first = read_int(fields, "first_k_dense_replace", 0, MAX_LAYERS, 3);
-    if (read_int(fields, "moe_layer_freq", 1, MAX_LAYERS, 1) != 1) field_failed(fields, "moe_layer_freq", field(fields, "moe_layer_freq"), "1");
+    if (read_int(fields, "moe_layer_freq", 1, MAX_LAYERS, 1) != 1)
+        field_failed(fields, "moe_layer_freq", field(fields, "moe_layer_freq"), "1");
     config->mlp_sparse = allocate_zeroed((size_t)layers, sizeof(bool));
     for (int i = 0; i < layers; i++) config->mlp_sparse[i] = i >= first;
     read_layer_words(fields, "mlp_layer_types", "sparse", "dense", config->mlp_sparse, layers);
@@ -574,7 +585,8 @@ static void read_mlp_types(Config *config, Fields *fields) {
 
 static void read_qwen3(Config *config, Fields *fields) {
     config->intermediate_size = read_int(fields, "intermediate_size", 1, MAX_WIDTH, REQUIRED);
-    config->num_key_value_heads = read_int(fields, "num_key_value_heads", 1, config->num_attention_heads, config->num_attention_heads);
+    config->num_key_value_heads = read_int(fields, "num_key_value_heads", 1, config->num_attention_heads,
+                                           config->num_attention_heads);
     config->head_dim = read_int(fields, "head_dim", 2, MAX_ROW_WIDTH, 128);
     if (config->num_attention_heads % config->num_key_value_heads)
         field_failed(fields, "num_key_value_heads", field(fields, "num_key_value_heads"), "a divisor of num_attention_heads");
@@ -640,7 +652,8 @@ static void check_quantization(Fields *top) {
 static void read_eos(Config *config, Fields *fields) {
     const cJSON *item = field(fields, "eos_token_id"), *entry = cJSON_IsArray(item) ? item->child : item;
     for (; entry; entry = cJSON_IsArray(item) ? entry->next : NULL) {
-        if (!cJSON_IsNumber(entry) || entry->valuedouble < 0 || entry->valuedouble >= MAX_VOCAB || entry->valuedouble != (int)entry->valuedouble)
+        if (!cJSON_IsNumber(entry) || entry->valuedouble < 0 || entry->valuedouble >= MAX_VOCAB
+            || entry->valuedouble != (int)entry->valuedouble)
             return field_failed(fields, "eos_token_id", item, "an id or a list of ids");
         bool known = false;
         for (int i = 0; i < config->n_eos; i++) known |= config->eos_token_id[i] == (int)entry->valuedouble;
@@ -654,7 +667,8 @@ static void read_config(Config *config, Fields *fields) {
     const cJSON *type = field(fields, "model_type");
     const char *name = cJSON_IsString(type) ? type->valuestring : "nothing";
     for (size_t i = 0; i < sizeof families / sizeof *families; i++)
-        if (!strcmp(families[i].model_type, name)) *config = (Config){.family = families[i].family, .model_type = families[i].model_type};
+        if (!strcmp(families[i].model_type, name))
+            *config = (Config){.family = families[i].family, .model_type = families[i].model_type};
     if (!config->model_type) return field_failed(fields, "model_type", type, "qwen3, glm_moe_dsa or deepseek_v32");
     config->vocab_size = read_int(fields, "vocab_size", 1, MAX_VOCAB, REQUIRED);
     config->hidden_size = read_int(fields, "hidden_size", 1, MAX_WIDTH, REQUIRED);
@@ -759,16 +773,23 @@ static const Tensor *bind_tensor(Binder *binder, const char *name, const DType *
     char wanted[128] = "", found_shape[128], wanted_shape[128];
     for (const DType *d = dtypes; *d; d++) {
         typed |= tensor && tensor->dtype == *d;
-        snprintf(wanted + strlen(wanted), sizeof wanted - strlen(wanted), "%s%s", d == dtypes ? "" : d[1] ? ", " : " or ", dtype_table[*d].name);
+        snprintf(wanted + strlen(wanted), sizeof wanted - strlen(wanted), "%s%s",
+                 d == dtypes ? ""
+                 : d[1]      ? ", "
+                             : " or ",
+                 dtype_table[*d].name);
     }
     if (same && typed) {
         binder->weights->bytes += tensor->size;
         return tensor;
     }
     shape_text(wanted_shape, rank, shape);
-    if (!tensor) fail(binder->error, "%s: tensor %s: found nothing, wanted %s %s", binder->checkpoint->directory, name, wanted, wanted_shape);
-    else fail(binder->error, "%s: tensor %s: found %s %s, wanted %s %s", binder->checkpoint->files[tensor->file].path, name, tensor->dtype_name,
-              shape_text(found_shape, tensor->rank, tensor->shape), wanted, wanted_shape);
+    if (!tensor)
+        fail(binder->error, "%s: tensor %s: found nothing, wanted %s %s", binder->checkpoint->directory, name, wanted,
+             wanted_shape);
+    else
+        fail(binder->error, "%s: tensor %s: found %s %s, wanted %s %s", binder->checkpoint->files[tensor->file].path, name,
+             tensor->dtype_name, shape_text(found_shape, tensor->rank, tensor->shape), wanted, wanted_shape);
     binder->failed = true;
     return NULL;
 }
@@ -807,7 +828,7 @@ static Matrix bind_matrix(Binder *binder, const char *prefix, const char *suffix
     snprintf(name, sizeof name, "%s%s.weight_scale_inv", prefix, suffix);
     const Tensor *scale = bind_tensor(binder, name, float_dtypes, 2, blocks);
     if (!scale) return (Matrix){0};
-    bool in_place = scale->dtype == DTYPE_F32 && (uintptr_t)scale->data % sizeof(float) == 0;      /* as published: nothing to widen */
+    bool in_place = scale->dtype == DTYPE_F32 && (uintptr_t)scale->data % sizeof(float) == 0; /* as published: nothing to widen */
     matrix.scale = in_place ? (const float *)scale->data : widen_tensor(binder, scale, (size_t)(blocks[0] * blocks[1]));
     matrix.scale_cols = (int)blocks[1];
     return matrix;
@@ -836,13 +857,17 @@ static void bind_latent_attention(Binder *binder, LayerWeights *layer, const Con
     int heads = config->num_attention_heads, hidden = config->hidden_size;
     layer->q_a_proj = bind_matrix(binder, prefix, "self_attn.q_a_proj", config->q_lora_rank, hidden);
     layer->q_a_layernorm = bind_vector(binder, prefix, "self_attn.q_a_layernorm.weight", config->q_lora_rank);
-    layer->q_b_proj = bind_matrix(binder, prefix, "self_attn.q_b_proj", heads * (config->qk_nope_head_dim + config->qk_rope_head_dim), config->q_lora_rank);
-    layer->kv_a_proj = bind_matrix(binder, prefix, "self_attn.kv_a_proj_with_mqa", config->kv_lora_rank + config->qk_rope_head_dim, hidden);
+    layer->q_b_proj = bind_matrix(binder, prefix, "self_attn.q_b_proj",
+                                  heads * (config->qk_nope_head_dim + config->qk_rope_head_dim), config->q_lora_rank);
+    layer->kv_a_proj = bind_matrix(binder, prefix, "self_attn.kv_a_proj_with_mqa",
+                                   config->kv_lora_rank + config->qk_rope_head_dim, hidden);
     layer->kv_a_layernorm = bind_vector(binder, prefix, "self_attn.kv_a_layernorm.weight", config->kv_lora_rank);
-    layer->kv_b_proj = bind_matrix(binder, prefix, "self_attn.kv_b_proj", heads * (config->qk_nope_head_dim + config->v_head_dim), config->kv_lora_rank);
+    layer->kv_b_proj = bind_matrix(binder, prefix, "self_attn.kv_b_proj", heads * (config->qk_nope_head_dim + config->v_head_dim),
+                                   config->kv_lora_rank);
     layer->o_proj = bind_matrix(binder, prefix, "self_attn.o_proj", hidden, heads * config->v_head_dim);
     if (!indexer) return;           /* a follower's own indexer, should a file have one, was never trained: not bound */
-    layer->indexer_wq_b = bind_matrix(binder, prefix, "self_attn.indexer.wq_b", config->index_n_heads * config->index_head_dim, config->q_lora_rank);
+    layer->indexer_wq_b = bind_matrix(binder, prefix, "self_attn.indexer.wq_b", config->index_n_heads * config->index_head_dim,
+                                      config->q_lora_rank);
     layer->indexer_wk = bind_matrix(binder, prefix, "self_attn.indexer.wk", config->index_head_dim, hidden);
     layer->indexer_k_norm = bind_vector(binder, prefix, "self_attn.indexer.k_norm.weight", config->index_head_dim);
     layer->indexer_k_norm_bias = bind_vector(binder, prefix, "self_attn.indexer.k_norm.bias", config->index_head_dim);
@@ -889,7 +914,9 @@ bool weights_bind(Weights *weights, const Checkpoint *checkpoint, const Config *
         else bind_qwen3_attention(&binder, layer, config, prefix);
         snprintf(name, sizeof name, "%smlp.", prefix);
         if (config->mlp_sparse && config->mlp_sparse[i]) bind_experts(&binder, layer, config, prefix);
-        else bind_mlp(&binder, &layer->gate_proj, &layer->up_proj, &layer->down_proj, name, config->intermediate_size, config->hidden_size);
+        else
+            bind_mlp(&binder, &layer->gate_proj, &layer->up_proj, &layer->down_proj, name, config->intermediate_size,
+                     config->hidden_size);
     }
     weights->norm = bind_vector(&binder, "model.", "norm.weight", config->hidden_size);
     if (config->tie_word_embeddings) weights->lm_head = weights->embed_tokens;
@@ -977,7 +1004,8 @@ INLINE void in_register(f32x8 *v) {
 INLINE f32x4 sum_lanes(f32x8 a, f32x8 b, f32x8 c, f32x8 d) {
     f32x8 ab = __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14) + __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
     f32x8 cd = __builtin_shufflevector(c, d, 0, 2, 8, 10, 4, 6, 12, 14) + __builtin_shufflevector(c, d, 1, 3, 9, 11, 5, 7, 13, 15);
-    f32x8 all = __builtin_shufflevector(ab, cd, 0, 2, 8, 10, 4, 6, 12, 14) + __builtin_shufflevector(ab, cd, 1, 3, 9, 11, 5, 7, 13, 15);
+    f32x8 all = __builtin_shufflevector(ab, cd, 0, 2, 8, 10, 4, 6, 12, 14)
+                + __builtin_shufflevector(ab, cd, 1, 3, 9, 11, 5, 7, 13, 15);
     return __builtin_shufflevector(all, all, 0, 1, 2, 3) + __builtin_shufflevector(all, all, 4, 5, 6, 7);
 }
 
@@ -1027,7 +1055,7 @@ INLINE f32x8 widen_few(const uint8_t *p, DType dtype, int n) {
 /* a where the mask is set, else b. */
 INLINE f32x8 select8(i32x8 mask, f32x8 a, f32x8 b) { return (f32x8)((mask & (i32x8)a) | (~mask & (i32x8)b)); }
 
-/* e^x for x held to [-87, 88], within two units in the last place: 2^n times a polynomial in the rest. NaN stays NaN. */
+/* e^x for x held to [-87, 88], within 2.5 units in the last place (two with FMA): 2^n times a polynomial in the rest. NaN stays NaN. */
 INLINE f32x8 exp8(f32x8 x) {
     x = select8(x < splat8(-87), splat8(-87), x);
     x = select8(x > splat8(88), splat8(88), x);
@@ -1047,8 +1075,8 @@ INLINE f32x8 exp8(f32x8 x) {
 /* sum[r * columns + c] = x[r] . w[c] over n <= REDUCTION_BLOCK values. x: value k of row r stands at r * x_stride + k * x_step
  * for k a multiple of 8, its seven neighbours behind it. w: bytes of dtype, columns w_stride bytes apart;
  * scale[c]: for e4m3, one value per SCALE_BLOCK of k. */
-INLINE void dot_tile(float *sum, const float *x, size_t x_stride, const size_t x_step, const uint8_t *w, size_t w_stride, const float *const *scale,
-                     int n, const DType dtype, const int rows, const int columns, const bool ahead) {
+INLINE void dot_tile(float *sum, const float *x, size_t x_stride, const size_t x_step, const uint8_t *w, size_t w_stride,
+                     const float *const *scale, int n, const DType dtype, const int rows, const int columns, const bool ahead) {
     const bool scaled = dtype == DTYPE_F8_E4M3;
     const size_t size = dtype_table[dtype].size;
     f32x8 total[MAX_TILE], s[MAX_COLUMNS];
@@ -1059,8 +1087,9 @@ INLINE void dot_tile(float *sum, const float *x, size_t x_stride, const size_t x
         for (; k + 8 <= end; k += 8) {
             f32x8 weight[MAX_COLUMNS];
             for (int c = 0; c < columns; c++) weight[c] = widen8(w + (size_t)c * w_stride + (size_t)k * size, dtype);
-            if (ahead && (size_t)k * size % 64 == 0)        /* four tiles ahead: the hardware loses the stream at each column's end */
-                for (int c = 0; c < columns; c++) __builtin_prefetch(w + (size_t)(4 * columns + c) * w_stride + (size_t)k * size, 0, 2);
+            if (ahead && (size_t)k * size % 64 == 0) /* four tiles ahead: the hardware loses the stream at each column's end */
+                for (int c = 0; c < columns; c++)
+                    __builtin_prefetch(w + (size_t)(4 * columns + c) * w_stride + (size_t)k * size, 0, 2);
             if (scaled) for (int c = 0; c < columns; c++) weight[c] *= s[c];
             for (int r = 0; r < rows; r++) {
                 f32x8 input = load8(x + (size_t)r * x_stride + (size_t)k * x_step);
@@ -1085,8 +1114,8 @@ INLINE void dot_tile(float *sum, const float *x, size_t x_stride, const size_t x
     for (; i < rows * columns; i++) sum[i] = sum8(total[i]);
 }
 
-INLINE void dot_columns(float *y, size_t y_stride, const float *x, size_t x_stride, const size_t x_step, const float *w, size_t w_stride, int n,
-                        bool accumulate, const int rows, const int columns) {
+INLINE void dot_columns(float *y, size_t y_stride, const float *x, size_t x_stride, const size_t x_step, const float *w,
+                        size_t w_stride, int n, bool accumulate, const int rows, const int columns) {
     float sum[MAX_TILE] = {0};
     dot_tile(sum, x, x_stride, x_step, (const uint8_t *)w, w_stride * sizeof(float), NULL, n, DTYPE_F32, rows, columns, false);
     for (int r = 0; r < rows; r++)
@@ -1096,12 +1125,14 @@ INLINE void dot_columns(float *y, size_t y_stride, const float *x, size_t x_stri
         }
 }
 
-INLINE void dot_strip(float *y, size_t y_stride, const float *x, size_t x_stride, const size_t x_step, const float *w, size_t w_stride, int columns,
-                      int n, bool accumulate, const int rows) {
+INLINE void dot_strip(float *y, size_t y_stride, const float *x, size_t x_stride, const size_t x_step, const float *w,
+                      size_t w_stride, int columns, int n, bool accumulate, const int rows) {
     const int width = rows <= 3 ? 4 : 2;            /* enough accumulators to hide the latency of one addition */
     int c = 0;
-    for (; c + width <= columns; c += width) dot_columns(y + c, y_stride, x, x_stride, x_step, w + (size_t)c * w_stride, w_stride, n, accumulate, rows, width);
-    for (; c < columns; c++) dot_columns(y + c, y_stride, x, x_stride, x_step, w + (size_t)c * w_stride, w_stride, n, accumulate, rows, 1);
+    for (; c + width <= columns; c += width)
+        dot_columns(y + c, y_stride, x, x_stride, x_step, w + (size_t)c * w_stride, w_stride, n, accumulate, rows, width);
+    for (; c < columns; c++)
+        dot_columns(y + c, y_stride, x, x_stride, x_step, w + (size_t)c * w_stride, w_stride, n, accumulate, rows, 1);
 }
 
 /* Six rows of x side by side, eight values of each in turn, so that the inner loop reads one stream whatever the rows' stride. */
@@ -1115,8 +1146,8 @@ static void pack_rows_of_x(float *packed, const float *x, size_t x_stride, int n
 
 /* y[r, c] (+)= x[r] . w[c] for any number of rows and f32 columns, n <= REDUCTION_BLOCK: six rows at a time, and what is left in
  * two parts of about equal size. */
-static void dot_panel(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const float *w, size_t w_stride, int columns,
-                      int n, bool accumulate) {
+static void dot_panel(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const float *w, size_t w_stride,
+                      int columns, int n, bool accumulate) {
     for (int take; rows; rows -= take, x += (size_t)take * x_stride, y += (size_t)take * y_stride) {
         take = rows >= 2 * TILE_ROWS || rows == TILE_ROWS ? TILE_ROWS : rows > TILE_ROWS ? (rows + 1) / 2 : rows;
         switch (take) {
@@ -1133,8 +1164,8 @@ static void dot_panel(float *y, size_t y_stride, const float *x, size_t x_stride
     }
 }
 
-INLINE void axpy_tile(float *y, size_t y_stride, const float *p, size_t p_stride, const float *v, size_t v_stride, int n, const int rows,
-                      const int vectors) {
+INLINE void axpy_tile(float *y, size_t y_stride, const float *p, size_t p_stride, const float *v, size_t v_stride, int n,
+                      const int rows, const int vectors) {
     f32x8 total[MAX_TILE];
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < vectors; i++) total[r * vectors + i] = load8(y + (size_t)r * y_stride + 8 * i);
@@ -1151,16 +1182,21 @@ INLINE void axpy_tile(float *y, size_t y_stride, const float *p, size_t p_stride
 }
 
 /* y[r, j] += sum_s p[r, s] v[s, j] for j < columns, s < n. */
-static void axpy_panel(float *y, size_t y_stride, const float *p, size_t p_stride, int rows, const float *v, size_t v_stride, int n, int columns) {
+static void axpy_panel(float *y, size_t y_stride, const float *p, size_t p_stride, int rows, const float *v, size_t v_stride,
+                       int n, int columns) {
     int j = 0;
     for (; j + 32 <= columns; j += 32) {
         int r = 0;
-        for (; r + 3 <= rows; r += 3) axpy_tile(y + (size_t)r * y_stride + j, y_stride, p + (size_t)r * p_stride, p_stride, v + j, v_stride, n, 3, 4);
-        if (r + 2 == rows) axpy_tile(y + (size_t)r * y_stride + j, y_stride, p + (size_t)r * p_stride, p_stride, v + j, v_stride, n, 2, 4);
-        if (r + 1 == rows) axpy_tile(y + (size_t)r * y_stride + j, y_stride, p + (size_t)r * p_stride, p_stride, v + j, v_stride, n, 1, 4);
+        for (; r + 3 <= rows; r += 3)
+            axpy_tile(y + (size_t)r * y_stride + j, y_stride, p + (size_t)r * p_stride, p_stride, v + j, v_stride, n, 3, 4);
+        if (r + 2 == rows)
+            axpy_tile(y + (size_t)r * y_stride + j, y_stride, p + (size_t)r * p_stride, p_stride, v + j, v_stride, n, 2, 4);
+        if (r + 1 == rows)
+            axpy_tile(y + (size_t)r * y_stride + j, y_stride, p + (size_t)r * p_stride, p_stride, v + j, v_stride, n, 1, 4);
     }
     for (; j + 8 <= columns; j += 8)
-        for (int r = 0; r < rows; r++) axpy_tile(y + (size_t)r * y_stride + j, y_stride, p + (size_t)r * p_stride, p_stride, v + j, v_stride, n, 1, 1);
+        for (int r = 0; r < rows; r++)
+            axpy_tile(y + (size_t)r * y_stride + j, y_stride, p + (size_t)r * p_stride, p_stride, v + j, v_stride, n, 1, 1);
     for (; j < columns; j++)
         for (int r = 0; r < rows; r++) {
             float *out = &y[(size_t)r * y_stride + (size_t)j];
@@ -1196,31 +1232,35 @@ static void widen_weights(float *out, const Matrix *w, int row, int first, int n
     if (scale) for (k = 0; k < n; k++) out[k] *= scale[(first + k) / SCALE_BLOCK];
 }
 
-INLINE void direct_tile(float *y, size_t y_stride, const float *x, size_t x_stride, const Matrix *w, int o, const DType dtype, const int rows,
-                        const int columns) {
+INLINE void direct_tile(float *y, size_t y_stride, const float *x, size_t x_stride, const Matrix *w, int o, const DType dtype,
+                        const int rows, const int columns) {
     const size_t size = dtype_table[dtype].size, stride = (size_t)w->cols * size;
     float total[MAX_TILE] = {0}, sum[MAX_TILE] = {0};
     for (int k = 0; k < w->cols; k += REDUCTION_BLOCK) {
         int n = w->cols - k < REDUCTION_BLOCK ? w->cols - k : REDUCTION_BLOCK;
         const float *scale[MAX_COLUMNS] = {0};
         for (int c = 0; c < columns; c++)
-            scale[c] = dtype == DTYPE_F8_E4M3 ? w->scale + (size_t)((w->first_row + o + c) / SCALE_BLOCK) * (size_t)w->scale_cols + k / SCALE_BLOCK : NULL;
-        dot_tile(sum, x + k, x_stride, 1, w->data + (size_t)o * stride + (size_t)k * size, stride, scale, n, dtype, rows, columns, true);
+            scale[c] = dtype == DTYPE_F8_E4M3
+                           ? w->scale + (size_t)((w->first_row + o + c) / SCALE_BLOCK) * (size_t)w->scale_cols + k / SCALE_BLOCK
+                           : NULL;
+        dot_tile(sum, x + k, x_stride, 1, w->data + (size_t)o * stride + (size_t)k * size, stride, scale, n, dtype, rows, columns,
+                 true);
         for (int i = 0; i < rows * columns; i++) total[i] = k ? total[i] + sum[i] : sum[i];
     }
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++) y[(size_t)r * y_stride + (size_t)(o + c)] = total[r * columns + c];
 }
 
-INLINE void direct_columns(float *y, size_t y_stride, const float *x, size_t x_stride, const Matrix *w, int begin, int end, const DType dtype,
-                           const int rows) {
+INLINE void direct_columns(float *y, size_t y_stride, const float *x, size_t x_stride, const Matrix *w, int begin, int end,
+                           const DType dtype, const int rows) {
     const int columns = rows <= 3 ? 4 : 2;          /* enough accumulators to hide the latency of one addition */
     int o = begin;
     for (; o + columns <= end; o += columns) direct_tile(y, y_stride, x, x_stride, w, o, dtype, rows, columns);
     for (; o < end; o++) direct_tile(y, y_stride, x, x_stride, w, o, dtype, rows, 1);
 }
 
-INLINE void direct_rows(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin, int end, const DType dtype) {
+INLINE void direct_rows(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin, int end,
+                        const DType dtype) {
     switch (rows) {
     case 1: direct_columns(y, y_stride, x, x_stride, w, begin, end, dtype, 1); break;
     case 2: direct_columns(y, y_stride, x, x_stride, w, begin, end, dtype, 2); break;
@@ -1231,7 +1271,8 @@ INLINE void direct_rows(float *y, size_t y_stride, const float *x, size_t x_stri
     }
 }
 
-static void panel_columns(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin, int end) {
+static void panel_columns(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin,
+                          int end) {
     for (int o = begin; o < end; o += PANEL_COLUMNS) {
         int columns = end - o < PANEL_COLUMNS ? end - o : PANEL_COLUMNS;
         for (int k = 0; k < w->cols; k += REDUCTION_BLOCK) {
@@ -1243,7 +1284,8 @@ static void panel_columns(float *y, size_t y_stride, const float *x, size_t x_st
 }
 
 /* Output columns [begin, end) of y = W x, on the calling thread. */
-static void linear_columns(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin, int end) {
+static void linear_columns(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin,
+                           int end) {
     if (rows > TILE_ROWS) return panel_columns(y, y_stride, x, x_stride, rows, w, begin, end);
     switch (w->dtype) {
     case DTYPE_F32: direct_rows(y, y_stride, x, x_stride, rows, w, begin, end, DTYPE_F32); break;
@@ -1271,7 +1313,8 @@ static void linear(float *y, size_t y_stride, const float *x, size_t x_stride, i
 }
 
 static void embed(float *y, const Matrix *embedding, const Row *rows, int n_rows) {
-    for (int r = 0; r < n_rows; r++) widen_weights(y + (size_t)r * (size_t)embedding->cols, embedding, rows[r].token, 0, embedding->cols);
+    for (int r = 0; r < n_rows; r++)
+        widen_weights(y + (size_t)r * (size_t)embedding->cols, embedding, rows[r].token, 0, embedding->cols);
 }
 
 /* The sum over i of a[i] * b[i], in eight lanes. */
@@ -1279,7 +1322,8 @@ static float dot(const float *a, const float *b, int n) {
     float sum = 0, part;
     const float *none = NULL;
     for (int k = 0; k < n; k += REDUCTION_BLOCK) {
-        dot_tile(&part, a + k, 0, 1, (const uint8_t *)(b + k), 0, &none, n - k < REDUCTION_BLOCK ? n - k : REDUCTION_BLOCK, DTYPE_F32, 1, 1, false);
+        dot_tile(&part, a + k, 0, 1, (const uint8_t *)(b + k), 0, &none, n - k < REDUCTION_BLOCK ? n - k : REDUCTION_BLOCK,
+                 DTYPE_F32, 1, 1, false);
         sum += part;
     }
     return sum;
@@ -1306,7 +1350,8 @@ static void layer_norm(float *y, const float *x, const float *weight, const floa
 }
 
 /* The angle is rounded to f32 before the cosine, as in the reference. */
-static void rotations(float *cosine, float *sine, const Row *rows, int n_rows, const float *inverse_frequency, int dim, float factor) {
+static void rotations(float *cosine, float *sine, const Row *rows, int n_rows, const float *inverse_frequency, int dim,
+                      float factor) {
     for (int r = 0; r < n_rows; r++)
         for (int i = 0; i < dim / 2; i++) {
             float angle = (float)rows[r].position * inverse_frequency[i];
@@ -1315,7 +1360,8 @@ static void rotations(float *cosine, float *sine, const Row *rows, int n_rows, c
         }
 }
 
-static void rope(float *x, int n_rows, int heads, int head_stride, int offset, int dim, bool interleaved, const float *cosine, const float *sine) {
+static void rope(float *x, int n_rows, int heads, int head_stride, int offset, int dim, bool interleaved, const float *cosine,
+                 const float *sine) {
     int half = dim / 2, near = interleaved ? 2 : 1, far = interleaved ? 1 : half;
 #pragma omp parallel for if (n_rows * heads * dim > SHARED_WORK)
     for (int r = 0; r < n_rows; r++) {
@@ -1343,7 +1389,8 @@ static void swiglu(float *y, const float *gate, const float *up, size_t n) {
 static void zero(float *y, size_t n) { memset(y, 0, n * sizeof(float)); }
 
 static void gather_rows(float *y, const float *x, const int *indices, int n, int dim) {
-    for (int i = 0; i < n; i++) memcpy(y + (size_t)i * (size_t)dim, x + (size_t)indices[i] * (size_t)dim, (size_t)dim * sizeof(float));
+    for (int i = 0; i < n; i++)
+        memcpy(y + (size_t)i * (size_t)dim, x + (size_t)indices[i] * (size_t)dim, (size_t)dim * sizeof(float));
 }
 
 static void add(float *y, const float *x, size_t n) {
@@ -1389,7 +1436,7 @@ static uint16_t narrow_bf16(float x) {
 static uint8_t narrow_e4m3(float x) {
     uint32_t bits = float_to_bits(x), magnitude = bits & 0x7fffffff, code;
     if (magnitude > 0x7f800000) return 0x7f;
-    if (magnitude < 0x3c800000) code = (uint32_t)rintf(bits_to_float(magnitude) * 512);     /* below 2^-6: subnormal, steps of 2^-9 */
+    if (magnitude < 0x3c800000) code = (uint32_t)rintf(bits_to_float(magnitude) * 512); /* below 2^-6: subnormal, steps of 2^-9 */
     else {
         uint32_t rounded = magnitude + 0x7ffff + (magnitude >> 20 & 1);
         code = (rounded >> 20) - (120 << 3);
@@ -1406,7 +1453,8 @@ static void narrow_values(uint8_t *out, const float *x, int n, KvDtype dtype) {
     }
 }
 
-static void store_rows(uint8_t *base, const RowFormat *format, const int *ids, int n_rows, const float *a, size_t a_stride, const float *b, size_t b_stride) {
+static void store_rows(uint8_t *base, const RowFormat *format, const int *ids, int n_rows, const float *a, size_t a_stride,
+                       const float *b, size_t b_stride) {
     for (int r = 0; r < n_rows; r++, a += a_stride, b += b_stride) {
         uint8_t *row = base + (size_t)ids[r] * format->stride;
         KvDtype plain = format->dtype == KV_F32 ? KV_F32 : KV_BF16;
@@ -1447,7 +1495,8 @@ static void widen_quantised(float *out, const uint8_t *row, const RowFormat *for
 /* A whole cached row as f32: quantised values, then plain ones. */
 static void widen_row(float *out, const uint8_t *row, const RowFormat *format) {
     widen_quantised(out, row, format, 0, format->quantised);
-    widen_run(out + format->quantised, row + quantised_bytes(format), format->plain, format->dtype == KV_F32 ? DTYPE_F32 : DTYPE_BF16);
+    widen_run(out + format->quantised, row + quantised_bytes(format), format->plain,
+              format->dtype == KV_F32 ? DTYPE_F32 : DTYPE_BF16);
 }
 
 /* A key whose unsigned order is the scores' order; -0 counts as 0. */
@@ -1492,8 +1541,8 @@ static void weigh_heads(float *out, const float *dots, const float *head_weights
 }
 
 /* Rows [begin, end) of the pass belong to one session; scores: [end - begin, context]. */
-static void index_scores(float *scores, const float *q, const float *head_weights, const uint8_t *keys, const RowFormat *format, int heads,
-                         int head_dim, const Row *rows, int begin, int end, int context) {
+static void index_scores(float *scores, const float *q, const float *head_weights, const uint8_t *keys, const RowFormat *format,
+                         int heads, int head_dim, const Row *rows, int begin, int end, int context) {
     const int together = heads * TILE_ROWS <= MAX_ROW_WIDTH ? TILE_ROWS : 1;    /* rows whose heads fit one panel of products */
     const size_t dim = (size_t)head_dim;
     const float scale = 1 / sqrtf((float)head_dim * (float)heads);
@@ -1502,21 +1551,24 @@ static void index_scores(float *scores, const float *q, const float *head_weight
     for (int first = 0; first <= rows[end - 1].position; first += KEY_TILE) {
         int last = rows[end - 1].position, n = last + 1 - first < KEY_TILE ? last + 1 - first : KEY_TILE;
         for (int s = 0; s < n; s++)
-            widen_row(panel + (size_t)s * dim, keys + ((size_t)rows[begin].session * (size_t)context + (size_t)(first + s)) * format->stride, format);
+            widen_row(panel + (size_t)s * dim,
+                      keys + ((size_t)rows[begin].session * (size_t)context + (size_t)(first + s)) * format->stride, format);
         for (int r = begin, take; r < end; r += take) {
             take = end - r < together ? end - r : together;
             if (rows[r + take - 1].position < first) continue;
             dot_panel(second_panel, KEY_TILE, q + (size_t)(r * heads) * dim, dim, take * heads, panel, dim, n, head_dim, false);
             for (int i = r; i < r + take; i++)
                 if (rows[i].position >= first)
-                    weigh_heads(scores + (size_t)(i - begin) * (size_t)context + first, second_panel + (size_t)((i - r) * heads * KEY_TILE),
-                                head_weights + (size_t)i * (size_t)heads, heads, scale, n);
+                    weigh_heads(scores + (size_t)(i - begin) * (size_t)context + first,
+                                second_panel + (size_t)((i - r) * heads * KEY_TILE), head_weights + (size_t)i * (size_t)heads,
+                                heads, scale, n);
         }
     }
 }
 
-static void index_select(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys, const RowFormat *format,
-                         int heads, int head_dim, const Row *rows, int n_rows, int context, float *scratch, int scratch_rows) {
+static void index_select(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
+                         const RowFormat *format, int heads, int head_dim, const Row *rows, int n_rows, int context,
+                         float *scratch, int scratch_rows) {
     for (int begin = 0, end; begin < n_rows; begin = end) {
         bool scored = false;                        /* while everything fits, the selection is the whole history */
         for (end = begin; end < n_rows && end - begin < scratch_rows && rows[end].session == rows[begin].session; end++)
@@ -1534,10 +1586,10 @@ static void index_select(Selection *selection, const float *q, const float *head
     }
 }
 
-/* One tile of an online softmax (Milakov and Gimelshein 2018). p: [heads, KEY_TILE] holds the dot products with n <= KEY_TILE keys and is overwritten; the
- * running maximum, sum and unnormalised output of each head take the tile in. */
-static void attend_tile(float *y, size_t y_stride, float *maximum, float *sum, float *p, int heads, const float *values, size_t value_stride,
-                        int value_dim, int n, float scale) {
+/* One tile of an online softmax (Milakov and Gimelshein 2018). p: [heads, KEY_TILE] holds the dot products with n <= KEY_TILE
+ * keys and is overwritten; the running maximum, sum and unnormalised output of each head take the tile in. */
+static void attend_tile(float *y, size_t y_stride, float *maximum, float *sum, float *p, int heads, const float *values,
+                        size_t value_stride, int value_dim, int n, float scale) {
     for (int h = 0; h < heads; h++) {
         float *row = p + h * KEY_TILE, *out = y + (size_t)h * y_stride, largest = maximum[h], total = 0;
         for (int s = 0; s < n; s++) {
@@ -1568,8 +1620,8 @@ static void attend_end(float *y, size_t y_stride, const float *sum, int heads, i
         for (int j = 0; j < value_dim; j++) y[(size_t)h * y_stride + (size_t)j] /= sum[h];
 }
 
-static void sparse_attention(float *z, const float *q, const uint8_t *kv, const RowFormat *format, const Selection *selection, int n_rows,
-                             int heads, float scale) {
+static void sparse_attention(float *z, const float *q, const uint8_t *kv, const RowFormat *format, const Selection *selection,
+                             int n_rows, int heads, float scale) {
     const int latent = format->quantised, width = latent + format->plain, threads = omp_get_max_threads();
     const size_t work = (size_t)(n_rows * heads) * (size_t)width * (size_t)(n_rows ? 2 * selection->count[n_rows - 1] : 0);
     /* With few rows the heads are shared out, so that one decoding session keeps every thread busy. */
@@ -1587,8 +1639,10 @@ static void sparse_attention(float *z, const float *q, const uint8_t *kv, const 
             for (int s = 0; s < keys; s++) widen_row(panel + s * width, kv + (size_t)ids[begin + s] * format->stride, format);
             for (int h = 0; h < n; h += QUERY_TILE) {
                 int some = n - h < QUERY_TILE ? n - h : QUERY_TILE;
-                dot_panel(p, KEY_TILE, query + (size_t)h * (size_t)width, (size_t)width, some, panel, (size_t)width, keys, width, false);
-                attend_tile(out + (size_t)h * (size_t)latent, (size_t)latent, maximum + h, sum + h, p, some, panel, (size_t)width, latent, keys, scale);
+                dot_panel(p, KEY_TILE, query + (size_t)h * (size_t)width, (size_t)width, some, panel, (size_t)width, keys, width,
+                          false);
+                attend_tile(out + (size_t)h * (size_t)latent, (size_t)latent, maximum + h, sum + h, p, some, panel, (size_t)width,
+                            latent, keys, scale);
             }
         }
         attend_end(out, (size_t)latent, sum, n, latent);
@@ -1597,8 +1651,8 @@ static void sparse_attention(float *z, const float *q, const uint8_t *kv, const 
 
 /* Cached row: kv_heads keys, then kv_heads values, all in the quantised part. Up to eight rows of a session share the widened
  * tiles of one key/value head; each keeps its own causal end. */
-static void dense_attention(float *y, const float *q, const uint8_t *kv, const RowFormat *format, const Row *rows, int n_rows, int context,
-                            int heads, int kv_heads, int head_dim, float scale) {
+static void dense_attention(float *y, const float *q, const uint8_t *kv, const RowFormat *format, const Row *rows, int n_rows,
+                            int context, int heads, int kv_heads, int head_dim, float scale) {
     const int group = heads / kv_heads, block = group >= QUERY_TILE ? 1 : QUERY_TILE / group < 8 ? QUERY_TILE / group : 8;
     const size_t dim = (size_t)head_dim, width = (size_t)heads * dim;
     int starts[MAX_PASS_ROWS + 1], blocks = 0;
@@ -1608,10 +1662,12 @@ static void dense_attention(float *y, const float *q, const uint8_t *kv, const R
     const size_t work = (size_t)n_rows * width * (size_t)(n_rows ? 2 * (rows[n_rows - 1].position + 1) : 0);
 #pragma omp parallel for schedule(dynamic) if (work > SHARED_WORK)
     for (int task = 0; task < blocks * kv_heads; task++) {
-        const int begin = starts[task / kv_heads], n = starts[task / kv_heads + 1] - begin, head = task % kv_heads, last = rows[begin + n - 1].position;
+        const int begin = starts[task / kv_heads], n = starts[task / kv_heads + 1] - begin, head = task % kv_heads,
+                  last = rows[begin + n - 1].position;
         const size_t offset = (size_t)begin * width + (size_t)(head * group) * dim;
         float maximum[MAX_HEADS + QUERY_TILE], sum[MAX_HEADS + QUERY_TILE], p[QUERY_TILE * KEY_TILE] = {0};
-        for (int r = 0; r < n; r++) attend_begin(y + offset + (size_t)r * width, dim, maximum + r * group, sum + r * group, group, head_dim);
+        for (int r = 0; r < n; r++)
+            attend_begin(y + offset + (size_t)r * width, dim, maximum + r * group, sum + r * group, group, head_dim);
         for (int first = 0; first <= last; first += KEY_TILE) {
             int keys = last + 1 - first < KEY_TILE ? last + 1 - first : KEY_TILE;
             for (int s = 0; s < keys; s++) {
@@ -1635,7 +1691,8 @@ static void dense_attention(float *y, const float *q, const uint8_t *kv, const R
 
 /* q: [rows, heads, nope + rope]; q_absorbed: [rows, heads, lora + rope] = W_UK[h]^T q_nope | q_rope. */
 static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Matrix *kv_b, const Config *config) {
-    const int heads = config->num_attention_heads, nope = config->qk_nope_head_dim, tail = config->qk_rope_head_dim, lora = config->kv_lora_rank;
+    const int heads = config->num_attention_heads, nope = config->qk_nope_head_dim, tail = config->qk_rope_head_dim,
+              lora = config->kv_lora_rank;
     const size_t q_stride = (size_t)(heads * (nope + tail)), out_stride = (size_t)heads * (size_t)(lora + tail);
 #pragma omp parallel for schedule(dynamic) if ((size_t)(n_rows * heads) * (size_t)nope * (size_t)lora > SHARED_WORK)
     for (int h = 0; h < heads; h++) {
@@ -1655,11 +1712,13 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
 
 /* z: [rows, heads, lora]; y: [rows, heads, v_head_dim] = W_UV[h] z[h]. */
 static void expand_value(float *y, const float *z, int n_rows, const Matrix *kv_b, const Config *config) {
-    const int heads = config->num_attention_heads, nope = config->qk_nope_head_dim, v = config->v_head_dim, lora = config->kv_lora_rank;
+    const int heads = config->num_attention_heads, nope = config->qk_nope_head_dim, v = config->v_head_dim,
+              lora = config->kv_lora_rank;
 #pragma omp parallel for schedule(dynamic) if ((size_t)(n_rows * heads) * (size_t)v * (size_t)lora > SHARED_WORK)
     for (int h = 0; h < heads; h++) {
         Matrix w = matrix_rows(kv_b, h * (nope + v) + nope, v);
-        linear_columns(y + (size_t)h * (size_t)v, (size_t)(heads * v), z + (size_t)h * (size_t)lora, (size_t)(heads * lora), n_rows, &w, 0, v);
+        linear_columns(y + (size_t)h * (size_t)v, (size_t)(heads * v), z + (size_t)h * (size_t)lora, (size_t)(heads * lora),
+                       n_rows, &w, 0, v);
     }
 }
 
@@ -1703,7 +1762,8 @@ static void route(int *picks, float *weights, const float *logits, const float *
             score[e] = 1 / (1 + expf(-logits[e]));
             choice[e] = score[e] + bias[e];         /* the bias balances the load: it chooses, it does not weigh */
             if (isnan(choice[e])) choice[e] = INFINITY, score[e] = NAN;     /* chosen, so that it shows */
-            if (choice[e] < -1e30f) choice[e] = -1e30f;     /* -inf marks what is out of the race, and take_best() needs someone in it */
+            if (choice[e] < -1e30f)
+                choice[e] = -1e30f; /* -inf marks what is out of the race, and take_best() needs someone in it */
         }
         if (config->n_group > 1) limit_groups(choice, config);
         for (int i = 0; i < per_token; i++) {
@@ -1721,7 +1781,8 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
                     const Config *config, float *scratch) {
     const size_t hidden = (size_t)config->hidden_size, inter = (size_t)config->moe_intermediate_size;
     const int per_token = config->num_experts_per_tok;
-    float *input = scratch, *output = input + (size_t)n_rows * hidden, *gate = output + (size_t)n_rows * hidden, *up = gate + (size_t)n_rows * inter;
+    float *input = scratch, *output = input + (size_t)n_rows * hidden, *gate = output + (size_t)n_rows * hidden,
+          *up = gate + (size_t)n_rows * inter;
     for (int e = 0; e < config->n_routed_experts; e++) {
         int members[MAX_PASS_ROWS], n = 0;
         float factor[MAX_PASS_ROWS];
@@ -1742,9 +1803,26 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
 }
 
 const Backend c_backend = {
-    .name = "cpu", .embed = embed, .rms_norm = rms_norm, .layer_norm = layer_norm, .linear = linear, .rotations = rotations, .rope = rope, .store_rows = store_rows,
-    .index_select = index_select, .absorb_query = absorb_query, .sparse_attention = sparse_attention, .expand_value = expand_value,
-    .dense_attention = dense_attention, .swiglu = swiglu, .zero = zero, .add = add, .gather_rows = gather_rows, .route = route, .experts = experts, .first_not_finite = first_not_finite,
+    .name = "cpu",
+    .embed = embed,
+    .rms_norm = rms_norm,
+    .layer_norm = layer_norm,
+    .linear = linear,
+    .rotations = rotations,
+    .rope = rope,
+    .store_rows = store_rows,
+    .index_select = index_select,
+    .absorb_query = absorb_query,
+    .sparse_attention = sparse_attention,
+    .expand_value = expand_value,
+    .dense_attention = dense_attention,
+    .swiglu = swiglu,
+    .zero = zero,
+    .add = add,
+    .gather_rows = gather_rows,
+    .route = route,
+    .experts = experts,
+    .first_not_finite = first_not_finite,
 };
 
 /* =====================================================================================================================
@@ -1776,7 +1854,8 @@ static void lay_out_cache(Cache *cache, const Config *config, KvDtype dtype, Are
     size_t rows = (size_t)cache->sessions * (size_t)cache->context;
     bool latent = has_latent_attention(config);
     cache->format = latent ? row_format(dtype, config->kv_lora_rank, config->qk_rope_head_dim, 128)
-                           : row_format(dtype, 2 * config->num_key_value_heads * config->head_dim, 0, config->head_dim < 128 ? config->head_dim : 128);
+                           : row_format(dtype, 2 * config->num_key_value_heads * config->head_dim, 0,
+                                        config->head_dim < 128 ? config->head_dim : 128);
     cache->index_format = row_format(dtype == KV_F32 ? KV_F32 : KV_BF16, 0, config->index_head_dim, 128);
     for (int i = 0; i < config->num_hidden_layers; i++) {
         cache->kv[i] = carve(arena, rows, cache->format.stride, 1);
@@ -1813,7 +1892,7 @@ static void lay_out_state(State *state, const Config *config, int context, Arena
     state->index_q = carve_floats(arena, rows, config->index_n_heads * config->index_head_dim);
     state->index_k = carve_floats(arena, rows, config->index_head_dim);
     state->index_weights = carve_floats(arena, rows, config->index_n_heads);
-    state->scratch_rows = larger((2 << 20) / context, 32) < rows ? larger((2 << 20) / context, 32) : rows;     /* 8 MB, or 32 rows */
+    state->scratch_rows = larger((2 << 20) / context, 32) < rows ? larger((2 << 20) / context, 32) : rows; /* 8 MB, or 32 rows */
     state->index_scratch = carve_floats(arena, state->scratch_rows, context);
     state->selection.capacity = config->index_topk < context ? config->index_topk : context;
     state->selection.ids = carve(arena, (size_t)rows, (size_t)state->selection.capacity, sizeof(int));
@@ -1831,7 +1910,10 @@ static size_t read_limit(const char *path, const char *label, size_t unit, size_
     unsigned long long value;
     size_t limit = otherwise;
     while (file && fgets(line, sizeof line, file))
-        if (!strncmp(line, label, strlen(label)) && sscanf(line + strlen(label), " %llu", &value) == 1) { limit = (size_t)value * unit; break; }
+        if (!strncmp(line, label, strlen(label)) && sscanf(line + strlen(label), " %llu", &value) == 1) {
+            limit = (size_t)value * unit;
+            break;
+        }
     if (file) fclose(file);
     return limit;
 }
@@ -1839,10 +1921,12 @@ static size_t read_limit(const char *path, const char *label, size_t unit, size_
 /* Bytes this process may still take: the machine's free memory, under its container's and its own limit. */
 static size_t available_memory(void) {
     size_t available = read_limit("/proc/meminfo", "MemAvailable:", 1024, SIZE_MAX);
-    size_t container = read_limit("/sys/fs/cgroup/memory.max", "", 1, read_limit("/sys/fs/cgroup/memory/memory.limit_in_bytes", "", 1, SIZE_MAX));
+    size_t container = read_limit("/sys/fs/cgroup/memory.max", "", 1,
+                                  read_limit("/sys/fs/cgroup/memory/memory.limit_in_bytes", "", 1, SIZE_MAX));
     if (container < available) available = container;
     struct rlimit limit;
-    if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && limit.rlim_cur < available) available = (size_t)limit.rlim_cur;
+    if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && limit.rlim_cur < available)
+        available = (size_t)limit.rlim_cur;
     return available;
 }
 
@@ -1853,13 +1937,15 @@ static bool plan_memory(Engine *engine, const EngineOptions *options, Error *err
     State *state = &engine->state;
     int longest = config->max_position_embeddings;
     if (options->context > longest)
-        return fail(error, "%s: a context of %d is beyond the model's max_position_embeddings of %d", options->model, options->context, longest);
+        return fail(error, "%s: a context of %d is beyond the model's max_position_embeddings of %d", options->model,
+                    options->context, longest);
     cache->context = options->context ? options->context : longest < 8192 ? longest : 8192;
     cache->sessions = options->sessions;
     state->max_rows = larger(cache->sessions, cache->context < MAX_PASS_ROWS ? cache->context : MAX_PASS_ROWS);
     state->logit_rows = larger(cache->sessions, 32);
     if (cache->sessions > MAX_PASS_ROWS || (size_t)cache->sessions * (size_t)cache->context > INT_MAX)
-        return fail(error, "%d sessions of %d rows are too many: at most %d sessions and %d rows", cache->sessions, cache->context, MAX_PASS_ROWS, INT_MAX);
+        return fail(error, "%d sessions of %d rows are too many: at most %d sessions and %d rows", cache->sessions,
+                    cache->context, MAX_PASS_ROWS, INT_MAX);
     cache->kv = allocate_zeroed((size_t)config->num_hidden_layers, sizeof *cache->kv);
     cache->index_keys = allocate_zeroed((size_t)config->num_hidden_layers, sizeof *cache->index_keys);
     Arena cache_arena = {0}, state_arena = {0};
@@ -1873,12 +1959,14 @@ static bool plan_memory(Engine *engine, const EngineOptions *options, Error *err
 
 static bool check_memory(const Engine *engine, Error *error) {
     const Cache *cache = &engine->cache;
-    size_t budget = engine->kv_budget ? engine->kv_budget : SIZE_MAX, available = available_memory(), wanted = cache->bytes + engine->state.bytes;
+    size_t budget = engine->kv_budget ? engine->kv_budget : SIZE_MAX, available = available_memory(),
+           wanted = cache->bytes + engine->state.bytes;
     if (cache->bytes <= budget && wanted <= available) return true;
     bool by_budget = cache->bytes > budget;
     size_t needed = by_budget ? cache->bytes : wanted, limit = by_budget ? budget : available;
-    return fail(error, "%s: %d x %d rows need %zu MB, %zu MB more than %s of %zu MB: lower -c or --slots", engine->checkpoint.directory, cache->sessions,
-                cache->context, needed >> 20, ((needed - limit) >> 20) + 1, by_budget ? "--kv-budget" : "the free memory", limit >> 20);
+    return fail(error, "%s: %d x %d rows need %zu MB, %zu MB more than %s of %zu MB: lower -c or --slots",
+                engine->checkpoint.directory, cache->sessions, cache->context, needed >> 20, ((needed - limit) >> 20) + 1,
+                by_budget ? "--kv-budget" : "the free memory", limit >> 20);
 }
 
 /* One line of what will be held, and a warning where the weights alone are more than the memory. */
@@ -1887,11 +1975,13 @@ static void print_plan(FILE *out, const Engine *engine) {
     static const char *names[] = {[KV_F32] = "f32", [KV_BF16] = "bf16", [KV_F8] = "fp8"};
     size_t mapped = 0, available = available_memory();
     for (size_t i = 0; i < arrlenu(engine->checkpoint.files); i++) mapped += engine->checkpoint.files[i].size;
-    fprintf(out, "tide: %s: %s, %.1f MB of weights; cache %d x %d %s rows, %.1f MB; activations %.1f MB; %s, %d threads\n", engine->checkpoint.directory,
-            engine->config.model_type, (double)mapped / 1e6, cache->sessions, cache->context, names[cache->format.dtype], (double)cache->bytes / 1e6,
-            (double)engine->state.bytes / 1e6, engine->backend->name, omp_get_max_threads());
+    fprintf(out, "tide: %s: %s, %.1f MB of weights; cache %d x %d %s rows, %.1f MB; activations %.1f MB; %s, %d threads\n",
+            engine->checkpoint.directory, engine->config.model_type, (double)mapped / 1e6, cache->sessions, cache->context,
+            names[cache->format.dtype], (double)cache->bytes / 1e6, (double)engine->state.bytes / 1e6, engine->backend->name,
+            omp_get_max_threads());
     if (mapped > available)
-        fprintf(out, "tide: the weights are more than the %.1f MB of free memory: they will be read from disk again and again\n", (double)available / 1e6);
+        fprintf(out, "tide: the weights are more than the %.1f MB of free memory: they will be read from disk again and again\n",
+                (double)available / 1e6);
 }
 
 static bool take_block(uint8_t **block, size_t bytes, const char *what, Error *error) {
@@ -1940,7 +2030,8 @@ static void prepare_rope(Engine *engine) {
     }
     double factor = 1;
     if (rope->attention_factor > 0) factor = rope->attention_factor;
-    else if (rope->mscale > 0 && rope->mscale_all_dim > 0) factor = (0.1 * rope->mscale * log_factor + 1) / (0.1 * rope->mscale_all_dim * log_factor + 1);
+    else if (rope->mscale > 0 && rope->mscale_all_dim > 0)
+        factor = (0.1 * rope->mscale * log_factor + 1) / (0.1 * rope->mscale_all_dim * log_factor + 1);
     else if (rope->yarn) factor = 0.1 * log_factor + 1;
     engine->rope_attention_factor = (float)factor;
 
@@ -1954,7 +2045,8 @@ static void prepare_rope(Engine *engine) {
 static void place_rows(Engine *engine, const Row *rows, int n_rows) {
     State *state = &engine->state;
     for (int r = 0; r < n_rows; r++) state->row_ids[r] = rows[r].session * engine->cache.context + rows[r].position;
-    engine->backend->rotations(state->cosine, state->sine, rows, n_rows, state->inverse_frequency, rope_dim(&engine->config), engine->rope_attention_factor);
+    engine->backend->rotations(state->cosine, state->sine, rows, n_rows, state->inverse_frequency, rope_dim(&engine->config),
+                               engine->rope_attention_factor);
 }
 
 static void mlp(Engine *engine, const LayerWeights *layer, int n) {
@@ -1977,13 +2069,17 @@ static void mixture_of_experts(Engine *engine, const LayerWeights *layer, int n)
     else backend->zero(state->branch, (size_t)n * hidden);
     backend->linear(state->router_logits, experts, state->normed, hidden, n, &layer->router);
     backend->route(state->expert_picks, state->expert_weights, state->router_logits, layer->e_score_correction_bias, n, config);
-    backend->experts(state->branch, state->normed, state->expert_picks, state->expert_weights, n, layer, config, state->expert_scratch);
+    backend->experts(state->branch, state->normed, state->expert_picks, state->expert_weights, n, layer, config,
+                     state->expert_scratch);
 }
 
-static bool check_finite(Engine *engine, int layer, const char *what, const float *x, int dim, const Row *rows, int n, Error *error) {
+static bool check_finite(Engine *engine, int layer, const char *what, const float *x, int dim, const Row *rows, int n,
+                         Error *error) {
     int bad = engine->backend->first_not_finite(x, n, dim);
     if (bad >= 0) engine->failed_session = rows[bad].session;
-    return bad < 0 || fail(error, "layer %d: the %s of session %d at position %d is not finite", layer, what, rows[bad].session, rows[bad].position);
+    return bad < 0
+           || fail(error, "layer %d: the %s of session %d at position %d is not finite", layer, what, rows[bad].session,
+                   rows[bad].position);
 }
 
 /* What follows the attention in every family: feed-forward on the normed stream, added to it, and a look at the result. */
@@ -1994,7 +2090,8 @@ static bool finish_layer(Engine *engine, int i, const Row *rows, int n, Error *e
     const LayerWeights *layer = &engine->weights.layers[i];
     size_t hidden = (size_t)config->hidden_size;
     backend->add(state->hidden, state->branch, (size_t)n * hidden);
-    backend->rms_norm(state->normed, hidden, state->hidden, hidden, layer->post_attention_layernorm, n, config->hidden_size, config->rms_norm_eps);
+    backend->rms_norm(state->normed, hidden, state->hidden, hidden, layer->post_attention_layernorm, n, config->hidden_size,
+                      config->rms_norm_eps);
     if (config->mlp_sparse && config->mlp_sparse[i]) mixture_of_experts(engine, layer, n);
     else mlp(engine, layer, n);
     backend->add(state->hidden, state->branch, (size_t)n * hidden);
@@ -2009,12 +2106,14 @@ static bool forward_qwen3(Engine *engine, const Row *rows, int n, Error *error) 
     State *state = &engine->state;
     Cache *cache = &engine->cache;
     const int heads = config->num_attention_heads, kv_heads = config->num_key_value_heads, dim = config->head_dim;
-    const size_t hidden = (size_t)config->hidden_size, q_width = (size_t)(heads * dim), kv_width = (size_t)(kv_heads * dim), width = 2 * kv_width;
+    const size_t hidden = (size_t)config->hidden_size, q_width = (size_t)(heads * dim), kv_width = (size_t)(kv_heads * dim),
+                 width = 2 * kv_width;
     float *k = state->kv, *v = state->kv + kv_width;                 /* rows of `width`: keys and values as they are cached */
     for (int i = 0; i < config->num_hidden_layers; i++) {
         const LayerWeights *layer = &engine->weights.layers[i];
         if (engine->probe.entering) engine->probe.entering(engine->probe.user, i, state->hidden, rows, n);
-        backend->rms_norm(state->normed, hidden, state->hidden, hidden, layer->input_layernorm, n, config->hidden_size, config->rms_norm_eps);
+        backend->rms_norm(state->normed, hidden, state->hidden, hidden, layer->input_layernorm, n, config->hidden_size,
+                          config->rms_norm_eps);
         backend->linear(state->q, q_width, state->normed, hidden, n, &layer->q_proj);
         backend->linear(k, width, state->normed, hidden, n, &layer->k_proj);
         backend->linear(v, width, state->normed, hidden, n, &layer->v_proj);
@@ -2027,15 +2126,16 @@ static bool forward_qwen3(Engine *engine, const Row *rows, int n, Error *error) 
             backend->rope(k, n, 1, (int)width, h * dim, dim, false, state->cosine, state->sine);
         }
         backend->store_rows(cache->kv[i], &cache->format, state->row_ids, n, state->kv, width, state->kv, 0);
-        backend->dense_attention(state->attended, state->q, cache->kv[i], &cache->format, rows, n, cache->context, heads, kv_heads, dim, engine->softmax_scale);
+        backend->dense_attention(state->attended, state->q, cache->kv[i], &cache->format, rows, n, cache->context, heads,
+                                 kv_heads, dim, engine->softmax_scale);
         backend->linear(state->branch, hidden, state->attended, q_width, n, &layer->o_proj);
         if (!finish_layer(engine, i, rows, n, error)) return false;
     }
     return true;
 }
 
-/* The indexer of a full layer (DeepSeek-V3.2, 2.1): a few narrow heads score every earlier position, and the best index_topk become the
- * selection of this layer and of those that follow it. Its query comes from the main query's latent, its key, which is cached,
+/* The indexer of a full layer (DeepSeek-V3.2, 2.1): a few narrow heads score every earlier position, and the best index_topk become
+ * the selection of this layer and of those that follow it. Its query comes from the main query's latent, its key, which is cached,
  * from the layer's input; both are rotated in their first values, not the last. The score is a weighted sum over heads of
  * relu(q . k), and the weights are the row's own. */
 static bool select_rows(Engine *engine, int i, const Row *rows, int n, Error *error) {
@@ -2049,12 +2149,15 @@ static bool select_rows(Engine *engine, int i, const Row *rows, int n, Error *er
     backend->linear(state->index_q, (size_t)(heads * dim), state->q_lora, (size_t)config->q_lora_rank, n, &layer->indexer_wq_b);
     backend->linear(state->index_k, (size_t)dim, state->normed, hidden, n, &layer->indexer_wk);
     backend->layer_norm(state->index_k, state->index_k, layer->indexer_k_norm, layer->indexer_k_norm_bias, n, dim, 1e-6f);
-    backend->rope(state->index_q, n, heads, dim, 0, config->qk_rope_head_dim, config->indexer_rope_interleave, state->cosine, state->sine);
-    backend->rope(state->index_k, n, 1, dim, 0, config->qk_rope_head_dim, config->indexer_rope_interleave, state->cosine, state->sine);
-    backend->store_rows(cache->index_keys[i], &cache->index_format, state->row_ids, n, state->index_k, (size_t)dim, state->index_k, (size_t)dim);
+    backend->rope(state->index_q, n, heads, dim, 0, config->qk_rope_head_dim, config->indexer_rope_interleave, state->cosine,
+                  state->sine);
+    backend->rope(state->index_k, n, 1, dim, 0, config->qk_rope_head_dim, config->indexer_rope_interleave, state->cosine,
+                  state->sine);
+    backend->store_rows(cache->index_keys[i], &cache->index_format, state->row_ids, n, state->index_k, (size_t)dim,
+                        state->index_k, (size_t)dim);
     backend->linear(state->index_weights, (size_t)heads, state->normed, hidden, n, &layer->indexer_weights_proj);
-    backend->index_select(&state->selection, state->index_q, state->index_weights, cache->index_keys[i], &cache->index_format, heads, dim, rows, n,
-                          cache->context, state->index_scratch, state->scratch_rows);
+    backend->index_select(&state->selection, state->index_q, state->index_weights, cache->index_keys[i], &cache->index_format,
+                          heads, dim, rows, n, cache->context, state->index_scratch, state->scratch_rows);
     /* What only selects never reaches the hidden state, where everything else that goes bad is seen. */
     return check_finite(engine, i, "index query", state->index_q, heads * dim, rows, n, error)
         && check_finite(engine, i, "index key", state->index_k, dim, rows, n, error)
@@ -2072,16 +2175,19 @@ static bool forward_dsa(Engine *engine, const Row *rows, int n, Error *error) {
     const Config *config = &engine->config;
     State *state = &engine->state;
     Cache *cache = &engine->cache;
-    const int heads = config->num_attention_heads, nope = config->qk_nope_head_dim, tail = config->qk_rope_head_dim, lora = config->kv_lora_rank;
+    const int heads = config->num_attention_heads, nope = config->qk_nope_head_dim, tail = config->qk_rope_head_dim,
+              lora = config->kv_lora_rank;
     const size_t hidden = (size_t)config->hidden_size, rank = (size_t)config->q_lora_rank, width = (size_t)(lora + tail);
     for (int i = 0; i < config->num_hidden_layers; i++) {
         const LayerWeights *layer = &engine->weights.layers[i];
         if (engine->probe.entering) engine->probe.entering(engine->probe.user, i, state->hidden, rows, n);
-        backend->rms_norm(state->normed, hidden, state->hidden, hidden, layer->input_layernorm, n, config->hidden_size, config->rms_norm_eps);
+        backend->rms_norm(state->normed, hidden, state->hidden, hidden, layer->input_layernorm, n, config->hidden_size,
+                          config->rms_norm_eps);
 
         /* The query, by way of a narrow latent that the indexer reads too; of each head's values the last `tail` are rotated. */
         backend->linear(state->q_lora, rank, state->normed, hidden, n, &layer->q_a_proj);
-        backend->rms_norm(state->q_lora, rank, state->q_lora, rank, layer->q_a_layernorm, n, config->q_lora_rank, config->latent_norm_eps);
+        backend->rms_norm(state->q_lora, rank, state->q_lora, rank, layer->q_a_layernorm, n, config->q_lora_rank,
+                          config->latent_norm_eps);
         backend->linear(state->q, (size_t)(heads * (nope + tail)), state->q_lora, rank, n, &layer->q_b_proj);
         backend->rope(state->q, n, heads, nope + tail, nope, tail, true, state->cosine, state->sine);
 
@@ -2093,10 +2199,12 @@ static bool forward_dsa(Engine *engine, const Row *rows, int n, Error *error) {
 
         /* A full layer selects; a shared one finds the selection of the layer before it still in the state, in its order. */
         if (config->indexer_full[i] && !select_rows(engine, i, rows, n, error)) return false;
-        if (engine->probe.selected && config->indexer_full[i]) engine->probe.selected(engine->probe.user, i, &state->selection, rows, n);
+        if (engine->probe.selected && config->indexer_full[i])
+            engine->probe.selected(engine->probe.user, i, &state->selection, rows, n);
 
         backend->absorb_query(state->q_absorbed, state->q, n, &layer->kv_b_proj, config);
-        backend->sparse_attention(state->z, state->q_absorbed, cache->kv[i], &cache->format, &state->selection, n, heads, engine->softmax_scale);
+        backend->sparse_attention(state->z, state->q_absorbed, cache->kv[i], &cache->format, &state->selection, n, heads,
+                                  engine->softmax_scale);
         backend->expand_value(state->attended, state->z, n, &layer->kv_b_proj, config);
         backend->linear(state->branch, hidden, state->attended, (size_t)(heads * config->v_head_dim), n, &layer->o_proj);
         if (!finish_layer(engine, i, rows, n, error)) return false;
@@ -2108,20 +2216,23 @@ bool forward(Engine *engine, const Row *rows, int n_rows, Error *error) {
     const Config *config = &engine->config;
     State *state = &engine->state;
     for (int r = 0; r < n_rows; r++) {
-        bool inside = rows[r].session >= 0 && rows[r].session < engine->cache.sessions && rows[r].token >= 0 && rows[r].token < config->vocab_size
-            && rows[r].position >= 0 && rows[r].position < engine->cache.context;
+        bool inside = rows[r].session >= 0 && rows[r].session < engine->cache.sessions && rows[r].token >= 0
+                      && rows[r].token < config->vocab_size && rows[r].position >= 0 && rows[r].position < engine->cache.context;
         engine->failed_session = inside ? -1 : rows[r].session;
         if (!inside)
-            return fail(error, "session %d: token %d at position %d lies outside the vocabulary of %d or the context of %d", rows[r].session,
-                        rows[r].token, rows[r].position, config->vocab_size, engine->cache.context);
+            return fail(error, "session %d: token %d at position %d lies outside the vocabulary of %d or the context of %d",
+                        rows[r].session, rows[r].token, rows[r].position, config->vocab_size, engine->cache.context);
     }
     allocation_forbidden = true;
     place_rows(engine, rows, n_rows);
     engine->backend->embed(state->hidden, &engine->weights.embed_tokens, rows, n_rows);
     bool ok = has_latent_attention(config) ? forward_dsa(engine, rows, n_rows, error) : forward_qwen3(engine, rows, n_rows, error);
-    if (ok && engine->probe.entering) engine->probe.entering(engine->probe.user, config->num_hidden_layers, state->hidden, rows, n_rows);
+    if (ok && engine->probe.entering)
+        engine->probe.entering(engine->probe.user, config->num_hidden_layers, state->hidden, rows, n_rows);
     size_t hidden = (size_t)config->hidden_size;
-    if (ok) engine->backend->rms_norm(state->normed, hidden, state->hidden, hidden, engine->weights.norm, n_rows, config->hidden_size, config->rms_norm_eps);
+    if (ok)
+        engine->backend->rms_norm(state->normed, hidden, state->hidden, hidden, engine->weights.norm, n_rows, config->hidden_size,
+                                  config->rms_norm_eps);
     allocation_forbidden = false;
     return ok;
 }
@@ -2133,7 +2244,9 @@ bool head(Engine *engine, const Row *rows, const int *indices, int n, Error *err
     engine->backend->linear(state->logits, vocab, state->branch, hidden, n, &engine->weights.lm_head);
     int bad = engine->backend->first_not_finite(state->logits, n, engine->config.vocab_size);
     if (bad >= 0) engine->failed_session = rows[indices[bad]].session;
-    return bad < 0 || fail(error, "lm_head: the logits of session %d at position %d are not finite", rows[indices[bad]].session, rows[indices[bad]].position);
+    return bad < 0
+           || fail(error, "lm_head: the logits of session %d at position %d are not finite", rows[indices[bad]].session,
+                   rows[indices[bad]].position);
 }
 
 bool engine_plan(Engine *engine, const EngineOptions *options, Error *error) {
@@ -2148,7 +2261,8 @@ bool engine_plan(Engine *engine, const EngineOptions *options, Error *error) {
 }
 
 bool engine_load(Engine *engine, Error *error) {
-    bool ok = check_memory(engine, error) && weights_bind(&engine->weights, &engine->checkpoint, &engine->config, error) && take_memory(engine, error);
+    bool ok = check_memory(engine, error) && weights_bind(&engine->weights, &engine->checkpoint, &engine->config, error)
+              && take_memory(engine, error);
     if (ok) prepare_rope(engine);
     else engine_close(engine);
     return ok;
@@ -2227,7 +2341,10 @@ static void penalise_repeats(Sampler *sampler, float *logits, const int *history
 static void sink(int *heap, int n, int i, const float *logits) {
     for (int child; (child = 2 * i + 1) < n; i = child) {
         int right = child + 1;
-        if (right < n && (logits[heap[right]] > logits[heap[child]] || (logits[heap[right]] == logits[heap[child]] && heap[right] < heap[child]))) child = right;
+        if (right < n
+            && (logits[heap[right]] > logits[heap[child]]
+                || (logits[heap[right]] == logits[heap[child]] && heap[right] < heap[child])))
+            child = right;
         if (logits[heap[i]] > logits[heap[child]] || (logits[heap[i]] == logits[heap[child]] && heap[i] < heap[child])) return;
         int held = heap[i];
         heap[i] = heap[child];
@@ -2261,7 +2378,8 @@ static int argmax(const float *values, int n) {
 
 /* The token that follows `history` ([n] ids). `position`: of the row whose logits these are, n - 1: it keys the noise. Changes
  * the logits. */
-static int sample(Sampler *sampler, float *logits, int vocab, const Sampling *sampling, uint64_t session, int position, const int *history, int n) {
+static int sample(Sampler *sampler, float *logits, int vocab, const Sampling *sampling, uint64_t session, int position,
+                  const int *history, int n) {
     penalise_repeats(sampler, logits, history, n, sampling->repeat_penalty);
     if (!(sampling->temperature > 1e-6f)) return argmax(logits, vocab);
     float best = logits[argmax(logits, vocab)] / sampling->temperature;
@@ -2336,7 +2454,8 @@ static double now(void) {
 static void session_begin(Session *session, const Engine *engine) {
     arrsetcap(session->ids, (size_t)engine->cache.context + 1);
     session->prompt_length = (int)arrlen(session->ids);
-    if (session->cached >= session->prompt_length) session->cached = session->prompt_length - 1;   /* the last row gives the logits */
+    if (session->cached >= session->prompt_length)
+        session->cached = session->prompt_length - 1; /* the last row gives the logits */
     arrsetlen(session->text, 0);
     session->utf8 = (Utf8Stream){0};
     session->emitted = 0;
@@ -2396,7 +2515,8 @@ static void accept_token(Runner *runner, Session *session, int token) {
     if (!runner->tokenizer) return;
     size_t length;
     const char *bytes = tokenizer_bytes(runner->tokenizer, token, &length);
-    bool thought = token == chat_think_open(runner->tokenizer) || token == chat_think_close(runner->tokenizer);    /* parts reasoning from answer */
+    bool thought = token == chat_think_open(runner->tokenizer)
+                   || token == chat_think_close(runner->tokenizer); /* parts reasoning from answer */
     bool silent = !bytes || ends_generation(runner, token) || (tokenizer_is_control(runner->tokenizer, token) && !thought);
     if (!silent) utf8_push(&session->utf8, bytes, length, &session->text);
     if (session->finish != RUNNING) utf8_flush(&session->utf8, &session->text);
@@ -2437,8 +2557,9 @@ static void trace_round(Runner *runner, Session **sessions, int n_rows, int n_fi
     fprintf(runner->trace, "{\"round\": %ld, \"rows\": %d, \"seconds\": %.6f, \"sessions\": [", runner->rounds, n_rows, seconds);
     for (int i = 0; i < n_finals; i++) {
         const Session *session = sessions[runner->owners[i]];
-        fprintf(runner->trace, "%s{\"id\": %" PRIu64 ", \"anchor_pos\": %d, \"proposed\": [], \"accepted\": 0, \"successor\": %d}", i ? ", " : "",
-                session->stream, (int)arrlen(session->ids) - 2, arrlast(session->ids));
+        fprintf(runner->trace,
+                "%s{\"id\": %" PRIu64 ", \"anchor_pos\": %d, \"proposed\": [], \"accepted\": 0, \"successor\": %d}",
+                i ? ", " : "", session->stream, (int)arrlen(session->ids) - 2, arrlast(session->ids));
     }
     fputs("]}\n", runner->trace);
 }
@@ -2464,8 +2585,8 @@ static void run_round(Runner *runner, Session **sessions, int n) {
     for (int i = 0; i < n_finals; i++) {
         Session *session = sessions[runner->owners[i]];
         int vocab = engine->config.vocab_size, length = (int)arrlen(session->ids);
-        int token = sample(&runner->sampler, engine->state.logits + (size_t)i * (size_t)vocab, vocab, &session->sampling, session->stream, length - 1,
-                           session->ids, length);
+        int token = sample(&runner->sampler, engine->state.logits + (size_t)i * (size_t)vocab, vocab, &session->sampling,
+                           session->stream, length - 1, session->ids, length);
         accept_token(runner, session, token);
     }
     double seconds = now() - start;
@@ -2543,7 +2664,13 @@ typedef enum OptionKind { TEXT, WORD, COUNT, NUMBER, BYTES, SEED, STOP, FLAG } O
  * said in these words ("*": any other). commands: the only ones that can use it, where not all can; given to another it is a
  * mistake, better said than passed over. */
 #define AT(member) .offset = offsetof(Options, member)
-static const struct OptionSpec { const char *name; OptionKind kind; size_t offset; double low, high; const char *words, *later, *commands; } option_table[] = {
+static const struct OptionSpec {
+    const char *name;
+    OptionKind kind;
+    size_t offset;
+    double low, high;
+    const char *words, *later, *commands;
+} option_table[] = {
     {"-m", TEXT, AT(engine.model)},
     {"-p", TEXT, AT(prompt), .commands = "generate|tokenize"},
     {"-f", TEXT, AT(file), .commands = "generate|eval|tokenize"},
@@ -2657,7 +2784,8 @@ static bool set_number(const struct OptionSpec *option, void *field, const char 
     errno = 0;
     double number = strtod(value, &end);
     bool ok = end != value && !errno && isfinite(number);
-    if (ok && option->kind == BYTES && *end && strchr("KMGkmg", *end)) number *= exp2(10 * (1 + (strchr("KkMmGg", *end++) - "KkMmGg") / 2));
+    if (ok && option->kind == BYTES && *end && strchr("KMGkmg", *end))
+        number *= exp2(10 * (1 + (strchr("KkMmGg", *end++) - "KkMmGg") / 2));
     ok = ok && !*end && number >= option->low && number <= option->high && (option->kind != COUNT || number == (int)number);
     if (!ok) usage("%s: found %s, wanted a number from %.10g to %.10g", option->name, value, option->low, option->high);
     else if (option->kind == NUMBER) *(double *)field = number;
@@ -2733,7 +2861,8 @@ static bool parse_ids(const char *list, int **ids, Error *error) {
     for (const char *p = list; *p || p == list;) {
         char *end;
         long id = strtol(p, &end, 10);
-        if (end == p || id < 0 || id > INT_MAX || (*end && *end != ',')) return fail(error, "a list of ids: found \"%.40s\", wanted numbers parted by commas", p);
+        if (end == p || id < 0 || id > INT_MAX || (*end && *end != ','))
+            return fail(error, "a list of ids: found \"%.40s\", wanted numbers parted by commas", p);
         arrput(*ids, (int)id);
         p = *end ? end + 1 : end;
         if (*end && !*p) return fail(error, "a list of ids: it ends with a comma");
@@ -2748,7 +2877,8 @@ static void print_ids(const int *ids, size_t n) {
 
 static bool start(Runner *runner, Options *options, bool need_tokenizer, int *status) {
     Error error;
-    if (!runner_open(runner, &options->engine, need_tokenizer, options->quiet ? NULL : stderr, &error)) return *status = report(&error), false;
+    if (!runner_open(runner, &options->engine, need_tokenizer, options->quiet ? NULL : stderr, &error))
+        return *status = report(&error), false;
     if (options->trace && !(runner->trace = options->trace_file = fopen(options->trace, "w"))) {
         fail(&error, "%s: %s", options->trace, strerror(errno));
         runner_close(runner);
@@ -2758,13 +2888,15 @@ static bool start(Runner *runner, Options *options, bool need_tokenizer, int *st
 }
 
 static void print_stats(const Runner *runner) {
-    fprintf(stderr, "tide: %ld rounds, %ld rows, %ld tokens generated in %.2f s: %.1f rows/s, %.1f tokens/s\n", runner->rounds, runner->rows_run,
-            runner->tokens, runner->seconds, (double)runner->rows_run / fmax(runner->seconds, 1e-9), (double)runner->tokens / fmax(runner->seconds, 1e-9));
+    fprintf(stderr, "tide: %ld rounds, %ld rows, %ld tokens generated in %.2f s: %.1f rows/s, %.1f tokens/s\n", runner->rounds,
+            runner->rows_run, runner->tokens, runner->seconds, (double)runner->rows_run / fmax(runner->seconds, 1e-9),
+            (double)runner->tokens / fmax(runner->seconds, 1e-9));
 }
 
 /* Encodes a prompt the way -p, -f and batch rows mean it: as a user's message when the chat format was asked for, else as text
  * to continue, behind the prefix the checkpoint's tokenizer wants. */
-static bool encode_prompt(const Tokenizer *tokenizer, const Options *options, const char *text, size_t length, int **ids, Error *error) {
+static bool encode_prompt(const Tokenizer *tokenizer, const Options *options, const char *text, size_t length, int **ids,
+                          Error *error) {
     if (!options->chat) {
         tokenizer_prefix(tokenizer, ids);
         return tokenizer_encode(tokenizer, text, length, false, ids, error);
@@ -2790,7 +2922,9 @@ static bool read_prompt(const Runner *runner, const Options *options, int **ids,
     return ok;
 }
 
-static int count_sources(const Options *options) { return (options->prompt != NULL) + (options->file != NULL) + (options->ids != NULL); }
+static int count_sources(const Options *options) {
+    return (options->prompt != NULL) + (options->file != NULL) + (options->ids != NULL);
+}
 
 /* Sends off what was printed. Once that has failed, it stays failed. */
 static bool flush_stdout(Error *error) {
@@ -2807,7 +2941,10 @@ static void emit_to_stdout(Session *session, const char *text, size_t length) {
 }
 
 static const char *finish_name(Finish finish) {
-    return finish == FINISH_STOP ? "stop" : finish == FINISH_ERROR ? "error" : finish == FINISH_INTERRUPTED ? "interrupted" : "length";
+    return finish == FINISH_STOP          ? "stop"
+           : finish == FINISH_ERROR       ? "error"
+           : finish == FINISH_INTERRUPTED ? "interrupted"
+                                          : "length";
 }
 
 /* ---- tide generate */
@@ -2817,13 +2954,16 @@ static int command_generate(Options *options) {
     Runner runner;
     int status;
     if (!start(&runner, options, !options->ids, &status)) return status;
-    Session session = {.max_new = options->n_new < 0 ? 256 : options->n_new, .sampling = sampling_of(options, &runner.engine.config),
-                       .stops = options->stops, .emit = runner.tokenizer ? emit_to_stdout : NULL};
+    Session session = {.max_new = options->n_new < 0 ? 256 : options->n_new,
+                       .sampling = sampling_of(options, &runner.engine.config),
+                       .stops = options->stops,
+                       .emit = runner.tokenizer ? emit_to_stdout : NULL};
     Error error;
     bool ok = read_prompt(&runner, options, &session.ids, &error);
     if (ok && !arrlen(session.ids)) ok = fail(&error, "the prompt is empty: there is nothing to continue");
     if (ok && arrlen(session.ids) >= runner.engine.cache.context)
-        ok = fail(&error, "the prompt has %d tokens, the context holds %d: raise -c", (int)arrlen(session.ids), runner.engine.cache.context);
+        ok = fail(&error, "the prompt has %d tokens, the context holds %d: raise -c", (int)arrlen(session.ids),
+                  runner.engine.cache.context);
     if (ok && options->n_new != 0) {
         session_begin(&session, &runner.engine);
         run_session(&runner, &session);
@@ -2897,7 +3037,8 @@ static void finish_row(Batch *batch, size_t i, const char *error) {
     cJSON_AddNumberToObject(json, "prompt_tokens", row->started ? session->prompt_length : (double)arrlen(row->ids));
     cJSON_AddNumberToObject(json, "completion_tokens", row->started ? tokens_generated(session) : 0);
     cJSON_AddStringToObject(json, "finish_reason", error ? "error" : finish_name(session->finish));
-    cJSON_AddItemToObject(json, "ids", json_ids(session->ids + session->prompt_length, row->started ? tokens_generated(session) : 0));
+    cJSON_AddItemToObject(json, "ids",
+                          json_ids(session->ids + session->prompt_length, row->started ? tokens_generated(session) : 0));
     if (error) cJSON_AddStringToObject(json, "error", message);
     else cJSON_AddNullToObject(json, "error");
     row->output = cJSON_PrintUnformatted(json);
@@ -2909,15 +3050,18 @@ static void finish_row(Batch *batch, size_t i, const char *error) {
 }
 
 /* "messages" of a row or of tokenize --jsonl, as ids and text. */
-static bool render_messages(const Tokenizer *tokenizer, const cJSON *list, bool add_generation_prompt, bool think, Prompt *prompt, Error *error) {
+static bool render_messages(const Tokenizer *tokenizer, const cJSON *list, bool add_generation_prompt, bool think, Prompt *prompt,
+                            Error *error) {
     Message *messages = NULL;
     const cJSON *entry;
     bool ok = cJSON_IsArray(list) || fail(error, "messages: wanted an array");
     if (ok) cJSON_ArrayForEach(entry, list) {
-        const cJSON *role = cJSON_GetObjectItemCaseSensitive(entry, "role"), *content = cJSON_GetObjectItemCaseSensitive(entry, "content");
-        if (!cJSON_IsString(role) || !cJSON_IsString(content)) ok = fail(error, "messages: each wants a role and a content, both strings");
-        if (!ok) break;
-        arrput(messages, ((Message){role->valuestring, content->valuestring, strlen(content->valuestring)}));
+            const cJSON *role = cJSON_GetObjectItemCaseSensitive(entry, "role"),
+                        *content = cJSON_GetObjectItemCaseSensitive(entry, "content");
+            if (!cJSON_IsString(role) || !cJSON_IsString(content))
+                ok = fail(error, "messages: each wants a role and a content, both strings");
+            if (!ok) break;
+            arrput(messages, ((Message){role->valuestring, content->valuestring, strlen(content->valuestring)}));
     }
     ok = ok && chat_render(tokenizer, messages, (int)arrlen(messages), add_generation_prompt, think, prompt, error);
     arrfree(messages);
@@ -2929,7 +3073,8 @@ static bool render_messages(const Tokenizer *tokenizer, const cJSON *list, bool 
 static bool read_json_row(Batch *batch, BatchRow *row, const cJSON *json, Error *error) {
     Session *session = row->session;
     Fields fields = {.object = json, .path = "row", .error = error};
-    const cJSON *prompt = field(&fields, "prompt"), *messages = field(&fields, "messages"), *stop = field(&fields, "stop"), *seed = field(&fields, "seed"), *entry;
+    const cJSON *prompt = field(&fields, "prompt"), *messages = field(&fields, "messages"), *stop = field(&fields, "stop"),
+                *seed = field(&fields, "seed"), *entry;
     if (!prompt == !messages) return fail(error, "row: wanted one of prompt and messages");
     session->max_new = read_int(&fields, "n", 0, INT_MAX, session->max_new);
     session->sampling.temperature = (float)read_number(&fields, "temp", -1e9, 1e9, (double)session->sampling.temperature);
@@ -2939,14 +3084,19 @@ static bool read_json_row(Batch *batch, BatchRow *row, const cJSON *json, Error 
     if (seed) session->stream = 0;
     if (stop) {
         for (entry = cJSON_IsArray(stop) ? stop->child : stop; entry; entry = cJSON_IsArray(stop) ? entry->next : NULL) {
-            if (!cJSON_IsString(entry) || !*entry->valuestring) { field_failed(&fields, "stop", stop, "a string or a list of strings"); break; }
+            if (!cJSON_IsString(entry) || !*entry->valuestring) {
+                field_failed(&fields, "stop", stop, "a string or a list of strings");
+                break;
+            }
             arrput(row->stops, copy_string(entry->valuestring));
         }
         session->stops = row->stops;
     }
     if (fields.failed) return false;
     if (prompt && !cJSON_IsString(prompt)) return fail(error, "row: prompt wants to be a string");
-    if (prompt) return encode_prompt(batch->runner->tokenizer, batch->options, prompt->valuestring, strlen(prompt->valuestring), &row->ids, error);
+    if (prompt)
+        return encode_prompt(batch->runner->tokenizer, batch->options, prompt->valuestring, strlen(prompt->valuestring),
+                             &row->ids, error);
     Prompt rendered = {0};
     bool ok = render_messages(batch->runner->tokenizer, messages, true, thinking(batch->options), &rendered, error);
     for (size_t i = 0; ok && i < arrlenu(rendered.ids); i++) arrput(row->ids, rendered.ids[i]);
@@ -2962,7 +3112,9 @@ static bool read_row(Batch *batch, size_t i, Error *error) {
     Error inner;
     bool ok;
     row->session = allocate_zeroed(1, sizeof(Session));
-    *row->session = (Session){.stream = i, .max_new = batch->options->n_new < 0 ? 256 : batch->options->n_new, .stops = batch->options->stops,
+    *row->session = (Session){.stream = i,
+                              .max_new = batch->options->n_new < 0 ? 256 : batch->options->n_new,
+                              .stops = batch->options->stops,
                              .sampling = sampling_of(batch->options, &batch->runner->engine.config)};
     if (strspn(line, " \t") == length) ok = fail(&inner, "the line is blank");
     else if (utf8_valid(line, length) < length) ok = fail(&inner, "the line is not valid UTF-8");
@@ -2974,7 +3126,8 @@ static bool read_row(Batch *batch, size_t i, Error *error) {
     }
     if (ok && !arrlen(row->ids)) ok = fail(&inner, "the prompt is empty");
     if (ok && arrlen(row->ids) >= batch->runner->engine.cache.context)
-        ok = fail(&inner, "the prompt has %d tokens, the context holds %d", (int)arrlen(row->ids), batch->runner->engine.cache.context);
+        ok = fail(&inner, "the prompt has %d tokens, the context holds %d", (int)arrlen(row->ids),
+                  batch->runner->engine.cache.context);
     return ok || fail(error, "line %zu: %s", i + 1, inner.text);
 }
 
@@ -3001,7 +3154,8 @@ static bool open_output(Batch *batch, const char *path, bool resume, Error *erro
     if (!path) return true;
     long keep = 0;
     struct stat prompts, output;
-    if (!stat(batch->options->positional, &prompts) && !stat(path, &output) && S_ISREG(output.st_mode) && prompts.st_dev == output.st_dev && prompts.st_ino == output.st_ino)
+    if (!stat(batch->options->positional, &prompts) && !stat(path, &output) && S_ISREG(output.st_mode)
+        && prompts.st_dev == output.st_dev && prompts.st_ino == output.st_ino)
         return fail(error, "%s: holds the prompts: not touched", path);
     if (resume && access(path, F_OK) == 0) {
         char *text;
@@ -3011,21 +3165,27 @@ static bool open_output(Batch *batch, const char *path, bool resume, Error *erro
             cJSON *json = cJSON_ParseWithLength(text + keep, (size_t)(end - text - keep));
             size_t index;
             cJSON *reason = cJSON_GetObjectItemCaseSensitive(json, "finish_reason");
-            bool mine = cJSON_IsString(reason) && json_size(cJSON_GetObjectItemCaseSensitive(json, "index"), &index) && index == batch->written;
+            bool mine = cJSON_IsString(reason) && json_size(cJSON_GetObjectItemCaseSensitive(json, "index"), &index)
+                        && index == batch->written;
             if (mine && !strcmp(reason->valuestring, "error")) batch->some_failed = true;
             cJSON_Delete(json);
             if (!mine) {
                 free(text);
-                return fail(error, "%s: line %zu is not row %zu of a tide batch: not touched", path, batch->written + 1, batch->written);
+                return fail(error, "%s: line %zu is not row %zu of a tide batch: not touched", path, batch->written + 1,
+                            batch->written);
             }
             batch->written++;
         }
         char begins[40];                            /* as much of the next row as a kill may have left */
-        size_t rest = length - (size_t)keep, size = (size_t)snprintf(begins, sizeof begins, "{\"index\":%zu,", batch->written), lines = arrlenu(batch->lines);
+        size_t rest = length - (size_t)keep, size = (size_t)snprintf(begins, sizeof begins, "{\"index\":%zu,", batch->written),
+               lines = arrlenu(batch->lines);
         bool mine = !memcmp(text + keep, begins, rest < size ? rest : size);
         free(text);
-        if (!mine) return fail(error, "%s: what follows its %zu rows is not the beginning of another: not touched", path, batch->written);
-        if (batch->written + (rest > 0) > lines) return fail(error, "%s: holds more rows than the %zu prompts: not touched", path, lines);
+        if (!mine)
+            return fail(error, "%s: what follows its %zu rows is not the beginning of another: not touched", path,
+                        batch->written);
+        if (batch->written + (rest > 0) > lines)
+            return fail(error, "%s: holds more rows than the %zu prompts: not touched", path, lines);
     }
     batch->out = fopen(path, resume ? "a" : "w");
     if (!batch->out || (resume && ftruncate(fileno(batch->out), keep))) return fail(error, "%s: %s", path, strerror(errno));
@@ -3036,7 +3196,8 @@ static bool open_output(Batch *batch, const char *path, bool resume, Error *erro
 static bool write_rows(Batch *batch, Error *error) {
     for (; batch->written < arrlenu(batch->lines) && batch->rows[batch->written].output; batch->written++) {
         BatchRow *row = &batch->rows[batch->written];
-        if (fprintf(batch->out, "%s\n", row->output) < 0 || fflush(batch->out)) return fail(error, "the output: %s", strerror(errno));
+        if (fprintf(batch->out, "%s\n", row->output) < 0 || fflush(batch->out))
+            return fail(error, "the output: %s", strerror(errno));
         cJSON_free(row->output);
         row->output = NULL;
     }
@@ -3075,14 +3236,16 @@ static bool run_batch(Batch *batch, Error *error) {
         Session *sessions[MAX_PASS_ROWS];
         for (int i = 0; i < running; i++) sessions[i] = active[i]->session;
         run_round(runner, sessions, running);
-        if (interrupted) return fail(error, "interrupted with %zu of %zu rows written; --resume goes on from there", batch->written, n);
+        if (interrupted)
+            return fail(error, "interrupted with %zu of %zu rows written; --resume goes on from there", batch->written, n);
         for (int i = 0; i < running; i++) {
             BatchRow *row = active[i];
             if (row->session->finish == RUNNING) continue;
             taken[row->session->slot] = false;
             size_t line = (size_t)(row - batch->rows);
             Error problem;
-            bool failed = row->session->finish == FINISH_ERROR && !fail(&problem, "line %zu: %s", line + 1, row->session->error.text);
+            bool failed = row->session->finish == FINISH_ERROR
+                          && !fail(&problem, "line %zu: %s", line + 1, row->session->error.text);
             finish_row(batch, line, failed ? problem.text : NULL);
             active[i--] = active[--running];
         }
@@ -3115,8 +3278,8 @@ static int command_batch(Options *options) {
                    .jsonl = length > 6 && !strcmp(options->positional + length - 6, ".jsonl")};
     char *text = NULL;
     Error error;
-    bool ok = read_lines(&batch, options->positional, &text, &error) && open_output(&batch, options->output, options->resume, &error)
-        && run_batch(&batch, &error);
+    bool ok = read_lines(&batch, options->positional, &text, &error)
+              && open_output(&batch, options->output, options->resume, &error) && run_batch(&batch, &error);
     if (batch.bar) draw_bar(&batch, true);
     if (options->stats) print_stats(&runner);
     if (batch.out && batch.out != stdout && fclose(batch.out) && ok) ok = fail(&error, "%s: %s", options->output, strerror(errno));
@@ -3148,7 +3311,9 @@ static void dump_selection(void *user, int layer, const Selection *selection, co
     for (int r = 0; r < n_rows; r++)
         for (int i = 0; i < dump->topk_width; i++) {
             bool picked = i < selection->count[r];
-            arrput(dump->topk[layer], picked ? selection->ids[(size_t)r * (size_t)selection->capacity + (size_t)i] - rows[r].session * dump->context : -1);
+            arrput(dump->topk[layer],
+                   picked ? selection->ids[(size_t)r * (size_t)selection->capacity + (size_t)i] - rows[r].session * dump->context
+                          : -1);
         }
 }
 
@@ -3189,7 +3354,8 @@ static bool write_safetensors(const char *path, const DumpTensor *tensors, size_
 }
 
 /* One pass after another over ids[0..n) of slot 0, from `cached` on, with the logits of each row handed to visit(). */
-static bool eval_rows(Runner *runner, const int *ids, int cached, int n, bool (*visit)(void *, int, const float *), void *user, Error *error) {
+static bool eval_rows(Runner *runner, const int *ids, int cached, int n, bool (*visit)(void *, int, const float *), void *user,
+                      Error *error) {
     Engine *engine = &runner->engine;
     for (int begin = cached, take; begin < n; begin += take) {
         take = n - begin < engine->state.max_rows ? n - begin : engine->state.max_rows;
@@ -3200,7 +3366,8 @@ static bool eval_rows(Runner *runner, const int *ids, int cached, int n, bool (*
             for (int i = 0; i < some; i++) runner->finals[i] = first + i;
             if (!head(engine, runner->rows, runner->finals, some, error)) return false;
             for (int i = 0; i < some; i++)
-                if (!visit(user, begin + first + i, engine->state.logits + (size_t)i * (size_t)engine->config.vocab_size)) return false;
+                if (!visit(user, begin + first + i, engine->state.logits + (size_t)i * (size_t)engine->config.vocab_size))
+                    return false;
             first += some;
         }
         if (interrupted) return fail(error, "interrupted");
@@ -3221,11 +3388,18 @@ static bool eval_dump(Runner *runner, const Options *options, int **prompt, Erro
     int *decode = NULL, T = (int)arrlen(*prompt), layers = config->num_hidden_layers;
     if (options->decode && !parse_ids(options->decode, &decode, error)) { arrfree(decode); return false; }
     int D = (int)arrlen(decode);
-    if (T + D > runner->engine.cache.context) { arrfree(decode); return fail(error, "%d ids do not fit the context of %d: raise -c", T + D, runner->engine.cache.context); }
-    Dump dump = {.config = config, .context = runner->engine.cache.context, .hidden = allocate_zeroed((size_t)layers + 1, sizeof(float *)),
-                 .topk = allocate_zeroed((size_t)layers, sizeof(int *)), .topk_width = config->index_topk < T ? config->index_topk : T};
+    if (T + D > runner->engine.cache.context) {
+        arrfree(decode);
+        return fail(error, "%d ids do not fit the context of %d: raise -c", T + D, runner->engine.cache.context);
+    }
+    Dump dump = {.config = config,
+                 .context = runner->engine.cache.context,
+                 .hidden = allocate_zeroed((size_t)layers + 1, sizeof(float *)),
+                 .topk = allocate_zeroed((size_t)layers, sizeof(int *)),
+                 .topk_width = config->index_topk < T ? config->index_topk : T};
     for (int i = 0; i <= layers; i++) arrsetcap(dump.hidden[i], (size_t)T * (size_t)config->hidden_size);
-    for (int i = 0; config->indexer_full && i < layers; i++) if (config->indexer_full[i]) arrsetcap(dump.topk[i], (size_t)T * (size_t)dump.topk_width);
+    for (int i = 0; config->indexer_full && i < layers; i++)
+        if (config->indexer_full[i]) arrsetcap(dump.topk[i], (size_t)T * (size_t)dump.topk_width);
     runner->engine.probe = (Probe){dump_hidden, dump_selection, &dump};
     bool ok = eval_rows(runner, *prompt, 0, T, keep_logits, &dump, error);
     runner->engine.probe = (Probe){0};
@@ -3239,7 +3413,8 @@ static bool eval_dump(Runner *runner, const Options *options, int **prompt, Erro
     if (D) arrput(tensors, ((DumpTensor){"decode_ids", "I32", {D}, 1, decode}));
     if (D) arrput(tensors, ((DumpTensor){"decode_logits", "F32", {D, vocab}, 2, dump.logits + (size_t)T * (size_t)vocab}));
     for (int i = 0; i <= layers; i++) {
-        DumpTensor hidden = {"", "F32", {T, config->hidden_size}, 2, dump.hidden[i]}, topk = {"", "I32", {T, dump.topk_width}, 2, i < layers ? dump.topk[i] : NULL};
+        DumpTensor hidden = {"", "F32", {T, config->hidden_size}, 2, dump.hidden[i]},
+                   topk = {"", "I32", {T, dump.topk_width}, 2, i < layers ? dump.topk[i] : NULL};
         snprintf(hidden.name, sizeof hidden.name, "hidden.%d", i);
         snprintf(topk.name, sizeof topk.name, "topk.%d", i);
         arrput(tensors, hidden);
@@ -3272,7 +3447,8 @@ static bool score_row(void *user, int position, const float *logits) {
 static bool eval_perplexity(Runner *runner, const int *ids, Error *error) {
     int *prefix = NULL, *window = NULL, context = runner->engine.cache.context, total = (int)arrlen(ids), begin = 0;
     if (runner->tokenizer) tokenizer_prefix(runner->tokenizer, &prefix);
-    int n_prefix = (int)arrlen(prefix), has_prefix = total >= n_prefix && n_prefix && !memcmp(ids, prefix, (size_t)n_prefix * sizeof(int));
+    int n_prefix = (int)arrlen(prefix),
+        has_prefix = total >= n_prefix && n_prefix && !memcmp(ids, prefix, (size_t)n_prefix * sizeof(int));
     if (has_prefix) begin = n_prefix;
     else n_prefix = 0;
     Perplexity p = {.prefix = n_prefix, .vocab = runner->engine.config.vocab_size};
@@ -3286,7 +3462,9 @@ static bool eval_perplexity(Runner *runner, const int *ids, Error *error) {
         p.n = (int)arrlen(window);
         ok = eval_rows(runner, window, 0, p.n, score_row, &p, error);
     }
-    if (ok) printf("{\"perplexity\": %.6f, \"nll\": %.8f, \"tokens\": %zu, \"context\": %d}\n", exp(p.nll / (double)p.tokens), p.nll / (double)p.tokens, p.tokens, context);
+    if (ok)
+        printf("{\"perplexity\": %.6f, \"nll\": %.8f, \"tokens\": %zu, \"context\": %d}\n", exp(p.nll / (double)p.tokens),
+               p.nll / (double)p.tokens, p.tokens, context);
     arrfree(prefix);
     arrfree(window);
     return ok;
@@ -3315,7 +3493,8 @@ static int command_eval(Options *options) {
 static bool tokenize_row(const Tokenizer *tokenizer, const char *line, size_t length, bool special, Error *error) {
     cJSON *json = json_parse(line, length, "row", error);
     if (!json) return false;
-    const cJSON *text = cJSON_GetObjectItemCaseSensitive(json, "text"), *messages = cJSON_GetObjectItemCaseSensitive(json, "messages");
+    const cJSON *text = cJSON_GetObjectItemCaseSensitive(json, "text"),
+                *messages = cJSON_GetObjectItemCaseSensitive(json, "messages");
     const cJSON *think = cJSON_GetObjectItemCaseSensitive(json, "enable_thinking");
     cJSON *answer = NULL;
     bool ok;
@@ -3349,7 +3528,8 @@ static bool tokenize_jsonl(const Tokenizer *tokenizer, const char *path, bool sp
     Error inner;
     bool ok = read_lines(&batch, path, &text, error);
     for (size_t i = 0; ok && i < arrlenu(batch.lines); i++)
-        ok = tokenize_row(tokenizer, batch.lines[i], batch.lengths[i], special, &inner) || fail(error, "%s: line %zu: %s", path, i + 1, inner.text);
+        ok = tokenize_row(tokenizer, batch.lines[i], batch.lengths[i], special, &inner)
+             || fail(error, "%s: line %zu: %s", path, i + 1, inner.text);
     batch_free(&batch);
     free(text);
     return ok;
@@ -3389,7 +3569,9 @@ static int command_tokenize(Options *options) {
     if (options->decode) ok = print_decoded(tokenizer, options->decode, &error);
     else if (options->jsonl) ok = tokenize_jsonl(tokenizer, options->jsonl, special, &error);
     else if (options->prompt) ok = tokenize_text(tokenizer, options->prompt, strlen(options->prompt), special, &error);
-    else ok = read_file(options->file, MAX_TEXT_FILE, &text, &length, &error) && tokenize_text(tokenizer, text, length, special, &error);
+    else
+        ok = read_file(options->file, MAX_TEXT_FILE, &text, &length, &error)
+             && tokenize_text(tokenizer, text, length, special, &error);
     free(text);
     tokenizer_close(tokenizer);
     return ok ? EXIT_DONE : report(&error);
@@ -3404,28 +3586,33 @@ static void print_layers(const char *name, const bool *flags, int n) {
 }
 
 static void print_config(const Config *config) {
-    printf("model_type %s\nvocab_size %d\nhidden_size %d\nnum_hidden_layers %d\nnum_attention_heads %d\nmax_position_embeddings %d\nrms_norm_eps %g\ntie_word_embeddings %s\n",
-           config->model_type, config->vocab_size, config->hidden_size, config->num_hidden_layers, config->num_attention_heads, config->max_position_embeddings,
-           (double)config->rms_norm_eps, config->tie_word_embeddings ? "true" : "false");
+    printf("model_type %s\nvocab_size %d\nhidden_size %d\nnum_hidden_layers %d\nnum_attention_heads %d\nmax_position_embeddings "
+           "%d\nrms_norm_eps %g\ntie_word_embeddings %s\n",
+           config->model_type, config->vocab_size, config->hidden_size, config->num_hidden_layers, config->num_attention_heads,
+           config->max_position_embeddings, (double)config->rms_norm_eps, config->tie_word_embeddings ? "true" : "false");
     printf("rope_theta %g%s\n", config->rope.rope_theta, config->rope.yarn ? ", yarn" : "");
-    if (config->rope.yarn) printf("yarn factor %g, original_max_position_embeddings %d\n", config->rope.factor, config->rope.original_max_position_embeddings);
+    if (config->rope.yarn)
+        printf("yarn factor %g, original_max_position_embeddings %d\n", config->rope.factor,
+               config->rope.original_max_position_embeddings);
     printf("intermediate_size %d\n", config->intermediate_size);
-    if (!has_latent_attention(config)) printf("num_key_value_heads %d\nhead_dim %d\n", config->num_key_value_heads, config->head_dim);
+    if (!has_latent_attention(config))
+        printf("num_key_value_heads %d\nhead_dim %d\n", config->num_key_value_heads, config->head_dim);
     else {
-        printf("q_lora_rank %d\nkv_lora_rank %d\nqk_nope_head_dim %d\nqk_rope_head_dim %d\nv_head_dim %d\n", config->q_lora_rank, config->kv_lora_rank,
-               config->qk_nope_head_dim, config->qk_rope_head_dim, config->v_head_dim);
-        printf("index_n_heads %d\nindex_head_dim %d\nindex_topk %d\nindexer rope %s\n", config->index_n_heads, config->index_head_dim, config->index_topk,
-               config->indexer_rope_interleave ? "interleaved" : "half-split");
+        printf("q_lora_rank %d\nkv_lora_rank %d\nqk_nope_head_dim %d\nqk_rope_head_dim %d\nv_head_dim %d\n", config->q_lora_rank,
+               config->kv_lora_rank, config->qk_nope_head_dim, config->qk_rope_head_dim, config->v_head_dim);
+        printf("index_n_heads %d\nindex_head_dim %d\nindex_topk %d\nindexer rope %s\n", config->index_n_heads,
+               config->index_head_dim, config->index_topk, config->indexer_rope_interleave ? "interleaved" : "half-split");
         print_layers("full indexers in layers", config->indexer_full, config->num_hidden_layers);
-        printf("n_routed_experts %d\nnum_experts_per_tok %d\nn_shared_experts %d\nmoe_intermediate_size %d\nn_group %d\ntopk_group %d\nrouted_scaling_factor %g\n",
-               config->n_routed_experts, config->num_experts_per_tok, config->n_shared_experts, config->moe_intermediate_size, config->n_group,
-               config->topk_group, (double)config->routed_scaling_factor);
+        printf("n_routed_experts %d\nnum_experts_per_tok %d\nn_shared_experts %d\nmoe_intermediate_size %d\nn_group "
+               "%d\ntopk_group %d\nrouted_scaling_factor %g\n",
+               config->n_routed_experts, config->num_experts_per_tok, config->n_shared_experts, config->moe_intermediate_size,
+               config->n_group, config->topk_group, (double)config->routed_scaling_factor);
         print_layers("experts in layers", config->mlp_sparse, config->num_hidden_layers);
     }
     printf("eos_token_id");
     for (int i = 0; i < config->n_eos; i++) printf(" %d", config->eos_token_id[i]);
-    printf("\nsampling: temperature %g, top_p %g, top_k %d, min_p %g, repetition_penalty %g\n", (double)config->temperature, (double)config->top_p,
-           config->top_k, (double)config->min_p, (double)config->repetition_penalty);
+    printf("\nsampling: temperature %g, top_p %g, top_k %d, min_p %g, repetition_penalty %g\n", (double)config->temperature,
+           (double)config->top_p, config->top_k, (double)config->min_p, (double)config->repetition_penalty);
 }
 
 static int command_inspect(Options *options) {
@@ -3436,11 +3623,14 @@ static int command_inspect(Options *options) {
     for (size_t i = 0; ok && i < arrlenu(engine.checkpoint.tensors); i++) {
         const Tensor *tensor = &engine.checkpoint.tensors[i];
         char shape[128], line[512];
-        snprintf(line, sizeof line, "%-60s %-8s %-20s %12zu bytes", tensor->name, tensor->dtype_name, shape_text(shape, tensor->rank, tensor->shape), tensor->size);
+        snprintf(line, sizeof line, "%-60s %-8s %-20s %12zu bytes", tensor->name, tensor->dtype_name,
+                 shape_text(shape, tensor->rank, tensor->shape), tensor->size);
         puts(replace_controls(line));
     }
     ok = ok && weights_bind(&engine.weights, &engine.checkpoint, &engine.config, &error);
-    if (ok) printf("%.1f M parameters in use, %.1f MB\n", (double)engine.weights.parameters / 1e6, (double)engine.weights.bytes / 1e6);
+    if (ok)
+        printf("%.1f M parameters in use, %.1f MB\n", (double)engine.weights.parameters / 1e6,
+               (double)engine.weights.bytes / 1e6);
     if (ok) print_plan(stdout, &engine);
     ok = ok && check_memory(&engine, &error);
     engine_close(&engine);
@@ -3596,7 +3786,8 @@ static void open_editor(Chat *chat) {
     el_set(chat->editor, EL_PROMPT_ESC, prompt_text, '\1');
     el_set(chat->editor, EL_EDITOR, "emacs");
     el_set(chat->editor, EL_HIST, history, chat->history);
-    el_wset(chat->editor, EL_ADDFN, L"take-paste", L"takes a bracketed paste as one message", take_paste);   /* el_set() leaks both texts */
+    el_wset(chat->editor, EL_ADDFN, L"take-paste", L"takes a bracketed paste as one message",
+            take_paste); /* el_set() leaks both texts */
     el_set(chat->editor, EL_BIND, "\033[200~", "take-paste", NULL);
     if (chat->dumb) return;
     terminal_undo = "\033[0m\033[?2004l";
@@ -3701,11 +3892,13 @@ static void chat_answer(Chat *chat) {
         chat->answer_start = -1;
     }
     if (session->finish == FINISH_CONTEXT)
-        fprintf(stderr, "tide: the context of %d tokens is full: /clear starts anew, -c makes more room\n", runner->engine.cache.context);
+        fprintf(stderr, "tide: the context of %d tokens is full: /clear starts anew, -c makes more room\n",
+                runner->engine.cache.context);
     if (session->finish == FINISH_INTERRUPTED) fputs("tide: interrupted\n", stderr);
     if (chat->options->stats)
-        fprintf(stderr, "tide: %d tokens evaluated, %d re-used, %d generated, %.1f tokens/s\n", evaluated, session->prompt_length - evaluated,
-                tokens_generated(session), tokens_generated(session) / fmax(now() - begin, 1e-9));
+        fprintf(stderr, "tide: %d tokens evaluated, %d re-used, %d generated, %.1f tokens/s\n", evaluated,
+                session->prompt_length - evaluated, tokens_generated(session),
+                tokens_generated(session) / fmax(now() - begin, 1e-9));
     interrupted = 0;
 }
 
@@ -3721,7 +3914,8 @@ static void chat_turn(Chat *chat, const char *text, size_t length) {
                    : chat_render(tokenizer, messages + first, 2 - first, true, chat->think, &prompt, &error);
     int added = (int)arrlen(prompt.ids);
     if (ok && used + added >= context)
-        ok = fail(&error, "the message has %d tokens and %d of %d are in use: it does not fit; /clear starts anew", added, used, context);
+        ok = fail(&error, "the message has %d tokens and %d of %d are in use: it does not fit; /clear starts anew", added, used,
+                  context);
     if (!ok) report(&error);
     else {
         chat->turn_start = used;
@@ -3804,20 +3998,26 @@ static bool chat_restore(Chat *chat, const cJSON *json, const char *path, Error 
     const cJSON *mark = field(&fields, "checkpoint"), *list = field(&fields, "ids"), *system = field(&fields, "system"), *item;
     char wanted[24];
     snprintf(wanted, sizeof wanted, "%016" PRIx64, fingerprint(&engine->checkpoint));
-    int version = read_int(&fields, "tide_session", SAVE_VERSION, SAVE_VERSION, REQUIRED), n = cJSON_IsArray(list) ? cJSON_GetArraySize(list) : -1;
+    int version = read_int(&fields, "tide_session", SAVE_VERSION, SAVE_VERSION, REQUIRED),
+        n = cJSON_IsArray(list) ? cJSON_GetArraySize(list) : -1;
     bool think = read_bool(&fields, "think", false);
     double temperature = read_number(&fields, "temperature", -1e9, 1e9, REQUIRED);
-    int turn_start = read_int(&fields, "turn_start", 0, n < 0 ? 0 : n, 0), answer_start = read_int(&fields, "answer_start", -1, n < 0 ? 0 : n, -1);
+    int turn_start = read_int(&fields, "turn_start", 0, n < 0 ? 0 : n, 0),
+        answer_start = read_int(&fields, "answer_start", -1, n < 0 ? 0 : n, -1);
     double seed = read_number(&fields, "seed", 0, 0x1p53, REQUIRED);
     (void)version;
-    if (answer_start >= 0 && answer_start <= turn_start) field_failed(&fields, "answer_start", field(&fields, "answer_start"), "a place behind turn_start");
+    if (answer_start >= 0 && answer_start <= turn_start)
+        field_failed(&fields, "answer_start", field(&fields, "answer_start"), "a place behind turn_start");
     if (!cJSON_IsString(mark) || strcmp(mark->valuestring, wanted)) field_failed(&fields, "checkpoint", mark, wanted);
     if (n < 0) field_failed(&fields, "ids", NULL, "a list of ids");
     else cJSON_ArrayForEach(item, list)
-        if (!cJSON_IsNumber(item) || !(item->valuedouble >= 0 && item->valuedouble < engine->config.vocab_size) || item->valuedouble != item->valueint) field_failed(&fields, "ids", item, "ids of the vocabulary");
+            if (!cJSON_IsNumber(item) || !(item->valuedouble >= 0 && item->valuedouble < engine->config.vocab_size)
+                || item->valuedouble != item->valueint)
+                field_failed(&fields, "ids", item, "ids of the vocabulary");
     if (system && !cJSON_IsString(system)) field_failed(&fields, "system", system, "a string");
     if (fields.failed) return false;
-    if (n > engine->cache.context) return fail(error, "%s: its %d tokens do not fit the context of %d", path, n, engine->cache.context);
+    if (n > engine->cache.context)
+        return fail(error, "%s: its %d tokens do not fit the context of %d", path, n, engine->cache.context);
     chat_clear(chat);
     cJSON_ArrayForEach(item, list) arrput(chat->session.ids, item->valueint);
     free(chat->system);
@@ -3910,11 +4110,20 @@ static int command_chat(Options *options) {
         return report(&error);
     }
     const char *terminal = getenv("TERM"), *no_color = getenv("NO_COLOR");
-    bool dumb = !terminal || !*terminal || !strcmp(terminal, "dumb"), colour = isatty(STDOUT_FILENO) && !(no_color && *no_color) && !dumb;
-    Chat chat = {.runner = &runner, .options = options, .answer_start = -1, .think = thinking(options), .colour = colour, .dumb = dumb,
+    bool dumb = !terminal || !*terminal || !strcmp(terminal, "dumb"),
+         colour = isatty(STDOUT_FILENO) && !(no_color && *no_color) && !dumb;
+    Chat chat = {.runner = &runner,
+                 .options = options,
+                 .answer_start = -1,
+                 .think = thinking(options),
+                 .colour = colour,
+                 .dumb = dumb,
                  .system = options->system ? copy_string(options->system) : NULL};
-    chat.session = (Session){.max_new = options->n_new < 0 ? 0 : options->n_new, .sampling = sampling_of(options, &runner.engine.config),
-                             .stops = options->stops, .emit = chat_emit, .user = &chat};
+    chat.session = (Session){.max_new = options->n_new < 0 ? 0 : options->n_new,
+                             .sampling = sampling_of(options, &runner.engine.config),
+                             .stops = options->stops,
+                             .emit = chat_emit,
+                             .user = &chat};
     open_editor(&chat);
     if (chat.editor && !options->quiet) fputs("Talk to the model; /help lists the commands, Ctrl-D leaves.\n", stderr);
     char *line = NULL;
@@ -3994,10 +4203,21 @@ static Matrix random_matrix(uint16_t *block, size_t *used, int rows, int cols) {
 static void make_dense_model(Engine *engine, uint16_t **block, float **ones) {
     enum { LAYERS = 4, HIDDEN = 2048, HEADS = 16, KV_HEADS = 8, DIM = 128, INNER = 6144, VOCAB = BENCH_VOCAB };
     Config *config = &engine->config;
-    *config = (Config){.family = FAMILY_QWEN3, .model_type = "qwen3", .vocab_size = VOCAB, .hidden_size = HIDDEN, .intermediate_size = INNER,
-                       .num_hidden_layers = LAYERS, .max_position_embeddings = 4096, .num_attention_heads = HEADS, .num_key_value_heads = KV_HEADS,
-                       .head_dim = DIM, .tie_word_embeddings = true, .rms_norm_eps = 1e-6f, .rope.rope_theta = 1e6};
-    size_t per_layer = (size_t)HIDDEN * DIM * (2 * HEADS + 2 * KV_HEADS) + (size_t)3 * HIDDEN * INNER, total = LAYERS * per_layer + (size_t)VOCAB * HIDDEN, used = 0;
+    *config = (Config){.family = FAMILY_QWEN3,
+                       .model_type = "qwen3",
+                       .vocab_size = VOCAB,
+                       .hidden_size = HIDDEN,
+                       .intermediate_size = INNER,
+                       .num_hidden_layers = LAYERS,
+                       .max_position_embeddings = 4096,
+                       .num_attention_heads = HEADS,
+                       .num_key_value_heads = KV_HEADS,
+                       .head_dim = DIM,
+                       .tie_word_embeddings = true,
+                       .rms_norm_eps = 1e-6f,
+                       .rope.rope_theta = 1e6};
+    size_t per_layer = (size_t)HIDDEN * DIM * (2 * HEADS + 2 * KV_HEADS) + (size_t)3 * HIDDEN * INNER,
+           total = LAYERS * per_layer + (size_t)VOCAB * HIDDEN, used = 0;
     *block = allocate_zeroed(total, sizeof **block);
     *ones = allocate_zeroed(HIDDEN, sizeof **ones);
     for (int i = 0; i < HIDDEN; i++) (*ones)[i] = 1;
@@ -4058,7 +4278,8 @@ static int bench_cpu(Options *options) {
         rates[i] = time_fma();
         prefills[i] = time_rows(&engine, 0, BENCH_PREFILL, BENCH_PREFILL);
     }
-    double read = median(reads, BENCH_REPEATS), rate = median(rates, BENCH_REPEATS), decode = median(decodes, BENCH_REPEATS), prefill = median(prefills, BENCH_REPEATS);
+    double read = median(reads, BENCH_REPEATS), rate = median(rates, BENCH_REPEATS), decode = median(decodes, BENCH_REPEATS),
+           prefill = median(prefills, BENCH_REPEATS);
     /* Per decoded token every weight and the history's keys and values are read once. Per prefilled token each weight of the layers
      * is one multiply-add, and each earlier position two for every value of the query heads. */
     const Config *config = &engine.config;
@@ -4068,9 +4289,11 @@ static int bench_cpu(Options *options) {
     double work = 2 * (body + 2.0 * config->num_hidden_layers * pairs * config->num_attention_heads * config->head_dim) / prefill;
     printf("model            %.0f MB of bf16 weights, %d threads\n", (double)engine.weights.bytes / 1e6, omp_get_max_threads());
     printf("read bandwidth   %6.1f GB/s\n", read / 1e9);
-    printf("decode           %6.1f GB/s of weights and cached rows, %.1f tokens/s: %.0f%% of the read bandwidth\n", achieved / 1e9, 1 / decode, 100 * achieved / read);
+    printf("decode           %6.1f GB/s of weights and cached rows, %.1f tokens/s: %.0f%% of the read bandwidth\n",
+           achieved / 1e9, 1 / decode, 100 * achieved / read);
     printf("fma rate         %6.1f GFLOP/s\n", rate / 1e9);
-    printf("prefill %d      %6.1f GFLOP/s in matrices and attention, %.0f tokens/s: %.0f%% of the fma rate\n", BENCH_PREFILL, work / 1e9, BENCH_PREFILL / prefill, 100 * work / rate);
+    printf("prefill %d      %6.1f GFLOP/s in matrices and attention, %.0f tokens/s: %.0f%% of the fma rate\n", BENCH_PREFILL,
+           work / 1e9, BENCH_PREFILL / prefill, 100 * work / rate);
     engine_close(&engine);
     free(block);
     free(ones);
@@ -4088,7 +4311,8 @@ static int bench_load(Options *options) {
         seconds[i] = now() - begin;
         runner_close(&runner);
     }
-    printf("load             %.3f s: checkpoint, weights and tokenizer of %s\n", median(seconds, BENCH_REPEATS), options->engine.model);
+    printf("load             %.3f s: checkpoint, weights and tokenizer of %s\n", median(seconds, BENCH_REPEATS),
+           options->engine.model);
     return EXIT_DONE;
 }
 
@@ -4136,7 +4360,8 @@ static int run_command(int argc, char **argv) {
     if (!status && options.help) fputs(usage_text, stdout);
     else if (!status) {
         options.chat |= options.system || options.think;
-        if (!options.seeded && getrandom(&options.seed, sizeof options.seed, 0) != sizeof options.seed) options.seed = (uint64_t)time(NULL);
+        if (!options.seeded && getrandom(&options.seed, sizeof options.seed, 0) != sizeof options.seed)
+            options.seed = (uint64_t)time(NULL);
         if (!options.seeded) options.seed >>= 11;   /* 53 bits, so that a drawn seed survives JSON */
         if (options.threads) omp_set_num_threads(options.threads);
         status = run(&options);
@@ -4163,7 +4388,7 @@ static void spin_briefly(char **argv) {
 int main(int argc, char **argv) {
     spin_briefly(argv);
     if (!setlocale(LC_CTYPE, "") || strcmp(nl_langinfo(CODESET), "UTF-8")) setlocale(LC_CTYPE, "C.UTF-8");
-    int descriptor;                                 /* a stream that is closed is made to fail: no file of ours may take its place */
+    int descriptor; /* a stream that is closed is made to fail: no file of ours may take its place */
     while ((descriptor = open("/dev/null", O_RDONLY)) >= 0 && descriptor <= STDERR_FILENO) continue;
     if (descriptor >= 0) close(descriptor);
     catch_interrupts(false, false);

@@ -13,8 +13,8 @@
  *     Session      one conversation or prompt: its ids and how far the cache has them
  *
  * Conventions. Library functions return false and fill an Error with one line, which a command prints; only running out of
- * memory ends the program where it happens. Shapes in comments are row-major, outermost first. "rows" counts rows of the pass, "dim" a vector's length. Arrays marked
- * "stb_ds" are grown with arrput() and freed with arrfree() from <stb/stb_ds.h>.
+ * memory ends the program where it happens. Shapes in comments are row-major, outermost first. "rows" counts rows of the
+ * pass, "dim" a vector's length. Arrays marked "stb_ds" are grown with arrput() and freed with arrfree() from <stb/stb_ds.h>.
  */
 #ifndef TIDE_ENGINE_H
 #define TIDE_ENGINE_H
@@ -246,7 +246,8 @@ typedef struct Backend {
     void (*linear)(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w);
 
     /* cosine, sine: [rows, dim / 2] of position * inverse_frequency, times factor (YaRN's attention factor, else 1). */
-    void (*rotations)(float *cosine, float *sine, const Row *rows, int n_rows, const float *inverse_frequency, int dim, float factor);
+    void (*rotations)(float *cosine, float *sine, const Row *rows, int n_rows, const float *inverse_frequency, int dim,
+                      float factor);
 
     /* Rotates `dim` values of `heads` vectors per row, starting `offset` values into each vector of `head_stride`.
      * cosine, sine: [rows, dim / 2] for the row's position. interleaved: pairs (2i, 2i+1), else (i, i + dim/2). */
@@ -341,7 +342,8 @@ typedef struct State {          /* [rows] stands for max_rows; everything lies i
 
 /* What eval --dump and the drafters look at while a pass runs. Either may be NULL. */
 typedef struct Probe {
-    void (*entering)(void *user, int layer, const float *hidden, const Row *rows, int n_rows);  /* layer = num_hidden_layers: leaving the last */
+    void (*entering)(void *user, int layer, const float *hidden, const Row *rows,
+                     int n_rows); /* layer = num_hidden_layers: leaving the last */
     void (*selected)(void *user, int layer, const Selection *selection, const Row *rows, int n_rows);
     void *user;
 } Probe;

@@ -277,7 +277,8 @@ static bool load_vocabulary(Tokenizer *tokenizer, const cJSON *vocabulary, Error
     for (const cJSON *entry = vocabulary->child; entry; entry = entry->next) {
         int id;
         if (!read_id(entry, &id))
-            return REFUSE("model.vocab: the id of \"%s\" is no integer from 0 to %d", tokenizer->name, entry->string, TOKEN_LIMIT - 1);
+            return REFUSE("model.vocab: the id of \"%s\" is no integer from 0 to %d", tokenizer->name, entry->string,
+                          TOKEN_LIMIT - 1);
         if (shgeti(tokenizer->ids, entry->string) >= 0)
             return REFUSE("model.vocab: \"%s\" occurs twice", tokenizer->name, entry->string);
         if (id < tokenizer_size(tokenizer) && tokenizer->tokens[id].flags)
@@ -331,7 +332,8 @@ static bool load_merges(Tokenizer *tokenizer, const cJSON *merges, Error *error)
         for (int i = 0; ok && i < 3; i++) {
             ids[i] = tokenizer_find(tokenizer, parts[i]);
             if (ids[i] < 0)
-                ok = REFUSE("model.merges: entry %u needs the token \"%s\", which the vocabulary lacks", tokenizer->name, rank, parts[i]);
+                ok = REFUSE("model.merges: entry %u needs the token \"%s\", which the vocabulary lacks", tokenizer->name, rank,
+                            parts[i]);
         }
         /* A pair that is listed twice has its last rank, as in the reference. */
         if (ok) hmput(tokenizer->merges, (uint64_t)ids[0] << 32 | (uint32_t)ids[1], ((MergeRule){rank, ids[2]}));
@@ -357,7 +359,8 @@ static bool load_model(Tokenizer *tokenizer, const cJSON *model, Error *error) {
     bool has_fallback = is_true(model, "byte_fallback") || field(model, "unk_token");
     for (int byte = 0; has_fallback && byte < 256; byte++)
         if (tokenizer->byte_token[byte] < 0)
-            return REFUSE("model.unk_token or byte_fallback is set and byte 0x%02X has no token: not byte-level", tokenizer->name, byte);
+            return REFUSE("model.unk_token or byte_fallback is set and byte 0x%02X has no token: not byte-level", tokenizer->name,
+                          byte);
     return true;
 }
 
@@ -437,7 +440,8 @@ static pcre2_code *compile_pattern(const char *pattern, uint32_t options, const 
     pcre2_compile_context *context = pcre2_compile_context_create(NULL);
     pcre2_set_newline(context, PCRE2_NEWLINE_LF);
     pcre2_set_max_pattern_length(context, PATTERN_LIMIT);
-    pcre2_code *code = pcre2_compile((PCRE2_SPTR)pattern, PCRE2_ZERO_TERMINATED, PCRE2_UTF | options, &code_error, &offset, context);
+    pcre2_code *code = pcre2_compile((PCRE2_SPTR)pattern, PCRE2_ZERO_TERMINATED, PCRE2_UTF | options, &code_error, &offset,
+                                     context);
     pcre2_compile_context_free(context);
     if (!code) {
         char reason[128];
@@ -780,7 +784,8 @@ static bool append_byte(Encoder *encoder, uint8_t byte) {
     int id = encoder->tokenizer->byte_token[byte];
     /* an added token of one letter is an odd thing, but only a control token is worth refusing the letter for */
     if (id < 0 || (!encoder->match_added && tokenizer_is_control(encoder->tokenizer, id)))
-        return fail(encoder->error, "%s/tokenizer.json: the vocabulary has no token for byte 0x%02X", encoder->tokenizer->name, byte);
+        return fail(encoder->error, "%s/tokenizer.json: the vocabulary has no token for byte 0x%02X", encoder->tokenizer->name,
+                    byte);
     arrput(*encoder->ids, id);
     return true;
 }
@@ -904,13 +909,14 @@ static bool split_piece(Encoder *encoder, const SplitStep *step, const char *tex
     size_t length = piece.end - piece.start, search = 0, done = 0;
     bool any_match = false;
     while (search <= length) {
-        int count = pcre2_match(step->code, subject, length, search, PCRE2_NO_UTF_CHECK, encoder->match, encoder->tokenizer->match_context);
+        int count = pcre2_match(step->code, subject, length, search, PCRE2_NO_UTF_CHECK, encoder->match,
+                                encoder->tokenizer->match_context);
         if (count == PCRE2_ERROR_NOMATCH) break;
         if (count < 0) {
             char reason[128];
             pcre2_get_error_message(count, (PCRE2_UCHAR *)reason, sizeof reason);
-            return fail(encoder->error, "%s/tokenizer.json: pre_tokenizer pattern on %zu bytes of text: %s", encoder->tokenizer->name,
-                        length, reason);
+            return fail(encoder->error, "%s/tokenizer.json: pre_tokenizer pattern on %zu bytes of text: %s",
+                        encoder->tokenizer->name, length, reason);
         }
         const PCRE2_SIZE *match = pcre2_get_ovector_pointer(encoder->match);
         if (match[0] == match[1] && any_match && match[1] == done) {

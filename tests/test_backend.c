@@ -45,12 +45,16 @@ static void test_widen(void) {
         for (int i = 0; i < 8; i++) p[i] = (uint8_t)code;
         double eighth = (code & 127) == 127 ? NAN : decode(code, 4, 3);
         f32x8 eighths = widen8(p, DTYPE_F8_E4M3);
-        wrong[2] += !same_value(widen(p, DTYPE_F8_E4M3), eighth) || !same_value(eighths[0], eighth) || !same_value(eighths[7], eighth);
+        wrong[2] += !same_value(widen(p, DTYPE_F8_E4M3), eighth) || !same_value(eighths[0], eighth)
+                    || !same_value(eighths[7], eighth);
     }
     CHECK(!wrong[0], "all f16 codes, %d are wrong", wrong[0]);
     CHECK(!wrong[1], "all bf16 codes, %d are wrong", wrong[1]);
     CHECK(!wrong[2], "all e4m3 codes, %d are wrong", wrong[2]);
-    static const struct { uint8_t code; double value; } e8m0[] = {{120, 0x1p-7}, {125, 0.25}, {127, 1}, {130, 8}, {140, 8192}, {0, 0x1p-127}, {254, 0x1p127}, {255, NAN}};
+    static const struct {
+        uint8_t code;
+        double value;
+    } e8m0[] = {{120, 0x1p-7}, {125, 0.25}, {127, 1}, {130, 8}, {140, 8192}, {0, 0x1p-127}, {254, 0x1p127}, {255, NAN}};
     for (size_t i = 0; i < sizeof e8m0 / sizeof *e8m0; i++)
         CHECK(same_value(widen(&e8m0[i].code, DTYPE_F8_E8M0), e8m0[i].value), "e8m0 byte %d is %g", e8m0[i].code, e8m0[i].value);
     float x = random_float();
@@ -69,7 +73,8 @@ static void test_narrow(void) {
         unsigned even = code & 1 ? code + 1 : code, sign = code & 128;
         CHECK(narrow_e4m3((float)(sign ? -middle : middle)) == even, "halfway above e4m3 code %u goes to the even one", code);
         CHECK(narrow_e4m3(nextafterf((float)(sign ? -middle : middle), 0)) == code, "just below halfway above e4m3 code %u", code);
-        CHECK(narrow_e4m3(nextafterf((float)(sign ? -middle : middle), sign ? -INFINITY : INFINITY)) == code + 1, "just above halfway above e4m3 code %u", code);
+        CHECK(narrow_e4m3(nextafterf((float)(sign ? -middle : middle), sign ? -INFINITY : INFINITY)) == code + 1,
+              "just above halfway above e4m3 code %u", code);
     }
     CHECK(narrow_e4m3(449) == 0x7e && narrow_e4m3(1e30f) == 0x7e && narrow_e4m3(-INFINITY) == 0xfe, "e4m3 saturates at 448");
     CHECK((narrow_e4m3(NAN) & 127) == 127, "NaN is NaN in e4m3");
@@ -99,7 +104,8 @@ typedef struct TestMatrix {
 } TestMatrix;
 
 static TestMatrix make_matrix(DType dtype, int rows, int cols) {
-    size_t n = (size_t)rows * (size_t)cols, size = dtype_table[dtype].size, blocks_down = (size_t)(rows + 127) / 128, blocks_across = (size_t)(cols + 127) / 128;
+    size_t n = (size_t)rows * (size_t)cols, size = dtype_table[dtype].size, blocks_down = (size_t)(rows + 127) / 128,
+           blocks_across = (size_t)(cols + 127) / 128;
     TestMatrix matrix = {.view = {.dtype = dtype, .rows = rows, .cols = cols}};
     matrix.values = allocate_zeroed(n, sizeof(double));
     matrix.bytes = allocate_zeroed(n * size + 1, 1);
@@ -135,7 +141,8 @@ static void test_linear_once(DType dtype, int rows, int cols, int first, int cou
     TestMatrix matrix = make_matrix(dtype, rows, cols);
     Matrix view = matrix_rows(&matrix.view, first, count);
     size_t x_stride = (size_t)cols + 3, y_stride = (size_t)count + 5;
-    float *x = random_floats(ROWS * x_stride), *alone = allocate_zeroed(ROWS * y_stride, sizeof(float)), *y = allocate_zeroed(ROWS * y_stride, sizeof(float));
+    float *x = random_floats(ROWS * x_stride), *alone = allocate_zeroed(ROWS * y_stride, sizeof(float)),
+          *y = allocate_zeroed(ROWS * y_stride, sizeof(float));
     for (int r = 0; r < ROWS; r++) linear(alone + (size_t)r * y_stride, y_stride, x + (size_t)r * x_stride, x_stride, 1, &view);
     int wrong = 0, other = 0, outside = 0;
     for (int r = 0; r < ROWS; r++)
@@ -158,7 +165,8 @@ static void test_linear_once(DType dtype, int rows, int cols, int first, int cou
                 for (size_t o = (size_t)count; o < y_stride; o++) outside += y[(size_t)r * y_stride + o] != 77;
             }
         }
-    CHECK(!wrong, "linear %s [%d, %d] rows %d..%d: %d values are off", dtype_table[dtype].name, rows, cols, first, first + count, wrong);
+    CHECK(!wrong, "linear %s [%d, %d] rows %d..%d: %d values are off", dtype_table[dtype].name, rows, cols, first, first + count,
+          wrong);
     CHECK(!other, "linear %s [%d, %d]: %d rows have other bits in a batch", dtype_table[dtype].name, rows, cols, other);
     CHECK(!outside, "linear %s [%d, %d]: nothing is written beside y", dtype_table[dtype].name, rows, cols);
     free(x);
@@ -168,10 +176,13 @@ static void test_linear_once(DType dtype, int rows, int cols, int first, int cou
 }
 
 static void test_linear(void) {
-    static const int sizes[][2] = {{1, 1}, {3, 7}, {5, 8}, {17, 129}, {130, 127}, {49, 128}, {200, 300}, {97, 1024}, {51, 1025}, {33, 2500}, {300, 200}};
+    static const int sizes[][2] = {{1, 1},     {3, 7},     {5, 8},     {17, 129},  {130, 127}, {49, 128},
+                                   {200, 300}, {97, 1024}, {51, 1025}, {33, 2500}, {300, 200}};
     for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes; d++) {
-        for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) test_linear_once(dtypes[d], sizes[i][0], sizes[i][1], 0, sizes[i][0]);
-        for (int head = 0; head < 7; head++) test_linear_once(dtypes[d], 7 * 44, 150, head * 44, 44);       /* 44 is no divisor of 128 */
+        for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+            test_linear_once(dtypes[d], sizes[i][0], sizes[i][1], 0, sizes[i][0]);
+        for (int head = 0; head < 7; head++)
+            test_linear_once(dtypes[d], 7 * 44, 150, head * 44, 44); /* 44 is no divisor of 128 */
         test_linear_once(dtypes[d], 448, 133, 190, 258);
     }
 }
@@ -187,7 +198,8 @@ static void test_linear_negative_zero(void) {
     uint32_t alone = float_to_bits(y[0]);
     for (int n = 1; n <= ROWS; n++) {
         linear(y, 1, x, COLS, n, &matrix);
-        for (int r = 0; r < n; r++) CHECK(float_to_bits(y[r]) == alone, "row %d of %d: %08x, alone %08x", r, n, float_to_bits(y[r]), alone);
+        for (int r = 0; r < n; r++)
+            CHECK(float_to_bits(y[r]) == alone, "row %d of %d: %08x, alone %08x", r, n, float_to_bits(y[r]), alone);
     }
 }
 
@@ -227,12 +239,14 @@ static void test_norms(void) {
             double scale = 1 / sqrt(squares / dim + 1e-6);
             for (int j = 0; j < dim; j++) {
                 double wanted = x[(size_t)r * stride + (size_t)j] * scale * weight[j];
-                CHECK(near(y[(size_t)r * stride + (size_t)j], wanted, fabs(wanted), 1e-6), "rms_norm of %d: %g, not %g", dim, (double)y[(size_t)r * stride + (size_t)j], wanted);
+                CHECK(near(y[(size_t)r * stride + (size_t)j], wanted, fabs(wanted), 1e-6), "rms_norm of %d: %g, not %g", dim,
+                      (double)y[(size_t)r * stride + (size_t)j], wanted);
             }
         }
         rms_norm(x, stride, x, stride, weight, n, dim, 1e-6f);
         for (int r = 0; r < n; r++)
-            CHECK(!memcmp(x + (size_t)r * stride, y + (size_t)r * stride, (size_t)dim * sizeof(float)), "rms_norm of %d in place", dim);
+            CHECK(!memcmp(x + (size_t)r * stride, y + (size_t)r * stride, (size_t)dim * sizeof(float)), "rms_norm of %d in place",
+                  dim);
 
         float *normed = allocate_zeroed(total, sizeof(float));
         for (int j = 0; j < n * dim; j++) tight[j] += 100;          /* far from zero, where a variance taken carelessly drowns */
@@ -243,7 +257,8 @@ static void test_norms(void) {
             for (int j = 0; j < dim; j++) variance += (tight[r * dim + j] - mean) * (tight[r * dim + j] - mean) / dim;
             for (int j = 0; j < dim; j++) {
                 double wanted = (tight[r * dim + j] - mean) / sqrt(variance + 1e-6) * weight[j] + bias[j];
-                CHECK(fabs(normed[r * dim + j] - wanted) < 2e-5, "layer_norm of %d: %g, not %g", dim, (double)normed[r * dim + j], wanted);
+                CHECK(fabs(normed[r * dim + j] - wanted) < 2e-5, "layer_norm of %d: %g, not %g", dim, (double)normed[r * dim + j],
+                      wanted);
             }
         }
         free(x), free(weight), free(bias), free(y), free(tight), free(normed);
@@ -268,11 +283,13 @@ static void test_rope(void) {
                 int at = j - OFFSET, i = interleaved ? at / 2 : at % (DIM / 2), second = interleaved ? at % 2 : at >= DIM / 2;
                 double wanted = before[v * STRIDE + j];
                 if (at >= 0 && at < DIM) {
-                    double a = before[v * STRIDE + OFFSET + (interleaved ? 2 * i : i)], b = before[v * STRIDE + OFFSET + (interleaved ? 2 * i + 1 : i + DIM / 2)];
+                    double a = before[v * STRIDE + OFFSET + (interleaved ? 2 * i : i)],
+                           b = before[v * STRIDE + OFFSET + (interleaved ? 2 * i + 1 : i + DIM / 2)];
                     double c = cosine[v / HEADS * (DIM / 2) + i], s = sine[v / HEADS * (DIM / 2) + i];
                     wanted = second ? b * c + a * s : a * c - b * s;
                 }
-                CHECK(fabs(x[v * STRIDE + j] - wanted) < 1e-6, "rope %s, vector %d, value %d", interleaved ? "interleaved" : "half-split", v, j);
+                CHECK(fabs(x[v * STRIDE + j] - wanted) < 1e-6, "rope %s, vector %d, value %d",
+                      interleaved ? "interleaved" : "half-split", v, j);
             }
     }
 }
@@ -291,15 +308,18 @@ static void test_exponential(void) {
 #endif
     CHECK(worst < bound * 0x1p-23, "exp8 is within %g units in the last place: %g", bound, worst / 0x1p-23);
     CHECK(exp8(splat8(0))[0] == 1, "e^0 is 1");
-    CHECK(exp8(splat8(-INFINITY))[0] < 2e-38f && exp8(splat8(-1e30f))[0] < 2e-38f && isfinite(exp8(splat8(1e30f))[0]), "exp8 holds its argument");
+    CHECK(exp8(splat8(-INFINITY))[0] < 2e-38f && exp8(splat8(-1e30f))[0] < 2e-38f && isfinite(exp8(splat8(1e30f))[0]),
+          "exp8 holds its argument");
     for (int bit = 0; bit < 22; bit++)
         for (uint32_t sign = 0; sign < 2; sign++)
-            CHECK(isnan(exp8(splat8(bits_to_float(0x7f800000 | 1u << bit | sign << 31)))[5]), "exp8 of a NaN with payload bit %d is NaN", bit);
+            CHECK(isnan(exp8(splat8(bits_to_float(0x7f800000 | 1u << bit | sign << 31)))[5]),
+                  "exp8 of a NaN with payload bit %d is NaN", bit);
 }
 
 static void test_swiglu_and_add(void) {
     for (size_t n = 1; n < 60; n++) {
-        float *gate = random_floats(n), *up = random_floats(n), *y = allocate_zeroed(n, sizeof(float)), *sum = random_floats(n), *copy = allocate_zeroed(n, sizeof(float));
+        float *gate = random_floats(n), *up = random_floats(n), *y = allocate_zeroed(n, sizeof(float)), *sum = random_floats(n),
+              *copy = allocate_zeroed(n, sizeof(float));
         for (size_t i = 0; i < n; i++) gate[i] *= 30;
         memcpy(copy, sum, n * sizeof(float));
         swiglu(y, gate, up, n);
@@ -337,7 +357,8 @@ static void test_first_not_finite(void) {
 
 static void test_rows(void) {
     CHECK(row_format(KV_F8, 512, 64, 128).stride == 656, "an fp8 row of 512 + 64 takes 656 bytes");
-    CHECK(row_format(KV_BF16, 512, 64, 128).stride == 1152 && row_format(KV_F32, 512, 64, 128).stride == 2304, "bf16 and f32 rows of 512 + 64");
+    CHECK(row_format(KV_BF16, 512, 64, 128).stride == 1152 && row_format(KV_F32, 512, 64, 128).stride == 2304,
+          "bf16 and f32 rows of 512 + 64");
     static const int shapes[][3] = {{512, 64, 128}, {32, 16, 128}, {37, 10, 128}, {130, 2, 128}, {96, 0, 24}, {0, 33, 128}};
     for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++)
         for (KvDtype dtype = KV_F32; dtype <= KV_F8; dtype++) {
@@ -346,7 +367,8 @@ static void test_rows(void) {
             const RowFormat format = row_format(dtype, quantised, plain, shapes[s][2]);
             const int ids[ROWS] = {7, 0, 3, 8};
             uint8_t *base = allocate_zeroed(SLOTS * format.stride, 1);
-            float *rows = random_floats((size_t)(ROWS * width)), *back = allocate_zeroed((size_t)width, sizeof(float)), *part = allocate_zeroed((size_t)width, sizeof(float));
+            float *rows = random_floats((size_t)(ROWS * width)), *back = allocate_zeroed((size_t)width, sizeof(float)),
+                  *part = allocate_zeroed((size_t)width, sizeof(float));
             memset(base, 0xee, SLOTS * format.stride);
             for (int i = 0; i < width; i++) rows[2 * width + i] = 0;                            /* a row of zeros */
             store_rows(base, &format, ids, ROWS, rows, (size_t)width, rows + quantised, (size_t)width);
@@ -357,8 +379,11 @@ static void test_rows(void) {
                     for (int j = i / format.group * format.group; j < quantised && j < (i / format.group + 1) * format.group; j++)
                         largest = fmax(largest, fabs((double)rows[r * width + j]));
                     bool eighths = dtype == KV_F8 && i < quantised;
-                    double allowed = dtype == KV_F32 ? 0 : eighths ? fmax(fabs(x) / 16, largest / 448 * 0x1p-10) * 1.00001 : fabs(x) / 256;
-                    CHECK(fabs(back[i] - x) <= allowed, "row format %d of %d + %d: value %d is %g, not %g", dtype, quantised, plain, i, (double)back[i], x);
+                    double allowed = dtype == KV_F32 ? 0
+                                     : eighths       ? fmax(fabs(x) / 16, largest / 448 * 0x1p-10) * 1.00001
+                                                     : fabs(x) / 256;
+                    CHECK(fabs(back[i] - x) <= allowed, "row format %d of %d + %d: value %d is %g, not %g", dtype, quantised,
+                          plain, i, (double)back[i], x);
                 }
                 for (int first = 0; first < quantised; first += 5) {
                     int n = quantised - first < 70 ? quantised - first : 70;
@@ -366,7 +391,8 @@ static void test_rows(void) {
                     CHECK(!memcmp(part, back + first, (size_t)n * sizeof(float)), "a part of a row is that part of it");
                 }
             }
-            for (size_t b = 0; b < format.stride; b++) CHECK(base[format.stride + b] == 0xee && base[6 * format.stride + b] == 0xee, "other rows are not touched");
+            for (size_t b = 0; b < format.stride; b++)
+                CHECK(base[format.stride + b] == 0xee && base[6 * format.stride + b] == 0xee, "other rows are not touched");
             free(base), free(rows), free(back), free(part);
         }
 }
@@ -383,7 +409,8 @@ static void test_rows_of_tiny_values(void) {
         store_rows(row, &format, &(int){0}, 1, x, 0, x, 0);
         widen_row(back, row, &format);
         for (int i = 0; i < WIDTH; i++)
-            CHECK(fabsf(back[i] - x[i]) <= fabsf(x[i]) / 15 + size / 400000 + 1e-35f, "values near %g: %g, not %g", (double)size, (double)back[i], (double)x[i]);
+            CHECK(fabsf(back[i] - x[i]) <= fabsf(x[i]) / 15 + size / 400000 + 1e-35f, "values near %g: %g, not %g", (double)size,
+                  (double)back[i], (double)x[i]);
     }
 }
 
@@ -432,8 +459,16 @@ static void test_top_k(void) {
                 int picks[400], plain[400];
                 for (int s = 0; s < n; s++) {
                     float x = random_float();
-                    scores[s] = kind == 0 ? x : kind == 1 ? 0 : kind == 2 ? (s % 2 ? x : 0) : kind == 3 ? (x < 0 ? -0.0f : 0.0f) : kind == 4 ? -1 - fabsf(x)
-                              : kind == 5 ? (float)random_below(4) : kind == 6 ? (x < 0 ? -0.0f : x < 0.5f ? 0.0f : -x) : x * powf(10, (float)(random_below(70) - 35));
+                    scores[s] = kind == 0   ? x
+                                : kind == 1 ? 0
+                                : kind == 2 ? (s % 2 ? x : 0)
+                                : kind == 3 ? (x < 0 ? -0.0f : 0.0f)
+                                : kind == 4 ? -1 - fabsf(x)
+                                : kind == 5 ? (float)random_below(4)
+                                : kind == 6 ? (x < 0      ? -0.0f
+                                               : x < 0.5f ? 0.0f
+                                                          : -x)
+                                            : x * powf(10, (float)(random_below(70) - 35));
                 }
                 top_k_plainly(plain, scores, n, k);
                 for (int repeat = 0; repeat < (kind == 1 || kind == 2 ? 100 : 1); repeat++) {
@@ -447,7 +482,8 @@ static void test_top_k(void) {
     float scores[5] = {NAN, 1, -NAN, INFINITY, -INFINITY};
     int picks[5];
     top_k(picks, scores, 5, 3);
-    CHECK(picks[0] >= 0 && picks[0] < picks[1] && picks[1] < picks[2] && picks[2] < 5, "NaN scores still give three different picks");
+    CHECK(picks[0] >= 0 && picks[0] < picks[1] && picks[1] < picks[2] && picks[2] < 5,
+          "NaN scores still give three different picks");
 }
 
 /* DeepSeek-V3.2 eq. 1 in doubles, over rows of three sessions in one pass; scratch for fewer rows than there are. */
@@ -462,7 +498,8 @@ static void test_index_select(KvDtype dtype, int scratch_rows) {
     int n = 0;
     for (int s = SESSIONS - 1; s >= 0; s--)
         for (int i = s; i < lengths[s]; i += 1 + s) rows[n++] = (Row){s, i, 0};
-    float *q = random_floats((size_t)n * HEADS * DIM), *weights = random_floats((size_t)n * HEADS), *scratch = allocate_zeroed((size_t)scratch_rows * CONTEXT, sizeof(float));
+    float *q = random_floats((size_t)n * HEADS * DIM), *weights = random_floats((size_t)n * HEADS),
+          *scratch = allocate_zeroed((size_t)scratch_rows * CONTEXT, sizeof(float));
     for (int h = 0; h < HEADS; h++) weights[7 * HEADS + h] = 0;             /* a row whose scores are all zero */
     Selection selection = {allocate_zeroed((size_t)n * CAPACITY, sizeof(int)), allocate_zeroed((size_t)n, sizeof(int)), CAPACITY};
     index_select(&selection, q, weights, keys, &format, HEADS, DIM, rows, n, CONTEXT, scratch, scratch_rows);
@@ -482,14 +519,18 @@ static void test_index_select(KvDtype dtype, int scratch_rows) {
         }
         top_k_plainly(plain, scores, visible, count);
         wrong += selection.count[r] != count;
-        for (int i = 0; i < count && selection.count[r] == count; i++) wrong += selection.ids[r * CAPACITY + i] != rows[r].session * CONTEXT + plain[i];
+        for (int i = 0; i < count && selection.count[r] == count; i++)
+            wrong += selection.ids[r * CAPACITY + i] != rows[r].session * CONTEXT + plain[i];
     }
     CHECK(!wrong, "index_select, dtype %d, %d scratch rows: %d picks of %d rows differ", dtype, scratch_rows, wrong, n);
     int *alone_ids = allocate_zeroed(CAPACITY, sizeof(int)), alone_count;
     for (int r = 0; r < n; r += 13) {
         Selection alone = {alone_ids, &alone_count, CAPACITY};
-        index_select(&alone, q + r * HEADS * DIM, weights + r * HEADS, keys, &format, HEADS, DIM, rows + r, 1, CONTEXT, scratch, scratch_rows);
-        CHECK(alone_count == selection.count[r] && !memcmp(alone_ids, selection.ids + r * CAPACITY, (size_t)alone_count * sizeof(int)), "row %d selects alone what it selects in company", r);
+        index_select(&alone, q + r * HEADS * DIM, weights + r * HEADS, keys, &format, HEADS, DIM, rows + r, 1, CONTEXT, scratch,
+                     scratch_rows);
+        CHECK(alone_count == selection.count[r]
+                  && !memcmp(alone_ids, selection.ids + r * CAPACITY, (size_t)alone_count * sizeof(int)),
+              "row %d selects alone what it selects in company", r);
     }
     free(keys), free(values), free(q), free(weights), free(scratch), free(selection.ids), free(selection.count), free(alone_ids);
 }
@@ -506,8 +547,10 @@ static void test_sparse_attention(KvDtype dtype, int heads, int latent, int tail
     const RowFormat format = row_format(dtype, latent, tail, 128);
     uint8_t *kv = allocate_zeroed(SLOTS * format.stride, 1);
     float *values = random_floats((size_t)(SLOTS * width)), *q = random_floats((size_t)(ROWS * heads * width));
-    float *z = allocate_zeroed((size_t)(ROWS * heads * latent), sizeof(float)), *alone = allocate_zeroed((size_t)(heads * latent), sizeof(float));
-    double *wide = allocate_zeroed((size_t)(SLOTS * width), sizeof(double)), *wanted = allocate_zeroed((size_t)latent, sizeof(double));
+    float *z = allocate_zeroed((size_t)(ROWS * heads * latent), sizeof(float)),
+          *alone = allocate_zeroed((size_t)(heads * latent), sizeof(float));
+    double *wide = allocate_zeroed((size_t)(SLOTS * width), sizeof(double)),
+           *wanted = allocate_zeroed((size_t)latent, sizeof(double));
     for (int i = 0; i < ROWS * heads * width; i++) q[i] *= 4;
     for (int id = 0; id < SLOTS; id++) {
         float *row = values + id * width;
@@ -546,7 +589,8 @@ static void test_sparse_attention(KvDtype dtype, int heads, int latent, int tail
             Selection one = {ids + r * CAPACITY, count + r, CAPACITY};
             omp_set_num_threads(threads);
             sparse_attention(alone, q + r * heads * width, kv, &format, &one, 1, heads, scale);
-            CHECK(!memcmp(alone, z + r * heads * latent, (size_t)(heads * latent) * sizeof(float)), "row %d attends alone, with %d threads, as in company", r, threads);
+            CHECK(!memcmp(alone, z + r * heads * latent, (size_t)(heads * latent) * sizeof(float)),
+                  "row %d attends alone, with %d threads, as in company", r, threads);
         }
     omp_set_num_threads(2);
     free(kv), free(values), free(q), free(z), free(alone), free(wide), free(wanted);
@@ -599,10 +643,12 @@ static void test_dense_attention(KvDtype dtype, int heads, int kv_heads, int dim
 /* Into and out of the latent space, head by head, with head boundaries inside the scale blocks. */
 static void test_latent_space(DType dtype, int heads, int nope, int tail, int v, int lora) {
     enum { ROWS = 9 };
-    const Config config = {.num_attention_heads = heads, .qk_nope_head_dim = nope, .qk_rope_head_dim = tail, .v_head_dim = v, .kv_lora_rank = lora};
+    const Config config = {
+        .num_attention_heads = heads, .qk_nope_head_dim = nope, .qk_rope_head_dim = tail, .v_head_dim = v, .kv_lora_rank = lora};
     TestMatrix kv_b = make_matrix(dtype, heads * (nope + v), lora);
     const int q_width = nope + tail, width = lora + tail;
-    float *q = random_floats((size_t)(ROWS * heads * q_width)), *q_absorbed = allocate_zeroed((size_t)(ROWS * heads * width), sizeof(float));
+    float *q = random_floats((size_t)(ROWS * heads * q_width)),
+          *q_absorbed = allocate_zeroed((size_t)(ROWS * heads * width), sizeof(float));
     float *z = random_floats((size_t)(ROWS * heads * lora)), *y = allocate_zeroed((size_t)(ROWS * heads * v), sizeof(float));
     float *alone = allocate_zeroed((size_t)(heads * (width + v)), sizeof(float));
     absorb_query(q_absorbed, q, ROWS, &kv_b.view, &config);
@@ -616,7 +662,8 @@ static void test_latent_space(DType dtype, int heads, int nope, int tail, int v,
                 sum += q[i * q_width + k] * head[k * lora + j];
                 terms += fabs(q[i * q_width + k] * head[k * lora + j]);
             }
-            wrong += j < lora ? !near(q_absorbed[i * width + j], sum, terms, 1e-6) : q_absorbed[i * width + j] != q[i * q_width + nope + j - lora];
+            wrong += j < lora ? !near(q_absorbed[i * width + j], sum, terms, 1e-6)
+                              : q_absorbed[i * width + j] != q[i * q_width + nope + j - lora];
         }
         for (int o = 0; o < v; o++) {
             double sum = 0, terms = 0;
@@ -627,10 +674,12 @@ static void test_latent_space(DType dtype, int heads, int nope, int tail, int v,
             wrong += !near(y[i * v + o], sum, terms, 1e-6);
         }
     }
-    CHECK(!wrong, "latent space, %s, %d heads, %d | %d, rank %d: %d values are off", dtype_table[dtype].name, heads, nope, v, lora, wrong);
+    CHECK(!wrong, "latent space, %s, %d heads, %d | %d, rank %d: %d values are off", dtype_table[dtype].name, heads, nope, v,
+          lora, wrong);
     for (int r = 0; r < ROWS; r++) {
         absorb_query(alone, q + r * heads * q_width, 1, &kv_b.view, &config);
-        CHECK(!memcmp(alone, q_absorbed + r * heads * width, (size_t)(heads * width) * sizeof(float)), "row %d is absorbed alone as in company", r);
+        CHECK(!memcmp(alone, q_absorbed + r * heads * width, (size_t)(heads * width) * sizeof(float)),
+              "row %d is absorbed alone as in company", r);
         expand_value(alone, z + r * heads * lora, 1, &kv_b.view, &config);
         CHECK(!memcmp(alone, y + r * heads * v, (size_t)(heads * v) * sizeof(float)), "row %d is expanded alone as in company", r);
     }
@@ -673,26 +722,33 @@ static void route_plainly(int *picks, double *weights, const float *logits, cons
         taken[picks[i] = best] = true;
         total += weights[i] = score[best];
     }
-    for (int i = 0; i < config->num_experts_per_tok; i++) weights[i] *= (config->norm_topk_prob ? 1 / (total + 1e-20) : 1) * config->routed_scaling_factor;
+    for (int i = 0; i < config->num_experts_per_tok; i++)
+        weights[i] *= (config->norm_topk_prob ? 1 / (total + 1e-20) : 1) * config->routed_scaling_factor;
 }
 
 static void test_route(int experts, int groups, int kept, int per_token, float bias_level, bool normalise) {
     enum { ROWS = 50 };
-    const Config config = {.n_routed_experts = experts, .n_group = groups, .topk_group = kept, .num_experts_per_tok = per_token, .norm_topk_prob = normalise,
+    const Config config = {.n_routed_experts = experts,
+                           .n_group = groups,
+                           .topk_group = kept,
+                           .num_experts_per_tok = per_token,
+                           .norm_topk_prob = normalise,
                            .routed_scaling_factor = 2.5f};
     float *logits = random_floats((size_t)(ROWS * experts)), *bias = random_floats((size_t)experts), weights[ROWS * 16];
     int picks[ROWS * 16], plain_picks[16];
     double plain_weights[16];
     for (int e = 0; e < experts; e++) bias[e] = bias_level * (1 + bias[e] / 4);
-    for (int i = 0; i < ROWS * experts; i++) logits[i] = i < 10 * experts ? 4 * logits[i] : i < 20 * experts ? 0 : (float)(int)(2 * logits[i]);    /* the rest ties */
+    for (int i = 0; i < ROWS * experts; i++)
+        logits[i] = i < 10 * experts ? 4 * logits[i] : i < 20 * experts ? 0 : (float)(int)(2 * logits[i]); /* the rest ties */
     if (bias_level == 0) for (int e = 0; e < experts; e++) bias[e] = 0;
     route(picks, weights, logits, bias, ROWS, &config);
     for (int r = 0; r < ROWS; r++) {
         route_plainly(plain_picks, plain_weights, logits + r * experts, bias, &config);
         for (int i = 0; i < per_token; i++) {
-            CHECK(picks[r * per_token + i] == plain_picks[i], "%d experts in %d groups, bias %g: row %d picks %d, not %d", experts, groups, (double)bias_level, r,
-                  picks[r * per_token + i], plain_picks[i]);
-            CHECK(near(weights[r * per_token + i], plain_weights[i], fabs(plain_weights[i]), 1e-6), "row %d weighs %g, not %g", r, (double)weights[r * per_token + i], plain_weights[i]);
+            CHECK(picks[r * per_token + i] == plain_picks[i], "%d experts in %d groups, bias %g: row %d picks %d, not %d",
+                  experts, groups, (double)bias_level, r, picks[r * per_token + i], plain_picks[i]);
+            CHECK(near(weights[r * per_token + i], plain_weights[i], fabs(plain_weights[i]), 1e-6), "row %d weighs %g, not %g", r,
+                  (double)weights[r * per_token + i], plain_weights[i]);
         }
     }
     free(logits);
@@ -706,8 +762,12 @@ static void test_route_with_bad_numbers(void) {
     for (int groups = 1; groups <= 4; groups += 3)
         for (int where = 0; where < 4; where++)
             for (size_t b = 0; b < sizeof bad / sizeof *bad; b++) {
-                const Config config = {.n_routed_experts = EXPERTS, .n_group = groups, .topk_group = groups > 1 ? 2 : 1, .num_experts_per_tok = PER_TOKEN,
-                                       .norm_topk_prob = true, .routed_scaling_factor = 1};
+                const Config config = {.n_routed_experts = EXPERTS,
+                                       .n_group = groups,
+                                       .topk_group = groups > 1 ? 2 : 1,
+                                       .num_experts_per_tok = PER_TOKEN,
+                                       .norm_topk_prob = true,
+                                       .routed_scaling_factor = 1};
                 float logits[EXPERTS], bias[EXPERTS], weights[PER_TOKEN], total = 0;
                 int picks[PER_TOKEN];
                 random_fill(logits, EXPERTS);
@@ -717,7 +777,9 @@ static void test_route_with_bad_numbers(void) {
                 for (int i = 0; i < PER_TOKEN; i++) {
                     total += weights[i];
                     CHECK(picks[i] >= 0 && picks[i] < EXPERTS, "pick %d", picks[i]);
-                    for (int j = 0; j < i; j++) CHECK(picks[i] != picks[j], "%g in %s: expert %d is picked twice", (double)bad[b], where < 2 ? "logits" : "bias", picks[i]);
+                    for (int j = 0; j < i; j++)
+                        CHECK(picks[i] != picks[j], "%g in %s: expert %d is picked twice", (double)bad[b],
+                              where < 2 ? "logits" : "bias", picks[i]);
                 }
                 CHECK(!isnan(bad[b]) || isnan(total), "a NaN in the router shows in the weights");
             }
@@ -725,7 +787,8 @@ static void test_route_with_bad_numbers(void) {
 
 static void test_experts(DType dtype) {
     enum { EXPERTS = 5, PER_TOKEN = 2, HIDDEN = 52, INTER = 37, ROWS = 21 };
-    const Config config = {.n_routed_experts = EXPERTS, .num_experts_per_tok = PER_TOKEN, .hidden_size = HIDDEN, .moe_intermediate_size = INTER};
+    const Config config = {
+        .n_routed_experts = EXPERTS, .num_experts_per_tok = PER_TOKEN, .hidden_size = HIDDEN, .moe_intermediate_size = INTER};
     TestMatrix gate[EXPERTS], up[EXPERTS], down[EXPERTS];
     Matrix views[3][EXPERTS];
     for (int e = 0; e < EXPERTS; e++) {
@@ -734,7 +797,8 @@ static void test_experts(DType dtype) {
         views[2][e] = (down[e] = make_matrix(dtype, HIDDEN, INTER)).view;
     }
     const LayerWeights layer = {.expert_gate = views[0], .expert_up = views[1], .expert_down = views[2]};
-    float *x = random_floats(ROWS * HIDDEN), *start = random_floats(ROWS * HIDDEN), *y = allocate_zeroed(ROWS * HIDDEN, sizeof(float));
+    float *x = random_floats(ROWS * HIDDEN), *start = random_floats(ROWS * HIDDEN),
+          *y = allocate_zeroed(ROWS * HIDDEN, sizeof(float));
     float *scratch = allocate_zeroed(ROWS * 2 * (HIDDEN + INTER), sizeof(float)), weights[ROWS * PER_TOKEN];
     int picks[ROWS * PER_TOKEN];
     random_fill(weights, ROWS * PER_TOKEN);

@@ -94,7 +94,8 @@ static void compare_selection(void *user, int layer, const Selection *selection,
     for (int r = 0; r < n_rows; r++) {
         int picks[4096], n = golden_picks(golden, layer, rows[r].position, picks);
         golden->sets++;
-        golden->wrong_sets += n != selection->count[r] || memcmp(picks, selection->ids + (size_t)r * (size_t)selection->capacity, (size_t)n * sizeof(int));
+        golden->wrong_sets += n != selection->count[r]
+                              || memcmp(picks, selection->ids + (size_t)r * (size_t)selection->capacity, (size_t)n * sizeof(int));
     }
 }
 
@@ -104,14 +105,18 @@ static Golden *held;            /* whose picks select_as_golden() returns */
 static int *routes;             /* stb_ds: the router's picks of the exact prompt pass, call after call */
 static size_t next_route;
 
-static void select_as_golden(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys, const RowFormat *format,
-                             int heads, int head_dim, const Row *rows, int n_rows, int context, float *scratch, int scratch_rows) {
-    (void)q, (void)head_weights, (void)keys, (void)format, (void)heads, (void)head_dim, (void)context, (void)scratch, (void)scratch_rows;
+static void select_as_golden(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
+                             const RowFormat *format, int heads, int head_dim, const Row *rows, int n_rows, int context,
+                             float *scratch, int scratch_rows) {
+    (void)q, (void)head_weights, (void)keys, (void)format, (void)heads, (void)head_dim, (void)context, (void)scratch,
+        (void)scratch_rows;
     for (int r = 0; r < n_rows; r++)
-        selection->count[r] = golden_picks(held, held->layer, rows[r].position, selection->ids + (size_t)r * (size_t)selection->capacity);
+        selection->count[r] = golden_picks(held, held->layer, rows[r].position,
+                                           selection->ids + (size_t)r * (size_t)selection->capacity);
 }
 
-static void route_and_remember(int *picks, float *weights, const float *logits, const float *bias, int n_rows, const Config *config) {
+static void route_and_remember(int *picks, float *weights, const float *logits, const float *bias, int n_rows,
+                               const Config *config) {
     route(picks, weights, logits, bias, n_rows, config);
     size_t n = (size_t)(n_rows * config->num_experts_per_tok);
     allocation_forbidden = false;
@@ -120,7 +125,8 @@ static void route_and_remember(int *picks, float *weights, const float *logits, 
 }
 
 /* A bias that towers over every score makes the remembered experts the best ones; their weights come from the row's own scores. */
-static void route_as_remembered(int *picks, float *weights, const float *logits, const float *bias, int n_rows, const Config *config) {
+static void route_as_remembered(int *picks, float *weights, const float *logits, const float *bias, int n_rows,
+                                const Config *config) {
     (void)bias;
     static float towering[MAX_EXPERTS];
     Config free_choice = *config;
@@ -128,8 +134,8 @@ static void route_as_remembered(int *picks, float *weights, const float *logits,
     for (int r = 0; r < n_rows; r++) {
         memset(towering, 0, sizeof towering);
         for (int i = 0; i < config->num_experts_per_tok; i++) towering[routes[next_route++]] = 100;
-        route(picks + r * config->num_experts_per_tok, weights + r * config->num_experts_per_tok, logits + (size_t)r * (size_t)config->n_routed_experts,
-              towering, 1, &free_choice);
+        route(picks + r * config->num_experts_per_tok, weights + r * config->num_experts_per_tok,
+              logits + (size_t)r * (size_t)config->n_routed_experts, towering, 1, &free_choice);
     }
 }
 
@@ -192,14 +198,15 @@ static float rounded(float x, int mantissa, int lowest, double largest) {
 /* For an engine with f32 rows: keeps what fp8 or bf16 rows would hold. */
 static KvDtype imitated;
 
-static void store_rounded_rows(uint8_t *base, const RowFormat *format, const int *ids, int n_rows, const float *a, size_t a_stride, const float *b,
-                               size_t b_stride) {
+static void store_rounded_rows(uint8_t *base, const RowFormat *format, const int *ids, int n_rows, const float *a,
+                               size_t a_stride, const float *b, size_t b_stride) {
     static float row[MAX_ROW_WIDTH], tail[MAX_ROW_WIDTH];
     for (int r = 0; r < n_rows; r++, a += a_stride, b += b_stride) {
         float scale = 1;
         for (int i = 0; i < format->quantised; i++) {
             float largest = 0;
-            for (int j = i; i % format->group == 0 && j < i + format->group && j < format->quantised; j++) largest = fmaxf(largest, fabsf(a[j]));
+            for (int j = i; i % format->group == 0 && j < i + format->group && j < format->quantised; j++)
+                largest = fmaxf(largest, fabsf(a[j]));
             if (i % format->group == 0) scale = largest / 448;
             row[i] = imitated == KV_BF16 ? rounded(a[i], 7, -126, FLT_MAX) : rounded(a[i] / scale, 3, -6, 448) * scale;
         }
@@ -238,12 +245,13 @@ static void test_golden_rounded(const char *directory, KvDtype dtype, double bou
     if (!ok) return;
     size_t n = (size_t)freely.tokens * (size_t)freely.engine.config.vocab_size;
     bool over = imitation.mean > bound;
-    printf("%s: %s rows: mean |logit difference| %.4f%s, %.4f with the exact pass's decisions held\n", directory, dtype_names[dtype], freely.mean,
-           freely.mean > bound ? " (over the bound: near ties that flip)" : "", held_run.mean);
+    printf("%s: %s rows: mean |logit difference| %.4f%s, %.4f with the exact pass's decisions held\n", directory,
+           dtype_names[dtype], freely.mean, freely.mean > bound ? " (over the bound: near ties that flip)" : "", held_run.mean);
     if (over) printf("    over the bound of %g, as rounding to the format is by itself: %.4f\n", bound, imitation.mean);
-    CHECK(held_run.mean <= bound || over, "%s: %s rows differ by %g on average, the bound is %g", directory, dtype_names[dtype], held_run.mean, bound);
-    CHECK(!memcmp(held_run.logits, imitation.logits, n * sizeof(float)), "%s: %s rows hold the values an independent rounding gives", directory,
-          dtype_names[dtype]);
+    CHECK(held_run.mean <= bound || over, "%s: %s rows differ by %g on average, the bound is %g", directory, dtype_names[dtype],
+          held_run.mean, bound);
+    CHECK(!memcmp(held_run.logits, imitation.logits, n * sizeof(float)),
+          "%s: %s rows hold the values an independent rounding gives", directory, dtype_names[dtype]);
     golden_close(&freely);
     golden_close(&held_run);
     golden_close(&imitation);
@@ -259,8 +267,8 @@ static void test_golden(const char *directory) {
     arrsetlen(routes, 0);
     bool ok = golden_run(&golden, &error);
     CHECK(ok, "%s: %s", directory, error.text);
-    printf("%s: f32 rows: logits %.1e, decode logits %.1e, hidden %.1e at most; %d of %d top-k sets differ\n", directory, golden.worst[BOUND_LOGITS],
-           golden.worst[BOUND_DECODE], golden.worst[BOUND_HIDDEN], golden.wrong_sets, golden.sets);
+    printf("%s: f32 rows: logits %.1e, decode logits %.1e, hidden %.1e at most; %d of %d top-k sets differ\n", directory,
+           golden.worst[BOUND_LOGITS], golden.worst[BOUND_DECODE], golden.worst[BOUND_HIDDEN], golden.wrong_sets, golden.sets);
     for (int i = 0; i < BOUNDS; i++) CHECK(golden.worst[i] <= 2e-3, "%s: quantity %d differs by %g", directory, i, golden.worst[i]);
     CHECK(golden.wrong_sets == 0, "%s: every top-k set is the golden one, %d are not", directory, golden.wrong_sets);
     golden_close(&golden);
@@ -282,7 +290,8 @@ static void test_goldens_below(const char *parent) {
             size_t length = strlen(families[i].model_type);
             family |= !strncmp(entry->d_name, families[i].model_type, length) && entry->d_name[length] == '-';
         }
-        if (family && access(join(path, join(directory, parent, entry->d_name), "golden.safetensors"), R_OK) == 0) test_golden(directory);
+        if (family && access(join(path, join(directory, parent, entry->d_name), "golden.safetensors"), R_OK) == 0)
+            test_golden(directory);
     }
     closedir(listing);
 }
@@ -337,7 +346,8 @@ static bool run_schedule(Engine *engine, const Script *scripts, int n, Schedule 
 }
 
 /* Every schedule gives the bits that the first one gives. */
-static void test_schedules(const char *directory, KvDtype dtype, const int *lengths, int n, const Schedule *schedules, int n_schedules) {
+static void test_schedules(const char *directory, KvDtype dtype, const int *lengths, int n, const Schedule *schedules,
+                           int n_schedules) {
     Engine engine;
     Error error;
     Script *scripts = allocate_zeroed((size_t)n, sizeof(Script));
@@ -358,7 +368,8 @@ static void test_schedules(const char *directory, KvDtype dtype, const int *leng
         CHECK(ok, "%s: %s", directory, error.text);
         size_t at = 0;
         while (ok && i && at < size && !memcmp(first + at, other + at, sizeof *first)) at++;
-        CHECK(!ok || !i || at == size, "%s, %s rows, %d sessions, chunks of %d%s, %d threads: row %zu of %zu has other bits: %.9g, not %.9g", directory,
+        CHECK(!ok || !i || at == size,
+              "%s, %s rows, %d sessions, chunks of %d%s, %d threads: row %zu of %zu has other bits: %.9g, not %.9g", directory,
               dtype_names[dtype], n, schedules[i].chunk, schedules[i].together ? " together" : "", schedules[i].threads,
               at / (size_t)engine.config.vocab_size, rows, (double)other[at], (double)first[at]);
     }
@@ -371,7 +382,8 @@ static void test_schedules(const char *directory, KvDtype dtype, const int *leng
 static void test_independence(const char *directory, KvDtype dtype) {
     static const int lengths[7] = {1, 15, 17, 40, 64, 66, 131};
     static const Schedule schedules[] = {
-        {512, false, 1}, {1, false, 1}, {13, false, 2}, {512, false, 2}, {1, true, 1}, {1, true, 2}, {5, true, 2}, {64, true, 1}, {6, true, 3},
+        {512, false, 1}, {1, false, 1}, {13, false, 2}, {512, false, 2}, {1, true, 1},
+        {1, true, 2},    {5, true, 2},  {64, true, 1},  {6, true, 3},
     };
     test_schedules(directory, dtype, lengths, 7, schedules, sizeof schedules / sizeof *schedules);
 }
@@ -380,7 +392,8 @@ static void test_independence(const char *directory, KvDtype dtype) {
 static void test_boundaries(const char *directory, KvDtype dtype) {
     static const int length = 515;
     static const Schedule schedules[] = {
-        {1, false, 2}, {15, false, 2}, {16, false, 2}, {17, false, 2}, {63, false, 2}, {64, false, 2}, {65, false, 2}, {511, false, 2}, {512, false, 2},
+        {1, false, 2},  {15, false, 2}, {16, false, 2},  {17, false, 2},  {63, false, 2},
+        {64, false, 2}, {65, false, 2}, {511, false, 2}, {512, false, 2},
     };
     test_schedules(directory, dtype, &length, 1, schedules, sizeof schedules / sizeof *schedules);
 }
@@ -393,7 +406,8 @@ static void test_selection_is_dense_while_it_fits(const char *directory) {
     int topk = 0, vocab = 0;
     for (int large = 0; large < 2; large++) {
         Engine engine;
-        EngineOptions options = {.model = directory, .sessions = 1, .context = 64, .kv_dtype = KV_F32, .index_topk = large ? 4096 : 0};
+        EngineOptions options = {
+            .model = directory, .sessions = 1, .context = 64, .kv_dtype = KV_F32, .index_topk = large ? 4096 : 0};
         bool opened = engine_open(&engine, &options, &error);
         CHECK(opened, "%s", error.text);
         if (!opened) return;
@@ -408,7 +422,8 @@ static void test_selection_is_dense_while_it_fits(const char *directory) {
     }
     size_t same = (size_t)topk * (size_t)vocab;
     CHECK(!memcmp(logits[0], logits[1], same * sizeof(float)), "%s: positions below index_topk see everything", directory);
-    CHECK(memcmp(logits[0] + same, logits[1] + same, (size_t)vocab * sizeof(float)), "%s: the position at index_topk does not", directory);
+    CHECK(memcmp(logits[0] + same, logits[1] + same, (size_t)vocab * sizeof(float)), "%s: the position at index_topk does not",
+          directory);
     free(logits[0]);
     free(logits[1]);
 }
@@ -461,17 +476,21 @@ static void test_bad_weights(void) {
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         snprintf(name, sizeof name, "model.layers.3.%s", names[i]);
         bool ok = runs_with("tests/fixtures/glm_moe_dsa-a", name, NAN, 0, &error);
-        CHECK(!ok && strstr(error.text, "layer 3") && strstr(error.text, "position"), "NaN in %s: %s", name, ok ? "went through" : error.text);
+        CHECK(!ok && strstr(error.text, "layer 3") && strstr(error.text, "position"), "NaN in %s: %s", name,
+              ok ? "went through" : error.text);
     }
-    static const char *infinite[] = {"self_attn.kv_b_proj.weight", "self_attn.indexer.wk.weight", "mlp.shared_experts.down_proj.weight"};
+    static const char *infinite[] = {"self_attn.kv_b_proj.weight", "self_attn.indexer.wk.weight",
+                                     "mlp.shared_experts.down_proj.weight"};
     for (size_t i = 0; i < sizeof infinite / sizeof *infinite; i++) {
         snprintf(name, sizeof name, "model.layers.3.%s", infinite[i]);
         bool ok = runs_with("tests/fixtures/glm_moe_dsa-a", name, INFINITY, 1, &error);
-        CHECK(!ok && strstr(error.text, "layer 3") && strstr(error.text, "position"), "an infinity in %s: %s", name, ok ? "went through" : error.text);
+        CHECK(!ok && strstr(error.text, "layer 3") && strstr(error.text, "position"), "an infinity in %s: %s", name,
+              ok ? "went through" : error.text);
     }
     for (int value = 0; value < 2; value++) {
         bool ok = runs_with("tests/fixtures/qwen3-a", "lm_head.weight", value ? NAN : INFINITY, 1, &error);
-        CHECK(!ok && strstr(error.text, "lm_head") && strstr(error.text, "position 69"), "lm_head: %s", ok ? "went through" : error.text);
+        CHECK(!ok && strstr(error.text, "lm_head") && strstr(error.text, "position 69"), "lm_head: %s",
+              ok ? "went through" : error.text);
     }
     bool ok = runs_with("tests/fixtures/qwen3-a", "model.norm.weight", NAN, 1, &error);
     CHECK(!ok && strstr(error.text, "position 69"), "model.norm: %s", ok ? "went through" : error.text);
@@ -484,7 +503,10 @@ static void test_bad_weights(void) {
 
 /* A session of ten ids drawn from `seed`, none of them `never`. */
 static Session make_session(const Engine *engine, int slot, int seed, int never) {
-    Session session = {.slot = slot, .stream = (uint64_t)slot, .max_new = 12, .sampling = {.temperature = 0.8f, .top_p = 0.95f, .repeat_penalty = 1, .seed = 7}};
+    Session session = {.slot = slot,
+                       .stream = (uint64_t)slot,
+                       .max_new = 12,
+                       .sampling = {.temperature = 0.8f, .top_p = 0.95f, .repeat_penalty = 1, .seed = 7}};
     for (int i = 0; i < 10; i++) {
         int id = (seed * 31 + i * 17) % engine->config.vocab_size;
         arrput(session.ids, id == never ? id + 1 : id);
@@ -521,12 +543,15 @@ static void test_bad_session_in_a_round(const char *fixture) {
             if (!together) {
                 memcpy(arraddnptr(alone[s], arrlenu(sessions[s].ids)), sessions[s].ids, arrlenu(sessions[s].ids) * sizeof(int));
             } else if (s == 1) {
-                CHECK(sessions[s].finish == FINISH_ERROR && strstr(sessions[s].error.text, "layer") && strstr(sessions[s].error.text, "position 4"),
+                CHECK(sessions[s].finish == FINISH_ERROR && strstr(sessions[s].error.text, "layer")
+                          && strstr(sessions[s].error.text, "position 4"),
                       "%s: the bad session ends with an error: %s", fixture, sessions[s].error.text);
                 CHECK(arrlen(sessions[s].ids) == 10, "%s: the bad session gained no token", fixture);
             } else {
-                CHECK(sessions[s].finish != FINISH_ERROR && sessions[s].finish != RUNNING, "%s: session %d ends as usual", fixture, s);
-                CHECK(arrlen(sessions[s].ids) == arrlen(alone[s]) && !memcmp(sessions[s].ids, alone[s], arrlenu(alone[s]) * sizeof(int)),
+                CHECK(sessions[s].finish != FINISH_ERROR && sessions[s].finish != RUNNING, "%s: session %d ends as usual",
+                      fixture, s);
+                CHECK(arrlen(sessions[s].ids) == arrlen(alone[s])
+                          && !memcmp(sessions[s].ids, alone[s], arrlenu(alone[s]) * sizeof(int)),
                       "%s: session %d says beside the bad one what it says alone", fixture, s);
             }
             session_free(&sessions[s]);
@@ -545,7 +570,8 @@ static void test_bad_rows(void) {
     const Row bad[] = {{1, 0, -1}, {1, 0, 320}, {1, -1, 3}, {1, 32, 3}};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         Row rows[2] = {{0, 0, 5}, bad[i]};
-        CHECK(!forward(&engine, rows, 2, &error) && engine.failed_session == 1 && strstr(error.text, "session 1"), "row %zu is refused", i);
+        CHECK(!forward(&engine, rows, 2, &error) && engine.failed_session == 1 && strstr(error.text, "session 1"),
+              "row %zu is refused", i);
     }
     Row good = {0, 0, 5};
     CHECK(forward(&engine, &good, 1, &error) && engine.failed_session == -1, "a good row goes through afterwards");
@@ -595,7 +621,8 @@ static void test_allocation_guard(void (*allocating)(float *, const Matrix *, co
     close(ends[0]);
     int status;
     waitpid(child, &status, 0);
-    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT && strstr(text, "inside a pass"), "an allocation inside a pass aborts: status %d, %s", status, text);
+    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT && strstr(text, "inside a pass"),
+          "an allocation inside a pass aborts: status %d, %s", status, text);
     omp_set_num_threads(2);
 }
 

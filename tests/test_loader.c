@@ -15,8 +15,8 @@
 static void check_refused(bool ok, const Error *error, const char *file, const char *thing, const char *what) {
     CHECK(!ok, "%s: refused", what);
     if (ok) return;
-    CHECK(strstr(error->text, file) && strstr(error->text, thing) && !strchr(error->text, '\n'), "%s: wanted \"%s\" and \"%s\" in: %s", what, file,
-          thing, error->text);
+    CHECK(strstr(error->text, file) && strstr(error->text, thing) && !strchr(error->text, '\n'),
+          "%s: wanted \"%s\" and \"%s\" in: %s", what, file, thing, error->text);
 }
 
 /* A safetensors file: the header's length, the header, then `data_size` zero bytes (a hole in the file). */
@@ -43,7 +43,8 @@ static bool opens(const char *directory, Error *error) {
 #define ENTRY(name, dtype, shape, begin, end) "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":" shape ",\"data_offsets\":[" #begin "," #end "]}"
 
 static void test_headers(void) {
-    static const struct { const char *what, *header; size_t data; const char *thing; } bad[] = {
+    static const struct { const char *what, *header; size_t data; const char *thing;
+    } bad[] = {
         {"no JSON", "hello", 0, "malformed"},
         {"an empty header", "", 0, "malformed"},
         {"a cut header", "{" ENTRY("a", "F32", "[1]", 0, 4), 4, "malformed"},
@@ -79,8 +80,10 @@ static void test_headers(void) {
         {"overlapping tensors", "{" ENTRY("a", "F32", "[2]", 0, 8) "," ENTRY("b", "F32", "[2]", 4, 12) "}", 12, "overlap"},
         {"one tensor inside another", "{" ENTRY("a", "F32", "[4]", 0, 16) "," ENTRY("b", "U8", "[1]", 5, 6) "}", 16, "overlap"},
         {"the same bytes twice", "{" ENTRY("a", "F32", "[1]", 0, 4) "," ENTRY("b", "F32", "[1]", 0, 4) "}", 4, "overlap"},
-        {"an overlap with an unknown dtype", "{" ENTRY("a", "F4", "[1]", 0, 4) "," ENTRY("b", "F32", "[1]", 0, 4) "}", 4, "overlap"},
-        {"a name twice", "{" ENTRY("a", "F32", "[1]", 0, 4) "," ENTRY("a", "F32", "[1]", 4, 8) "}", 8, "tensor a is there already"},
+        {"an overlap with an unknown dtype", "{" ENTRY("a", "F4", "[1]", 0, 4) "," ENTRY("b", "F32", "[1]", 0, 4) "}", 4,
+         "overlap"},
+        {"a name twice", "{" ENTRY("a", "F32", "[1]", 0, 4) "," ENTRY("a", "F32", "[1]", 4, 8) "}", 8,
+         "tensor a is there already"},
     };
     Error error;
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
@@ -89,22 +92,50 @@ static void test_headers(void) {
         check_refused(opens(directory, &error), &error, "model.safetensors", bad[i].thing, bad[i].what);
         free(directory);
     }
-    static const struct { const char *what, *header; size_t data; int tensors; } good[] = {
+    static const struct { const char *what, *header; size_t data; int tensors;
+    } good[] = {
         {"no tensors", "{}", 0, 0},
         {"spaces around the header", "  {}  \n ", 0, 0},
         {"metadata alone", "{\"__metadata__\":{\"format\":\"pt\"}}", 0, 0},
         {"no metadata", "{" ENTRY("a", "F32", "[1]", 0, 4) "}", 4, 1},
         {"empty metadata", "{\"__metadata__\":{}," ENTRY("a", "F32", "[1]", 0, 4) "}", 4, 1},
         {"filled metadata", "{\"__metadata__\":{\"format\":\"pt\",\"x\":\"y\"}," ENTRY("a", "F32", "[1]", 0, 4) "}", 4, 1},
-        {"metadata in the middle", "{" ENTRY("a", "F32", "[1]", 0, 4) ",\"__metadata__\":{}," ENTRY("b", "BF16", "[2]", 4, 8) "}", 8, 2},
+        {"metadata in the middle", "{" ENTRY("a", "F32", "[1]", 0, 4) ",\"__metadata__\":{}," ENTRY("b", "BF16", "[2]", 4, 8) "}",
+         8, 2},
         {"a scalar and an empty tensor", "{" ENTRY("a", "F32", "[]", 0, 4) "," ENTRY("b", "F32", "[0,3]", 4, 4) "}", 4, 2},
-        {"empty tensors at one place", "{" ENTRY("a", "U8", "[0]", 0, 0) "," ENTRY("b", "U8", "[0]", 0, 0) "," ENTRY("c", "U8", "[2]", 0, 2) "}", 2, 3},
+        {"empty tensors at one place",
+         "{" ENTRY("a", "U8", "[0]", 0, 0) "," ENTRY("b", "U8", "[0]", 0, 0) "," ENTRY("c", "U8", "[2]", 0, 2) "}", 2, 3},
         {"tensors out of order with a gap", "{" ENTRY("a", "U8", "[2]", 6, 8) "," ENTRY("b", "U8", "[2]", 0, 2) "}", 8, 2},
-        {"dtypes that tide does not know", "{" ENTRY("a", "F6_E2M3", "[3]", 0, 5) "," ENTRY("b", "F8_E8M0", "[2]", 5, 7) "," ENTRY("c", "a very long dtype name", "[1]", 7, 8) "}", 8, 3},
-        {"every dtype", "{" ENTRY("a", "BOOL", "[1]", 0, 1) "," ENTRY("b", "U8", "[1]", 1, 2) "," ENTRY("c", "I8", "[1]", 2, 3) "," ENTRY("d", "U16", "[1]", 3, 5) ","
-            ENTRY("e", "I16", "[1]", 5, 7) "," ENTRY("f", "U32", "[1]", 7, 11) "," ENTRY("g", "I32", "[1]", 11, 15) "," ENTRY("h", "U64", "[1]", 15, 23) ","
-            ENTRY("i", "I64", "[1]", 23, 31) "," ENTRY("j", "F8_E4M3", "[1]", 31, 32) "," ENTRY("k", "F8_E5M2", "[1]", 32, 33) "," ENTRY("l", "F16", "[1]", 33, 35) ","
-            ENTRY("m", "BF16", "[1]", 35, 37) "," ENTRY("n", "F32", "[1]", 37, 41) "," ENTRY("o", "F64", "[1]", 41, 49) "}", 49, 15},
+        {"dtypes that tide does not know",
+         "{" ENTRY("a", "F6_E2M3", "[3]", 0, 5) "," ENTRY("b", "F8_E8M0", "[2]", 5, 7) "," ENTRY("c", "a very long dtype name",
+                                                                                                 "[1]", 7, 8) "}",
+         8, 3},
+        {"every dtype",
+         "{" ENTRY("a", "BOOL", "[1]", 0, 1) "," ENTRY("b", "U8", "[1]", 1, 2) "," ENTRY("c", "I8", "[1]", 2, 3) "," ENTRY("d", "U16", "[1]", 3, 5) "," ENTRY(
+             "e", "I16", "[1]", 5,
+             7) "," ENTRY("f", "U32", "[1]", 7,
+                          11) "," ENTRY("g", "I32", "[1]", 11,
+                                        15) "," ENTRY("h", "U64", "[1]", 15,
+                                                      23) "," ENTRY("i", "I64", "[1]", 23,
+                                                                    31) "," ENTRY("j", "F8_E4M3", "[1]", 31,
+                                                                                  32) "," ENTRY("k", "F8_E5M2", "[1]", 32,
+                                                                                                33) "," ENTRY("l", "F16", "[1]",
+                                                                                                              33,
+                                                                                                              35) "," ENTRY("m",
+                                                                                                                            "BF1"
+                                                                                                                            "6",
+                                                                                                                            "[1]",
+                                                                                                                            35,
+                                                                                                                            37) "," ENTRY("n",
+                                                                                                                                          "F32",
+                                                                                                                                          "[1]",
+                                                                                                                                          37,
+                                                                                                                                          41) "," ENTRY("o",
+                                                                                                                                                        "F64",
+                                                                                                                                                        "[1]",
+                                                                                                                                                        41,
+                                                                                                                                                        49) "}",
+         49, 15},
         {"a name with escapes", "{\"a\\n\\u00e9\\\"\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}", 4, 1},
     };
     for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
@@ -177,7 +208,8 @@ static void test_control_characters(void) {
  */
 
 static void test_index(void) {
-    static const struct { const char *what, *index, *thing; } bad[] = {
+    static const struct { const char *what, *index, *thing;
+    } bad[] = {
         {"no JSON", "{", "malformed"},
         {"an array", "[]", "wanted an object"},
         {"no weight_map", "{}", "weight_map"},
@@ -188,9 +220,13 @@ static void test_index(void) {
         {"a shard elsewhere", "{\"weight_map\":{\"a\":\"../1.safetensors\"}}", "tensor a"},
         {"an absolute path", "{\"weight_map\":{\"a\":\"/etc/passwd\"}}", "tensor a"},
         {"the directory itself", "{\"weight_map\":{\"a\":\".\"}}", "/.: not a regular file"},
-        {"a tensor in another shard", "{\"weight_map\":{\"a\":\"1.safetensors\",\"b\":\"1.safetensors\",\"c\":\"2.safetensors\"}}", "tensor b"},
-        {"a tensor in no shard", "{\"weight_map\":{\"a\":\"1.safetensors\",\"b\":\"2.safetensors\",\"z\":\"2.safetensors\"}}", "tensor z"},
-        {"a tensor that two shards hold", "{\"weight_map\":{\"a\":\"1.safetensors\",\"b\":\"2.safetensors\",\"c\":\"3.safetensors\"}}", "tensor a is there already"},
+        {"a tensor in another shard",
+         "{\"weight_map\":{\"a\":\"1.safetensors\",\"b\":\"1.safetensors\",\"c\":\"2.safetensors\"}}", "tensor b"},
+        {"a tensor in no shard", "{\"weight_map\":{\"a\":\"1.safetensors\",\"b\":\"2.safetensors\",\"z\":\"2.safetensors\"}}",
+         "tensor z"},
+        {"a tensor that two shards hold",
+         "{\"weight_map\":{\"a\":\"1.safetensors\",\"b\":\"2.safetensors\",\"c\":\"3.safetensors\"}}",
+         "tensor a is there already"},
         {"the config as a shard", "{\"weight_map\":{\"a\":\"config.json\"}}", "config.json"},
     };
     Error error;
@@ -204,13 +240,15 @@ static void test_index(void) {
         check_refused(opens(directory, &error), &error, "", bad[i].thing, bad[i].what);
         CHECK(strstr(error.text, directory), "%s: the file is named in: %s", bad[i].what, error.text);
     }
-    write_text(directory, "model.safetensors.index.json", "{\"metadata\":{},\"weight_map\":{\"a\":\"1.safetensors\",\"b\":\"2.safetensors\"}}");
+    write_text(directory, "model.safetensors.index.json",
+               "{\"metadata\":{},\"weight_map\":{\"a\":\"1.safetensors\",\"b\":\"2.safetensors\"}}");
     Checkpoint checkpoint;
     bool ok = checkpoint_open(&checkpoint, directory, &error);
     CHECK(ok && arrlen(checkpoint.files) == 2 && arrlen(checkpoint.tensors) == 3, "two shards open: %s", error.text);
     if (ok) {
         const Tensor *b = checkpoint_find(&checkpoint, "b");
-        CHECK(b && b->file == 1 && b->dtype == DTYPE_F32 && b->rank == 1 && b->shape[0] == 1 && b->size == 4, "tensor b is as its shard says");
+        CHECK(b && b->file == 1 && b->dtype == DTYPE_F32 && b->rank == 1 && b->shape[0] == 1 && b->size == 4,
+              "tensor b is as its shard says");
         CHECK(!checkpoint_find(&checkpoint, "no such tensor"), "an absent tensor is not found");
         checkpoint_close(&checkpoint);
     }
@@ -279,9 +317,11 @@ static void check_config_read(const char *fixture, const char *key, const char *
 }
 
 static void test_config_numbers(void) {
-    static const char *everywhere[] = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "intermediate_size"};
-    static const char *latent[] = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_n_heads", "index_head_dim",
-                                   "index_topk", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"};
+    static const char *everywhere[] = {
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "intermediate_size"};
+    static const char *latent[] = {"q_lora_rank",      "kv_lora_rank",        "qk_nope_head_dim",     "qk_rope_head_dim",
+                                   "v_head_dim",       "index_n_heads",       "index_head_dim",       "index_topk",
+                                   "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"};
     static const char *wrong[] = {NULL, "null", "\"64\"", "[64]", "true", "0", "-1", "1.5", "1e18", "1e400"};
     static const char *fixtures[] = {QWEN3, GLM, DEEPSEEK};
     for (size_t w = 0; w < sizeof wrong / sizeof *wrong; w++) {
@@ -290,46 +330,115 @@ static void test_config_numbers(void) {
         for (size_t i = 0; i < sizeof latent / sizeof *latent; i++)
             for (int f = 1; f < 3; f++) check_config_refused(fixtures[f], latent[i], wrong[w]);
     }
-    static const struct { const char *fixture, *key, *value; } bad[] = {
-        {QWEN3, "num_key_value_heads", "3"}, {QWEN3, "num_key_value_heads", "0"}, {QWEN3, "num_key_value_heads", "8"}, {QWEN3, "num_key_value_heads", "\"2\""},
-        {QWEN3, "head_dim", "0"}, {QWEN3, "head_dim", "31"}, {QWEN3, "head_dim", "2048"}, {QWEN3, "rms_norm_eps", "-1"}, {QWEN3, "rms_norm_eps", "\"x\""},
-        {QWEN3, "use_sliding_window", "true"}, {QWEN3, "attention_bias", "true"}, {QWEN3, "attention_bias", "1"}, {QWEN3, "hidden_act", "\"gelu\""},
-        {QWEN3, "hidden_act", "3"}, {QWEN3, "tie_word_embeddings", "\"yes\""}, {QWEN3, "model_type", "\"llama\""}, {QWEN3, "model_type", NULL},
-        {QWEN3, "model_type", "7"}, {GLM, "model_type", "\"glm5_next\""}, {GLM, "qk_rope_head_dim", "15"}, {GLM, "qk_rope_head_dim", "994"}, {GLM, "kv_lora_rank", "1025"},
-{GLM, "index_head_dim", "8"}, {GLM, "rope_interleave", "false"}, {GLM, "indexer_rope_interleave", "1"},
-        {GLM, "num_experts_per_tok", "9"}, {GLM, "n_shared_experts", "-1"}, {GLM, "n_group", "3"}, {GLM, "n_group", "8"}, {GLM, "topk_group", "2"},
-        {DEEPSEEK, "topk_group", "0"}, {DEEPSEEK, "num_experts_per_tok", "3"}, {GLM, "routed_scaling_factor", "\"2\""}, {GLM, "norm_topk_prob", "0"},
-        {GLM, "scoring_func", "\"softmax\""}, {GLM, "topk_method", "\"greedy\""}, {GLM, "first_k_dense_replace", "-1"}, {GLM, "moe_layer_freq", "2"},
-        {GLM, "indexer_types", "[\"full\"]"}, {GLM, "indexer_types", "\"full\""}, {GLM, "indexer_types", "[\"full\",\"full\",\"shared\",\"full\",\"shared\",\"half\"]"},
-        {GLM, "indexer_types", "[\"full\",\"full\",\"shared\",\"full\",\"shared\",1]"}, {GLM, "indexer_types", "[\"shared\",\"full\",\"full\",\"full\",\"full\",\"full\"]"},
-        {GLM, "mlp_layer_types", "[\"dense\"]"}, {GLM, "mlp_layer_types", "[\"dense\",\"dense\",\"dense\",\"dense\",\"dense\",\"moe\"]"}, {GLM, "mlp_layer_types", "3"},
-        {DEEPSEEK, "quantization_config.quant_method", "\"awq\""}, {DEEPSEEK, "quantization_config.fmt", "\"e5m2\""},
-        {DEEPSEEK, "quantization_config.weight_block_size", "[64, 64]"}, {DEEPSEEK, "quantization_config.weight_block_size", "[128]"},
-        {DEEPSEEK, "quantization_config.weight_block_size", NULL}, {DEEPSEEK, "quantization_config.weight_block_size", "128"},
-        {DEEPSEEK, "rope_parameters.factor", NULL}, {DEEPSEEK, "rope_parameters.factor", "0"}, {DEEPSEEK, "rope_parameters.factor", "\"40\""},
-        {DEEPSEEK, "rope_parameters.original_max_position_embeddings", NULL}, {DEEPSEEK, "rope_parameters.original_max_position_embeddings", "0"},
-        {DEEPSEEK, "rope_parameters.beta_fast", "-1"}, {DEEPSEEK, "rope_parameters.beta_slow", "\"1\""}, {DEEPSEEK, "rope_parameters.mscale", "[]"},
-        {DEEPSEEK, "rope_parameters.truncate", "false"}, {DEEPSEEK, "rope_parameters.rope_type", "\"llama3\""}, {DEEPSEEK, "rope_parameters.rope_type", "7"},
-        {DEEPSEEK, "rope_parameters.rope_theta", NULL}, {QWEN3, "rope_parameters.rope_theta", "\"x\""}, {QWEN3, "rope_parameters.rope_theta", "0"},
-        {QWEN3, "rope_parameters.partial_rotary_factor", "0.5"}, {QWEN3, "eos_token_id", "-1"}, {QWEN3, "eos_token_id", "1.5"}, {QWEN3, "eos_token_id", "\"2\""},
-        {QWEN3, "eos_token_id", "[1, \"2\"]"}, {QWEN3, "eos_token_id", "[1, null]"}, {QWEN3, "eos_token_id", "1e300"},
+    static const struct { const char *fixture, *key, *value;
+    } bad[] = {
+        {QWEN3, "num_key_value_heads", "3"},
+        {QWEN3, "num_key_value_heads", "0"},
+        {QWEN3, "num_key_value_heads", "8"},
+        {QWEN3, "num_key_value_heads", "\"2\""},
+        {QWEN3, "head_dim", "0"},
+        {QWEN3, "head_dim", "31"},
+        {QWEN3, "head_dim", "2048"},
+        {QWEN3, "rms_norm_eps", "-1"},
+        {QWEN3, "rms_norm_eps", "\"x\""},
+        {QWEN3, "use_sliding_window", "true"},
+        {QWEN3, "attention_bias", "true"},
+        {QWEN3, "attention_bias", "1"},
+        {QWEN3, "hidden_act", "\"gelu\""},
+        {QWEN3, "hidden_act", "3"},
+        {QWEN3, "tie_word_embeddings", "\"yes\""},
+        {QWEN3, "model_type", "\"llama\""},
+        {QWEN3, "model_type", NULL},
+        {QWEN3, "model_type", "7"},
+        {GLM, "model_type", "\"glm5_next\""},
+        {GLM, "qk_rope_head_dim", "15"},
+        {GLM, "qk_rope_head_dim", "994"},
+        {GLM, "kv_lora_rank", "1025"},
+        {GLM, "index_head_dim", "8"},
+        {GLM, "rope_interleave", "false"},
+        {GLM, "indexer_rope_interleave", "1"},
+        {GLM, "num_experts_per_tok", "9"},
+        {GLM, "n_shared_experts", "-1"},
+        {GLM, "n_group", "3"},
+        {GLM, "n_group", "8"},
+        {GLM, "topk_group", "2"},
+        {DEEPSEEK, "topk_group", "0"},
+        {DEEPSEEK, "num_experts_per_tok", "3"},
+        {GLM, "routed_scaling_factor", "\"2\""},
+        {GLM, "norm_topk_prob", "0"},
+        {GLM, "scoring_func", "\"softmax\""},
+        {GLM, "topk_method", "\"greedy\""},
+        {GLM, "first_k_dense_replace", "-1"},
+        {GLM, "moe_layer_freq", "2"},
+        {GLM, "indexer_types", "[\"full\"]"},
+        {GLM, "indexer_types", "\"full\""},
+        {GLM, "indexer_types", "[\"full\",\"full\",\"shared\",\"full\",\"shared\",\"half\"]"},
+        {GLM, "indexer_types", "[\"full\",\"full\",\"shared\",\"full\",\"shared\",1]"},
+        {GLM, "indexer_types", "[\"shared\",\"full\",\"full\",\"full\",\"full\",\"full\"]"},
+        {GLM, "mlp_layer_types", "[\"dense\"]"},
+        {GLM, "mlp_layer_types", "[\"dense\",\"dense\",\"dense\",\"dense\",\"dense\",\"moe\"]"},
+        {GLM, "mlp_layer_types", "3"},
+        {DEEPSEEK, "quantization_config.quant_method", "\"awq\""},
+        {DEEPSEEK, "quantization_config.fmt", "\"e5m2\""},
+        {DEEPSEEK, "quantization_config.weight_block_size", "[64, 64]"},
+        {DEEPSEEK, "quantization_config.weight_block_size", "[128]"},
+        {DEEPSEEK, "quantization_config.weight_block_size", NULL},
+        {DEEPSEEK, "quantization_config.weight_block_size", "128"},
+        {DEEPSEEK, "rope_parameters.factor", NULL},
+        {DEEPSEEK, "rope_parameters.factor", "0"},
+        {DEEPSEEK, "rope_parameters.factor", "\"40\""},
+        {DEEPSEEK, "rope_parameters.original_max_position_embeddings", NULL},
+        {DEEPSEEK, "rope_parameters.original_max_position_embeddings", "0"},
+        {DEEPSEEK, "rope_parameters.beta_fast", "-1"},
+        {DEEPSEEK, "rope_parameters.beta_slow", "\"1\""},
+        {DEEPSEEK, "rope_parameters.mscale", "[]"},
+        {DEEPSEEK, "rope_parameters.truncate", "false"},
+        {DEEPSEEK, "rope_parameters.rope_type", "\"llama3\""},
+        {DEEPSEEK, "rope_parameters.rope_type", "7"},
+        {DEEPSEEK, "rope_parameters.rope_theta", NULL},
+        {QWEN3, "rope_parameters.rope_theta", "\"x\""},
+        {QWEN3, "rope_parameters.rope_theta", "0"},
+        {QWEN3, "rope_parameters.partial_rotary_factor", "0.5"},
+        {QWEN3, "eos_token_id", "-1"},
+        {QWEN3, "eos_token_id", "1.5"},
+        {QWEN3, "eos_token_id", "\"2\""},
+        {QWEN3, "eos_token_id", "[1, \"2\"]"},
+        {QWEN3, "eos_token_id", "[1, null]"},
+        {QWEN3, "eos_token_id", "1e300"},
         {QWEN3, "eos_token_id", "[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17]"},
     };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) check_config_refused(bad[i].fixture, bad[i].key, bad[i].value);
-    static const struct { const char *fixture, *key, *value; } good[] = {
-        {QWEN3, "rms_norm_eps", NULL}, {QWEN3, "tie_word_embeddings", NULL}, {QWEN3, "eos_token_id", "null"}, {QWEN3, "eos_token_id", "[]"},
-        {QWEN3, "eos_token_id", "[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1]"}, {QWEN3, "a_key_of_the_future", "{\"a\": [1]}"}, {QWEN3, "quantization_config", "null"},
-        {GLM, "indexer_types", "[\"full\",\"full\",\"full\",\"full\",\"full\",\"full\",\"full\"]"}, {GLM, "index_topk_pattern", "null"},
-        {GLM, "n_group", "2"}, {DEEPSEEK, "rope_parameters.mscale", NULL}, {DEEPSEEK, "rope_parameters.beta_fast", NULL},
-        {DEEPSEEK, "rope_parameters.truncate", "true"}, {QWEN3, "rope_parameters.rope_type", NULL}, {QWEN3, "rope_parameters.partial_rotary_factor", "1.0"},
+    static const struct { const char *fixture, *key, *value;
+    } good[] = {
+        {QWEN3, "rms_norm_eps", NULL},
+        {QWEN3, "tie_word_embeddings", NULL},
+        {QWEN3, "eos_token_id", "null"},
+        {QWEN3, "eos_token_id", "[]"},
+        {QWEN3, "eos_token_id", "[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1]"},
+        {QWEN3, "a_key_of_the_future", "{\"a\": [1]}"},
+        {QWEN3, "quantization_config", "null"},
+        {GLM, "indexer_types", "[\"full\",\"full\",\"full\",\"full\",\"full\",\"full\",\"full\"]"},
+        {GLM, "index_topk_pattern", "null"},
+        {GLM, "n_group", "2"},
+        {DEEPSEEK, "rope_parameters.mscale", NULL},
+        {DEEPSEEK, "rope_parameters.beta_fast", NULL},
+        {DEEPSEEK, "rope_parameters.truncate", "true"},
+        {QWEN3, "rope_parameters.rope_type", NULL},
+        {QWEN3, "rope_parameters.partial_rotary_factor", "1.0"},
     };
     for (size_t i = 0; i < sizeof good / sizeof *good; i++) check_config_read(good[i].fixture, good[i].key, good[i].value);
 }
 
 static void test_config_files(void) {
-    static const struct { const char *what, *text, *thing; } bad[] = {
-        {"an empty file", "", "malformed"}, {"no JSON", "{\"model_type\": ", "malformed"}, {"an array", "[]", "wanted an object"}, {"a scalar", "3", "wanted an object"},
-        {"trailing garbage", "{} {}", "follows its end"}, {"an empty object", "{}", "model_type"}, {"only a type", "{\"model_type\":\"qwen3\"}", "vocab_size"},
+    static const struct { const char *what, *text, *thing;
+    } bad[] = {
+        {"an empty file", "", "malformed"},
+        {"no JSON", "{\"model_type\": ", "malformed"},
+        {"an array", "[]", "wanted an object"},
+        {"a scalar", "3", "wanted an object"},
+        {"trailing garbage", "{} {}", "follows its end"},
+        {"an empty object", "{}", "model_type"},
+        {"only a type", "{\"model_type\":\"qwen3\"}", "vocab_size"},
     };
     Error error;
     Config config;
@@ -352,15 +461,21 @@ static void test_config_meaning(void) {
     cJSON *json = config_with(GLM, "rope_parameters", NULL);
     cJSON_AddNumberToObject(json, "rope_theta", 5e5);
     write_json(directory, "config.json", json);
-    CHECK(config_read(&config, directory, &error) && config.rope.rope_theta == 5e5 && !config.rope.yarn, "rope_theta at the top: %s", error.text);
+    CHECK(config_read(&config, directory, &error) && config.rope.rope_theta == 5e5 && !config.rope.yarn,
+          "rope_theta at the top: %s", error.text);
     config_free(&config);
 
     json = config_with(DEEPSEEK, "rope_parameters", NULL);
     cJSON_AddNumberToObject(json, "rope_theta", 12345);
-    cJSON_AddItemToObject(json, "rope_scaling", cJSON_Parse("{\"type\":\"yarn\",\"factor\":40,\"original_max_position_embeddings\":4096,\"mscale\":1,\"mscale_all_dim\":0.5}"));
+    cJSON_AddItemToObject(
+        json, "rope_scaling",
+        cJSON_Parse(
+            "{\"type\":\"yarn\",\"factor\":40,\"original_max_position_embeddings\":4096,\"mscale\":1,\"mscale_all_dim\":0.5}"));
     write_json(directory, "config.json", json);
-    CHECK(config_read(&config, directory, &error) && config.rope.rope_theta == 12345 && config.rope.yarn && config.rope.factor == 40 && config.rope.beta_fast == 32
-          && config.rope.beta_slow == 1 && config.rope.mscale_all_dim == 0.5 && config.rope.original_max_position_embeddings == 4096, "rope_scaling: %s", error.text);
+    CHECK(config_read(&config, directory, &error) && config.rope.rope_theta == 12345 && config.rope.yarn
+              && config.rope.factor == 40 && config.rope.beta_fast == 32 && config.rope.beta_slow == 1
+              && config.rope.mscale_all_dim == 0.5 && config.rope.original_max_position_embeddings == 4096,
+          "rope_scaling: %s", error.text);
     config_free(&config);
 
     json = config_with(GLM, "indexer_types", NULL);
@@ -386,7 +501,8 @@ static void test_config_meaning(void) {
     cJSON_AddStringToObject(json, "index_topk_pattern", "FSSFSS");
     write_json(directory, "config.json", json);
     ok = config_read(&config, directory, &error);
-    CHECK(ok && config.indexer_full[0] && !config.indexer_full[1] && !config.indexer_full[2] && config.indexer_full[3], "index_topk_pattern: %s", error.text);
+    CHECK(ok && config.indexer_full[0] && !config.indexer_full[1] && !config.indexer_full[2] && config.indexer_full[3],
+          "index_topk_pattern: %s", error.text);
     config_free(&config);
     static const char *patterns[] = {"FSS", "SFFFFF", "FSXFSS"};
     for (size_t i = 0; i < sizeof patterns / sizeof *patterns; i++) {
@@ -401,41 +517,58 @@ static void test_config_meaning(void) {
     cJSON_DeleteItemFromObject(json, "norm_topk_prob");
     write_json(directory, "config.json", json);
     ok = config_read(&config, directory, &error);
-    CHECK(ok && config.routed_scaling_factor == 2.5f && config.n_shared_experts == 1 && config.norm_topk_prob && !config.indexer_rope_interleave
-          && config.indexer_full[1], "DeepSeek's defaults: %s", error.text);
+    CHECK(ok && config.routed_scaling_factor == 2.5f && config.n_shared_experts == 1 && config.norm_topk_prob
+              && !config.indexer_rope_interleave && config.indexer_full[1],
+          "DeepSeek's defaults: %s", error.text);
     config_free(&config);
-    CHECK(reads_with(GLM, "rms_norm_eps", NULL, &config, &error) && config.rms_norm_eps == 1e-5f && config.indexer_rope_interleave, "GLM's defaults: %s", error.text);
+    CHECK(reads_with(GLM, "rms_norm_eps", NULL, &config, &error) && config.rms_norm_eps == 1e-5f
+              && config.indexer_rope_interleave,
+          "GLM's defaults: %s", error.text);
     config_free(&config);
     CHECK(reads_with(QWEN3, "head_dim", NULL, &config, &error) && config.head_dim == 128, "Qwen3's head_dim: %s", error.text);
     config_free(&config);
-    CHECK(reads_with(QWEN3, "num_key_value_heads", NULL, &config, &error) && config.num_key_value_heads == 4, "every head its own keys: %s", error.text);
+    CHECK(reads_with(QWEN3, "num_key_value_heads", NULL, &config, &error) && config.num_key_value_heads == 4,
+          "every head its own keys: %s", error.text);
     config_free(&config);
     free(directory);
 }
 
 static void test_generation_config(void) {
-    static const struct { const char *text, *thing; } bad[] = {
-        {"{", "malformed"}, {"[]", "wanted an object"}, {"{\"do_sample\": 1}", "do_sample"}, {"{\"do_sample\": true, \"temperature\": \"hot\"}", "temperature"},
-        {"{\"temperature\": -1}", "temperature"}, {"{\"top_p\": 1.5}", "top_p"}, {"{\"min_p\": -0.1}", "min_p"}, {"{\"top_k\": -1}", "top_k"}, {"{\"top_k\": 2.5}", "top_k"},
-        {"{\"repetition_penalty\": 0}", "repetition_penalty"}, {"{\"eos_token_id\": \"x\"}", "eos_token_id"},
+    static const struct { const char *text, *thing;
+    } bad[] = {
+        {"{", "malformed"},
+        {"[]", "wanted an object"},
+        {"{\"do_sample\": 1}", "do_sample"},
+        {"{\"do_sample\": true, \"temperature\": \"hot\"}", "temperature"},
+        {"{\"temperature\": -1}", "temperature"},
+        {"{\"top_p\": 1.5}", "top_p"},
+        {"{\"min_p\": -0.1}", "min_p"},
+        {"{\"top_k\": -1}", "top_k"},
+        {"{\"top_k\": 2.5}", "top_k"},
+        {"{\"repetition_penalty\": 0}", "repetition_penalty"},
+        {"{\"eos_token_id\": \"x\"}", "eos_token_id"},
     };
     Config config;
     Error error;
     char *directory = scratch_directory();
     write_json(directory, "config.json", config_with(QWEN3, "eos_token_id", "[5, 6]"));
-    CHECK(config_read(&config, directory, &error) && config.temperature == 0 && config.top_p == 1 && config.top_k == 0 && config.repetition_penalty == 1
-          && config.n_eos == 2, "without the file: greedy, nothing filtered: %s", error.text);
+    CHECK(config_read(&config, directory, &error) && config.temperature == 0 && config.top_p == 1 && config.top_k == 0
+              && config.repetition_penalty == 1 && config.n_eos == 2,
+          "without the file: greedy, nothing filtered: %s", error.text);
     config_free(&config);
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         write_text(directory, "generation_config.json", bad[i].text);
         check_refused(config_read(&config, directory, &error), &error, "generation_config.json", bad[i].thing, bad[i].text);
     }
-    write_text(directory, "generation_config.json", "{\"do_sample\":true,\"temperature\":0.6,\"top_p\":0.95,\"top_k\":20,\"eos_token_id\":[6,7],\"pad_token_id\":3}");
-    CHECK(config_read(&config, directory, &error) && config.temperature == 0.6f && config.top_p == 0.95f && config.top_k == 20 && config.n_eos == 3
-          && config.eos_token_id[0] == 5 && config.eos_token_id[2] == 7, "Qwen3's file: %s", error.text);
+    write_text(directory, "generation_config.json",
+               "{\"do_sample\":true,\"temperature\":0.6,\"top_p\":0.95,\"top_k\":20,\"eos_token_id\":[6,7],\"pad_token_id\":3}");
+    CHECK(config_read(&config, directory, &error) && config.temperature == 0.6f && config.top_p == 0.95f && config.top_k == 20
+              && config.n_eos == 3 && config.eos_token_id[0] == 5 && config.eos_token_id[2] == 7,
+          "Qwen3's file: %s", error.text);
     config_free(&config);
     write_text(directory, "generation_config.json", "{\"do_sample\":false,\"temperature\":0.6,\"eos_token_id\":5}");
-    CHECK(config_read(&config, directory, &error) && config.temperature == 0 && config.n_eos == 2, "do_sample false is greedy: %s", error.text);
+    CHECK(config_read(&config, directory, &error) && config.temperature == 0 && config.n_eos == 2,
+          "do_sample false is greedy: %s", error.text);
     config_free(&config);
     free(directory);
 }
@@ -450,7 +583,8 @@ static cJSON *read_header(const char *fixture, size_t *data_size) {
     size_t size;
     uint64_t length;
     Error error;
-    if (!read_file(join(path, fixture, "model.safetensors"), 1 << 30, &bytes, &size, &error)) fprintf(stderr, "%s\n", error.text), exit(1);
+    if (!read_file(join(path, fixture, "model.safetensors"), 1 << 30, &bytes, &size, &error))
+        fprintf(stderr, "%s\n", error.text), exit(1);
     memcpy(&length, bytes, 8);
     cJSON *header = cJSON_ParseWithLength(bytes + 8, length);
     *data_size = size - 8 - length;
@@ -483,7 +617,9 @@ typedef enum Spoil { NOTHING, MISSING, INTEGERS, UNKNOWN_TYPE, EXTRA_DIM, OTHER_
 static cJSON *spoil_header(const cJSON *header, const char *name, Spoil spoil) {
     cJSON *copy = cJSON_Duplicate(header, true), *entry = cJSON_GetObjectItemCaseSensitive(copy, name);
     cJSON *shape = cJSON_GetObjectItemCaseSensitive(entry, "shape"), *dtype = cJSON_GetObjectItemCaseSensitive(entry, "dtype");
-    const char *stored = dtype->valuestring, *integers = !strcmp(stored, "F32") ? "I32" : !strcmp(stored, "BF16") ? "I16" : "F8_E5M2";
+    const char *stored = dtype->valuestring, *integers = !strcmp(stored, "F32")    ? "I32"
+                                                         : !strcmp(stored, "BF16") ? "I16"
+                                                                                   : "F8_E5M2";
     cJSON *first = shape->child;
     switch (spoil) {
     case MISSING: cJSON_DeleteItemFromObjectCaseSensitive(copy, name); break;
@@ -504,7 +640,8 @@ static cJSON *spoil_header(const cJSON *header, const char *name, Spoil spoil) {
 
 /* Every tensor of a published checkpoint, spoiled in every way, is refused by its name. */
 static void test_binding(const char *fixture) {
-    static const char *names[SPOILS] = {"as it is", "missing", "of another type", "of an unknown type", "with a dim too many", "with another dim"};
+    static const char *names[SPOILS] = {
+        "as it is", "missing", "of another type", "of an unknown type", "with a dim too many", "with another dim"};
     Config config;
     Error error;
     size_t data_size;
@@ -525,7 +662,8 @@ static void test_binding(const char *fixture) {
     }
     /* Tensors that the model does not use may be of any type. */
     cJSON *unused = cJSON_Duplicate(header, true);
-    cJSON_AddItemToObject(unused, "model.layers.99.mtp.weight", cJSON_Parse("{\"dtype\":\"F6_E3M2\",\"shape\":[3,5],\"data_offsets\":[0,0]}"));
+    cJSON_AddItemToObject(unused, "model.layers.99.mtp.weight",
+                          cJSON_Parse("{\"dtype\":\"F6_E3M2\",\"shape\":[3,5],\"data_offsets\":[0,0]}"));
     CHECK(binds(fixture, &config, unused, data_size, &error), "an unused tensor of unknown type: %s", error.text);
     cJSON_Delete(header);
     config_free(&config);
@@ -538,7 +676,8 @@ static void test_follower_indexer_is_ignored(void) {
     size_t data_size;
     cJSON *header = read_header(GLM, &data_size);
     CHECK(config_read(&config, GLM, &error) && !config.indexer_full[2], "layer 2 of the fixture is a follower");
-    cJSON_AddItemToObject(header, "model.layers.2.self_attn.indexer.wk.weight", cJSON_Parse("{\"dtype\":\"I64\",\"shape\":[7],\"data_offsets\":[0,0]}"));
+    cJSON_AddItemToObject(header, "model.layers.2.self_attn.indexer.wk.weight",
+                          cJSON_Parse("{\"dtype\":\"I64\",\"shape\":[7],\"data_offsets\":[0,0]}"));
     cJSON *entry = cJSON_GetObjectItem(header, "model.layers.2.self_attn.indexer.wk.weight");
     cJSON_ReplaceItemInObject(entry, "shape", cJSON_Parse("[0]"));
     CHECK(binds(GLM, &config, header, data_size, &error), "a follower's indexer is ignored: %s", error.text);
@@ -552,7 +691,8 @@ static void test_alignment(const char *fixture) {
     size_t size;
     uint64_t length;
     float *first = NULL;
-    if (!read_file(join(path, fixture, "model.safetensors"), 1 << 30, &bytes, &size, &error)) fprintf(stderr, "%s\n", error.text), exit(1);
+    if (!read_file(join(path, fixture, "model.safetensors"), 1 << 30, &bytes, &size, &error))
+        fprintf(stderr, "%s\n", error.text), exit(1);
     memcpy(&length, bytes, 8);
     for (uint64_t pad = 0; pad < 8; pad++) {
         char *directory = scratch_directory(), *moved = allocate_zeroed(size + 8, 1);
@@ -572,7 +712,9 @@ static void test_alignment(const char *fixture) {
         CHECK(ok, "%s, header %d bytes longer: %s", fixture, (int)pad, error.text);
         size_t n = ok ? 20 * (size_t)engine.config.hidden_size : 0;
         if (ok && pad == 0) first = memcpy(allocate_zeroed(n, sizeof(float)), engine.state.normed, n * sizeof(float));
-        if (ok && first) CHECK(!memcmp(first, engine.state.normed, n * sizeof(float)), "%s, header %d bytes longer: the same bits", fixture, (int)pad);
+        if (ok && first)
+            CHECK(!memcmp(first, engine.state.normed, n * sizeof(float)), "%s, header %d bytes longer: the same bits", fixture,
+                  (int)pad);
         engine_close(&engine);
         free(moved);
         free(directory);
@@ -587,10 +729,13 @@ static void test_alignment(const char *fixture) {
 
 static bool plans(const char *directory, int sessions, int context, size_t budget, Error *error) {
     Engine engine;
-    EngineOptions options = {.model = directory, .sessions = sessions, .context = context, .kv_dtype = KV_BF16, .kv_budget = budget};
+    EngineOptions options = {
+        .model = directory, .sessions = sessions, .context = context, .kv_dtype = KV_BF16, .kv_budget = budget};
     bool ok = engine_open(&engine, &options, error);
     if (ok) CHECK(!budget || engine.cache.bytes <= budget, "%d rows: the cache stays in its budget", context);
-    else CHECK(!engine.cache.kv && !engine.config.indexer_full && !engine.checkpoint.files, "a refused engine leaves nothing behind");
+    else
+        CHECK(!engine.cache.kv && !engine.config.indexer_full && !engine.checkpoint.files,
+              "a refused engine leaves nothing behind");
     engine_close(&engine);
     return ok;
 }
@@ -609,7 +754,8 @@ static void test_memory_plan(void) {
         fitted = false;
         refused++;
         check_refused(ok, &error, GLM, "--kv-budget", "a context that does not fit");
-        CHECK(!plans(weightless, 2, context, 600 << 10, &error) && strstr(error.text, "--kv-budget"), "the refusal comes before a weight is read: %s", error.text);
+        CHECK(!plans(weightless, 2, context, 600 << 10, &error) && strstr(error.text, "--kv-budget"),
+              "the refusal comes before a weight is read: %s", error.text);
     }
     CHECK(refused >= 3 && refused <= 7, "some contexts fit and some do not: %d refused", refused);
     check_refused(plans(GLM, 1, 4097, 0, &error), &error, GLM, "max_position_embeddings", "a context beyond the model's");

@@ -11,7 +11,8 @@ static Sampler sampler;
 static const Sampling plain = {.temperature = 1, .top_p = 1, .repeat_penalty = 1, .seed = 1234};
 
 /* One choice from a copy of the logits. */
-static int draw(const float *logits, int vocab, const Sampling *sampling, uint64_t session, int position, const int *history, int n) {
+static int draw(const float *logits, int vocab, const Sampling *sampling, uint64_t session, int position, const int *history,
+                int n) {
     static float copy[1 << 17];
     memcpy(copy, logits, (size_t)vocab * sizeof(float));
     return sample(&sampler, copy, vocab, sampling, session, position, history, n);
@@ -81,8 +82,10 @@ static void test_distribution(const char *name, Sampling sampling, bool along_se
         counts[token]++;
         outside += p[token] == 0;
     }
-    double statistic = chi_square(counts, p, &degrees), limit = degrees + 3.9 * sqrt(2.0 * degrees) + 10;      /* well under one in 10,000 */
-    printf("%s, along %s: chi-square %.1f with %d degrees of freedom\n", name, along_sessions ? "sessions" : "positions", statistic, degrees);
+    double statistic = chi_square(counts, p, &degrees),
+           limit = degrees + 3.9 * sqrt(2.0 * degrees) + 10; /* well under one in 10,000 */
+    printf("%s, along %s: chi-square %.1f with %d degrees of freedom\n", name, along_sessions ? "sessions" : "positions",
+           statistic, degrees);
     CHECK(statistic < limit, "%s: chi-square %g over %d degrees of freedom", name, statistic, degrees);
     CHECK(outside == 0, "%s: %d tokens were filtered out and drawn all the same", name, outside);
 }
@@ -99,7 +102,8 @@ static void test_the_test(void) {
     other.temperature = 1.03f;
     for (int i = 0; i < DRAWS; i++) counts[draw(logits, VOCAB, &other, 7, i, NULL, 0)]++;
     double statistic = chi_square(counts, p, &degrees);
-    CHECK(statistic > degrees + 3.9 * sqrt(2.0 * degrees) + 10, "a temperature of 1.03 is told from 1: chi-square %g over %d", statistic, degrees);
+    CHECK(statistic > degrees + 3.9 * sqrt(2.0 * degrees) + 10, "a temperature of 1.03 is told from 1: chi-square %g over %d",
+          statistic, degrees);
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -150,7 +154,8 @@ static void test_filters_that_are_off(void) {
     variants[5].top_p = 1.5f;
     for (int position = 0; position < 300; position++)
         for (int v = 1; v < 6; v++)
-            CHECK(draw(logits, VOCAB, &variants[v], 3, position, NULL, 0) == draw(logits, VOCAB, &plain, 3, position, NULL, 0), "variant %d is off", v);
+            CHECK(draw(logits, VOCAB, &variants[v], 3, position, NULL, 0) == draw(logits, VOCAB, &plain, 3, position, NULL, 0),
+                  "variant %d is off", v);
 }
 
 static const float *sorted_logits;
@@ -203,7 +208,8 @@ static void test_penalty(void) {
     float copy[4];
     memcpy(copy, logits, sizeof copy);
     penalise_repeats(&sampler, copy, history, 5, 1.4f);
-    CHECK(copy[0] == 2 / 1.4f && copy[1] == 1.5f && copy[2] == -1.4f && copy[3] == -1.2f, "positive logits shrink, negative ones grow");
+    CHECK(copy[0] == 2 / 1.4f && copy[1] == 1.5f && copy[2] == -1.4f && copy[3] == -1.2f,
+          "positive logits shrink, negative ones grow");
     for (int i = 0; i < 4; i++) CHECK(!sampler.seen[i], "the scratch is clean again");
     sampling.repeat_penalty = 0.5f;
     CHECK(draw(logits, 4, &sampling, 0, 2, (int[]){1}, 1) == 1, "a penalty below 1 rewards");
@@ -217,10 +223,13 @@ static void test_extreme_logits(void) {
         for (float temperature = 1.1e-6f; temperature < 1e6f; temperature *= 30) {
             for (int i = 0; i < VOCAB; i++) logits[i] = -levels[l];
             logits[77] = levels[l];
-            Sampling sampling = {.temperature = temperature, .top_p = 0.9f, .min_p = 0.01f, .top_k = 50, .repeat_penalty = 1.1f, .seed = 5};
+            Sampling sampling = {
+                .temperature = temperature, .top_p = 0.9f, .min_p = 0.01f, .top_k = 50, .repeat_penalty = 1.1f, .seed = 5};
             int token = draw(logits, VOCAB, &sampling, 0, 9, (int[]){3}, 1);
-            CHECK(token >= 0 && token < VOCAB, "level %g at temperature %g: token %d", (double)levels[l], (double)temperature, token);
-            if (levels[l] >= 1e30f) CHECK(token == 77, "level %g at temperature %g: %d, not the best", (double)levels[l], (double)temperature, token);
+            CHECK(token >= 0 && token < VOCAB, "level %g at temperature %g: token %d", (double)levels[l], (double)temperature,
+                  token);
+            if (levels[l] >= 1e30f)
+                CHECK(token == 77, "level %g at temperature %g: %d, not the best", (double)levels[l], (double)temperature, token);
         }
 }
 
@@ -239,7 +248,8 @@ static void test_philox(void) {
         uint32_t words[4];
         memcpy(words, vectors[i].counter, sizeof words);
         philox(words, vectors[i].key);
-        CHECK(!memcmp(words, vectors[i].wanted, sizeof words), "Philox vector %zu: %08x %08x %08x %08x", i, words[0], words[1], words[2], words[3]);
+        CHECK(!memcmp(words, vectors[i].wanted, sizeof words), "Philox vector %zu: %08x %08x %08x %08x", i, words[0], words[1],
+              words[2], words[3]);
     }
 }
 
@@ -292,7 +302,8 @@ static void test_streams(const char *fixture) {
         for (int round = 0; company && round < NEW; round++) run_round(&runner, running, SESSIONS);
         if (!company) memcpy(alone, sessions[0].ids + 4, sizeof alone);
         for (int s = 0; company && s < SESSIONS; s += 2)
-            CHECK(arrlen(sessions[s].ids) == 4 + NEW && !memcmp(alone, sessions[s].ids + 4, sizeof alone), "%s: slot %d draws what stream 100 draws alone", fixture, s);
+            CHECK(arrlen(sessions[s].ids) == 4 + NEW && !memcmp(alone, sessions[s].ids + 4, sizeof alone),
+                  "%s: slot %d draws what stream 100 draws alone", fixture, s);
         for (int s = 0; s < SESSIONS; s++) session_free(&sessions[s]);
     }
     runner_close(&runner);
