@@ -6,6 +6,7 @@
     python3 corpus.py facts       word senses, quiz facts and package summaries for the dialogues -> build/facts.json
     python3 corpus.py tokenizer   train the byte-level BPE -> build/tokenizer.json
     python3 corpus.py pack        encode everything -> build/corpus.bin (uint16) and build/corpus.json (what lies where)
+    python3 corpus.py squeeze     the same as build/corpus.xz, where it has to travel to the machine with the GPU
 
 Only permissive or public-domain sources are used; README.md lists their licences.  A model of 20 million parameters
 recites whatever it reads often, so the aim is many different bytes, each read only a few times.  The text is no part of
@@ -518,5 +519,13 @@ def pack():
     json.dump(meta, open(BUILD + '/corpus.json', 'w'))
 
 
+def squeeze():
+    import lzma
+    import numpy as np
+    a = np.fromfile(BUILD + '/corpus.bin', dtype=np.uint16)                     # low and high bytes apart pack better
+    with lzma.open(BUILD + '/corpus.xz', 'wb') as f:
+        f.write(np.concatenate([(a & 255).astype(np.uint8), (a >> 8).astype(np.uint8)]).tobytes())
+
+
 if __name__ == '__main__':
-    {f.__name__: f for f in (fetch, text, facts, tokenizer, pack)}[sys.argv[1]]()
+    {f.__name__: f for f in (fetch, text, facts, tokenizer, pack, squeeze)}[sys.argv[1]]()

@@ -90,19 +90,20 @@ def make(folder, seed):
             words = p[p.find('. ') + 2:].split(' ')[:r.randint(6, 20)]
             rows.append(({'prompt': ' '.join(words), 'n': 300, 'temp': 0.7, 'seed': len(rows) + 1}, 'text ' + name))
     write(folder, 'loops', rows)
-    for tag in ('held', 'train'):
-        kinds = {}
-        for name, pieces in held_text(tag=tag).items():
-            if tag == 'train':                                                   # as much as is held out, evenly from all over the source
-                n = len(held_text(tag='held')[name])
-                pieces = pieces[::max(1, len(pieces) // n)][:n]
-            import corpus
-            text = '\n\n'.join(pieces)[:400000]
-            open('%s/text/%s.%s.txt' % (folder, name, tag), 'w').write(text)
-            kinds.setdefault(corpus.SOURCES[name][0], []).append('\n\n'.join(pieces)[:60000])
-        if tag == 'held':
-            for k, v in kinds.items():
-                open('%s/text/%s.held.txt' % (folder, k), 'w').write('\n\n'.join(v))
+    import corpus
+    held, seen, kinds = held_text(), held_text(tag='train'), {}
+    for name in held:                                                           # equal amounts, in an order that a hash gives, so that a beginning is a fair sample
+        for tag, pieces in (('held', held[name]), ('train', seen[name])):
+            text, size = [], 0
+            for p in sorted(pieces, key=corpus.number):
+                if size < 240000:
+                    text.append(p[:20000])
+                    size += len(p[:20000])
+            open('%s/text/%s.%s.txt' % (folder, name, tag), 'w').write('\n\n'.join(text))
+            if tag == 'held':
+                kinds.setdefault(corpus.SOURCES[name][0], []).append('\n\n'.join(text)[:40000])
+    for k, v in kinds.items():
+        open('%s/text/%s.held.txt' % (folder, k), 'w').write('\n\n'.join(v))
 
 
 def loop(ids, n=10, times=3):
@@ -131,7 +132,7 @@ def score(folder):
         for o, w, ok in list(zip(out, want, good)):
             if not ok and '-v' in sys.argv:
                 print('     wanted %r\n        got %r (%s)' % (w[:100], o['text'][:100], o['finish_reason']))
-    ppl = {os.path.basename(f)[:-5]: json.load(open(f))['perplexity'] for f in glob.glob(folder + '/text/*.json')}
+    ppl = {os.path.basename(f)[:-5]: json.load(open(f))['perplexity'] for f in glob.glob(folder + '/text/*.json') if os.path.getsize(f)}
     for k in sorted(ppl):
         if k.endswith('.held') and k[:-5] + '.train' in ppl:
             print('%-14s perplexity held out %.2f, training %.2f, ratio %.2f' % (k[:-5], ppl[k], ppl[k[:-5] + '.train'], ppl[k] / ppl[k[:-5] + '.train']))
