@@ -4329,12 +4329,17 @@ static const struct { const char *name; int (*run)(Options *); } commands[] = {
     {"tokenize", command_tokenize}, {"inspect", command_inspect}, {"bench", command_bench},
 };
 
+/* The file this program was started from; empty where that is not known. */
+static char *program_path(char buffer[PATH_MAX]) {
+    ssize_t n = readlink("/proc/self/exe", buffer, PATH_MAX - 1);
+    buffer[n > 0 ? n : 0] = 0;
+    return buffer;
+}
+
 /* weights/mini beside the program. */
 static const char *shipped_model(char buffer[PATH_MAX]) {
     char program[PATH_MAX];
-    ssize_t n = readlink("/proc/self/exe", program, sizeof program - 1);
-    program[n > 0 ? n : 0] = 0;
-    char *slash = strrchr(program, '/');
+    char *slash = strrchr(program_path(program), '/');
     if (slash) *slash = 0;
     return join(buffer, slash ? program : ".", "weights/mini");
 }
@@ -4381,8 +4386,9 @@ static int run_command(int argc, char **argv) {
  * read before main(), so the program makes it and starts itself anew. */
 static void spin_briefly(char **argv) {
     if (getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY")) return;
+    char program[PATH_MAX];
     setenv("GOMP_SPINCOUNT", "5000", 1);
-    execv("/proc/self/exe", argv);                  /* where that fails, go on as things are */
+    execv(program_path(program), argv);                  /* where that fails, go on as things are */
 }
 
 int main(int argc, char **argv) {
