@@ -2799,8 +2799,8 @@ static bool set_seed(Options *options, const char *value) {
     errno = 0;
     options->seed = strtoull(value, &end, 10);
     options->seeded = true;
-    if (isdigit((unsigned char)*value) && !*end && !errno) return true;
-    return usage("--seed: found %s, wanted an integer from 0 to %" PRIu64, value, UINT64_MAX), false;
+    if (isdigit((unsigned char)*value) && !*end && !errno && options->seed < (uint64_t)1 << 53) return true;
+    return usage("--seed: found %s, wanted an integer below 2^53, so that JSON can hold it", value), false;
 }
 
 /* One option's value into its field; what is wrong with it has been said when this fails. */
