@@ -2082,6 +2082,18 @@ static bool check_finite(Engine *engine, int layer, const char *what, const floa
                    rows[bad].position);
 }
 
+/* What precedes the attention in every family: its input is the normed residual stream. */
+static const LayerWeights *begin_layer(Engine *engine, int i, const Row *rows, int n) {
+    const LayerWeights *layer = &engine->weights.layers[i];
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    size_t hidden = (size_t)config->hidden_size;
+    if (engine->probe.entering) engine->probe.entering(engine->probe.user, i, state->hidden, rows, n);
+    engine->backend->rms_norm(state->normed, hidden, state->hidden, hidden, layer->input_layernorm, n, config->hidden_size,
+                              config->rms_norm_eps);
+    return layer;
+}
+
 /* What follows the attention in every family: feed-forward on the normed stream, added to it, and a look at the result. */
 static bool finish_layer(Engine *engine, int i, const Row *rows, int n, Error *error) {
     const Backend *backend = engine->backend;
@@ -2110,10 +2122,7 @@ static bool forward_qwen3(Engine *engine, const Row *rows, int n, Error *error) 
                  width = 2 * kv_width;
     float *k = state->kv, *v = state->kv + kv_width;                 /* rows of `width`: keys and values as they are cached */
     for (int i = 0; i < config->num_hidden_layers; i++) {
-        const LayerWeights *layer = &engine->weights.layers[i];
-        if (engine->probe.entering) engine->probe.entering(engine->probe.user, i, state->hidden, rows, n);
-        backend->rms_norm(state->normed, hidden, state->hidden, hidden, layer->input_layernorm, n, config->hidden_size,
-                          config->rms_norm_eps);
+        const LayerWeights *layer = begin_layer(engine, i, rows, n);
         backend->linear(state->q, q_width, state->normed, hidden, n, &layer->q_proj);
         backend->linear(k, width, state->normed, hidden, n, &layer->k_proj);
         backend->linear(v, width, state->normed, hidden, n, &layer->v_proj);
@@ -2179,10 +2188,7 @@ static bool forward_dsa(Engine *engine, const Row *rows, int n, Error *error) {
               lora = config->kv_lora_rank;
     const size_t hidden = (size_t)config->hidden_size, rank = (size_t)config->q_lora_rank, width = (size_t)(lora + tail);
     for (int i = 0; i < config->num_hidden_layers; i++) {
-        const LayerWeights *layer = &engine->weights.layers[i];
-        if (engine->probe.entering) engine->probe.entering(engine->probe.user, i, state->hidden, rows, n);
-        backend->rms_norm(state->normed, hidden, state->hidden, hidden, layer->input_layernorm, n, config->hidden_size,
-                          config->rms_norm_eps);
+        const LayerWeights *layer = begin_layer(engine, i, rows, n);
 
         /* The query, by way of a narrow latent that the indexer reads too; of each head's values the last `tail` are rotated. */
         backend->linear(state->q_lora, rank, state->normed, hidden, n, &layer->q_a_proj);

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 import model as M
 import train
+from evaluate import loop
 
 M.LOW = False
 torch.set_num_threads(int(os.environ.get('THREADS', '1')))
@@ -95,17 +96,6 @@ def sample(net, prompts, n, temperature=0.7, top_p=0.95, seed=1, stops=()):
     return torch.stack(out, 1).tolist()
 
 
-def loops(ids, n=10, times=3):
-    """Does some run of n tokens come `times` times or more?"""
-    seen = {}
-    for i in range(len(ids) - n + 1):
-        k = tuple(ids[i:i + n])
-        seen[k] = seen.get(k, 0) + 1
-        if seen[k] >= times:
-            return True
-    return False
-
-
 def repeated(ids, start, n=5):
     """Positions from `start` on whose token completes a run of n that came before."""
     seen, bad = set(), []
@@ -137,7 +127,7 @@ def measure(net, ids, meta, n, log, tokens=240):
     for b in range(0, n, 30):
         ps = prefixes(held, min(30, n - b), 12, r)
         got = sample(net, ps, tokens, seed=100 + b)
-        hits = [g for g in got if loops(g)]
+        hits = [g for g in got if loop(g)]
         bad += len(hits)
         if b == 0:
             for p, g in list(zip(ps, got))[:3]:
@@ -184,7 +174,7 @@ def main():
             ps = prefixes(rows, 48, r.choice((8, 16, 24)), r)
             got = sample(net, ps, 150, seed=1000 + step)
             new = [(p + g, len(p)) for p, g in zip(ps, got)]
-            log('step %d: %d of %d own continuations loop' % (step, sum(loops(g) for g in got), len(got)))
+            log('step %d: %d of %d own continuations loop' % (step, sum(loop(g) for g in got), len(got)))
             new.sort(key=lambda s: -len(repeated(s[0], s[1])))
             pool = new[:36]
         r.shuffle(pool)
