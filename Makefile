@@ -11,13 +11,13 @@ WARNINGS := -Wall -Wextra -Werror -Wno-psabi
 FLAGS := -std=gnu11 $(WARNINGS) -fopenmp -fno-math-errno
 LDLIBS := -lcjson -lpcre2-8 -lutf8proc -ledit -lm
 
-tide: build/engine.o build/tokenizer.o
+tide: build/engine.o build/tokenizer.o build/tide.o
 	$(CC) $(FLAGS) $(CFLAGS) $^ $(LDLIBS) -o $@
 
 build/%.o: %.c engine.h | build
 	$(CC) $(FLAGS) $(CFLAGS) -c $< -o $@
 
-# A test program includes engine.c without main(), so that it reaches what is static there.
+# A test program includes engine.c, so that it reaches what is static there; main() is in tide.c.
 TEST_FLAGS := $(FLAGS) -Wno-unused-function -Wno-unused-variable -Wno-unused-const-variable
 TESTS := $(patsubst tests/%.c,build/%,$(wildcard tests/test_*.c))
 
@@ -33,8 +33,8 @@ SANITIZED := $(patsubst tests/%.c,build/asan_%,$(wildcard tests/test_*.c))
 build/asan_%: tests/%.c $(wildcard tests/*.h) engine.c tokenizer.c engine.h | build
 	$(CC) $(TEST_FLAGS) $(SANITIZE) $< tokenizer.c $(LDLIBS) -o $@
 
-build/asan_tide: engine.c tokenizer.c engine.h | build
-	$(CC) $(FLAGS) $(SANITIZE) engine.c tokenizer.c $(LDLIBS) -o $@
+build/asan_tide: engine.c tokenizer.c tide.c engine.h | build
+	$(CC) $(FLAGS) $(SANITIZE) engine.c tokenizer.c tide.c $(LDLIBS) -o $@
 
 test-asan: build/asan_tide $(SANITIZED)
 	TIDE=build/asan_tide OMP_NUM_THREADS=2 tests/run.sh $(SANITIZED) tests/test_cli.py

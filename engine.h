@@ -11,6 +11,9 @@
  *     State        activations of the pass in flight    (overwritten by each pass)
  *     Backend      the operations that work on them, in C (engine.c) or CUDA
  *     Session      one conversation or prompt: its ids and how far the cache has them
+ *     Runner       an engine and its tokenizer, and the rounds that sessions share
+ *
+ * engine.c is the pipeline, tokenizer.c the text on both of its ends, tide.c the program around them.
  *
  * Conventions. Library functions return false and fill an Error with one line, which a command prints; only running out of
  * memory ends the program where it happens. Shapes in comments are row-major, outermost first. "rows" counts rows of the
@@ -19,12 +22,15 @@
 #ifndef TIDE_ENGINE_H
 #define TIDE_ENGINE_H
 
+#include <limits.h>
+#include <signal.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 
 /* ---------------------------------------------------------------------------------------------------------------------
- * Errors
+ * Errors and memory
  */
 
 typedef struct Error {
@@ -35,16 +41,58 @@ typedef struct Error {
  * arguments are replaced, since names inside a checkpoint are untrusted and the message goes to a terminal. */
 bool fail(Error *error, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
+/* Control characters become '?', in place, so that a name inside a file cannot steer the terminal. Returns the text. */
+char *replace_controls(char *text);
+
 /* Allocation that ends the program with one line when memory is exhausted or the decode loop may not allocate. */
 void *allocate_zeroed(size_t count, size_t size);
+void *checked_realloc(void *block, size_t size);
+char *copy_string(const char *text);
+
+/* What stb_ds.h takes its memory by: every file includes this header first, so that all arrays have the same. */
+#define STBDS_REALLOC(context, block, size) checked_realloc(block, size)
+#define STBDS_FREE(context, block) free(block)
+
+/* "DIRECTORY/NAME" in a buffer of the caller's; "" where that is too long to be a path. */
+const char *join(char buffer[PATH_MAX], const char *directory, const char *name);
 
 /* Reads a whole file; the buffer has a NUL after its last byte. Refuses files larger than `limit` bytes.
  * The caller frees *data. */
 bool read_file(const char *path, size_t limit, char **data, size_t *length, Error *error);
 
+/* ---------------------------------------------------------------------------------------------------------------------
+ * JSON
+ */
+
+enum { MAX_JSON_FILE = 256 << 20 };                 /* bytes of a JSON file that is read whole */
+
 /* Parses a whole text: valid UTF-8, one JSON value, nothing behind it, no \u0000 (cJSON would cut the string there). `name`
  * goes into the message. The caller frees it with cJSON_Delete(). */
 struct cJSON *json_parse(const char *text, size_t length, const char *name, Error *error);
+
+/* A non-negative integer that a double holds exactly; false where the item (or NULL) is something else. */
+bool json_size(const struct cJSON *item, size_t *value);
+
+typedef struct Fields {         /* typed access to one object; remembers its first failure, so many reads are checked once */
+    const struct cJSON *object;
+    const char *path;           /* of the file, for messages */
+    bool failed;
+    Error *error;
+} Fields;
+
+enum { REQUIRED = INT_MIN };    /* as a fallback: the key must be there */
+
+/* The value of that key; NULL where there is none or it is null. */
+const struct cJSON *field(const Fields *fields, const char *key);
+
+/* The value within [low, high], or the fallback where the key is not there; anything else fails the fields, and returns a value
+ * that can be computed with. */
+double read_number(Fields *fields, const char *key, double low, double high, double fallback);
+int read_int(Fields *fields, const char *key, int low, int high, int fallback);
+bool read_bool(Fields *fields, const char *key, bool fallback);
+
+/* Fails the fields, unless they have failed already: "PATH: KEY: found FOUND (or nothing), wanted WANTED". */
+void field_failed(Fields *fields, const char *key, const struct cJSON *found, const char *wanted);
 
 /* ---------------------------------------------------------------------------------------------------------------------
  * Checkpoints: safetensors files as published (header: u64 length, JSON {name: {dtype, shape, data_offsets}}, data)
@@ -89,9 +137,14 @@ void checkpoint_close(Checkpoint *checkpoint);
 /* The tensor of that name, or NULL. */
 const Tensor *checkpoint_find(const Checkpoint *checkpoint, const char *name);
 
+/* "[3, 4]" in a buffer of the caller's. */
+const char *shape_text(char buffer[128], int rank, const int64_t *shape);
+
 /* ---------------------------------------------------------------------------------------------------------------------
  * Config: the Hugging Face keys, one family at a time
  */
+
+enum { MAX_CONTEXT = 1 << 24 };                     /* largest max_position_embeddings */
 
 typedef enum Family { FAMILY_QWEN3, FAMILY_GLM_MOE_DSA, FAMILY_DEEPSEEK_V32 } Family;
 
@@ -132,6 +185,9 @@ typedef struct Config {
 /* Reads DIR/config.json and DIR/generation_config.json (optional). Refuses what tide does not implement, by name. */
 bool config_read(Config *config, const char *directory, Error *error);
 void config_free(Config *config);
+
+/* Whether the family attends over latents that an indexer selects: every one but qwen3. */
+bool has_latent_attention(const Config *config);
 
 /* ---------------------------------------------------------------------------------------------------------------------
  * Weights: typed fields bound once; data stays in its stored format
@@ -187,6 +243,8 @@ void weights_free(Weights *weights, const Config *config);
 /* ---------------------------------------------------------------------------------------------------------------------
  * Rows and the cache
  */
+
+enum { MAX_PASS_ROWS = 512 };                       /* of one pass, and so of sessions that decode together */
 
 typedef struct Row {
     int session;                /* slot, 0 .. Cache.sessions - 1 */
@@ -381,6 +439,22 @@ bool engine_load(Engine *engine, Error *error);
 bool engine_open(Engine *engine, const EngineOptions *options, Error *error);
 void engine_close(Engine *engine);
 
+/* The steps they are made of, for who reports a plan without loading it, or brings weights of his own. From the config and the
+ * options: the sizes of the cache and the activations; takes none of that memory. */
+bool plan_memory(Engine *engine, const EngineOptions *options, Error *error);
+
+/* One line of what will be held, and a warning where the weights alone are more than the memory. */
+void print_plan(FILE *out, const Engine *engine);
+
+/* Refuses a plan that goes beyond the budget or the free memory, and says by how much. */
+bool check_memory(const Engine *engine, Error *error);
+
+/* Takes the planned blocks and lays them out for good. */
+bool take_memory(Engine *engine, Error *error);
+
+/* Afterwards: the rotations' frequencies, in the state, and the factors that the config gives to them and to the softmax. */
+void prepare_rope(Engine *engine);
+
 /* Runs rows through every layer and stores their keys and values. Rows of one session come in ascending positions, and every
  * earlier position is cached or among them. Afterwards state.normed holds the final norm's output. Fails, naming layer,
  * session and position, where a hidden state stops being finite; the cache then holds nothing new that counts. */
@@ -388,6 +462,27 @@ bool forward(Engine *engine, const Row *rows, int n_rows, Error *error);
 
 /* state.logits[i] = lm_head of row indices[i] of the pass just made; n <= state.logit_rows. Fails on a logit that is not finite. */
 bool head(Engine *engine, const Row *rows, const int *indices, int n, Error *error);
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Sampling
+ */
+
+typedef struct Sampling {
+    float temperature;          /* 0 or below, or too small to divide by: argmax */
+    float top_p;                /* 1: off; 0: only the best */
+    float min_p;                /* 0: off; keeps tokens at least this likely relative to the best */
+    float repeat_penalty;       /* 1: off */
+    int top_k;                  /* 0: off */
+    uint64_t seed;
+} Sampling;
+
+typedef struct Sampler {        /* scratch of one choice */
+    int *picks;                 /* [vocab_size] */
+    bool *seen;                 /* [vocab_size], all false between calls */
+} Sampler;
+
+/* The index of the largest of `n` values; of equal ones, the first. */
+int argmax(const float *values, int n);
 
 /* ---------------------------------------------------------------------------------------------------------------------
  * Tokenizer (tokenizer.c)
@@ -465,5 +560,66 @@ bool chat_ends_turn(const Tokenizer *tokenizer, int id);
 /* "<think>" and "</think>" ids, -1 where the tokenizer has none. */
 int chat_think_open(const Tokenizer *tokenizer);
 int chat_think_close(const Tokenizer *tokenizer);
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Sessions and rounds
+ */
+
+typedef enum Finish { RUNNING, FINISH_STOP, FINISH_LENGTH, FINISH_CONTEXT, FINISH_INTERRUPTED, FINISH_ERROR } Finish;
+
+typedef struct Session {
+    int slot;                   /* in the cache */
+    uint64_t stream;            /* which noise it draws: stays the same wherever and beside whomever it runs */
+    int *ids;                   /* stb_ds */
+    int cached;                 /* how many of them have their rows in the cache */
+    int in_pass;                /* how many more the pass in flight runs */
+    int prompt_length;          /* ids before this generation */
+    int max_new;                /* tokens this generation may add; 0: as many as the context holds */
+    Sampling sampling;
+    char *const *stops;         /* stb_ds of strings that end the text, not part of it; may be NULL */
+    Utf8Stream utf8;
+    char *text;                 /* stb_ds, what was generated, cut at a stop string */
+    size_t emitted;             /* of text: what the reader has seen; the rest might still become a stop string */
+    Finish finish;
+    Error error;
+    void (*emit)(struct Session *session, const char *text, size_t length);    /* may be NULL */
+    void *user;
+} Session;
+
+typedef struct Runner {         /* an engine with everything a round needs */
+    Engine engine;
+    Tokenizer *tokenizer;       /* NULL: ids only */
+    Sampler sampler;
+    Row *rows;                  /* [max_rows] */
+    int *finals, *owners;       /* [max_rows] rows whose logits are wanted, and whose session they end */
+    FILE *trace;
+    long rounds, rows_run, tokens;
+    double seconds;             /* in passes */
+} Runner;
+
+extern volatile sig_atomic_t interrupted;           /* set by Ctrl-C, cleared by whoever answers it */
+
+/* Seconds on a clock that only goes forward. */
+double now(void);
+
+/* Loads the model and, where it is needed or there, the tokenizer. plan: where the memory plan is printed before anything is
+ * loaded, or NULL. Leaves nothing behind when it fails. */
+bool runner_open(Runner *runner, const EngineOptions *options, bool need_tokenizer, FILE *plan, Error *error);
+void runner_close(Runner *runner);
+
+/* Starts a generation after the ids that are there, at least one and fewer than the context holds; room for every id that may
+ * follow is taken now. */
+void session_begin(Session *session, const Engine *engine);
+void session_free(Session *session);
+
+/* How many ids this generation has added. */
+int tokens_generated(const Session *session);
+
+/* One pass over whatever the running sessions have to run. A session whose numbers go bad ends with an error; the others lose
+ * nothing: their `cached` has not moved, so the next round runs the same rows again. */
+void run_round(Runner *runner, Session **sessions, int n);
+
+/* Runs one session to its end, or until Ctrl-C. */
+void run_session(Runner *runner, Session *session);
 
 #endif

@@ -212,18 +212,18 @@ static int character_byte(int character) {
 #define REFUSE(...) fail(error, "%s/tokenizer.json: " __VA_ARGS__)
 
 /* The value of that name; NULL where there is none or it is null, which tokenizer.json uses alike. */
-static const cJSON *field(const cJSON *object, const char *name) {
+static const cJSON *member(const cJSON *object, const char *name) {
     const cJSON *value = cJSON_GetObjectItemCaseSensitive(object, name);
     return cJSON_IsNull(value) ? NULL : value;
 }
 
 static bool is_true(const cJSON *object, const char *name) {
-    return cJSON_IsTrue(field(object, name));
+    return cJSON_IsTrue(member(object, name));
 }
 
 /* The string in that field, or "" where there is none. */
 static const char *string_field(const cJSON *object, const char *name) {
-    const cJSON *value = field(object, name);
+    const cJSON *value = member(object, name);
     return cJSON_IsString(value) ? value->valuestring : "";
 }
 
@@ -346,17 +346,17 @@ static bool load_model(Tokenizer *tokenizer, const cJSON *model, Error *error) {
     if (!cJSON_IsObject(model)) return REFUSE("there is no model", tokenizer->name);
     const char *type = string_field(model, "type");     /* files of GPT-2's time do not say */
     if (*type && strcmp(type, "BPE")) return REFUSE("model.type is \"%s\", only BPE is supported", tokenizer->name, type);
-    const cJSON *dropout = field(model, "dropout");
+    const cJSON *dropout = member(model, "dropout");
     if (dropout && !(cJSON_IsNumber(dropout) && dropout->valuedouble == 0))
         return REFUSE("model.dropout is set, which makes ids random", tokenizer->name);
     static const char *const affixes[] = {"continuing_subword_prefix", "end_of_word_suffix"};
     for (int i = 0; i < 2; i++)
         if (*string_field(model, affixes[i])) return REFUSE("model.%s is not supported", tokenizer->name, affixes[i]);
     tokenizer->ignore_merges = is_true(model, "ignore_merges");
-    if (!load_vocabulary(tokenizer, field(model, "vocab"), error) || !load_merges(tokenizer, field(model, "merges"), error))
+    if (!load_vocabulary(tokenizer, member(model, "vocab"), error) || !load_merges(tokenizer, member(model, "merges"), error))
         return false;
     /* Both say what becomes of unknown characters; with a token for every byte there are none. */
-    bool has_fallback = is_true(model, "byte_fallback") || field(model, "unk_token");
+    bool has_fallback = is_true(model, "byte_fallback") || member(model, "unk_token");
     for (int byte = 0; has_fallback && byte < 256; byte++)
         if (tokenizer->byte_token[byte] < 0)
             return REFUSE("model.unk_token or byte_fallback is set and byte 0x%02X has no token: not byte-level", tokenizer->name,
@@ -375,7 +375,7 @@ static bool load_normalizer(Tokenizer *tokenizer, const cJSON *normalizer, Error
     if (!strcmp(type, "NFC")) return tokenizer->nfc = true;
     if (strcmp(type, "Sequence")) return REFUSE("normalizer \"%s\" is not supported, only NFC", tokenizer->name, type);
     const cJSON *part;
-    cJSON_ArrayForEach(part, field(normalizer, "normalizers"))
+    cJSON_ArrayForEach(part, member(normalizer, "normalizers"))
         if (!load_normalizer(tokenizer, part, error)) return false;
     return true;
 }
@@ -473,8 +473,8 @@ static bool load_split(Tokenizer *tokenizer, const cJSON *split, Error *error) {
     const char *behavior = string_field(split, "behavior");
     while (step.behavior <= CONTIGUOUS && strcmp(names[step.behavior], behavior)) step.behavior++;
     if (step.behavior > CONTIGUOUS) return REFUSE("pre_tokenizer Split has behavior \"%s\"", tokenizer->name, behavior);
-    const cJSON *pattern = field(split, "pattern");
-    const cJSON *regex = field(pattern, "Regex"), *literal = field(pattern, "String");
+    const cJSON *pattern = member(split, "pattern");
+    const cJSON *regex = member(pattern, "Regex"), *literal = member(pattern, "String");
     if (cJSON_IsString(regex)) return add_regex_step(tokenizer, regex->valuestring, step, error);
     if (!cJSON_IsString(literal)) return REFUSE("pre_tokenizer Split has neither a Regex nor a String pattern", tokenizer->name);
     step.code = compile_pattern(literal->valuestring, PCRE2_LITERAL, tokenizer->name, error);
@@ -487,7 +487,7 @@ static bool load_pre_tokenizer(Tokenizer *tokenizer, const cJSON *pre_tokenizer,
     const char *type = string_field(pre_tokenizer, "type");
     if (!strcmp(type, "Sequence")) {
         const cJSON *part;
-        cJSON_ArrayForEach(part, field(pre_tokenizer, "pretokenizers"))
+        cJSON_ArrayForEach(part, member(pre_tokenizer, "pretokenizers"))
             if (!load_pre_tokenizer(tokenizer, part, error)) return false;
         return true;
     }
@@ -502,7 +502,7 @@ static bool load_pre_tokenizer(Tokenizer *tokenizer, const cJSON *pre_tokenizer,
         return REFUSE("pre_tokenizer \"%s\" is not supported, only Split, Digits, ByteLevel and Sequence", tokenizer->name, type);
     tokenizer->byte_level = true;
     SplitStep step = {.prefix_space = is_true(pre_tokenizer, "add_prefix_space")};
-    const cJSON *use_regex = field(pre_tokenizer, "use_regex");     /* files from before the field exists mean true */
+    const cJSON *use_regex = member(pre_tokenizer, "use_regex");     /* files from before the field exists mean true */
     if (!use_regex || cJSON_IsTrue(use_regex)) return add_regex_step(tokenizer, gpt2, step, error);
     if (step.prefix_space) arrput(tokenizer->steps, step);
     return true;
@@ -560,7 +560,7 @@ static int compare_added(const void *left, const void *right) {
 static bool load_added_token(Tokenizer *tokenizer, const cJSON *entry, Error *error) {
     int id;
     const char *content = string_field(entry, "content");
-    if (!read_id(field(entry, "id"), &id) || !*content)
+    if (!read_id(member(entry, "id"), &id) || !*content)
         return REFUSE("added_tokens: \"%s\" needs some content and an id from 0 to %d", tokenizer->name, content, TOKEN_LIMIT - 1);
     int known = tokenizer_find(tokenizer, content);
     uint8_t flags = id < tokenizer_size(tokenizer) ? tokenizer->tokens[id].flags : 0;
@@ -602,11 +602,11 @@ static bool load_added_tokens(Tokenizer *tokenizer, const cJSON *entries, Error 
  * those in front of it, listed by name under special_tokens, are the prefix. */
 static bool load_template(Tokenizer *tokenizer, const cJSON *processor, Error *error) {
     const cJSON *part, *value;
-    cJSON_ArrayForEach(part, field(processor, "single")) {
-        const cJSON *special = field(part, "SpecialToken");
+    cJSON_ArrayForEach(part, member(processor, "single")) {
+        const cJSON *special = member(part, "SpecialToken");
         if (!special) return true;
         const char *name = string_field(special, "id");
-        const cJSON *ids = field(field(field(processor, "special_tokens"), name), "ids");
+        const cJSON *ids = member(member(member(processor, "special_tokens"), name), "ids");
         if (!ids) return REFUSE("post_processor names \"%s\", which special_tokens lacks", tokenizer->name, name);
         cJSON_ArrayForEach(value, ids) {
             int id;
@@ -626,7 +626,7 @@ static bool load_post_processor(Tokenizer *tokenizer, const cJSON *processor, Er
     if (!strcmp(type, "TemplateProcessing")) return load_template(tokenizer, processor, error);
     if (strcmp(type, "Sequence")) return REFUSE("post_processor \"%s\" is not supported", tokenizer->name, type);
     const cJSON *part;
-    cJSON_ArrayForEach(part, field(processor, "processors"))
+    cJSON_ArrayForEach(part, member(processor, "processors"))
         if (!load_post_processor(tokenizer, part, error)) return false;
     return true;
 }
@@ -643,14 +643,14 @@ static bool load_config(Tokenizer *tokenizer, const char *text, size_t length, E
     cJSON *config = parse_json(text, length, tokenizer->name, "tokenizer_config.json", error);
     if (!config) return false;
     bool ok = true;
-    const cJSON *bos = field(config, "bos_token");      /* a string, or an added token's description */
+    const cJSON *bos = member(config, "bos_token");      /* a string, or an added token's description */
     const char *content = cJSON_IsString(bos) ? bos->valuestring : string_field(bos, "content");
     if (is_true(config, "add_bos_token") && *content && !tokenizer->prefix) {
         int id = tokenizer_find(tokenizer, content);
         if (id < 0) ok = fail(error, "%s/tokenizer_config.json: bos_token \"%s\" is no token", tokenizer->name, content);
         else arrput(tokenizer->prefix, id);
     }
-    const cJSON *template = field(config, "chat_template");     /* a string, or a list of {"name", "template"} */
+    const cJSON *template = member(config, "chat_template");     /* a string, or a list of {"name", "template"} */
     if (cJSON_IsString(template)) read_chat_template(tokenizer, template->valuestring);
     const cJSON *entry;
     if (cJSON_IsArray(template))
@@ -661,15 +661,15 @@ static bool load_config(Tokenizer *tokenizer, const char *text, size_t length, E
 }
 
 static bool load_tokenizer(Tokenizer *tokenizer, const cJSON *json, Error *error) {
-    const cJSON *decoder = field(json, "decoder");
+    const cJSON *decoder = member(json, "decoder");
     if (decoder && strcmp(string_field(decoder, "type"), "ByteLevel"))
         return REFUSE("decoder \"%s\" is not supported, only ByteLevel", tokenizer->name, string_field(decoder, "type"));
-    if (!load_model(tokenizer, field(json, "model"), error)) return false;
-    if (!load_normalizer(tokenizer, field(json, "normalizer"), error)) return false;
-    if (!load_pre_tokenizer(tokenizer, field(json, "pre_tokenizer"), error)) return false;
+    if (!load_model(tokenizer, member(json, "model"), error)) return false;
+    if (!load_normalizer(tokenizer, member(json, "normalizer"), error)) return false;
+    if (!load_pre_tokenizer(tokenizer, member(json, "pre_tokenizer"), error)) return false;
     if (!tokenizer->byte_level) return REFUSE("pre_tokenizer has no ByteLevel step", tokenizer->name);
-    if (!load_added_tokens(tokenizer, field(json, "added_tokens"), error)) return false;
-    return load_post_processor(tokenizer, field(json, "post_processor"), error);
+    if (!load_added_tokens(tokenizer, member(json, "added_tokens"), error)) return false;
+    return load_post_processor(tokenizer, member(json, "post_processor"), error);
 }
 
 static void find_chat_format(Tokenizer *tokenizer);

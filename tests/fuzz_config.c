@@ -6,7 +6,6 @@
  * several contexts and its tensors are looked up by name in an empty checkpoint: whatever passed must be fit to be computed with.
  * Run from the repository's root.
  */
-#define TIDE_NO_MAIN
 #include "../engine.c"
 
 #define SEEDS "build/corpus-fuzz_config"

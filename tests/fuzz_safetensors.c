@@ -5,7 +5,6 @@
  * The input is a whole file, in memory instead of a mapping. Where its header is accepted, every tensor's bytes must lie inside it (they
  * are all read), and the tensors are bound as a tiny qwen3 model. Run from the repository's root.
  */
-#define TIDE_NO_MAIN
 #include "../engine.c"
 
 #define SEEDS "build/corpus-fuzz_safetensors"

@@ -5,7 +5,6 @@
  * An input that begins with '{' is a tokenizer.json; where it loads, a text goes through it. Any other input is a text for a
  * fixed tokenizer with every flag an added token can have. Run from the repository's root.
  */
-#define TIDE_NO_MAIN
 #include "../engine.c"
 
 #include <stb/stb_ds.h>

@@ -1,6 +1,5 @@
 /* test_backend.c: the operations of the C backend against the plainest double-precision forms of the same formulas; and that each
  * row's result is the same bits alone, in any batch, and with one thread or two. */
-#define TIDE_NO_MAIN
 #include "../engine.c"
 #include "check.h"
 #include "scratch.h"

@@ -3,7 +3,6 @@
  *
  *     test_forward [DIR...]       DIR: checkpoints with a golden.safetensors beside them, instead of the usual ones
  */
-#define TIDE_NO_MAIN
 #include "../engine.c"
 #include "check.h"
 #include "scratch.h"

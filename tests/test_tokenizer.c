@@ -3,8 +3,6 @@
  *
  *     test_tokenizer [DIR]        DIR: the published tokenizers, default ../shared/fixtures/tokenizers
  */
-#define TIDE_NO_MAIN
-
 #include "../engine.c"
 #include "check.h"
 

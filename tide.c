@@ -1,0 +1,1821 @@
+/* tide.c: the program around the engine: options, commands, the terminal, measurements.
+ *
+ *     options . generate . batch . eval . tokenize . inspect . chat . bench . main
+ *
+ * Owns: the options (one table), and one function per command. stdout carries model text or results and nothing else; every
+ * notice goes to stderr. Commands return the exit status: 0 done, 1 a run failed, 2 bad usage, 3 some batch rows failed.
+ * What a command does with a model it does through engine.h; nothing here computes a token.
+ */
+#define _GNU_SOURCE             /* ppoll */
+#include "engine.h"
+
+#include <cjson/cJSON.h>
+#include <ctype.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <langinfo.h>
+#include <limits.h>
+#include <locale.h>
+#include <math.h>
+#include <omp.h>
+#include <poll.h>
+#include <signal.h>
+#include <stb/stb_ds.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <termios.h>
+#include <time.h>
+#include <unistd.h>
+#include <wchar.h>
+#define Tokenizer EditLineTokenizer   /* histedit.h has a type of that name too */
+#include <histedit.h>
+#undef Tokenizer
+
+/* ---- options, and what the commands share */
+
+static const size_t MAX_TEXT_FILE = (size_t)4 << 30;
+
+enum { EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ROWS };
+
+typedef struct Options {
+    EngineOptions engine;
+    const char *prompt, *file, *ids, *decode, *jsonl, *output, *dump, *trace, *system, *positional;
+    const char *kv_dtype, *think, *special, *only;  /* only: of options that have one value so far */
+    FILE *trace_file;
+    char **stops;               /* stb_ds */
+    int n_new;                  /* -1: the command's default */
+    int threads, slots;
+    double temperature, top_p, min_p, repeat_penalty;   /* NAN: as the checkpoint says */
+    int top_k;                  /* -1: as the checkpoint says */
+    uint64_t seed;
+    bool seeded, ppl, stats, quiet, resume, chat, help;
+} Options;
+
+typedef enum OptionKind { TEXT, WORD, COUNT, NUMBER, BYTES, SEED, STOP, FLAG } OptionKind;
+
+/* low, high: of a number. words: the values a WORD may have here. later: values the contract knows and this build lacks, which is
+ * said in these words ("*": any other). commands: the only ones that can use it, where not all can; given to another it is a
+ * mistake, better said than passed over. */
+#define AT(member) .offset = offsetof(Options, member)
+static const struct OptionSpec {
+    const char *name;
+    OptionKind kind;
+    size_t offset;
+    double low, high;
+    const char *words, *later, *commands;
+} option_table[] = {
+    {"-m", TEXT, AT(engine.model)},
+    {"-p", TEXT, AT(prompt), .commands = "generate|tokenize"},
+    {"-f", TEXT, AT(file), .commands = "generate|eval|tokenize"},
+    {"--ids", TEXT, AT(ids), .commands = "generate|eval"},
+    {"--jsonl", TEXT, AT(jsonl), .commands = "tokenize"},
+    {"--decode", TEXT, AT(decode), .commands = "eval|tokenize"},
+    {"--special", WORD, AT(special), .words = "on|off", .commands = "tokenize"},
+    {"--dump", TEXT, AT(dump), .commands = "eval"},
+    {"--ppl", FLAG, AT(ppl), .commands = "eval"},
+    {"-o", TEXT, AT(output), .commands = "batch"},
+    {"--resume", FLAG, AT(resume), .commands = "batch"},
+    {"--slots", COUNT, AT(slots), 1, MAX_PASS_ROWS, .commands = "batch|inspect"},
+    {"-n", COUNT, AT(n_new), 0, INT_MAX},
+    {"-c", COUNT, AT(engine.context), 1, MAX_CONTEXT},
+    {"--temp", NUMBER, AT(temperature), -1e9, 1e9},
+    {"--top-k", COUNT, AT(top_k), 0, INT_MAX},
+    {"--top-p", NUMBER, AT(top_p), 0, 1},
+    {"--min-p", NUMBER, AT(min_p), 0, 1},
+    {"--repeat-penalty", NUMBER, AT(repeat_penalty), 1e-3, 1e3},
+    {"--seed", SEED, AT(seed)},
+    {"--stop", STOP, AT(stops)},
+    {"--chat", FLAG, AT(chat)},
+    {"--system", TEXT, AT(system)},
+    {"--think", WORD, AT(think), .words = "on|off"},
+    {"--device", WORD, AT(only), .words = "auto|cpu", .later = "cuda"},
+    {"--threads", COUNT, AT(threads), 1, 1024},
+    {"--kv-dtype", WORD, AT(kv_dtype), .words = "f32|bf16|fp8"},
+    {"--kv", WORD, AT(only), .words = "resident", .later = "hisparse|adaptive"},
+    {"--kv-budget", BYTES, AT(engine.kv_budget), 1, 1e18},
+    {"--index-topk", COUNT, AT(engine.index_topk), 1, MAX_CONTEXT},
+    {"--exact", WORD, AT(only), .words = "on", .later = "off"},
+    {"--draft", WORD, AT(only), .words = "none", .later = "*"},
+    {"--accept", WORD, AT(only), .words = "", .later = "*"},
+    {"--verify", WORD, AT(only), .words = "", .later = "*"},
+    {"--width", WORD, AT(only), .words = "", .later = "*"},
+    {"--hot", WORD, AT(only), .words = "", .later = "*"},
+    {"--reclaim", WORD, AT(only), .words = "", .later = "*"},
+    {"--stats", FLAG, AT(stats)},
+    {"--trace", TEXT, AT(trace)},
+    {"--quiet", FLAG, AT(quiet)},
+    {"--help", FLAG, AT(help)},
+    {"-h", FLAG, AT(help)},
+};
+#undef AT
+
+static const char usage_text[] =
+    "usage: tide chat     [-m DIR]                                       talk in the terminal\n"
+    "       tide generate [-m DIR] (-p TEXT | -f FILE | --ids LIST)      one prompt, continuation to stdout\n"
+    "       tide batch    [-m DIR] PROMPTS [-o OUT.jsonl] [--slots N]    every prompt of a .txt (one a line) or .jsonl file\n"
+    "       tide eval     [-m DIR] (-f FILE | --ids LIST) [--decode LIST] [--dump OUT.safetensors] [--ppl]\n"
+    "       tide tokenize [-m DIR] (-p TEXT | -f FILE | --jsonl FILE | --decode LIST) [--special on|off]\n"
+    "       tide inspect  [-m DIR]                                       config, tensors, memory plan; loads no weights\n"
+    "       tide bench    cpu|load                                       measurements, each beside its ceiling\n"
+    "\n"
+    "  -m DIR            checkpoint directory as published (default: the one shipped in weights/mini)\n"
+    "  -n N              tokens to generate at most (generate, batch: 256; chat: as many as fit)\n"
+    "  -c CTX            rows of context a session may hold (default: the model's, at most 8192)\n"
+    "  --temp T --top-p P --top-k K --min-p P --repeat-penalty R --seed S\n"
+    "                    sampling (default: generation_config.json; T 0 is greedy, K 0 and P 1 are off; no seed: a new one each run)\n"
+    "  --stop TEXT       end the answer before TEXT (may be repeated)\n"
+    "  --chat            generate, batch: the prompt is a user's message, not text to continue; implied by the next two\n"
+    "  --system TEXT     system message      --think on|off   reasoning before the answer (default off)\n"
+    "  --device auto|cpu --threads N --kv-dtype f32|bf16|fp8 (default bf16) --kv-budget BYTES[K|M|G] --index-topk N\n"
+    "  --resume          batch: keep the finished rows of -o and go on after them\n"
+    "  --stats --trace FILE.jsonl --quiet\n";
+
+/* One line to the user, whatever the arguments hold. */
+__attribute__((format(printf, 1, 2))) static void notice(const char *format, ...) {
+    va_list arguments;
+    char text[1024];
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    fprintf(stderr, "tide: %s\n", replace_controls(text));
+}
+
+static int report(const Error *error) {
+    notice("%s", error->text);
+    return EXIT_FAILED;
+}
+
+__attribute__((format(printf, 1, 2))) static int usage(const char *format, ...) {
+    va_list arguments;
+    char text[512];
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    notice("%s (tide --help lists what there is)", text);
+    return EXIT_USAGE;
+}
+
+/* Whether a list such as "on|off" holds the word. */
+static bool listed(const char *list, const char *word) {
+    size_t n = strlen(word);
+    for (const char *at = list; at; at = strchr(at, '|') ? strchr(at, '|') + 1 : NULL)
+        if (n && !strncmp(at, word, n) && (!at[n] || at[n] == '|')) return true;
+    return false;
+}
+
+static bool set_word(const struct OptionSpec *option, const char **field, const char *value) {
+    *field = value;
+    if (listed(option->words, value)) return true;
+    if (option->later && (!strcmp(option->later, "*") || listed(option->later, value)))
+        usage("%s %s: this build does not have it%s%s", option->name, value, *option->words ? ", only " : "", option->words);
+    else usage("%s: found %s, wanted %s", option->name, value, option->words);
+    return false;
+}
+
+static bool set_number(const struct OptionSpec *option, void *field, const char *value) {
+    char *end;
+    errno = 0;
+    double number = strtod(value, &end);
+    bool ok = end != value && !errno && isfinite(number);
+    if (ok && option->kind == BYTES && *end && strchr("KMGkmg", *end))
+        number *= exp2(10 * (1 + (strchr("KkMmGg", *end++) - "KkMmGg") / 2));
+    ok = ok && !*end && number >= option->low && number <= option->high && (option->kind != COUNT || number == (int)number);
+    if (!ok) usage("%s: found %s, wanted a number from %.10g to %.10g", option->name, value, option->low, option->high);
+    else if (option->kind == NUMBER) *(double *)field = number;
+    else if (option->kind == BYTES) *(size_t *)field = (size_t)number;
+    else *(int *)field = (int)number;
+    return ok;
+}
+
+static bool set_seed(Options *options, const char *value) {
+    char *end;
+    errno = 0;
+    options->seed = strtoull(value, &end, 10);
+    options->seeded = true;
+    if (isdigit((unsigned char)*value) && !*end && !errno && options->seed < (uint64_t)1 << 53) return true;
+    return usage("--seed: found %s, wanted an integer below 2^53, so that JSON can hold it", value), false;
+}
+
+/* One option's value into its field; what is wrong with it has been said when this fails. */
+static bool set_option(Options *options, const struct OptionSpec *option, const char *value) {
+    void *field = (char *)options + option->offset;
+    switch (option->kind) {
+    case FLAG: *(bool *)field = true; return true;
+    case TEXT: *(const char **)field = value; return true;
+    case WORD: return set_word(option, field, value);
+    case SEED: return set_seed(options, value);
+    case STOP:
+        if (*value) arrput(options->stops, (char *)value);
+        return *value || (usage("--stop wants a text that is not empty"), false);
+    default: return set_number(option, field, value);
+    }
+}
+
+static const struct OptionSpec *find_option(const char *name) {
+    for (size_t i = 0; i < sizeof option_table / sizeof *option_table; i++)
+        if (!strcmp(option_table[i].name, name)) return &option_table[i];
+    return NULL;
+}
+
+static bool parse_options(Options *options, int argc, char **argv) {
+    for (int a = 2; a < argc; a++) {
+        const struct OptionSpec *option = find_option(argv[a]);
+        if (!option) {
+            if (argv[a][0] == '-' && argv[a][1]) return usage("unknown option %s", argv[a]), false;
+            if (options->positional) return usage("one argument too many: %s", argv[a]), false;
+            if (!listed("batch|bench", argv[1])) return usage("%s cannot use the argument %s", argv[1], argv[a]), false;
+            options->positional = argv[a];
+            continue;
+        }
+        if (option->commands && !listed(option->commands, argv[1])) return usage("%s cannot use %s", argv[1], argv[a]), false;
+        if (option->kind != FLAG && a + 1 == argc) return usage("%s wants a value", argv[a]), false;
+        if (!set_option(options, option, option->kind == FLAG ? NULL : argv[++a])) return false;
+    }
+    const char *dtype = options->kv_dtype ? options->kv_dtype : "bf16";
+    options->engine.kv_dtype = !strcmp(dtype, "f32") ? KV_F32 : !strcmp(dtype, "bf16") ? KV_BF16 : KV_F8;
+    return true;
+}
+
+static Sampling sampling_of(const Options *options, const Config *config) {
+    Sampling sampling = {.temperature = config->temperature, .top_p = config->top_p, .min_p = config->min_p,
+                         .repeat_penalty = config->repetition_penalty, .top_k = config->top_k, .seed = options->seed};
+    if (!isnan(options->temperature)) sampling.temperature = (float)options->temperature;
+    if (!isnan(options->top_p)) sampling.top_p = (float)options->top_p;
+    if (!isnan(options->min_p)) sampling.min_p = (float)options->min_p;
+    if (!isnan(options->repeat_penalty)) sampling.repeat_penalty = (float)options->repeat_penalty;
+    if (options->top_k >= 0) sampling.top_k = options->top_k;
+    return sampling;
+}
+
+static bool thinking(const Options *options) { return options->think && !strcmp(options->think, "on"); }
+
+/* "1,2,3" appended to *ids. */
+static bool parse_ids(const char *list, int **ids, Error *error) {
+    for (const char *p = list; *p || p == list;) {
+        char *end;
+        long id = strtol(p, &end, 10);
+        if (end == p || id < 0 || id > INT_MAX || (*end && *end != ','))
+            return fail(error, "a list of ids: found \"%.40s\", wanted numbers parted by commas", p);
+        arrput(*ids, (int)id);
+        p = *end ? end + 1 : end;
+        if (*end && !*p) return fail(error, "a list of ids: it ends with a comma");
+    }
+    return true;
+}
+
+static void print_ids(const int *ids, size_t n) {
+    for (size_t i = 0; i < n; i++) printf("%s%d", i ? "," : "", ids[i]);
+    putchar('\n');
+}
+
+static bool start(Runner *runner, Options *options, bool need_tokenizer, int *status) {
+    Error error;
+    if (!runner_open(runner, &options->engine, need_tokenizer, options->quiet ? NULL : stderr, &error))
+        return *status = report(&error), false;
+    if (options->trace && !(runner->trace = options->trace_file = fopen(options->trace, "w"))) {
+        fail(&error, "%s: %s", options->trace, strerror(errno));
+        runner_close(runner);
+        return *status = report(&error), false;
+    }
+    return true;
+}
+
+static void print_stats(const Runner *runner) {
+    fprintf(stderr, "tide: %ld rounds, %ld rows, %ld tokens generated in %.2f s: %.1f rows/s, %.1f tokens/s\n", runner->rounds,
+            runner->rows_run, runner->tokens, runner->seconds, (double)runner->rows_run / fmax(runner->seconds, 1e-9),
+            (double)runner->tokens / fmax(runner->seconds, 1e-9));
+}
+
+/* Encodes a prompt the way -p, -f and batch rows mean it: as a user's message when the chat format was asked for, else as text
+ * to continue, behind the prefix the checkpoint's tokenizer wants. */
+static bool encode_prompt(const Tokenizer *tokenizer, const Options *options, const char *text, size_t length, int **ids,
+                          Error *error) {
+    if (!options->chat) {
+        tokenizer_prefix(tokenizer, ids);
+        return tokenizer_encode(tokenizer, text, length, false, ids, error);
+    }
+    Message messages[2] = {{"system", options->system, options->system ? strlen(options->system) : 0}, {"user", text, length}};
+    int first = options->system ? 0 : 1;
+    Prompt prompt = {0};
+    bool ok = chat_render(tokenizer, messages + first, 2 - first, true, thinking(options), &prompt, error);
+    for (size_t i = 0; ok && i < arrlenu(prompt.ids); i++) arrput(*ids, prompt.ids[i]);
+    prompt_free(&prompt);
+    return ok;
+}
+
+/* The ids that -p, -f or --ids stand for. */
+static bool read_prompt(const Runner *runner, const Options *options, int **ids, Error *error) {
+    if (options->ids) return parse_ids(options->ids, ids, error);
+    if (options->prompt) return encode_prompt(runner->tokenizer, options, options->prompt, strlen(options->prompt), ids, error);
+    char *text;
+    size_t length;
+    if (!read_file(options->file, MAX_TEXT_FILE, &text, &length, error)) return false;
+    bool ok = encode_prompt(runner->tokenizer, options, text, length, ids, error);
+    free(text);
+    return ok;
+}
+
+static int count_sources(const Options *options) {
+    return (options->prompt != NULL) + (options->file != NULL) + (options->ids != NULL);
+}
+
+/* Sends off what was printed. Once that has failed, it stays failed. */
+static bool flush_stdout(Error *error) {
+    static int reason;
+    if (fflush(stdout) && !reason) reason = errno;
+    if (ferror(stdout) && !reason) reason = EIO;
+    return !reason || fail(error, "stdout: %s", strerror(reason));
+}
+
+/* A reader who has left ends the generation. */
+static void emit_to_stdout(Session *session, const char *text, size_t length) {
+    fwrite(text, 1, length, stdout);
+    if (!flush_stdout(&session->error)) session->finish = FINISH_ERROR;
+}
+
+static const char *finish_name(Finish finish) {
+    return finish == FINISH_STOP          ? "stop"
+           : finish == FINISH_ERROR       ? "error"
+           : finish == FINISH_INTERRUPTED ? "interrupted"
+                                          : "length";
+}
+
+/* ---- tide generate */
+
+static int command_generate(Options *options) {
+    if (count_sources(options) != 1) return usage("generate wants one of -p TEXT, -f FILE and --ids LIST");
+    Runner runner;
+    int status;
+    if (!start(&runner, options, !options->ids, &status)) return status;
+    Session session = {.max_new = options->n_new < 0 ? 256 : options->n_new,
+                       .sampling = sampling_of(options, &runner.engine.config),
+                       .stops = options->stops,
+                       .emit = runner.tokenizer ? emit_to_stdout : NULL};
+    Error error;
+    bool ok = read_prompt(&runner, options, &session.ids, &error);
+    if (ok && !arrlen(session.ids)) ok = fail(&error, "the prompt is empty: there is nothing to continue");
+    if (ok && arrlen(session.ids) >= runner.engine.cache.context)
+        ok = fail(&error, "the prompt has %d tokens, the context holds %d: raise -c", (int)arrlen(session.ids),
+                  runner.engine.cache.context);
+    if (ok && options->n_new != 0) {
+        session_begin(&session, &runner.engine);
+        run_session(&runner, &session);
+        if (session.finish == FINISH_ERROR) ok = fail(&error, "%s", session.error.text);
+        if (session.finish == FINISH_INTERRUPTED) ok = fail(&error, "interrupted");
+        size_t generated = (size_t)tokens_generated(&session);
+        if (runner.tokenizer && (ok || session.emitted)) putchar('\n');
+        if (!runner.tokenizer && (ok || generated)) print_ids(session.ids + session.prompt_length, generated);
+        if (options->stats) print_stats(&runner);
+    }
+    session_free(&session);
+    runner_close(&runner);
+    return ok ? EXIT_DONE : report(&error);
+}
+
+/* ---- tide batch */
+
+typedef struct BatchRow {
+    int *ids;                   /* stb_ds */
+    Session *session;           /* NULL before its turn and afterwards: a file may have millions of rows */
+    char *output;               /* the JSON line, once finished */
+    char **stops;               /* stb_ds, owned */
+    bool started;
+} BatchRow;
+
+typedef struct Batch {
+    Runner *runner;
+    const Options *options;
+    char **lines;               /* stb_ds; NULL-terminated strings, with their lengths beside them */
+    size_t *lengths;            /* stb_ds */
+    BatchRow *rows;             /* [lines] */
+    bool jsonl, bar;
+    size_t written;             /* rows already in the output */
+    FILE *out;
+    bool some_failed;
+} Batch;
+
+/* text as a JSON-safe, NUL-terminated string (stb_ds): what is no UTF-8 (or NUL) becomes U+FFFD; the ids beside it lose nothing. */
+static char *json_safe(const char *text, size_t length) {
+    char *safe = NULL;
+    for (size_t i = 0; i < length; i++) {
+        size_t good = utf8_valid(text + i, length - i);
+        if (good && memchr(text + i, 0, good)) good = (size_t)((const char *)memchr(text + i, 0, good) - (text + i));
+        if (good) memcpy(arraddnptr(safe, good), text + i, good);
+        if ((i += good) < length) memcpy(arraddnptr(safe, 3), "\xef\xbf\xbd", 3);
+    }
+    arrput(safe, 0);
+    return safe;
+}
+
+/* cJSON makes no array of no numbers. */
+static cJSON *json_ids(const int *ids, int n) { return n ? cJSON_CreateIntArray(ids, n) : cJSON_CreateArray(); }
+
+/* Everything but the output. */
+static void free_row(BatchRow *row) {
+    if (row->session) session_free(row->session);
+    free(row->session);
+    row->session = NULL;
+    arrfree(row->ids);
+    for (size_t i = 0; i < arrlenu(row->stops); i++) free(row->stops[i]);
+    arrfree(row->stops);
+}
+
+static void finish_row(Batch *batch, size_t i, const char *error) {
+    BatchRow *row = &batch->rows[i];
+    const Session *session = row->session;
+    cJSON *json = cJSON_CreateObject();
+    char *text = json_safe(session->text, arrlenu(session->text)), *message = error ? json_safe(error, strlen(error)) : NULL;
+    cJSON_AddNumberToObject(json, "index", (double)i);
+    cJSON_AddStringToObject(json, "text", text);
+    cJSON_AddNumberToObject(json, "prompt_tokens", row->started ? session->prompt_length : (double)arrlen(row->ids));
+    cJSON_AddNumberToObject(json, "completion_tokens", row->started ? tokens_generated(session) : 0);
+    cJSON_AddStringToObject(json, "finish_reason", error ? "error" : finish_name(session->finish));
+    cJSON_AddItemToObject(json, "ids",
+                          json_ids(session->ids + session->prompt_length, row->started ? tokens_generated(session) : 0));
+    if (error) cJSON_AddStringToObject(json, "error", message);
+    else cJSON_AddNullToObject(json, "error");
+    row->output = cJSON_PrintUnformatted(json);
+    cJSON_Delete(json);
+    arrfree(text);
+    arrfree(message);
+    batch->some_failed |= error != NULL;
+    free_row(row);
+}
+
+/* "messages" of a row or of tokenize --jsonl, as ids and text. */
+static bool render_messages(const Tokenizer *tokenizer, const cJSON *list, bool add_generation_prompt, bool think, Prompt *prompt,
+                            Error *error) {
+    Message *messages = NULL;
+    const cJSON *entry;
+    bool ok = cJSON_IsArray(list) || fail(error, "messages: wanted an array");
+    if (ok) cJSON_ArrayForEach(entry, list) {
+            const cJSON *role = cJSON_GetObjectItemCaseSensitive(entry, "role"),
+                        *content = cJSON_GetObjectItemCaseSensitive(entry, "content");
+            if (!cJSON_IsString(role) || !cJSON_IsString(content))
+                ok = fail(error, "messages: each wants a role and a content, both strings");
+            if (!ok) break;
+            arrput(messages, ((Message){role->valuestring, content->valuestring, strlen(content->valuestring)}));
+    }
+    ok = ok && chat_render(tokenizer, messages, (int)arrlen(messages), add_generation_prompt, think, prompt, error);
+    arrfree(messages);
+    return ok;
+}
+
+/* A .jsonl row: prompt or messages, and overrides for n, temp, seed and stop. A row with a seed of its own draws what generate
+ * draws with that seed; the others share one, and each has its own stream. */
+static bool read_json_row(Batch *batch, BatchRow *row, const cJSON *json, Error *error) {
+    Session *session = row->session;
+    Fields fields = {.object = json, .path = "row", .error = error};
+    const cJSON *prompt = field(&fields, "prompt"), *messages = field(&fields, "messages"), *stop = field(&fields, "stop"),
+                *seed = field(&fields, "seed"), *entry;
+    if (!prompt == !messages) return fail(error, "row: wanted one of prompt and messages");
+    session->max_new = read_int(&fields, "n", 0, INT_MAX, session->max_new);
+    session->sampling.temperature = (float)read_number(&fields, "temp", -1e9, 1e9, (double)session->sampling.temperature);
+    size_t value = session->sampling.seed;
+    if (seed && !json_size(seed, &value)) field_failed(&fields, "seed", seed, "a non-negative integer");
+    session->sampling.seed = value;
+    if (seed) session->stream = 0;
+    if (stop) {
+        for (entry = cJSON_IsArray(stop) ? stop->child : stop; entry; entry = cJSON_IsArray(stop) ? entry->next : NULL) {
+            if (!cJSON_IsString(entry) || !*entry->valuestring) {
+                field_failed(&fields, "stop", stop, "a string or a list of strings");
+                break;
+            }
+            arrput(row->stops, copy_string(entry->valuestring));
+        }
+        session->stops = row->stops;
+    }
+    if (fields.failed) return false;
+    if (prompt && !cJSON_IsString(prompt)) return fail(error, "row: prompt wants to be a string");
+    if (prompt)
+        return encode_prompt(batch->runner->tokenizer, batch->options, prompt->valuestring, strlen(prompt->valuestring),
+                             &row->ids, error);
+    Prompt rendered = {0};
+    bool ok = render_messages(batch->runner->tokenizer, messages, true, thinking(batch->options), &rendered, error);
+    for (size_t i = 0; ok && i < arrlenu(rendered.ids); i++) arrput(row->ids, rendered.ids[i]);
+    prompt_free(&rendered);
+    return ok;
+}
+
+/* Turns line i into ids; an error names the line. */
+static bool read_row(Batch *batch, size_t i, Error *error) {
+    BatchRow *row = &batch->rows[i];
+    const char *line = batch->lines[i];
+    size_t length = batch->lengths[i];
+    Error inner;
+    bool ok;
+    row->session = allocate_zeroed(1, sizeof(Session));
+    *row->session = (Session){.stream = i,
+                              .max_new = batch->options->n_new < 0 ? 256 : batch->options->n_new,
+                              .stops = batch->options->stops,
+                             .sampling = sampling_of(batch->options, &batch->runner->engine.config)};
+    if (strspn(line, " \t") == length) ok = fail(&inner, "the line is blank");
+    else if (utf8_valid(line, length) < length) ok = fail(&inner, "the line is not valid UTF-8");
+    else if (!batch->jsonl) ok = encode_prompt(batch->runner->tokenizer, batch->options, line, length, &row->ids, &inner);
+    else {
+        cJSON *json = json_parse(line, length, "row", &inner);
+        ok = json && (cJSON_IsObject(json) ? read_json_row(batch, row, json, &inner) : fail(&inner, "row: wanted a JSON object"));
+        cJSON_Delete(json);
+    }
+    if (ok && !arrlen(row->ids)) ok = fail(&inner, "the prompt is empty");
+    if (ok && arrlen(row->ids) >= batch->runner->engine.cache.context)
+        ok = fail(&inner, "the prompt has %d tokens, the context holds %d", (int)arrlen(row->ids),
+                  batch->runner->engine.cache.context);
+    return ok || fail(error, "line %zu: %s", i + 1, inner.text);
+}
+
+/* Splits the file at newlines; a carriage return before one belongs to it; a last line needs none. */
+static bool read_lines(Batch *batch, const char *path, char **text, Error *error) {
+    size_t length;
+    if (!read_file(path, MAX_TEXT_FILE, text, &length, error)) return false;
+    for (size_t begin = 0; begin < length;) {
+        char *end = memchr(*text + begin, '\n', length - begin);
+        size_t stop = end ? (size_t)(end - *text) : length, size = stop - begin;
+        if (size && (*text)[stop - 1] == '\r') size--;
+        (*text)[begin + size] = 0;
+        arrput(batch->lines, *text + begin);
+        arrput(batch->lengths, size);
+        begin = stop + 1;
+    }
+    batch->rows = allocate_zeroed(arrlenu(batch->lines), sizeof(BatchRow));
+    return true;
+}
+
+/* Opens -o; with --resume counts the rows it holds in order and cuts off a last one that was interrupted. */
+static bool open_output(Batch *batch, const char *path, bool resume, Error *error) {
+    batch->out = stdout;
+    if (!path) return true;
+    long keep = 0;
+    struct stat prompts, output;
+    if (!stat(batch->options->positional, &prompts) && !stat(path, &output) && S_ISREG(output.st_mode)
+        && prompts.st_dev == output.st_dev && prompts.st_ino == output.st_ino)
+        return fail(error, "%s: holds the prompts: not touched", path);
+    if (resume && access(path, F_OK) == 0) {
+        char *text;
+        size_t length;
+        if (!read_file(path, MAX_TEXT_FILE, &text, &length, error)) return false;
+        for (char *end; (end = memchr(text + keep, '\n', length - (size_t)keep)); keep = end + 1 - text) {
+            cJSON *json = cJSON_ParseWithLength(text + keep, (size_t)(end - text - keep));
+            size_t index;
+            cJSON *reason = cJSON_GetObjectItemCaseSensitive(json, "finish_reason");
+            bool mine = cJSON_IsString(reason) && json_size(cJSON_GetObjectItemCaseSensitive(json, "index"), &index)
+                        && index == batch->written;
+            if (mine && !strcmp(reason->valuestring, "error")) batch->some_failed = true;
+            cJSON_Delete(json);
+            if (!mine) {
+                free(text);
+                return fail(error, "%s: line %zu is not row %zu of a tide batch: not touched", path, batch->written + 1,
+                            batch->written);
+            }
+            batch->written++;
+        }
+        char begins[40];                            /* as much of the next row as a kill may have left */
+        size_t rest = length - (size_t)keep, size = (size_t)snprintf(begins, sizeof begins, "{\"index\":%zu,", batch->written),
+               lines = arrlenu(batch->lines);
+        bool mine = !memcmp(text + keep, begins, rest < size ? rest : size);
+        free(text);
+        if (!mine)
+            return fail(error, "%s: what follows its %zu rows is not the beginning of another: not touched", path,
+                        batch->written);
+        if (batch->written + (rest > 0) > lines)
+            return fail(error, "%s: holds more rows than the %zu prompts: not touched", path, lines);
+    }
+    batch->out = fopen(path, resume ? "a" : "w");
+    if (!batch->out || (resume && ftruncate(fileno(batch->out), keep))) return fail(error, "%s: %s", path, strerror(errno));
+    return true;
+}
+
+/* Writes the rows that are finished and next in order. */
+static bool write_rows(Batch *batch, Error *error) {
+    for (; batch->written < arrlenu(batch->lines) && batch->rows[batch->written].output; batch->written++) {
+        BatchRow *row = &batch->rows[batch->written];
+        if (fprintf(batch->out, "%s\n", row->output) < 0 || fflush(batch->out))
+            return fail(error, "the output: %s", strerror(errno));
+        cJSON_free(row->output);
+        row->output = NULL;
+    }
+    return true;
+}
+
+static void draw_bar(const Batch *batch, bool last) {
+    const Runner *runner = batch->runner;
+    int n = (int)arrlen(batch->lines), done = (int)batch->written, filled = n ? 30 * done / n : 30;
+    fprintf(stderr, "\r[%.*s%*s] %d/%d rows, %.1f tokens/s%s", filled, "##############################", 30 - filled, "", done, n,
+            (double)runner->tokens / fmax(runner->seconds, 1e-9), last ? "\n" : "");
+}
+
+/* Keeps every slot busy: a finished session's slot goes to the next row. */
+static bool run_batch(Batch *batch, Error *error) {
+    Runner *runner = batch->runner;
+    int slots = runner->engine.cache.sessions, running = 0;
+    BatchRow *active[MAX_PASS_ROWS];
+    size_t next = batch->written, n = arrlenu(batch->lines);
+    bool taken[MAX_PASS_ROWS] = {false};
+    while (next < n || running) {
+        while (running < slots && next < n && !interrupted) {
+            Error problem;
+            size_t i = next++;
+            BatchRow *row = &batch->rows[i];
+            if (!read_row(batch, i, &problem)) { finish_row(batch, i, problem.text); continue; }
+            while (taken[row->session->slot]) row->session->slot++;
+            taken[row->session->slot] = true;
+            row->session->ids = row->ids;
+            row->ids = NULL;
+            row->started = true;
+            session_begin(row->session, &runner->engine);
+            if (!row->session->max_new) row->session->finish = FINISH_LENGTH;
+            active[running++] = row;
+        }
+        Session *sessions[MAX_PASS_ROWS];
+        for (int i = 0; i < running; i++) sessions[i] = active[i]->session;
+        run_round(runner, sessions, running);
+        if (interrupted)
+            return fail(error, "interrupted with %zu of %zu rows written; --resume goes on from there", batch->written, n);
+        for (int i = 0; i < running; i++) {
+            BatchRow *row = active[i];
+            if (row->session->finish == RUNNING) continue;
+            taken[row->session->slot] = false;
+            size_t line = (size_t)(row - batch->rows);
+            Error problem;
+            bool failed = row->session->finish == FINISH_ERROR
+                          && !fail(&problem, "line %zu: %s", line + 1, row->session->error.text);
+            finish_row(batch, line, failed ? problem.text : NULL);
+            active[i--] = active[--running];
+        }
+        if (!write_rows(batch, error)) return false;
+        if (batch->bar) draw_bar(batch, false);
+    }
+    return write_rows(batch, error);
+}
+
+static void batch_free(Batch *batch) {
+    for (size_t i = 0; i < arrlenu(batch->lines); i++) {
+        BatchRow *row = &batch->rows[i];
+        free_row(row);
+        cJSON_free(row->output);
+    }
+    free(batch->rows);
+    arrfree(batch->lines);
+    arrfree(batch->lengths);
+}
+
+static int command_batch(Options *options) {
+    if (!options->positional) return usage("batch wants a file of prompts");
+    if (options->resume && !options->output) return usage("--resume wants -o OUT.jsonl");
+    options->engine.sessions = options->slots;
+    Runner runner;
+    int status;
+    if (!start(&runner, options, true, &status)) return status;
+    size_t length = strlen(options->positional);
+    Batch batch = {.runner = &runner, .options = options, .bar = isatty(STDERR_FILENO) && !options->quiet,
+                   .jsonl = length > 6 && !strcmp(options->positional + length - 6, ".jsonl")};
+    char *text = NULL;
+    Error error;
+    bool ok = read_lines(&batch, options->positional, &text, &error)
+              && open_output(&batch, options->output, options->resume, &error) && run_batch(&batch, &error);
+    if (batch.bar) draw_bar(&batch, true);
+    if (options->stats) print_stats(&runner);
+    if (batch.out && batch.out != stdout && fclose(batch.out) && ok) ok = fail(&error, "%s: %s", options->output, strerror(errno));
+    batch_free(&batch);
+    free(text);
+    runner_close(&runner);
+    return !ok ? report(&error) : batch.some_failed ? EXIT_SOME_ROWS : EXIT_DONE;
+}
+
+/* ---- tide eval */
+
+typedef struct Dump {           /* what a pass leaves for --dump; probes append rows in order */
+    const Config *config;
+    float **hidden;             /* [layers + 1] stb_ds of [T, hidden_size] */
+    int **topk;                 /* [layers] stb_ds of [T, k] positions, -1 where fewer are visible; NULL where none is made */
+    float *logits;              /* stb_ds [T + D, vocab_size] */
+    int context, topk_width;
+} Dump;
+
+static void dump_hidden(void *user, int layer, const float *hidden, const Row *rows, int n_rows) {
+    Dump *dump = user;
+    (void)rows;
+    size_t n = (size_t)n_rows * (size_t)dump->config->hidden_size;
+    memcpy(arraddnptr(dump->hidden[layer], n), hidden, n * sizeof(float));
+}
+
+static void dump_selection(void *user, int layer, const Selection *selection, const Row *rows, int n_rows) {
+    Dump *dump = user;
+    for (int r = 0; r < n_rows; r++)
+        for (int i = 0; i < dump->topk_width; i++) {
+            bool picked = i < selection->count[r];
+            arrput(dump->topk[layer],
+                   picked ? selection->ids[(size_t)r * (size_t)selection->capacity + (size_t)i] - rows[r].session * dump->context
+                          : -1);
+        }
+}
+
+typedef struct DumpTensor { char name[32]; const char *dtype; int64_t shape[2]; int rank; const void *data; } DumpTensor;
+
+/* A safetensors file of the collected tensors, all four bytes an element. */
+static bool write_safetensors(const char *path, const DumpTensor *tensors, size_t n, Error *error) {
+    FILE *file = fopen(path, "wb");
+    if (!file) return fail(error, "%s: %s", path, strerror(errno));
+    cJSON *header = cJSON_CreateObject();
+    size_t offset = 0;
+    for (size_t i = 0; i < n; i++) {
+        cJSON *entry = cJSON_AddObjectToObject(header, tensors[i].name), *shape, *offsets;
+        cJSON_AddStringToObject(entry, "dtype", tensors[i].dtype);
+        shape = cJSON_AddArrayToObject(entry, "shape");
+        offsets = cJSON_AddArrayToObject(entry, "data_offsets");
+        size_t bytes = 4;
+        for (int d = 0; d < tensors[i].rank; d++) {
+            cJSON_AddItemToArray(shape, cJSON_CreateNumber((double)tensors[i].shape[d]));
+            bytes *= (size_t)tensors[i].shape[d];
+        }
+        cJSON_AddItemToArray(offsets, cJSON_CreateNumber((double)offset));
+        cJSON_AddItemToArray(offsets, cJSON_CreateNumber((double)(offset += bytes)));
+    }
+    char *text = cJSON_PrintUnformatted(header);
+    cJSON_Delete(header);
+    uint64_t length = strlen(text), padded = (length + 7) / 8 * 8;
+    uint8_t size[8];
+    for (int i = 0; i < 8; i++) size[i] = (uint8_t)(padded >> (8 * i));
+    bool ok = fwrite(size, 1, 8, file) == 8 && fprintf(file, "%s%*s", text, (int)(padded - length), "") >= 0;
+    cJSON_free(text);
+    for (size_t i = 0; i < n && ok; i++) {
+        size_t count = (size_t)tensors[i].shape[0] * (size_t)(tensors[i].rank > 1 ? tensors[i].shape[1] : 1);
+        ok = fwrite(tensors[i].data, 4, count, file) == count;
+    }
+    if (fclose(file) || !ok) return fail(error, "%s: %s", path, strerror(errno));
+    return true;
+}
+
+/* One pass after another over ids[0..n) of slot 0, from `cached` on, with the logits of each row handed to visit(). */
+static bool eval_rows(Runner *runner, const int *ids, int cached, int n, bool (*visit)(void *, int, const float *), void *user,
+                      Error *error) {
+    Engine *engine = &runner->engine;
+    for (int begin = cached, take; begin < n; begin += take) {
+        take = n - begin < engine->state.max_rows ? n - begin : engine->state.max_rows;
+        for (int r = 0; r < take; r++) runner->rows[r] = (Row){0, begin + r, ids[begin + r]};
+        if (!forward(engine, runner->rows, take, error)) return false;
+        for (int first = 0; first < take;) {
+            int some = take - first < engine->state.logit_rows ? take - first : engine->state.logit_rows;
+            for (int i = 0; i < some; i++) runner->finals[i] = first + i;
+            if (!head(engine, runner->rows, runner->finals, some, error)) return false;
+            for (int i = 0; i < some; i++)
+                if (!visit(user, begin + first + i, engine->state.logits + (size_t)i * (size_t)engine->config.vocab_size))
+                    return false;
+            first += some;
+        }
+        if (interrupted) return fail(error, "interrupted");
+    }
+    return true;
+}
+
+static bool keep_logits(void *user, int position, const float *logits) {
+    Dump *dump = user;
+    (void)position;
+    memcpy(arraddnptr(dump->logits, (size_t)dump->config->vocab_size), logits, (size_t)dump->config->vocab_size * sizeof(float));
+    return true;
+}
+
+/* The prompt in one go, then the --decode ids one at a time; everything the fixtures hold, under their names. */
+static bool eval_dump(Runner *runner, const Options *options, int **prompt, Error *error) {
+    const Config *config = &runner->engine.config;
+    int *decode = NULL, T = (int)arrlen(*prompt), layers = config->num_hidden_layers;
+    if (options->decode && !parse_ids(options->decode, &decode, error)) { arrfree(decode); return false; }
+    int D = (int)arrlen(decode);
+    if (T + D > runner->engine.cache.context) {
+        arrfree(decode);
+        return fail(error, "%d ids do not fit the context of %d: raise -c", T + D, runner->engine.cache.context);
+    }
+    Dump dump = {.config = config,
+                 .context = runner->engine.cache.context,
+                 .hidden = allocate_zeroed((size_t)layers + 1, sizeof(float *)),
+                 .topk = allocate_zeroed((size_t)layers, sizeof(int *)),
+                 .topk_width = config->index_topk < T ? config->index_topk : T};
+    for (int i = 0; i <= layers; i++) arrsetcap(dump.hidden[i], (size_t)T * (size_t)config->hidden_size);
+    for (int i = 0; config->indexer_full && i < layers; i++)
+        if (config->indexer_full[i]) arrsetcap(dump.topk[i], (size_t)T * (size_t)dump.topk_width);
+    runner->engine.probe = (Probe){dump_hidden, dump_selection, &dump};
+    bool ok = eval_rows(runner, *prompt, 0, T, keep_logits, &dump, error);
+    runner->engine.probe = (Probe){0};
+    for (int i = 0; i < D; i++) arrput(*prompt, decode[i]);
+    for (int i = 0; i < D && ok; i++) ok = eval_rows(runner, *prompt, T + i, T + i + 1, keep_logits, &dump, error);
+
+    DumpTensor *tensors = NULL;
+    int64_t vocab = config->vocab_size;
+    arrput(tensors, ((DumpTensor){"input_ids", "I32", {T}, 1, *prompt}));
+    arrput(tensors, ((DumpTensor){"logits", "F32", {T, vocab}, 2, dump.logits}));
+    if (D) arrput(tensors, ((DumpTensor){"decode_ids", "I32", {D}, 1, decode}));
+    if (D) arrput(tensors, ((DumpTensor){"decode_logits", "F32", {D, vocab}, 2, dump.logits + (size_t)T * (size_t)vocab}));
+    for (int i = 0; i <= layers; i++) {
+        DumpTensor hidden = {"", "F32", {T, config->hidden_size}, 2, dump.hidden[i]},
+                   topk = {"", "I32", {T, dump.topk_width}, 2, i < layers ? dump.topk[i] : NULL};
+        snprintf(hidden.name, sizeof hidden.name, "hidden.%d", i);
+        snprintf(topk.name, sizeof topk.name, "topk.%d", i);
+        arrput(tensors, hidden);
+        if (topk.data) arrput(tensors, topk);
+    }
+    ok = ok && write_safetensors(options->dump, tensors, arrlenu(tensors), error);
+    for (int i = 0; i <= layers; i++) arrfree(dump.hidden[i]);
+    for (int i = 0; i < layers; i++) arrfree(dump.topk[i]);
+    free(dump.hidden);
+    free(dump.topk);
+    arrfree(dump.logits);
+    arrfree(tensors);
+    arrfree(decode);
+    return ok;
+}
+
+typedef struct Perplexity { const int *ids; int n, prefix, vocab; double nll; size_t tokens; } Perplexity;
+
+static bool score_row(void *user, int position, const float *logits) {
+    Perplexity *p = user;
+    if (position + 1 >= p->n || position + 1 < p->prefix) return true;
+    double total = 0, best = logits[argmax(logits, p->vocab)];
+    for (int i = 0; i < p->vocab; i++) total += exp(logits[i] - best);
+    p->nll += log(total) + best - logits[p->ids[position + 1]];
+    p->tokens++;
+    return true;
+}
+
+/* Windows as long as the context, each behind the tokenizer's own prefix; every id but an unprefixed first one is scored. */
+static bool eval_perplexity(Runner *runner, const int *ids, Error *error) {
+    int *prefix = NULL, *window = NULL, context = runner->engine.cache.context, total = (int)arrlen(ids), begin = 0;
+    if (runner->tokenizer) tokenizer_prefix(runner->tokenizer, &prefix);
+    int n_prefix = (int)arrlen(prefix),
+        has_prefix = total >= n_prefix && n_prefix && !memcmp(ids, prefix, (size_t)n_prefix * sizeof(int));
+    if (has_prefix) begin = n_prefix;
+    else n_prefix = 0;
+    Perplexity p = {.prefix = n_prefix, .vocab = runner->engine.config.vocab_size};
+    bool ok = total - begin > (n_prefix ? 0 : 1) || fail(error, "perplexity wants at least %d tokens", n_prefix ? 1 : 2);
+    if (ok && context <= n_prefix + 1) ok = fail(error, "perplexity wants a context of at least %d", n_prefix + 2);
+    for (; ok && begin < total; begin += context - n_prefix) {
+        arrsetlen(window, 0);
+        for (int i = 0; i < n_prefix; i++) arrput(window, prefix[i]);
+        for (int i = begin; i < total && i < begin + context - n_prefix; i++) arrput(window, ids[i]);
+        p.ids = window;
+        p.n = (int)arrlen(window);
+        ok = eval_rows(runner, window, 0, p.n, score_row, &p, error);
+    }
+    if (ok)
+        printf("{\"perplexity\": %.6f, \"nll\": %.8f, \"tokens\": %zu, \"context\": %d}\n", exp(p.nll / (double)p.tokens),
+               p.nll / (double)p.tokens, p.tokens, context);
+    arrfree(prefix);
+    arrfree(window);
+    return ok;
+}
+
+static int command_eval(Options *options) {
+    if (count_sources(options) != 1 || options->prompt) return usage("eval wants one of -f FILE and --ids LIST");
+    if (!options->dump && !options->ppl) return usage("eval wants --dump OUT.safetensors, --ppl or both");
+    if (options->decode && !options->dump) return usage("--decode wants --dump OUT.safetensors");
+    Runner runner;
+    int status;
+    if (!start(&runner, options, !options->ids, &status)) return status;
+    int *ids = NULL;
+    Error error;
+    bool ok = read_prompt(&runner, options, &ids, &error);
+    if (ok && !arrlen(ids)) ok = fail(&error, "there are no tokens to evaluate");
+    if (ok && options->ppl) ok = eval_perplexity(&runner, ids, &error);
+    if (ok && options->dump) ok = eval_dump(&runner, options, &ids, &error);
+    arrfree(ids);
+    runner_close(&runner);
+    return ok ? EXIT_DONE : report(&error);
+}
+
+/* ---- tide tokenize */
+
+static bool tokenize_row(const Tokenizer *tokenizer, const char *line, size_t length, bool special, Error *error) {
+    cJSON *json = json_parse(line, length, "row", error);
+    if (!json) return false;
+    const cJSON *text = cJSON_GetObjectItemCaseSensitive(json, "text"),
+                *messages = cJSON_GetObjectItemCaseSensitive(json, "messages");
+    const cJSON *think = cJSON_GetObjectItemCaseSensitive(json, "enable_thinking");
+    cJSON *answer = NULL;
+    bool ok;
+    if (cJSON_IsString(text)) {
+        int *ids = NULL;
+        ok = tokenizer_encode(tokenizer, text->valuestring, strlen(text->valuestring), special, &ids, error);
+        answer = json_ids(ids, (int)arrlen(ids));
+        arrfree(ids);
+    } else if (messages) {
+        Prompt prompt = {0};
+        bool add = cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(json, "add_generation_prompt"));
+        ok = render_messages(tokenizer, messages, add, !cJSON_IsFalse(think), &prompt, error);
+        answer = cJSON_CreateObject();
+        char *safe = json_safe(prompt.text, arrlenu(prompt.text));
+        cJSON_AddStringToObject(answer, "prompt", safe);
+        cJSON_AddItemToObject(answer, "ids", json_ids(prompt.ids, (int)arrlen(prompt.ids)));
+        arrfree(safe);
+        prompt_free(&prompt);
+    } else ok = fail(error, "row: wanted text or messages");
+    char *printed = answer ? cJSON_PrintUnformatted(answer) : NULL;
+    if (ok) puts(printed);
+    cJSON_free(printed);
+    cJSON_Delete(answer);
+    cJSON_Delete(json);
+    return ok;
+}
+
+static bool tokenize_jsonl(const Tokenizer *tokenizer, const char *path, bool special, Error *error) {
+    Batch batch = {0};
+    char *text = NULL;
+    Error inner;
+    bool ok = read_lines(&batch, path, &text, error);
+    for (size_t i = 0; ok && i < arrlenu(batch.lines); i++)
+        ok = tokenize_row(tokenizer, batch.lines[i], batch.lengths[i], special, &inner)
+             || fail(error, "%s: line %zu: %s", path, i + 1, inner.text);
+    batch_free(&batch);
+    free(text);
+    return ok;
+}
+
+static bool tokenize_text(const Tokenizer *tokenizer, const char *text, size_t length, bool special, Error *error) {
+    int *ids = NULL;
+    bool ok = tokenizer_encode(tokenizer, text, length, special, &ids, error);
+    if (ok) print_ids(ids, arrlenu(ids));
+    arrfree(ids);
+    return ok;
+}
+
+static bool print_decoded(const Tokenizer *tokenizer, const char *list, Error *error) {
+    int *ids = NULL;
+    bool ok = parse_ids(list, &ids, error);
+    for (size_t i = 0; ok && i < arrlenu(ids); i++) {
+        size_t length;
+        const char *bytes = tokenizer_bytes(tokenizer, ids[i], &length);
+        if (!bytes) ok = fail(error, "id %d names no token: the tokenizer has %d", ids[i], tokenizer_size(tokenizer));
+        else fwrite(bytes, 1, length, stdout);
+    }
+    if (ok) putchar('\n');
+    arrfree(ids);
+    return ok;
+}
+
+static int command_tokenize(Options *options) {
+    if ((options->prompt != NULL) + (options->file != NULL) + (options->jsonl != NULL) + (options->decode != NULL) != 1)
+        return usage("tokenize wants one of -p TEXT, -f FILE, --jsonl FILE and --decode LIST");
+    Error error;
+    Tokenizer *tokenizer = tokenizer_open(options->engine.model, &error);
+    if (!tokenizer) return report(&error);
+    bool special = options->special && !strcmp(options->special, "on"), ok;
+    char *text = NULL;
+    size_t length;
+    if (options->decode) ok = print_decoded(tokenizer, options->decode, &error);
+    else if (options->jsonl) ok = tokenize_jsonl(tokenizer, options->jsonl, special, &error);
+    else if (options->prompt) ok = tokenize_text(tokenizer, options->prompt, strlen(options->prompt), special, &error);
+    else
+        ok = read_file(options->file, MAX_TEXT_FILE, &text, &length, &error)
+             && tokenize_text(tokenizer, text, length, special, &error);
+    free(text);
+    tokenizer_close(tokenizer);
+    return ok ? EXIT_DONE : report(&error);
+}
+
+/* ---- tide inspect */
+
+static void print_layers(const char *name, const bool *flags, int n) {
+    printf("%s", name);
+    for (int i = 0; i < n; i++) if (flags[i]) printf(" %d", i);
+    putchar('\n');
+}
+
+static void print_config(const Config *config) {
+    printf("model_type %s\nvocab_size %d\nhidden_size %d\nnum_hidden_layers %d\nnum_attention_heads %d\nmax_position_embeddings "
+           "%d\nrms_norm_eps %g\ntie_word_embeddings %s\n",
+           config->model_type, config->vocab_size, config->hidden_size, config->num_hidden_layers, config->num_attention_heads,
+           config->max_position_embeddings, (double)config->rms_norm_eps, config->tie_word_embeddings ? "true" : "false");
+    printf("rope_theta %g%s\n", config->rope.rope_theta, config->rope.yarn ? ", yarn" : "");
+    if (config->rope.yarn)
+        printf("yarn factor %g, original_max_position_embeddings %d\n", config->rope.factor,
+               config->rope.original_max_position_embeddings);
+    printf("intermediate_size %d\n", config->intermediate_size);
+    if (!has_latent_attention(config))
+        printf("num_key_value_heads %d\nhead_dim %d\n", config->num_key_value_heads, config->head_dim);
+    else {
+        printf("q_lora_rank %d\nkv_lora_rank %d\nqk_nope_head_dim %d\nqk_rope_head_dim %d\nv_head_dim %d\n", config->q_lora_rank,
+               config->kv_lora_rank, config->qk_nope_head_dim, config->qk_rope_head_dim, config->v_head_dim);
+        printf("index_n_heads %d\nindex_head_dim %d\nindex_topk %d\nindexer rope %s\n", config->index_n_heads,
+               config->index_head_dim, config->index_topk, config->indexer_rope_interleave ? "interleaved" : "half-split");
+        print_layers("full indexers in layers", config->indexer_full, config->num_hidden_layers);
+        printf("n_routed_experts %d\nnum_experts_per_tok %d\nn_shared_experts %d\nmoe_intermediate_size %d\nn_group "
+               "%d\ntopk_group %d\nrouted_scaling_factor %g\n",
+               config->n_routed_experts, config->num_experts_per_tok, config->n_shared_experts, config->moe_intermediate_size,
+               config->n_group, config->topk_group, (double)config->routed_scaling_factor);
+        print_layers("experts in layers", config->mlp_sparse, config->num_hidden_layers);
+    }
+    printf("eos_token_id");
+    for (int i = 0; i < config->n_eos; i++) printf(" %d", config->eos_token_id[i]);
+    printf("\nsampling: temperature %g, top_p %g, top_k %d, min_p %g, repetition_penalty %g\n", (double)config->temperature,
+           (double)config->top_p, config->top_k, (double)config->min_p, (double)config->repetition_penalty);
+}
+
+static int command_inspect(Options *options) {
+    Engine engine;
+    Error error;
+    bool ok = engine_plan(&engine, &options->engine, &error);
+    if (ok) print_config(&engine.config);
+    for (size_t i = 0; ok && i < arrlenu(engine.checkpoint.tensors); i++) {
+        const Tensor *tensor = &engine.checkpoint.tensors[i];
+        char shape[128], line[512];
+        snprintf(line, sizeof line, "%-60s %-8s %-20s %12zu bytes", tensor->name, tensor->dtype_name,
+                 shape_text(shape, tensor->rank, tensor->shape), tensor->size);
+        puts(replace_controls(line));
+    }
+    ok = ok && weights_bind(&engine.weights, &engine.checkpoint, &engine.config, &error);
+    if (ok)
+        printf("%.1f M parameters in use, %.1f MB\n", (double)engine.weights.parameters / 1e6,
+               (double)engine.weights.bytes / 1e6);
+    if (ok) print_plan(stdout, &engine);
+    ok = ok && check_memory(&engine, &error);
+    engine_close(&engine);
+    return ok ? EXIT_DONE : report(&error);
+}
+
+/* ---- tide chat
+ *
+ * The conversation is kept as ids, so a turn re-uses every cached row. A turn that fails, or does not fit, leaves the
+ * conversation as it was.
+ */
+
+typedef struct Chat {
+    Runner *runner;
+    Options *options;
+    Session session;
+    int turn_start;             /* ids before the last user message; where a failed turn returns to */
+    int answer_start;           /* ids before the last answer; -1: there is none to regenerate */
+    char *system;               /* or NULL */
+    bool think, colour;
+    bool grey;                  /* the text being printed is reasoning */
+    bool leaving, ended;        /* by command; because the input ended */
+    bool dumb;                  /* the terminal knows no escape sequences */
+    EditLine *editor;           /* NULL: input is not a terminal */
+    History *history;
+} Chat;
+
+/* The chat's terminal is neither echoing nor collecting lines: what is typed during an answer waits, unharmed, for the next
+ * prompt. However the program ends, the user gets the terminal back as it was. */
+static volatile sig_atomic_t terminal_taken, terminal_changed;
+static struct termios terminal_modes;               /* as they were */
+static const char *terminal_undo = "";              /* what to print */
+
+static void give_terminal_back(void) {
+    if (!terminal_taken) return;
+    terminal_taken = 0;
+    if (write(STDOUT_FILENO, terminal_undo, strlen(terminal_undo)) < 0) return;
+    tcsetattr(STDIN_FILENO, TCSANOW, &terminal_modes);
+}
+
+static void handle_fatal_signal(int number) {       /* installed to act once */
+    give_terminal_back();
+    raise(number);
+}
+
+static void handle_interrupt(int number) {
+    (void)number;
+    if (!interrupted++) return;
+    give_terminal_back();                           /* the second one ends the program */
+    _exit(130);
+}
+
+/* A Ctrl-C makes waiting for input return, but never cuts a write short. In the line editor it is held back except while
+ * read_key() waits, so that none goes unnoticed and no two of them count as a second one. */
+static void catch_interrupts(bool waiting, bool editing) {
+    struct sigaction action = {.sa_handler = handle_interrupt, .sa_flags = waiting ? 0 : SA_RESTART};
+    sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, SIGINT);
+    sigaction(SIGINT, &action, NULL);
+    sigprocmask(waiting && editing ? SIG_BLOCK : SIG_UNBLOCK, &set, NULL);
+}
+
+/* Another size, or back from being suspended. */
+static void handle_change(int number) {
+    (void)number;
+    terminal_changed = 1;
+}
+
+static void show_line_again(EditLine *editor) {
+    terminal_changed = 0;
+    el_resize(editor);
+    el_set(editor, EL_PREP_TERM, 0);                /* whoever had the terminal in between left modes of his own */
+    el_set(editor, EL_PREP_TERM, 1);
+    el_set(editor, EL_REFRESH);
+}
+
+/* One character for the editor: 1, or 0 at the end of input, or -1. */
+static int read_key(EditLine *editor, wchar_t *key) {
+    static mbstate_t state;
+    sigset_t none;
+    sigemptyset(&none);
+    for (;;) {
+        struct pollfd input = {.fd = STDIN_FILENO, .events = POLLIN};
+        char byte;
+        if (!interrupted && ppoll(&input, 1, NULL, &none) < 0 && errno != EINTR) return -1;
+        if (interrupted) return -1;
+        if (terminal_changed) show_line_again(editor);
+        if (!input.revents) continue;
+        ssize_t n = read(STDIN_FILENO, &byte, 1);
+        if (n <= 0) return (int)n;
+        size_t used = mbrtowc(key, &byte, 1, &state);
+        if (used == (size_t)-2) continue;           /* the character goes on */
+        if (used == (size_t)-1) {
+            state = (mbstate_t){0};
+            *key = 0xfffd;
+        }
+        return 1;
+    }
+}
+
+static const char *prompt_text(EditLine *editor) {
+    void *data;
+    el_get(editor, EL_CLIENTDATA, &data);
+    const Chat *chat = data;
+    return chat->colour ? "\1\033[1m\1> \1\033[0m\1" : "> ";
+}
+
+/* Bound to the sequence a terminal sends before pasted text: takes everything up to the closing one as it is. */
+static unsigned char take_paste(EditLine *editor, int key) {
+    static const wchar_t closing[] = L"\033[201~";
+    wchar_t *text = NULL, c;
+    size_t end = wcslen(closing);
+    (void)key;
+    while (el_wgetc(editor, &c) == 1) {
+        arrput(text, c == '\r' ? '\n' : c);
+        if (arrlenu(text) >= end && !wmemcmp(text + arrlenu(text) - end, closing, end)) {
+            arrsetlen(text, arrlenu(text) - end);
+            break;
+        }
+    }
+    arrput(text, 0);
+    bool fits = el_winsertstr(editor, text) == 0;
+    arrfree(text);
+    return fits ? CC_REFRESH : CC_ERROR;
+}
+
+static const char *history_path(char buffer[PATH_MAX]) {
+    const char *home = getenv("HOME");
+    return home ? join(buffer, home, ".tide_history") : NULL;
+}
+
+static void open_editor(Chat *chat) {
+    if (!isatty(STDIN_FILENO) || !isatty(STDOUT_FILENO)) return;
+    char path[PATH_MAX];
+    HistEvent event;
+    if (tcgetattr(STDIN_FILENO, &terminal_modes)) return;
+    chat->editor = el_init("tide", stdin, stdout, stderr);
+    chat->history = history_init();
+    if (!chat->editor || !chat->history) return;
+    static const int fatal[] = {SIGTERM, SIGHUP, SIGQUIT};
+    struct sigaction action = {.sa_handler = handle_fatal_signal, .sa_flags = (int)SA_RESETHAND};
+    for (size_t i = 0; i < sizeof fatal / sizeof *fatal; i++) sigaction(fatal[i], &action, NULL);
+    signal(SIGWINCH, handle_change);
+    signal(SIGCONT, handle_change);
+    atexit(give_terminal_back);
+    terminal_taken = 1;
+    el_set(chat->editor, EL_SETTY, "-x", "-icanon", "-echo", NULL);     /* outside the editor's own reading */
+    history(chat->history, &event, H_SETSIZE, 500);
+    if (history_path(path)) history(chat->history, &event, H_LOAD, path);
+    el_set(chat->editor, EL_CLIENTDATA, chat);
+    el_set(chat->editor, EL_GETCFN, read_key);
+    el_set(chat->editor, EL_PROMPT_ESC, prompt_text, '\1');
+    el_set(chat->editor, EL_EDITOR, "emacs");
+    el_set(chat->editor, EL_HIST, history, chat->history);
+    el_wset(chat->editor, EL_ADDFN, L"take-paste", L"takes a bracketed paste as one message",
+            take_paste); /* el_set() leaks both texts */
+    el_set(chat->editor, EL_BIND, "\033[200~", "take-paste", NULL);
+    if (chat->dumb) return;
+    terminal_undo = "\033[0m\033[?2004l";
+    fputs("\033[?2004h", stdout);                   /* asks the terminal to bracket what is pasted */
+}
+
+static void close_editor(Chat *chat) {
+    char path[PATH_MAX];
+    HistEvent event;
+    if (chat->history && history_path(path)) {
+        mode_t mask = umask(077);                   /* what one types is nobody else's */
+        history(chat->history, &event, H_SAVE, path);
+        umask(mask);
+    }
+    fflush(stdout);
+    if (chat->editor) el_end(chat->editor);
+    if (chat->history) history_end(chat->history);
+    give_terminal_back();
+}
+
+/* Whether more input is there already: only a paste is that fast. */
+static bool more_pending(void) {
+    struct pollfd input = {.fd = STDIN_FILENO, .events = POLLIN};
+    return poll(&input, 1, 20) > 0 && (input.revents & POLLIN);
+}
+
+/* One message into *line (stb_ds, NUL-terminated); false at the end of input. On a terminal, lines that arrive together are one
+ * message; from a pipe every line is one. */
+static bool read_message(Chat *chat, char **line) {
+    arrsetlen(*line, 0);
+    char *buffer = NULL;
+    size_t capacity = 0;
+    bool got = false;
+    catch_interrupts(true, chat->editor);
+    for (;;) {
+        int n = 0;
+        const char *piece;
+        if (chat->editor) piece = el_gets(chat->editor, &n);
+        else piece = (n = (int)getline(&buffer, &capacity, stdin)) > 0 ? buffer : NULL;
+        if (!piece && chat->editor && interrupted) {    /* Ctrl-C at the prompt drops the line, however often */
+            interrupted = 0;
+            fputs("\n", stdout);
+            el_reset(chat->editor);
+            arrsetlen(*line, 0);
+            got = false;
+            continue;
+        }
+        if (!piece || n <= 0) {                     /* the end of input, perhaps right behind a line */
+            chat->ended = true;
+            break;
+        }
+        got = true;
+        memcpy(arraddnptr(*line, (size_t)n), piece, (size_t)n);
+        if (!chat->editor || (*line)[0] == '/' || !more_pending()) break;
+    }
+    if (got) interrupted = 0;
+    catch_interrupts(false, chat->editor);
+    free(buffer);
+    while (arrlen(*line) && (arrlast(*line) == '\r' || arrlast(*line) == '\n')) arrsetlen(*line, arrlenu(*line) - 1);
+    HistEvent event;
+    arrput(*line, 0);
+    if (chat->history && (*line)[0]) history(chat->history, &event, H_ENTER, *line);
+    return got;
+}
+
+static void chat_emit(Session *session, const char *text, size_t length) {
+    Chat *chat = session->user;
+    bool grey = chat->colour && chat->think;
+    if (grey) {                                     /* reasoning is grey until its closing tag has been sampled */
+        int close = chat_think_close(chat->runner->tokenizer);
+        bool reasoning = true;
+        for (int i = session->prompt_length; i < arrlen(session->ids); i++) reasoning &= session->ids[i] != close;
+        if (reasoning != chat->grey) fputs(reasoning ? "\033[90m" : "\033[0m", stdout);
+        chat->grey = reasoning;
+    }
+    emit_to_stdout(session, text, length);
+}
+
+static void chat_rollback(Chat *chat, int length) {
+    Session *session = &chat->session;
+    arrsetlen(session->ids, (size_t)length);
+    if (session->cached > length) session->cached = length;
+}
+
+/* Generates after the ids that are there, printing as it goes. */
+static void chat_answer(Chat *chat) {
+    Session *session = &chat->session;
+    Runner *runner = chat->runner;
+    chat->answer_start = (int)arrlen(session->ids);
+    session_begin(session, &runner->engine);
+    int evaluated = session->prompt_length - session->cached;
+    double begin = now();
+    run_session(runner, session);
+    if (chat->grey) fputs("\033[0m", stdout);
+    chat->grey = false;
+    putchar('\n');
+    fflush(stdout);
+    if (ferror(stdout)) chat->leaving = true;       /* main() says why */
+    else if (session->finish == FINISH_ERROR) {
+        fprintf(stderr, "tide: %s; the turn was taken back\n", session->error.text);
+        chat_rollback(chat, chat->turn_start);
+        chat->answer_start = -1;
+    }
+    if (session->finish == FINISH_CONTEXT)
+        fprintf(stderr, "tide: the context of %d tokens is full: /clear starts anew, -c makes more room\n",
+                runner->engine.cache.context);
+    if (session->finish == FINISH_INTERRUPTED) fputs("tide: interrupted\n", stderr);
+    if (chat->options->stats)
+        fprintf(stderr, "tide: %d tokens evaluated, %d re-used, %d generated, %.1f tokens/s\n", evaluated,
+                session->prompt_length - evaluated, tokens_generated(session),
+                tokens_generated(session) / fmax(now() - begin, 1e-9));
+    interrupted = 0;
+}
+
+/* A user's message: rendered behind what is there, refused whole if it does not fit. */
+static void chat_turn(Chat *chat, const char *text, size_t length) {
+    Session *session = &chat->session;
+    const Tokenizer *tokenizer = chat->runner->tokenizer;
+    Message messages[2] = {{"system", chat->system, chat->system ? strlen(chat->system) : 0}, {"user", text, length}};
+    int first = chat->system ? 0 : 1, used = (int)arrlen(session->ids), context = chat->runner->engine.cache.context;
+    Prompt prompt = {0};
+    Error error;
+    bool ok = used ? chat_render_next(tokenizer, session->ids[used - 1], text, length, chat->think, &prompt, &error)
+                   : chat_render(tokenizer, messages + first, 2 - first, true, chat->think, &prompt, &error);
+    int added = (int)arrlen(prompt.ids);
+    if (ok && used + added >= context)
+        ok = fail(&error, "the message has %d tokens and %d of %d are in use: it does not fit; /clear starts anew", added, used,
+                  context);
+    if (!ok) report(&error);
+    else {
+        chat->turn_start = used;
+        for (int i = 0; i < added; i++) arrput(session->ids, prompt.ids[i]);
+        chat_answer(chat);
+    }
+    prompt_free(&prompt);
+}
+
+static void chat_clear(Chat *chat) {
+    chat_rollback(chat, 0);
+    chat->turn_start = 0;
+    chat->answer_start = -1;
+}
+
+static const uint64_t hash_start = 0xcbf29ce484222325u;
+
+/* FNV-1a. */
+static uint64_t hash_bytes(uint64_t hash, const char *bytes, size_t n) {
+    for (size_t i = 0; i < n; i++) hash = (hash ^ (unsigned char)bytes[i]) * 0x100000001b3u;
+    return hash;
+}
+
+/* Over names, dtypes, shapes and the first bytes of every vector (the norms differ between any two trainings): tells one
+ * checkpoint from another without reading its weights. */
+static uint64_t fingerprint(const Checkpoint *checkpoint) {
+    uint64_t hash = hash_start;
+    for (size_t i = 0; i < arrlenu(checkpoint->tensors); i++) {
+        const Tensor *tensor = &checkpoint->tensors[i];
+        char line[512], shape[128];
+        snprintf(line, sizeof line, "%s %s %s\n", tensor->name, tensor->dtype_name, shape_text(shape, tensor->rank, tensor->shape));
+        hash = hash_bytes(hash, line, strlen(line));
+        if (tensor->rank == 1) hash = hash_bytes(hash, (const char *)tensor->data, tensor->size < 64 ? tensor->size : 64);
+    }
+    return hash;
+}
+
+enum { SAVE_VERSION = 1 };
+
+/* A saved conversation is one JSON object whose last member is the hash of everything before it. */
+static const char save_check[] = ",\"check\":\"%016" PRIx64 "\"}\n";
+enum { SAVE_CHECK_LENGTH = 29 };
+
+/* The conversation's ids and settings, to a temporary name first, so that a crash leaves the old file whole. */
+static bool chat_save(Chat *chat, const char *path, Error *error) {
+    const Session *session = &chat->session;
+    char mark[24], temporary[PATH_MAX];
+    struct stat there;
+    if (!stat(path, &there) && !S_ISREG(there.st_mode)) return fail(error, "%s: not a regular file", path);
+    snprintf(mark, sizeof mark, "%016" PRIx64, fingerprint(&chat->runner->engine.checkpoint));
+    cJSON *json = cJSON_CreateObject();
+    cJSON_AddNumberToObject(json, "tide_session", SAVE_VERSION);
+    cJSON_AddStringToObject(json, "checkpoint", mark);
+    cJSON_AddBoolToObject(json, "think", chat->think);
+    cJSON_AddNumberToObject(json, "temperature", (double)session->sampling.temperature);
+    cJSON_AddNumberToObject(json, "seed", (double)session->sampling.seed);
+    if (chat->system) cJSON_AddStringToObject(json, "system", chat->system);
+    cJSON_AddNumberToObject(json, "turn_start", chat->turn_start);
+    cJSON_AddNumberToObject(json, "answer_start", chat->answer_start);
+    cJSON_AddItemToObject(json, "ids", json_ids(session->ids, (int)arrlen(session->ids)));
+    char *text = cJSON_PrintUnformatted(json);
+    cJSON_Delete(json);
+    size_t length = strlen(text) - 1;               /* without the closing brace, which follows the hash */
+    snprintf(temporary, sizeof temporary, "%s.partial", path);
+    FILE *file = fopen(temporary, "w");
+    bool ok = file && fwrite(text, 1, length, file) == length && fprintf(file, save_check, hash_bytes(hash_start, text, length)) > 0
+        && !fflush(file) && !fsync(fileno(file));
+    ok = (!file || !fclose(file)) && ok && !rename(temporary, path);
+    if (!ok) {
+        fail(error, "%s: %s", path, strerror(errno));
+        if (file) remove(temporary);
+    }
+    cJSON_free(text);
+    return ok;
+}
+
+static bool chat_restore(Chat *chat, const cJSON *json, const char *path, Error *error) {
+    Fields fields = {.object = json, .path = path, .error = error};
+    const Engine *engine = &chat->runner->engine;
+    const cJSON *mark = field(&fields, "checkpoint"), *list = field(&fields, "ids"), *system = field(&fields, "system"), *item;
+    char wanted[24];
+    snprintf(wanted, sizeof wanted, "%016" PRIx64, fingerprint(&engine->checkpoint));
+    int version = read_int(&fields, "tide_session", SAVE_VERSION, SAVE_VERSION, REQUIRED),
+        n = cJSON_IsArray(list) ? cJSON_GetArraySize(list) : -1;
+    bool think = read_bool(&fields, "think", false);
+    double temperature = read_number(&fields, "temperature", -1e9, 1e9, REQUIRED);
+    int turn_start = read_int(&fields, "turn_start", 0, n < 0 ? 0 : n, 0),
+        answer_start = read_int(&fields, "answer_start", -1, n < 0 ? 0 : n, -1);
+    double seed = read_number(&fields, "seed", 0, 0x1p53, REQUIRED);
+    (void)version;
+    if (answer_start >= 0 && answer_start <= turn_start)
+        field_failed(&fields, "answer_start", field(&fields, "answer_start"), "a place behind turn_start");
+    if (!cJSON_IsString(mark) || strcmp(mark->valuestring, wanted)) field_failed(&fields, "checkpoint", mark, wanted);
+    if (n < 0) field_failed(&fields, "ids", NULL, "a list of ids");
+    else cJSON_ArrayForEach(item, list)
+            if (!cJSON_IsNumber(item) || !(item->valuedouble >= 0 && item->valuedouble < engine->config.vocab_size)
+                || item->valuedouble != item->valueint)
+                field_failed(&fields, "ids", item, "ids of the vocabulary");
+    if (system && !cJSON_IsString(system)) field_failed(&fields, "system", system, "a string");
+    if (fields.failed) return false;
+    if (n > engine->cache.context)
+        return fail(error, "%s: its %d tokens do not fit the context of %d", path, n, engine->cache.context);
+    chat_clear(chat);
+    cJSON_ArrayForEach(item, list) arrput(chat->session.ids, item->valueint);
+    free(chat->system);
+    chat->system = system ? copy_string(system->valuestring) : NULL;
+    chat->think = think;
+    chat->session.sampling.temperature = (float)temperature;
+    chat->session.sampling.seed = (uint64_t)seed;
+    chat->turn_start = turn_start;
+    chat->answer_start = answer_start;
+    return true;
+}
+
+static bool chat_load(Chat *chat, const char *path, Error *error) {
+    char *text, check[SAVE_CHECK_LENGTH + 1];
+    size_t length;
+    if (!read_file(path, MAX_JSON_FILE, &text, &length, error)) return false;
+    size_t checked = length < SAVE_CHECK_LENGTH ? 0 : length - SAVE_CHECK_LENGTH;
+    snprintf(check, sizeof check, save_check, hash_bytes(hash_start, text, checked));
+    bool whole = checked && !memcmp(text + checked, check, SAVE_CHECK_LENGTH);
+    cJSON *json = whole ? json_parse(text, length, path, error) : NULL;
+    if (!whole) fail(error, "%s: not a conversation that tide saved, or damaged", path);
+    bool ok = json && chat_restore(chat, json, path, error);
+    cJSON_Delete(json);
+    free(text);
+    return ok;
+}
+
+static const char chat_help[] =
+    "/clear           forget the conversation        /system TEXT   set the system message and start anew\n"
+    "/think on|off    reason before answering        /temp T        sampling temperature, 0 is greedy\n"
+    "/regen           answer the last message again  /stats         what was computed so far\n"
+    "/save FILE  /load FILE   the conversation        /quit          leave (so does Ctrl-D)\n"
+    "Ctrl-C stops an answer; a second one ends the program. Text pasted over several lines is one message.\n";
+
+static void chat_regenerate(Chat *chat) {
+    if (chat->answer_start < 0) { fputs("tide: there is no answer to regenerate\n", stderr); return; }
+    chat_rollback(chat, chat->answer_start);
+    chat->session.sampling.seed++;                  /* other noise, or the same answer would come back */
+    chat_answer(chat);
+}
+
+static void chat_set_temperature(Chat *chat, const char *argument) {
+    char *end;
+    double value = strtod(argument, &end);
+    if (end == argument || *end || !(fabs(value) <= 1e9)) notice("/temp: found \"%s\", wanted a number", argument);
+    else chat->session.sampling.temperature = (float)value;
+}
+
+static void chat_command(Chat *chat, char *line) {
+    for (size_t n = strlen(line); n && isspace((unsigned char)line[n - 1]);) line[--n] = 0;
+    char *argument = line + strcspn(line, " \t");
+    if (*argument) *argument++ = 0;
+    argument += strspn(argument, " \t");
+    Error error;
+    bool is_save = !strcmp(line, "/save"), is_load = !strcmp(line, "/load");
+    if (!strcmp(line, "/help")) fputs(chat_help, stderr);
+    else if (!strcmp(line, "/clear")) chat_clear(chat);
+    else if (!strcmp(line, "/quit")) chat->leaving = true;
+    else if (!strcmp(line, "/regen")) chat_regenerate(chat);
+    else if (!strcmp(line, "/temp")) chat_set_temperature(chat, argument);
+    else if (!strcmp(line, "/stats")) {
+        fprintf(stderr, "tide: %d of %d tokens in use\n", (int)arrlen(chat->session.ids), chat->runner->engine.cache.context);
+        print_stats(chat->runner);
+    } else if (!strcmp(line, "/think")) {
+        if (!strcmp(argument, "on") || !strcmp(argument, "off")) chat->think = !strcmp(argument, "on");
+        else notice("/think: found \"%s\", wanted on or off", argument);
+    } else if (!strcmp(line, "/system")) {
+        free(chat->system);
+        chat->system = *argument ? copy_string(argument) : NULL;
+        chat_clear(chat);
+        fputs("tide: a new conversation begins\n", stderr);
+    } else if ((is_save || is_load) && !*argument) fprintf(stderr, "tide: %s wants a file name\n", line);
+    else if (is_save || is_load) {
+        if (!(is_save ? chat_save(chat, argument, &error) : chat_load(chat, argument, &error))) report(&error);
+        else notice("%s %s: %d tokens", is_save ? "saved" : "loaded", argument, (int)arrlen(chat->session.ids));
+    } else notice("there is no command %s; /help lists them", line);
+}
+
+static int command_chat(Options *options) {
+    if (!options->n_new) return usage("chat wants -n to be at least 1");
+    Runner runner;
+    int status;
+    if (!start(&runner, options, true, &status)) return status;
+    Error error;
+    Prompt nothing = {0};
+    bool can_talk = chat_render(runner.tokenizer, NULL, 0, true, false, &nothing, &error);
+    prompt_free(&nothing);
+    if (!can_talk) {
+        runner_close(&runner);
+        return report(&error);
+    }
+    const char *terminal = getenv("TERM"), *no_color = getenv("NO_COLOR");
+    bool dumb = !terminal || !*terminal || !strcmp(terminal, "dumb"),
+         colour = isatty(STDOUT_FILENO) && !(no_color && *no_color) && !dumb;
+    Chat chat = {.runner = &runner,
+                 .options = options,
+                 .answer_start = -1,
+                 .think = thinking(options),
+                 .colour = colour,
+                 .dumb = dumb,
+                 .system = options->system ? copy_string(options->system) : NULL};
+    chat.session = (Session){.max_new = options->n_new < 0 ? 0 : options->n_new,
+                             .sampling = sampling_of(options, &runner.engine.config),
+                             .stops = options->stops,
+                             .emit = chat_emit,
+                             .user = &chat};
+    open_editor(&chat);
+    if (chat.editor && !options->quiet) fputs("Talk to the model; /help lists the commands, Ctrl-D leaves.\n", stderr);
+    char *line = NULL;
+    while (!chat.leaving && !chat.ended && read_message(&chat, &line)) {
+        size_t length = arrlenu(line) - 1;
+        if (line[0] == '/') chat_command(&chat, line);
+        else if (strspn(line, " \t\n\r") < length) chat_turn(&chat, line, length);
+    }
+    if (chat.editor && !chat.leaving) putchar('\n');
+    bool ok = chat.editor || !interrupted || fail(&error, "interrupted");       /* without an editor Ctrl-C ends the input */
+    close_editor(&chat);
+    arrfree(line);
+    free(chat.system);
+    session_free(&chat.session);
+    runner_close(&runner);
+    return ok ? EXIT_DONE : report(&error);
+}
+
+/* ---- tide bench */
+
+enum { BENCH_PREFILL = 512, BENCH_REPEATS = 5, BENCH_STEPS = 16, BENCH_VOCAB = 32768 };
+
+static int compare_doubles(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+/* Sorts the values. */
+static double median(double *values, int n) {
+    qsort(values, (size_t)n, sizeof *values, compare_doubles);
+    return n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
+}
+
+typedef float f32x8 __attribute__((vector_size(32)));
+
+static f32x8 splat8(float x) { return (f32x8){x, x, x, x, x, x, x, x}; }
+
+static float sum8(f32x8 v) { return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7])); }
+
+/* Bytes a second that all threads together read from memory: sums over a buffer. */
+static double time_read(const float *data, size_t count) {
+    double start = now();
+    float total = 0;
+#pragma omp parallel for reduction(+ : total) schedule(static)
+    for (size_t block = 0; block < count / 4096; block++) {
+        f32x8 sums[4] = {0};
+        const float *p = data + block * 4096;
+        for (int i = 0; i < 4096; i += 32)
+            for (int j = 0; j < 4; j++) {
+                f32x8 loaded;
+                memcpy(&loaded, p + i + 8 * j, sizeof loaded);
+                sums[j] += loaded;
+            }
+        total += sum8(sums[0] + sums[1] + sums[2] + sums[3]);
+    }
+    volatile float kept = total;
+    (void)kept;
+    return (double)(count * sizeof(float)) / (now() - start);
+}
+
+/* Multiply-adds a second (two operations each) that all threads together do in registers. */
+static double time_fma(void) {
+    enum { ROUNDS = 4 << 20 };
+    double start = now();
+    float total = 0;
+    int threads = omp_get_max_threads();
+#pragma omp parallel reduction(+ : total)
+    {
+        f32x8 sums[12], factor = splat8(0.999f), term = splat8(1e-3f);
+        for (int i = 0; i < 12; i++) sums[i] = splat8((float)i);
+        for (int n = 0; n < ROUNDS; n++)
+            for (int i = 0; i < 12; i++) sums[i] = sums[i] * factor + term;       /* one instruction */
+        for (int i = 0; i < 12; i++) total += sum8(sums[i]);
+    }
+    volatile float kept = total;
+    (void)kept;
+    return 2.0 * 8 * 12 * ROUNDS * threads / (now() - start);
+}
+
+/* The i-th of a stream of bf16 values within 0.05 of zero: a hash of i (MurmurHash3's last steps), the upper half of a float. */
+static uint16_t random_weight(uint64_t i) {
+    i = (i ^ i >> 33) * 0xff51afd7ed558ccdu;
+    i = (i ^ i >> 33) * 0xc4ceb9fe1a85ec53u;
+    float value = ((float)(i >> 40) * 0x1p-24f - 0.5f) * 0.1f;
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (uint16_t)(bits >> 16);
+}
+
+static Matrix random_matrix(uint16_t *block, size_t *used, int rows, int cols) {
+    Matrix matrix = {.data = (const uint8_t *)(block + *used), .dtype = DTYPE_BF16, .rows = rows, .cols = cols};
+    *used += (size_t)rows * (size_t)cols;
+    return matrix;
+}
+
+/* Four layers in the shape of Qwen3-1.7B and a small vocabulary, as random bf16 weights in memory: 537 MB. */
+static void make_dense_model(Engine *engine, uint16_t **block, float **ones) {
+    enum { LAYERS = 4, HIDDEN = 2048, HEADS = 16, KV_HEADS = 8, DIM = 128, INNER = 6144, VOCAB = BENCH_VOCAB };
+    Config *config = &engine->config;
+    *config = (Config){.family = FAMILY_QWEN3,
+                       .model_type = "qwen3",
+                       .vocab_size = VOCAB,
+                       .hidden_size = HIDDEN,
+                       .intermediate_size = INNER,
+                       .num_hidden_layers = LAYERS,
+                       .max_position_embeddings = 4096,
+                       .num_attention_heads = HEADS,
+                       .num_key_value_heads = KV_HEADS,
+                       .head_dim = DIM,
+                       .tie_word_embeddings = true,
+                       .rms_norm_eps = 1e-6f,
+                       .rope.rope_theta = 1e6};
+    size_t per_layer = (size_t)HIDDEN * DIM * (2 * HEADS + 2 * KV_HEADS) + (size_t)3 * HIDDEN * INNER,
+           total = LAYERS * per_layer + (size_t)VOCAB * HIDDEN, used = 0;
+    *block = allocate_zeroed(total, sizeof **block);
+    *ones = allocate_zeroed(HIDDEN, sizeof **ones);
+    for (int i = 0; i < HIDDEN; i++) (*ones)[i] = 1;
+#pragma omp parallel for
+    for (size_t i = 0; i < total; i++) (*block)[i] = random_weight(i);
+    Weights *weights = &engine->weights;
+    weights->layers = allocate_zeroed(LAYERS, sizeof(LayerWeights));
+    weights->embed_tokens = weights->lm_head = random_matrix(*block, &used, VOCAB, HIDDEN);
+    weights->norm = *ones;
+    weights->parameters = total;
+    weights->bytes = 2 * total;
+    for (int i = 0; i < LAYERS; i++) {
+        LayerWeights *layer = &weights->layers[i];
+        layer->input_layernorm = layer->post_attention_layernorm = layer->q_norm = layer->k_norm = *ones;
+        layer->q_proj = random_matrix(*block, &used, HEADS * DIM, HIDDEN);
+        layer->k_proj = random_matrix(*block, &used, KV_HEADS * DIM, HIDDEN);
+        layer->v_proj = random_matrix(*block, &used, KV_HEADS * DIM, HIDDEN);
+        layer->o_proj = random_matrix(*block, &used, HIDDEN, HEADS * DIM);
+        layer->gate_proj = random_matrix(*block, &used, INNER, HIDDEN);
+        layer->up_proj = random_matrix(*block, &used, INNER, HIDDEN);
+        layer->down_proj = random_matrix(*block, &used, HIDDEN, INNER);
+    }
+}
+
+/* Seconds of one prefill, or of one decoded token, over rows at positions [first, first + n). */
+static double time_rows(Engine *engine, int first, int n, int per_pass) {
+    Row rows[BENCH_PREFILL];
+    Error error;
+    double start = now();
+    for (int begin = 0; begin < n; begin += per_pass) {
+        for (int r = 0; r < per_pass; r++) rows[r] = (Row){0, first + begin + r, 7 * (begin + r) % BENCH_VOCAB};
+        int last = per_pass - 1;
+        if (!forward(engine, rows, per_pass, &error) || !head(engine, rows, &last, 1, &error)) exit(report(&error));
+    }
+    return (now() - start) * per_pass / n;
+}
+
+/* Decode against the read bandwidth and prefill against the multiply-add rate, each ceiling measured between the runs. */
+static int bench_cpu(Options *options) {
+    Engine engine = {.backend = &c_backend};
+    uint16_t *block;
+    float *ones;
+    Error error;
+    options->engine.sessions = 1;
+    options->engine.context = 1024;
+    make_dense_model(&engine, &block, &ones);
+    if (!plan_memory(&engine, &options->engine, &error) || !take_memory(&engine, &error)) return report(&error);
+    prepare_rope(&engine);
+    double reads[BENCH_REPEATS], rates[BENCH_REPEATS], decodes[BENCH_REPEATS], prefills[BENCH_REPEATS];
+    time_rows(&engine, 0, BENCH_PREFILL, BENCH_PREFILL);
+    for (int i = 0; i < BENCH_REPEATS; i++) {
+        reads[i] = time_read((const float *)block, engine.weights.bytes / sizeof(float));
+        decodes[i] = time_rows(&engine, BENCH_PREFILL, BENCH_STEPS, 1);
+        rates[i] = time_fma();
+        prefills[i] = time_rows(&engine, 0, BENCH_PREFILL, BENCH_PREFILL);
+    }
+    double read = median(reads, BENCH_REPEATS), rate = median(rates, BENCH_REPEATS), decode = median(decodes, BENCH_REPEATS),
+           prefill = median(prefills, BENCH_REPEATS);
+    /* Per decoded token every weight and the history's keys and values are read once. Per prefilled token each weight of the layers
+     * is one multiply-add, and each earlier position two for every value of the query heads. */
+    const Config *config = &engine.config;
+    double history = (double)config->num_hidden_layers * (BENCH_PREFILL + BENCH_STEPS / 2.0) * (double)engine.cache.format.stride;
+    double achieved = ((double)engine.weights.bytes + history) / decode, pairs = BENCH_PREFILL * (BENCH_PREFILL + 1) / 2.0;
+    double body = (double)(engine.weights.parameters - (size_t)BENCH_VOCAB * (size_t)config->hidden_size) * BENCH_PREFILL;
+    double work = 2 * (body + 2.0 * config->num_hidden_layers * pairs * config->num_attention_heads * config->head_dim) / prefill;
+    printf("model            %.0f MB of bf16 weights, %d threads\n", (double)engine.weights.bytes / 1e6, omp_get_max_threads());
+    printf("read bandwidth   %6.1f GB/s\n", read / 1e9);
+    printf("decode           %6.1f GB/s of weights and cached rows, %.1f tokens/s: %.0f%% of the read bandwidth\n",
+           achieved / 1e9, 1 / decode, 100 * achieved / read);
+    printf("fma rate         %6.1f GFLOP/s\n", rate / 1e9);
+    printf("prefill %d      %6.1f GFLOP/s in matrices and attention, %.0f tokens/s: %.0f%% of the fma rate\n", BENCH_PREFILL,
+           work / 1e9, BENCH_PREFILL / prefill, 100 * work / rate);
+    engine_close(&engine);
+    free(block);
+    free(ones);
+    return EXIT_DONE;
+}
+
+/* From nothing to a bound checkpoint and a ready tokenizer. */
+static int bench_load(Options *options) {
+    double seconds[BENCH_REPEATS];
+    for (int i = 0; i < BENCH_REPEATS; i++) {
+        Runner runner;
+        Error error;
+        double begin = now();
+        if (!runner_open(&runner, &options->engine, false, NULL, &error)) return report(&error);
+        seconds[i] = now() - begin;
+        runner_close(&runner);
+    }
+    printf("load             %.3f s: checkpoint, weights and tokenizer of %s\n", median(seconds, BENCH_REPEATS),
+           options->engine.model);
+    return EXIT_DONE;
+}
+
+static int command_bench(Options *options) {
+    if (options->positional && !strcmp(options->positional, "cpu")) return bench_cpu(options);
+    if (options->positional && !strcmp(options->positional, "load")) return bench_load(options);
+    return usage("bench wants cpu or load");
+}
+
+/* ---- main */
+
+static const struct { const char *name; int (*run)(Options *); } commands[] = {
+    {"chat", command_chat}, {"generate", command_generate}, {"batch", command_batch}, {"eval", command_eval},
+    {"tokenize", command_tokenize}, {"inspect", command_inspect}, {"bench", command_bench},
+};
+
+/* The file this program was started from; empty where that is not known. */
+static char *program_path(char buffer[PATH_MAX]) {
+    ssize_t n = readlink("/proc/self/exe", buffer, PATH_MAX - 1);
+    buffer[n > 0 ? n : 0] = 0;
+    return buffer;
+}
+
+/* weights/mini beside the program. */
+static const char *shipped_model(char buffer[PATH_MAX]) {
+    char program[PATH_MAX];
+    char *slash = strrchr(program_path(program), '/');
+    if (slash) *slash = 0;
+    return join(buffer, slash ? program : ".", "weights/mini");
+}
+
+static void *checked_malloc(size_t size) { return checked_realloc(NULL, size); }    /* for cJSON */
+
+static int run_command(int argc, char **argv) {
+    cJSON_InitHooks(&(cJSON_Hooks){checked_malloc, free});
+    char model[PATH_MAX];
+    if (argc < 2) {
+        fputs(usage_text, stderr);
+        return EXIT_USAGE;
+    }
+    if (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h") || !strcmp(argv[1], "help")) {
+        fputs(usage_text, stdout);
+        return EXIT_DONE;
+    }
+    Options options = {.n_new = -1, .top_k = -1, .temperature = NAN, .top_p = NAN, .min_p = NAN, .repeat_penalty = NAN, .slots = 8,
+                       .engine = {.model = shipped_model(model), .sessions = 1}};
+    int (*run)(Options *) = NULL;
+    for (size_t i = 0; i < sizeof commands / sizeof *commands; i++)
+        if (!strcmp(commands[i].name, argv[1])) run = commands[i].run;
+    if (!run) return usage("unknown command %s", argv[1]);
+    int status = parse_options(&options, argc, argv) ? EXIT_DONE : EXIT_USAGE;
+    if (!status && options.help) fputs(usage_text, stdout);
+    else if (!status) {
+        options.chat |= options.system || options.think;
+        if (!options.seeded && getrandom(&options.seed, sizeof options.seed, 0) != sizeof options.seed)
+            options.seed = (uint64_t)time(NULL);
+        if (!options.seeded) options.seed >>= 11;   /* 53 bits, so that a drawn seed survives JSON */
+        if (options.threads) omp_set_num_threads(options.threads);
+        status = run(&options);
+        Error error;
+        if (options.trace_file && (ferror(options.trace_file) | fclose(options.trace_file)) && status == EXIT_DONE) {
+            fail(&error, "%s: %s", options.trace, strerror(errno));
+            status = report(&error);
+        }
+    }
+    arrfree(options.stops);
+    return status;
+}
+
+/* Unless told otherwise, libgomp's threads spin for a millisecond or more at the end of each shared loop, and on a busy machine
+ * a spinning thread keeps the one it waits for from its core: measured, 8 tokens a second instead of 120. The setting is
+ * read before main(), so the program makes it and starts itself anew. */
+static void spin_briefly(char **argv) {
+    if (getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY")) return;
+    char program[PATH_MAX];
+    setenv("GOMP_SPINCOUNT", "5000", 1);
+    execv(program_path(program), argv);                  /* where that fails, go on as things are */
+}
+
+int main(int argc, char **argv) {
+    spin_briefly(argv);
+    if (!setlocale(LC_CTYPE, "") || strcmp(nl_langinfo(CODESET), "UTF-8")) setlocale(LC_CTYPE, "C.UTF-8");
+    int descriptor; /* a stream that is closed is made to fail: no file of ours may take its place */
+    while ((descriptor = open("/dev/null", O_RDONLY)) >= 0 && descriptor <= STDERR_FILENO) continue;
+    if (descriptor >= 0) close(descriptor);
+    catch_interrupts(false, false);
+    signal(SIGPIPE, SIG_IGN);                       /* a closed pipe is a write error, with a message; so is a file at its limit */
+    signal(SIGXFSZ, SIG_IGN);
+    Error error;
+    int status = run_command(argc, argv);
+    return flush_stdout(&error) || status == EXIT_FAILED || status == EXIT_USAGE ? status : report(&error);
+}
