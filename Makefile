@@ -17,8 +17,8 @@ tide: build/engine.o build/tokenizer.o build/tide.o
 build/%.o: %.c engine.h | build
 	$(CC) $(FLAGS) $(CFLAGS) -c $< -o $@
 
-# A test program includes engine.c, so that it reaches what is static there; main() is in tide.c.
-TEST_FLAGS := $(FLAGS) -Wno-unused-function -Wno-unused-variable -Wno-unused-const-variable
+# A test program includes engine.c, so that it reaches what is static there, and the hierarchy checks its invariants at every step.
+TEST_FLAGS := $(FLAGS) -DTIDE_DEBUG -Wno-unused-function -Wno-unused-variable -Wno-unused-const-variable
 TESTS := $(patsubst tests/%.c,build/%,$(wildcard tests/test_*.c))
 
 build/test_%: tests/test_%.c $(wildcard tests/*.h) engine.c engine.h build/tokenizer.o

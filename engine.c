@@ -97,6 +97,12 @@ bool fail(Error *error, const char *format, ...) {
     return false;
 }
 
+double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
 bool read_file(const char *path, size_t limit, char **data, size_t *length, Error *error) {
     int file = open(path, O_RDONLY);
     if (file < 0) return fail(error, "%s: %s", path, strerror(errno));
@@ -940,9 +946,10 @@ enum {
     TILE_ROWS = 6,              /* rows of x in flight: 6 x 2 accumulators, 2 weights and 1 x fill sixteen registers */
     MAX_TILE = 12,              /* accumulators of any tile; array sizes have to be constants for them to be registers */
     MAX_COLUMNS = 4,
-    KEY_TILE = 64,              /* cached rows widened together in attention and index scoring */
+    KEY_TILE = PAGE_ROWS,       /* cached rows widened together in attention and index scoring: a tile of keys is a page */
     QUERY_TILE = 16,            /* query heads that meet a tile of keys at once */
     SHARED_WORK = 1 << 17,      /* multiply-adds from which handing work to other threads costs less than doing it */
+    SHARED_COPY = 1 << 18,      /* bytes likewise */
 };
 
 /* Where a thread widens weights or cached rows before it multiplies by them. */
@@ -1385,6 +1392,14 @@ static int first_not_finite(const float *x, int n_rows, int dim) {
  * position (or by rank in the selection), so it is the same for every row whatever else is in the pass.
  */
 
+static DeviceRow row_of_page(DevicePage page, int position) { return (DeviceRow){page.id * PAGE_ROWS + position % PAGE_ROWS}; }
+
+/* Offsets are 64-bit: rows times bytes soon exceed what an int counts. */
+static uint8_t *row_at(const RowPool *pool, const RowFormat *format, DeviceRow row) {
+    return row.id < pool->n_rows ? pool->rows + (size_t)row.id * format->stride
+                                 : pool->staging + (size_t)(row.id - pool->n_rows) * format->stride;
+}
+
 static size_t element_size(KvDtype dtype) { return dtype == KV_F32 ? 4 : dtype == KV_BF16 ? 2 : 1; }
 
 /* Bytes before the plain values: the quantised ones and, in fp8, the scales of their groups. */
@@ -1395,7 +1410,8 @@ static size_t quantised_bytes(const RowFormat *format) {
 
 RowFormat row_format(KvDtype dtype, int quantised, int plain, int group) {
     RowFormat format = {.dtype = dtype, .quantised = quantised, .plain = plain, .group = group};
-    format.stride = quantised_bytes(&format) + (size_t)plain * (dtype == KV_F32 ? 4 : 2);
+    format.bytes = quantised_bytes(&format) + (size_t)plain * (dtype == KV_F32 ? 4 : 2);
+    format.stride = (format.bytes + 63) / 64 * 64;  /* a link reads whole 64 bytes: 656 at 656 costs as much as 704, or far more */
     return format;
 }
 
@@ -1426,10 +1442,10 @@ static void narrow_values(uint8_t *out, const float *x, int n, KvDtype dtype) {
     }
 }
 
-static void store_rows(uint8_t *base, const RowFormat *format, const int *ids, int n_rows, const float *a, size_t a_stride,
+static void store_rows(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, const float *a, size_t a_stride,
                        const float *b, size_t b_stride) {
     for (int r = 0; r < n_rows; r++, a += a_stride, b += b_stride) {
-        uint8_t *row = base + (size_t)ids[r] * format->stride;
+        uint8_t *row = base + (size_t)ids[r].id * format->stride;
         KvDtype plain = format->dtype == KV_F32 ? KV_F32 : KV_BF16;
         narrow_values(row + quantised_bytes(format), b, format->plain, plain);
         if (format->dtype != KV_F8) { narrow_values(row, a, format->quantised, format->dtype); continue; }
@@ -1478,26 +1494,39 @@ INLINE uint32_t sortable(float score) {
     return bits & 0x80000000 ? ~bits : bits | 0x80000000;
 }
 
-/* The k best of n > k scores as ascending positions: equal scores go to the lower position. Finds the k-th best value byte by
- * byte on keys whose unsigned order is the scores' order, then walks the scores once. */
-static void top_k(int *picks, const float *scores, int n, int k) {
-    uint32_t threshold = 0;
-    int wanted = k;                                 /* how many of the scores equal to the threshold's prefix are needed */
-    for (int shift = 24; shift >= 0; shift -= 8) {
+/* The k of n values with the highest keys, as ascending positions; equal keys: the lower position. Finds the k-th key byte by byte,
+ * from `shift` down, and then walks the values once. A key is the order of a score, or the age of a stamp. */
+INLINE void select_highest(int32_t *picks, const void *values, int n, int k, int shift, const bool ages, uint32_t now) {
+    const float *scores = values;
+    const uint32_t *stamps = values;
+#define KEY(i) (ages ? now - stamps[i] : sortable(scores[i]))
+    uint32_t threshold = 0, above = 0;
+    int wanted = k;                                 /* how many of the keys equal to the threshold's prefix are needed */
+    for (; shift >= 0; shift -= 8) {
         int histogram[256] = {0};
-        uint32_t above = shift == 24 ? 0 : ~0u << (shift + 8);
         for (int i = 0; i < n; i++) {
-            uint32_t key = sortable(scores[i]);
+            uint32_t key = KEY(i);
             if ((key & above) == threshold) histogram[key >> shift & 255]++;
         }
         int bin = 255;
         while (histogram[bin] < wanted) wanted -= histogram[bin--];
         threshold |= (uint32_t)bin << shift;
+        above |= 255u << shift;
     }
     for (int i = 0, count = 0; count < k; i++) {
-        uint32_t key = sortable(scores[i]);
+        uint32_t key = KEY(i);
         if (key > threshold || (key == threshold && wanted-- > 0)) picks[count++] = i;
     }
+#undef KEY
+}
+
+/* The k best of n >= k scores. */
+static void top_k(int *picks, const float *scores, int n, int k) { select_highest(picks, scores, n, k, 24, false, 0); }
+
+/* The k of n >= k slots whose last use is longest ago. No age is above `now`, so its higher bytes need no look. */
+static void oldest_slots(int32_t *picks, const uint32_t *stamps, uint32_t now, int n, int k) {
+    int shift = now < 1u << 8 ? 0 : now < 1u << 16 ? 8 : now < 1u << 24 ? 16 : 24;
+    select_highest(picks, stamps, n, k, shift, true, now);
 }
 
 /* out[0..n) = sum over heads of weight * relu(dot), n <= KEY_TILE. dots: [heads, KEY_TILE]. A NaN stays one. */
@@ -1513,9 +1542,9 @@ static void weigh_heads(float *out, const float *dots, const float *head_weights
     memcpy(out, total, (size_t)n * sizeof(float));
 }
 
-/* Rows [begin, end) of the pass belong to one session; scores: [end - begin, context]. */
+/* Rows [begin, end) of the pass belong to one session, whose pages these are; scores: [end - begin, context]. A tile is a page. */
 static void index_scores(float *scores, const float *q, const float *head_weights, const uint8_t *keys, const RowFormat *format,
-                         int heads, int head_dim, const Row *rows, int begin, int end, int context) {
+                         const DevicePage *pages, int heads, int head_dim, const Row *rows, int begin, int end, int context) {
     const int together = heads * TILE_ROWS <= MAX_ROW_WIDTH ? TILE_ROWS : 1;    /* rows whose heads fit one panel of products */
     const size_t dim = (size_t)head_dim;
     const float scale = 1 / sqrtf((float)head_dim * (float)heads);
@@ -1523,9 +1552,8 @@ static void index_scores(float *scores, const float *q, const float *head_weight
 #pragma omp parallel for schedule(dynamic) if (work > SHARED_WORK)
     for (int first = 0; first <= rows[end - 1].position; first += KEY_TILE) {
         int last = rows[end - 1].position, n = last + 1 - first < KEY_TILE ? last + 1 - first : KEY_TILE;
-        for (int s = 0; s < n; s++)
-            widen_row(panel + (size_t)s * dim,
-                      keys + ((size_t)rows[begin].session * (size_t)context + (size_t)(first + s)) * format->stride, format);
+        const uint8_t *tile = keys + (size_t)pages[first / PAGE_ROWS].id * PAGE_ROWS * format->stride;
+        for (int s = 0; s < n; s++) widen_row(panel + (size_t)s * dim, tile + (size_t)s * format->stride, format);
         for (int r = begin, take; r < end; r += take) {
             take = end - r < together ? end - r : together;
             if (rows[r + take - 1].position < first) continue;
@@ -1540,20 +1568,23 @@ static void index_scores(float *scores, const float *q, const float *head_weight
 }
 
 static void index_select(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
-                         const RowFormat *format, int heads, int head_dim, const Row *rows, int n_rows, int context,
-                         float *scratch, int scratch_rows) {
+                         const RowFormat *format, const DevicePage *pages, int context_pages, int heads, int head_dim,
+                         const Row *rows, int n_rows, float *scratch, int scratch_rows) {
+    const int context = context_pages * PAGE_ROWS;
     for (int begin = 0, end; begin < n_rows; begin = end) {
         bool scored = false;                        /* while everything fits, the selection is the whole history */
         for (end = begin; end < n_rows && end - begin < scratch_rows && rows[end].session == rows[begin].session; end++)
             scored |= rows[end].position >= selection->capacity;
-        if (scored) index_scores(scratch, q, head_weights, keys, format, heads, head_dim, rows, begin, end, context);
+        if (scored)
+            index_scores(scratch, q, head_weights, keys, format, pages + (size_t)rows[begin].session * (size_t)context_pages, heads,
+                         head_dim, rows, begin, end, context);
 #pragma omp parallel for schedule(dynamic) if (scored && end - begin > 1)
         for (int r = begin; r < end; r++) {
             int visible = rows[r].position + 1, *ids = selection->ids + (size_t)r * (size_t)selection->capacity;
             int count = visible < selection->capacity ? visible : selection->capacity;
             if (count < visible) top_k(ids, scratch + (size_t)(r - begin) * (size_t)context, visible, count);
             else for (int s = 0; s < count; s++) ids[s] = s;
-            for (int s = 0; s < count; s++) ids[s] += rows[r].session * context;
+            for (int s = count; s < selection->capacity; s++) ids[s] = -1;
             selection->count[r] = count;
         }
     }
@@ -1593,23 +1624,24 @@ static void attend_end(float *y, size_t y_stride, const float *sum, int heads, i
         for (int j = 0; j < value_dim; j++) y[(size_t)h * y_stride + (size_t)j] /= sum[h];
 }
 
-static void sparse_attention(float *z, const float *q, const uint8_t *kv, const RowFormat *format, const Selection *selection,
-                             int n_rows, int heads, float scale) {
+static void sparse_attention(float *z, const float *q, const RowPool *pool, const RowFormat *format, const DeviceRow *locations,
+                             const int *counts, int capacity, int n_rows, int heads, float scale) {
     const int latent = format->quantised, width = latent + format->plain, threads = omp_get_max_threads();
-    const size_t work = (size_t)(n_rows * heads) * (size_t)width * (size_t)(n_rows ? 2 * selection->count[n_rows - 1] : 0);
+    const size_t work = (size_t)(n_rows * heads) * (size_t)width * (size_t)(n_rows ? 2 * counts[n_rows - 1] : 0);
     /* With few rows the heads are shared out, so that one decoding session keeps every thread busy. */
     const int parts = n_rows >= threads ? 1 : (threads + n_rows - 1) / n_rows < heads ? (threads + n_rows - 1) / n_rows : heads;
 #pragma omp parallel for schedule(dynamic) if (work > SHARED_WORK)
     for (int task = 0; task < n_rows * parts; task++) {
         int r = task / parts, first = heads * (task % parts) / parts, last = heads * (task % parts + 1) / parts, n = last - first;
-        const int *ids = selection->ids + (size_t)r * (size_t)selection->capacity, count = selection->count[r];
+        const DeviceRow *row = locations + (size_t)r * (size_t)capacity;
+        const int count = counts[r];
         const float *query = q + ((size_t)r * (size_t)heads + (size_t)first) * (size_t)width;
         float *out = z + ((size_t)r * (size_t)heads + (size_t)first) * (size_t)latent, maximum[MAX_HEADS], sum[MAX_HEADS];
         float p[QUERY_TILE * KEY_TILE] = {0};
         attend_begin(out, (size_t)latent, maximum, sum, n, latent);
         for (int begin = 0; begin < count; begin += KEY_TILE) {
             int keys = count - begin < KEY_TILE ? count - begin : KEY_TILE;
-            for (int s = 0; s < keys; s++) widen_row(panel + s * width, kv + (size_t)ids[begin + s] * format->stride, format);
+            for (int s = 0; s < keys; s++) widen_row(panel + s * width, row_at(pool, format, row[begin + s]), format);
             for (int h = 0; h < n; h += QUERY_TILE) {
                 int some = n - h < QUERY_TILE ? n - h : QUERY_TILE;
                 dot_panel(p, KEY_TILE, query + (size_t)h * (size_t)width, (size_t)width, some, panel, (size_t)width, keys, width,
@@ -1624,8 +1656,8 @@ static void sparse_attention(float *z, const float *q, const uint8_t *kv, const 
 
 /* Cached row: kv_heads keys, then kv_heads values, all in the quantised part. Up to eight rows of a session share the widened
  * tiles of one key/value head; each keeps its own causal end. */
-static void dense_attention(float *y, const float *q, const uint8_t *kv, const RowFormat *format, const Row *rows, int n_rows,
-                            int context, int heads, int kv_heads, int head_dim, float scale) {
+static void dense_attention(float *y, const float *q, const RowPool *pool, const RowFormat *format, const DevicePage *pages,
+                            int context_pages, const Row *rows, int n_rows, int heads, int kv_heads, int head_dim, float scale) {
     const int group = heads / kv_heads, block = group >= QUERY_TILE ? 1 : QUERY_TILE / group < 8 ? QUERY_TILE / group : 8;
     const size_t dim = (size_t)head_dim, width = (size_t)heads * dim;
     int starts[MAX_PASS_ROWS + 1], blocks = 0;
@@ -1643,8 +1675,9 @@ static void dense_attention(float *y, const float *q, const uint8_t *kv, const R
             attend_begin(y + offset + (size_t)r * width, dim, maximum + r * group, sum + r * group, group, head_dim);
         for (int first = 0; first <= last; first += KEY_TILE) {
             int keys = last + 1 - first < KEY_TILE ? last + 1 - first : KEY_TILE;
+            DevicePage page = pages[(size_t)rows[begin].session * (size_t)context_pages + (size_t)(first / PAGE_ROWS)];
             for (int s = 0; s < keys; s++) {
-                const uint8_t *row = kv + ((size_t)rows[begin].session * (size_t)context + (size_t)(first + s)) * format->stride;
+                const uint8_t *row = row_at(pool, format, row_of_page(page, s));
                 widen_quantised(panel + (size_t)s * dim, row, format, head * head_dim, head_dim);
                 widen_quantised(second_panel + (size_t)s * dim, row, format, (kv_heads + head) * head_dim, head_dim);
             }
@@ -1775,8 +1808,201 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
     }
 }
 
+/* =====================================================================================================================
+ * The C backend: the hierarchy's operations
+ *
+ * Owns: where a cached row lies, the resolver (paper 3.2) and the copies between the tiers. A resolve looks in the tail, then in
+ * the ready pages of optional history, then in the hot cache; what is left comes from the host. It relies on the tables naming only
+ * bytes that have arrived, and on every row being complete on the host before it can be missing on the device.
+ */
+
+static const DeviceRow nowhere = {-1};
+
+static bool no_page(DevicePage page) { return page.id == 0; }
+
+/* Where the rows of one source, and the index keys of one group, begin in each tier. */
+static uint8_t *source_rows(const Cache *cache, SourceId source) {
+    return cache->device + (size_t)source.id * (size_t)cache->device_pages.n_pages * PAGE_ROWS * cache->format.stride;
+}
+
+static uint8_t *host_source_rows(const Cache *cache, SourceId source) {
+    return cache->host + (size_t)source.id * (size_t)cache->host_pages.n_pages * PAGE_ROWS * cache->format.stride;
+}
+
+static uint8_t *group_index_keys(const Cache *cache, int group) {
+    return cache->index_keys + (size_t)group * (size_t)cache->index_pages.n_pages * PAGE_ROWS * cache->index_format.stride;
+}
+
+static uint8_t *host_group_index_keys(const Cache *cache, int group) {
+    return cache->host_index + (size_t)group * (size_t)cache->host_pages.n_pages * PAGE_ROWS * cache->index_format.stride;
+}
+
+/* A source's rows as attention sees them. Its staging is the arena of its place in the group: those of a group live side by side
+ * as far as the backend keeps several payloads in flight, and one after the other where it does not. */
+static RowPool row_pool(const Cache *cache, SourceId source) {
+    size_t arena = cache->live_sources ? (size_t)(cache->member_of[source.id] % cache->live_sources) : 0;
+    size_t rows = (size_t)cache->staging_blocks * (size_t)cache->staging_rows;
+    return (RowPool){source_rows(cache, source), cache->staging + arena * rows * cache->format.stride,
+                     cache->device_pages.n_pages * PAGE_ROWS};
+}
+
+/* The device page that holds a position's row without any search: the tail by arithmetic, else optional history. */
+static DevicePage direct_page(const Cache *cache, int session, int position) {
+    const CacheTables *tables = &cache->tables;
+    int page = position / PAGE_ROWS;
+    return position >= tables->tail_base[session]
+               ? tables->tail[session * cache->tail_ring + (page & (cache->tail_ring - 1))]
+               : tables->ready[(size_t)session * (size_t)cache->context_pages + (size_t)page];
+}
+
+/* The union of what a block of queries still looks for (eq. 6), from the bits set in words [low, high]: ascending rows in
+ * `missing`, and for each word how many rows come before it, so that a row finds its place in the list again. */
+static int list_union(Cache *cache, int low, int high) {
+    int n = 0;
+    for (int word = low; word <= high; word++) {
+        cache->ranks[word] = n;
+        for (uint64_t left = cache->bits[word]; left; left &= left - 1)
+            cache->missing[n++] = word * PAGE_ROWS + __builtin_ctzll(left);
+    }
+    return n;
+}
+
+static int rank_in_union(const Cache *cache, int position) {
+    uint64_t below = cache->bits[position / PAGE_ROWS] & (((uint64_t)1 << position % PAGE_ROWS) - 1);
+    return cache->ranks[position / PAGE_ROWS] + __builtin_popcountll(below);
+}
+
+enum { NO_SLOT = INT32_MIN };
+
+/* places[i] = the hot slot of row missing[i], or NO_SLOT. Both ways find the same: each row asks the direct array, or each tag
+ * asks the union. */
+static void find_hot_slots(Cache *cache, const int32_t *tag, const uint16_t *slot_of, int n) {
+    if (cache->lookup == LOOKUP_DIRECT) {
+        for (int i = 0; i < n; i++) cache->places[i] = slot_of[cache->missing[i]] ? slot_of[cache->missing[i]] - 1 : NO_SLOT;
+        return;
+    }
+    for (int i = 0; i < n; i++) cache->places[i] = NO_SLOT;
+    for (int slot = 0; slot < cache->hot_rows; slot++)
+        if (tag[slot] >= 0 && cache->bits[tag[slot] / PAGE_ROWS] >> tag[slot] % PAGE_ROWS & 1)
+            cache->places[rank_in_union(cache, tag[slot])] = slot;
+}
+
+/* Resolves the queries [begin, end) of one session, which share one union. The whole union is protected before any victim is
+ * chosen: victims are the least recently used of the other slots, ties to the lower slot, and the i-th missing row takes the
+ * i-th of them. Rows that find none are staged, those furthest on in the history, and forgotten after this block: there is
+ * no promotion, since which of the block's queries will have been the last is known only when all layers have run. */
+static void resolve_block(Cache *cache, int group, const Selection *selection, int session, int begin, int end, int staging,
+                          DeviceRow *locations, MissPlan *plan) {
+    const CacheTables *tables = &cache->tables;
+    const size_t k = (size_t)selection->capacity, state = (size_t)session * (size_t)cache->groups + (size_t)group;
+    const size_t context_rows = (size_t)cache->context_pages * PAGE_ROWS, hot_rows = (size_t)cache->hot_rows;
+    int32_t *tag = tables->tag + state * hot_rows;
+    uint32_t *stamp = tables->stamp + state * hot_rows, now = ++tables->clock[state];
+    uint16_t *slot_of = tables->slot_of + state * context_rows;
+    const DevicePage *hot = tables->hot + (size_t)session * (size_t)cache->hot_pages;
+    const HostPage *host = tables->host + (size_t)session * (size_t)cache->context_pages;
+    int low = INT_MAX, high = -1;
+    for (size_t i = (size_t)begin * k; i < (size_t)end * k; i++) {
+        int position = selection->ids[i], word = position / PAGE_ROWS;
+        locations[i] = nowhere;
+        if (position < 0) continue;
+        DevicePage page = direct_page(cache, session, position);
+        if (!no_page(page)) {
+            locations[i] = row_of_page(page, position);
+            plan->picked[position >= tables->tail_base[session] ? TIER_TAIL : TIER_OPTIONAL]++;
+            continue;
+        }
+        cache->bits[word] |= (uint64_t)1 << position % PAGE_ROWS;
+        low = word < low ? word : low;
+        high = word > high ? word : high;
+    }
+    if (high < 0) return;
+
+    int n = list_union(cache, low, high), hits = 0, taken = 0;
+    find_hot_slots(cache, tag, slot_of, n);
+    for (int i = 0; i < n; i++)
+        if (cache->places[i] != NO_SLOT) {
+            stamp[cache->places[i]] = now;
+            hits++;
+        }
+    int room = n - hits < cache->hot_rows - hits ? n - hits : cache->hot_rows - hits;
+    if (room) oldest_slots(cache->victims, stamp, now, cache->hot_rows, room);
+    for (int i = 0; i < n; i++) {
+        if (cache->places[i] != NO_SLOT) continue;
+        int row = cache->missing[i], place = taken < room ? cache->victims[taken] : cache->hot_rows + taken - room;
+        taken++;
+        plan->from[plan->count] = (HostRow){(int64_t)host[row / PAGE_ROWS].id * PAGE_ROWS + row % PAGE_ROWS};
+        plan->to[plan->count++] = place < cache->hot_rows
+                                      ? row_of_page(hot[place / PAGE_ROWS], place)
+                                      : (DeviceRow){cache->device_pages.n_pages * PAGE_ROWS + staging * cache->staging_rows + place
+                                                    - cache->hot_rows};
+        cache->places[i] = ~place;                  /* found on the host */
+        if (place >= cache->hot_rows) { plan->staged++; continue; }
+        if (tag[place] >= 0) slot_of[tag[place]] = 0;
+        tag[place] = row;
+        stamp[place] = now;
+        slot_of[row] = (uint16_t)(place + 1);
+    }
+    int first_miss = plan->count - taken;
+    for (size_t i = (size_t)begin * k; i < (size_t)end * k; i++) {
+        int position = selection->ids[i];
+        if (position < 0 || locations[i].id >= 0) continue;
+        int rank = rank_in_union(cache, position), place = cache->places[rank];
+        plan->picked[place < 0 ? TIER_HOST : TIER_HOT]++;
+        if (place < 0) place = ~place;
+        locations[i] = place < cache->hot_rows ? row_of_page(hot[place / PAGE_ROWS], place)
+                                               : plan->to[first_miss + room + place - cache->hot_rows];
+    }
+    memset(cache->bits + low, 0, (size_t)(high - low + 1) * sizeof *cache->bits);
+}
+
+static void resolve(Cache *cache, int group, const Selection *selection, const Row *rows, int begin, int end,
+                    DeviceRow *locations, MissPlan *plan) {
+    for (int first = begin, last, staging = 0; first < end; first = last) {
+        for (last = first; last < end && rows[last].session == rows[first].session;) last++;
+        resolve_block(cache, group, selection, rows[first].session, first, last, staging, locations, plan);
+        staging += last - first > 1;
+    }
+}
+
+static void fetch_rows(Cache *cache, SourceId source, const MissPlan *plan, int begin, int end) {
+    const RowPool pool = row_pool(cache, source);
+    const uint8_t *host = host_source_rows(cache, source);
+    const RowFormat *format = &cache->format;
+#pragma omp parallel for if ((size_t)(end - begin) * format->bytes > SHARED_COPY)
+    for (int i = begin; i < end; i++)
+        memcpy(row_at(&pool, format, plan->to[i]), host + (size_t)plan->from[i].id * format->stride, format->bytes);
+}
+
+/* Nothing happens before finish_copy(): in C the bytes move at the last moment that the rules of ordering allow, so that a rule
+ * broken is a wrong byte. */
+static void start_copy(Cache *cache, const Transfer *transfer) {
+    (void)cache;
+    (void)transfer;
+}
+
+static void copy_run(uint8_t *device, uint8_t *host, size_t stride, int32_t device_page, int32_t host_page, const Transfer *transfer) {
+    device += ((size_t)device_page * PAGE_ROWS + (size_t)transfer->first) * stride;
+    host += ((size_t)host_page * PAGE_ROWS + (size_t)transfer->first) * stride;
+    memcpy(transfer->to_host ? host : device, transfer->to_host ? device : host, (size_t)transfer->count * stride);
+}
+
+static bool finish_copy(Cache *cache, const Transfer *transfer, bool wait) {
+    (void)wait;
+    for (int i = 0; i < cache->sources && !no_page(transfer->device); i++)
+        copy_run(source_rows(cache, (SourceId){i}), host_source_rows(cache, (SourceId){i}), cache->format.stride,
+                 transfer->device.id, transfer->host.id, transfer);
+    for (int g = 0; g < cache->groups && !no_page(transfer->index); g++)
+        copy_run(group_index_keys(cache, g), host_group_index_keys(cache, g), cache->index_format.stride, transfer->index.id,
+                 transfer->host.id, transfer);
+    return true;
+}
+
+static void copy_bytes(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); }
+
 const Backend c_backend = {
     .name = "cpu",
+    .live_sources = 1,
     .embed = embed,
     .rms_norm = rms_norm,
     .layer_norm = layer_norm,
@@ -1786,6 +2012,11 @@ const Backend c_backend = {
     .store_rows = store_rows,
     .index_select = index_select,
     .absorb_query = absorb_query,
+    .resolve = resolve,
+    .fetch_rows = fetch_rows,
+    .start_copy = start_copy,
+    .finish_copy = finish_copy,
+    .copy_bytes = copy_bytes,
     .sparse_attention = sparse_attention,
     .expand_value = expand_value,
     .dense_attention = dense_attention,
@@ -1823,22 +2054,51 @@ static float *carve_floats(Arena *arena, int count, int width) { return carve(ar
 
 static int rope_dim(const Config *config) { return has_latent_attention(config) ? config->qk_rope_head_dim : config->head_dim; }
 
-static void lay_out_cache(Cache *cache, const Config *config, KvDtype dtype, Arena *arena) {
-    size_t rows = (size_t)cache->sessions * (size_t)cache->context;
-    bool latent = has_latent_attention(config);
-    cache->format = latent ? row_format(dtype, config->kv_lora_rank, config->qk_rope_head_dim, 128)
-                           : row_format(dtype, 2 * config->num_key_value_heads * config->head_dim, 0,
-                                        config->head_dim < 128 ? config->head_dim : 128);
-    cache->index_format = row_format(dtype == KV_F32 ? KV_F32 : KV_BF16, 0, config->index_head_dim, 128);
-    for (int i = 0; i < config->num_hidden_layers; i++) {
-        cache->kv[i] = carve(arena, rows, cache->format.stride, 1);
-        if (latent && config->indexer_full[i]) cache->index_keys[i] = carve(arena, rows, cache->index_format.stride, 1);
-    }
+static size_t page_bytes(const Cache *cache) { return (size_t)cache->sources * PAGE_ROWS * cache->format.stride; }
+
+static size_t index_page_bytes(const Cache *cache) { return (size_t)cache->groups * PAGE_ROWS * cache->index_format.stride; }
+
+size_t page_image_bytes(const Cache *cache) { return page_bytes(cache) + index_page_bytes(cache); }
+
+/* The device tier: pool, staging, index keys and the tables. */
+static void lay_out_cache(Cache *cache, Arena *arena) {
+    CacheTables *tables = &cache->tables;
+    size_t sessions = (size_t)cache->sessions, states = sessions * (size_t)cache->groups, hot_rows = (size_t)cache->hot_rows,
+           context_pages = (size_t)cache->context_pages;
+    cache->device = carve(arena, (size_t)cache->device_pages.n_pages, page_bytes(cache), 1);
+    cache->staging = carve(arena, (size_t)(cache->live_sources * cache->staging_blocks), (size_t)cache->staging_rows,
+                           cache->format.stride);
+    cache->index_keys = carve(arena, (size_t)cache->index_pages.n_pages, index_page_bytes(cache), 1);
+    tables->tail_base = carve(arena, sessions, 1, sizeof(int));
+    tables->tail = carve(arena, sessions, (size_t)cache->tail_ring, sizeof(DevicePage));
+    tables->ready = carve(arena, sessions, context_pages, sizeof(DevicePage));
+    tables->hot = carve(arena, sessions, (size_t)cache->hot_pages, sizeof(DevicePage));
+    tables->index = carve(arena, sessions, context_pages, sizeof(DevicePage));
+    tables->host = carve(arena, sessions, context_pages, sizeof(HostPage));
+    tables->clock = carve(arena, states, 1, sizeof(uint32_t));
+    tables->tag = carve(arena, states, hot_rows, sizeof(int32_t));
+    tables->stamp = carve(arena, states, hot_rows, sizeof(uint32_t));
+    tables->slot_of = carve(arena, cache->hot_rows ? states : 0, context_pages * PAGE_ROWS, sizeof(uint16_t));
 }
 
-static void lay_out_state(State *state, const Config *config, int context, Arena *arena) {
+static void lay_out_host(Cache *cache, Arena *arena) {
+    cache->host = carve(arena, (size_t)cache->host_pages.n_pages, page_bytes(cache), 1);
+    cache->host_index = carve(arena, (size_t)cache->host_pages.n_pages, index_page_bytes(cache), 1);
+}
+
+static size_t cache_bytes(Cache *cache, int64_t pages, int64_t index_pages, bool *overflow) {
+    Arena arena = {0};
+    cache->device_pages.n_pages = pages < INT_MAX ? (int)pages : INT_MAX;
+    cache->index_pages.n_pages = index_pages < INT_MAX ? (int)index_pages : INT_MAX;
+    lay_out_cache(cache, &arena);
+    *overflow |= arena.overflow || pages > INT_MAX / PAGE_ROWS - QUERY_BLOCK * MAX_PASS_ROWS || index_pages > INT_MAX / PAGE_ROWS;
+    return arena.used;
+}
+
+static void lay_out_state(State *state, const Config *config, const Cache *cache, Arena *arena) {
     int rows = state->max_rows, hidden = config->hidden_size, heads = config->num_attention_heads, half = rope_dim(config) / 2;
     int inner = larger(config->intermediate_size, config->moe_intermediate_size * config->n_shared_experts);
+    int context = cache->context_pages * PAGE_ROWS;
     state->hidden = carve_floats(arena, rows, hidden);
     state->normed = carve_floats(arena, rows, hidden);
     state->branch = carve_floats(arena, rows, hidden);
@@ -1847,7 +2107,8 @@ static void lay_out_state(State *state, const Config *config, int context, Arena
     state->cosine = carve_floats(arena, rows, half);
     state->sine = carve_floats(arena, rows, half);
     state->inverse_frequency = carve_floats(arena, 1, half);
-    state->row_ids = carve(arena, (size_t)rows, 1, sizeof(int));
+    state->kv_rows = carve(arena, (size_t)rows, 1, sizeof(DeviceRow));
+    state->index_rows = carve(arena, (size_t)rows, 1, sizeof(DeviceRow));
     state->logits = carve_floats(arena, state->logit_rows, config->vocab_size);
     if (!has_latent_attention(config)) {
         state->q = carve_floats(arena, rows, heads * config->head_dim);
@@ -1867,9 +2128,15 @@ static void lay_out_state(State *state, const Config *config, int context, Arena
     state->index_weights = carve_floats(arena, rows, config->index_n_heads);
     state->scratch_rows = larger((2 << 20) / context, 32) < rows ? larger((2 << 20) / context, 32) : rows; /* 8 MB, or 32 rows */
     state->index_scratch = carve_floats(arena, state->scratch_rows, context);
-    state->selection.capacity = config->index_topk < context ? config->index_topk : context;
+    state->selection.capacity = cache->index_topk;
     state->selection.ids = carve(arena, (size_t)rows, (size_t)state->selection.capacity, sizeof(int));
     state->selection.count = carve(arena, (size_t)rows, 1, sizeof(int));
+    state->locations = carve(arena, (size_t)rows, (size_t)state->selection.capacity, sizeof(DeviceRow));
+    state->plan.capacity = cache->hot_rows ? rows * cache->index_topk : 0;
+    state->plan.from = carve(arena, (size_t)state->plan.capacity, 1, sizeof(HostRow));
+    state->plan.to = carve(arena, (size_t)state->plan.capacity, 1, sizeof(DeviceRow));
+    state->run_ends = carve(arena, (size_t)rows, 1, sizeof(int));
+    state->plan_ends = carve(arena, (size_t)rows, 1, sizeof(int));
     state->router_logits = carve_floats(arena, rows, config->n_routed_experts);
     state->expert_picks = carve(arena, (size_t)rows, (size_t)config->num_experts_per_tok, sizeof(int));
     state->expert_weights = carve_floats(arena, rows, config->num_experts_per_tok);
@@ -1903,6 +2170,92 @@ static size_t available_memory(void) {
     return available;
 }
 
+/* What the model asks of the hierarchy: its rows, and which layers share a selection. */
+static void shape_cache(Cache *cache, const Config *config, const EngineOptions *options) {
+    bool latent = has_latent_attention(config);
+    cache->sources = config->num_hidden_layers;
+    cache->group_of = allocate_zeroed((size_t)cache->sources, sizeof(int));
+    cache->member_of = allocate_zeroed((size_t)cache->sources, sizeof(int));
+    for (int i = 0; latent && i < cache->sources; i++) {
+        if (config->indexer_full[i]) cache->groups++;
+        cache->group_of[i] = cache->groups - 1;
+        cache->member_of[i] = config->indexer_full[i] ? 0 : cache->member_of[i - 1] + 1;
+    }
+    cache->format = latent ? row_format(options->kv_dtype, config->kv_lora_rank, config->qk_rope_head_dim, 128)
+                           : row_format(options->kv_dtype, 2 * config->num_key_value_heads * config->head_dim, 0,
+                                        config->head_dim < 128 ? config->head_dim : 128);
+    cache->index_format = row_format(options->kv_dtype == KV_F32 ? KV_F32 : KV_BF16, 0, config->index_head_dim, 128);
+    cache->index_topk = !latent ? 0 : config->index_topk < cache->context ? config->index_topk : cache->context;
+}
+
+/* The sizes that follow from the mode. */
+static bool size_hot_cache(Cache *cache, const EngineOptions *options, Error *error) {
+    cache->mode = cache->index_topk ? options->kv_mode : MODE_RESIDENT;
+    cache->reclaim = options->reclaim;
+    cache->lookup = options->lookup;
+    cache->context_pages = (cache->context + PAGE_ROWS - 1) / PAGE_ROWS;
+    for (cache->tail_ring = 4; cache->tail_ring < TAIL_PAGES + cache->pass_rows / PAGE_ROWS + 1;) cache->tail_ring *= 2;
+    if (cache->mode == MODE_RESIDENT) return true;
+    const int64_t wanted = options->hot_rows ? options->hot_rows : 2 * (int64_t)cache->index_topk;
+    cache->staging_rows = QUERY_BLOCK * cache->index_topk;
+    if (wanted < cache->index_topk)
+        return fail(error, "--hot %" PRId64 ": one query selects %d rows, so the hot cache wants at least as many", wanted,
+                    cache->index_topk);
+    if (wanted + cache->staging_rows >= UINT16_MAX)
+        return fail(error, "--hot %" PRId64 ": with %d staging rows that is more than %d slots", wanted, cache->staging_rows,
+                    UINT16_MAX - 1);
+    cache->hot_rows = (int)wanted;
+    cache->hot_pages = (cache->hot_rows + PAGE_ROWS - 1) / PAGE_ROWS;
+    cache->live_sources = cache->backend->live_sources;
+    cache->staging_blocks = 1;                      /* without a drafter only a prompt brings several rows, one prompt a run */
+    return true;
+}
+
+/* How many pages the pools have, under the budgets. A session needs its required pages (resident: all of them) and index pages for its
+ * whole context; with a budget, as many such sessions as it holds get their index pages and what is left is payload. The reserve M_res
+ * is one session's required pages, or a hundredth of the pool if that is more. */
+static bool size_pools(Cache *cache, const EngineOptions *options, Error *error) {
+    const bool resident = cache->mode == MODE_RESIDENT, adaptive = cache->mode == MODE_ADAPTIVE;
+    const int64_t context_pages = cache->context_pages, required = resident ? context_pages : cache->hot_pages + TAIL_PAGES;
+    int64_t sessions = cache->sessions, reserve = adaptive ? required : 0, pages, index_pages, all;
+    bool overflow = false;
+    all = sessions * (required + (adaptive ? context_pages : 0)) + reserve;
+    if (adaptive && all / 100 > reserve) all += all / 100;
+    cache->least_bytes = cache_bytes(cache, required + reserve + 1, cache->groups ? context_pages + 1 : 0, &overflow);
+    pages = all;
+    if (options->kv_budget) {
+        if (options->kv_budget < cache->least_bytes)
+            return fail(error, "%s: --kv-budget %zu: one session of %d rows needs %zu bytes; raise it, or lower -c or --slots",
+                        options->model, options->kv_budget, cache->context, cache->least_bytes);
+        size_t one = (size_t)required * page_bytes(cache) + (size_t)context_pages * index_page_bytes(cache),
+               room = (options->kv_budget - cache->least_bytes) / one;
+        if (room + 1 < (size_t)sessions) sessions = (int64_t)room + 1;
+        size_t fixed = cache_bytes(cache, 1, cache->groups ? sessions * context_pages + 1 : 0, &overflow);
+        if ((options->kv_budget - fixed) / page_bytes(cache) < (size_t)all)
+            pages = (int64_t)((options->kv_budget - fixed) / page_bytes(cache));
+    }
+    index_pages = cache->groups ? sessions * context_pages + 1 : 0;
+    cache->ample = pages >= all;
+    cache->reserve = (int)(adaptive && pages / 100 > reserve ? pages / 100 : reserve);
+    cache->bytes = cache_bytes(cache, pages + 1, index_pages, &overflow);
+
+    Arena host_arena = {0};
+    if (!resident) {
+        cache->least_host_bytes = (size_t)(context_pages + 1) * page_image_bytes(cache);
+        all = cache->sessions * context_pages + 1;
+        if (options->host_budget && options->host_budget < cache->least_host_bytes)
+            return fail(error, "%s: --host-budget %zu: one session of %d rows needs %zu bytes; raise it, or lower -c",
+                        options->model, options->host_budget, cache->context, cache->least_host_bytes);
+        if (options->host_budget && options->host_budget / page_image_bytes(cache) < (size_t)all)
+            all = (int64_t)(options->host_budget / page_image_bytes(cache));
+        overflow |= all > INT_MAX;
+        cache->host_pages.n_pages = (int)all;
+        lay_out_host(cache, &host_arena);
+        cache->host_bytes = host_arena.used;
+    }
+    return (!overflow && !host_arena.overflow) || fail(error, "%s: the memory plan overflows", options->model);
+}
+
 bool plan_memory(Engine *engine, const EngineOptions *options, Error *error) {
     Config *config = &engine->config;
     Cache *cache = &engine->cache;
@@ -1911,44 +2264,45 @@ bool plan_memory(Engine *engine, const EngineOptions *options, Error *error) {
     if (options->context > longest)
         return fail(error, "%s: a context of %d is beyond the model's max_position_embeddings of %d", options->model,
                     options->context, longest);
+    cache->backend = engine->backend;
     cache->context = options->context ? options->context : longest < 8192 ? longest : 8192;
     cache->sessions = options->sessions;
+    if (cache->sessions > MAX_PASS_ROWS)
+        return fail(error, "%d sessions are too many: at most %d", cache->sessions, MAX_PASS_ROWS);
     state->max_rows = larger(cache->sessions, cache->context < MAX_PASS_ROWS ? cache->context : MAX_PASS_ROWS);
     state->logit_rows = larger(cache->sessions, 32);
-    if (cache->sessions > MAX_PASS_ROWS || (size_t)cache->sessions * (size_t)cache->context > INT_MAX)
-        return fail(error, "%d sessions of %d rows are too many: at most %d sessions and %d rows", cache->sessions,
-                    cache->context, MAX_PASS_ROWS, INT_MAX);
-    cache->kv = allocate_zeroed((size_t)config->num_hidden_layers, sizeof *cache->kv);
-    cache->index_keys = allocate_zeroed((size_t)config->num_hidden_layers, sizeof *cache->index_keys);
-    Arena cache_arena = {0}, state_arena = {0};
-    lay_out_cache(cache, config, options->kv_dtype, &cache_arena);
-    lay_out_state(state, config, cache->context, &state_arena);
-    if (cache_arena.overflow || state_arena.overflow) return fail(error, "%s: the memory plan overflows", options->model);
-    cache->bytes = cache_arena.used;
-    state->bytes = state_arena.used;
-    return true;
+    cache->pass_rows = state->max_rows;
+    shape_cache(cache, config, options);
+    if (!size_hot_cache(cache, options, error) || !size_pools(cache, options, error)) return false;
+    Arena arena = {0};
+    lay_out_state(state, config, cache, &arena);
+    state->bytes = arena.used;
+    return !arena.overflow || fail(error, "%s: the memory plan overflows", options->model);
 }
 
 bool check_memory(const Engine *engine, Error *error) {
     const Cache *cache = &engine->cache;
-    size_t budget = engine->kv_budget ? engine->kv_budget : SIZE_MAX, available = available_memory(),
-           wanted = cache->bytes + engine->state.bytes;
-    if (cache->bytes <= budget && wanted <= available) return true;
-    bool by_budget = cache->bytes > budget;
-    size_t needed = by_budget ? cache->bytes : wanted, limit = by_budget ? budget : available;
-    return fail(error, "%s: %d x %d rows need %zu MB, %zu MB more than %s of %zu MB: lower -c or --slots",
-                engine->checkpoint.directory, cache->sessions, cache->context, needed >> 20, ((needed - limit) >> 20) + 1,
-                by_budget ? "--kv-budget" : "the free memory", limit >> 20);
+    size_t available = available_memory(), wanted = cache->bytes + cache->host_bytes + engine->state.bytes;
+    if (wanted <= available) return true;
+    return fail(error, "%s: %d x %d rows need %zu MB (%zu MB of it host memory), %zu MB more than the free memory of %zu MB: lower "
+                "-c, --slots, --kv-budget or --host-budget",
+                engine->checkpoint.directory, cache->sessions, cache->context, wanted >> 20, cache->host_bytes >> 20,
+                ((wanted - available) >> 20) + 1, available >> 20);
 }
 
 void print_plan(FILE *out, const Engine *engine) {
     const Cache *cache = &engine->cache;
-    static const char *names[] = {[KV_F32] = "f32", [KV_BF16] = "bf16", [KV_F8] = "fp8"};
+    static const char *names[] = {[KV_F32] = "f32", [KV_BF16] = "bf16", [KV_F8] = "fp8"},
+                      *modes[] = {[MODE_RESIDENT] = "resident", [MODE_HISPARSE] = "hisparse", [MODE_ADAPTIVE] = "adaptive"};
     size_t mapped = 0, available = available_memory();
     for (size_t i = 0; i < arrlenu(engine->checkpoint.files); i++) mapped += engine->checkpoint.files[i].size;
-    fprintf(out, "tide: %s: %s, %.1f MB of weights; cache %d x %d %s rows, %.1f MB; activations %.1f MB; %s, %d threads\n",
+    fprintf(out, "tide: %s: %s, %.1f MB of weights; %d x %d %s rows, %s: cache %.1f MB in %d pages",
             engine->checkpoint.directory, engine->config.model_type, (double)mapped / 1e6, cache->sessions, cache->context,
-            names[cache->format.dtype], (double)cache->bytes / 1e6, (double)engine->state.bytes / 1e6, engine->backend->name,
+            names[cache->format.dtype], modes[cache->mode], (double)cache->bytes / 1e6, cache->device_pages.n_pages - 1);
+    if (cache->mode != MODE_RESIDENT)
+        fprintf(out, " (%d hot rows and %d pages required of a session), %.1f MB on the host", cache->hot_rows,
+                cache->hot_pages + TAIL_PAGES, (double)cache->host_bytes / 1e6);
+    fprintf(out, "; activations %.1f MB; %s, %d threads\n", (double)engine->state.bytes / 1e6, engine->backend->name,
             omp_get_max_threads());
     if (mapped > available)
         fprintf(out, "tide: the weights are more than the %.1f MB of free memory: they will be read from disk again and again\n",
@@ -1962,16 +2316,802 @@ static bool take_block(uint8_t **block, size_t bytes, const char *what, Error *e
     return true;
 }
 
+/* A list of all pages but page 0, the lowest on top. */
+static void fill_page_list(PageList *list) {
+    list->free = allocate_zeroed((size_t)list->n_pages + 1, sizeof *list->free);
+    for (int page = list->n_pages - 1; page > 0; page--) list->free[list->n_free++] = page;
+}
+
+/* The controller's own records, and tables that name nothing. */
+static void start_cache(Cache *cache) {
+    size_t sessions = (size_t)cache->sessions, context_pages = (size_t)cache->context_pages,
+           pages = (size_t)cache->device_pages.n_pages;
+    fill_page_list(&cache->device_pages);
+    fill_page_list(&cache->index_pages);
+    fill_page_list(&cache->host_pages);
+    cache->session = allocate_zeroed(sessions, sizeof *cache->session);
+    for (size_t s = 0; s < sessions; s++) {
+        cache->session[s].pages = allocate_zeroed(context_pages, sizeof(HistoryPage));
+        cache->session[s].spare = allocate_zeroed(context_pages + (size_t)cache->tail_ring, sizeof(DevicePage));
+    }
+    cache->host_info = allocate_zeroed((size_t)cache->host_pages.n_pages, sizeof *cache->host_info);
+    cache->transfers = allocate_zeroed(pages, sizeof *cache->transfers);
+    cache->retired = allocate_zeroed(pages + (size_t)cache->index_pages.n_pages, sizeof *cache->retired);
+    cache->staging_owner = allocate_zeroed((size_t)cache->live_sources + 1, sizeof(int));
+    for (int arena = 0; arena < cache->live_sources; arena++) cache->staging_owner[arena] = -1;
+    cache->bits = allocate_zeroed(context_pages, sizeof *cache->bits);
+    cache->ranks = allocate_zeroed(context_pages, sizeof *cache->ranks);
+    cache->missing = allocate_zeroed((size_t)cache->staging_rows, sizeof(int32_t));
+    cache->places = allocate_zeroed((size_t)cache->staging_rows, sizeof(int32_t));
+    cache->victims = allocate_zeroed((size_t)cache->hot_rows, sizeof(int32_t));
+    memset(cache->tables.tag, -1, sessions * (size_t)cache->groups * (size_t)cache->hot_rows * sizeof(int32_t));
+}
+
 bool take_memory(Engine *engine, Error *error) {
     Cache *cache = &engine->cache;
-    Arena cache_arena = {0}, state_arena = {0};
+    Arena cache_arena = {0}, host_arena = {0}, state_arena = {0};
     if (!take_block(&cache_arena.base, cache->bytes, "cache", error)) return false;
     cache->block = cache_arena.base;
+    if (!take_block(&host_arena.base, cache->host_bytes, "cache's host tier", error)) return false;
+    cache->host_block = host_arena.base;
     if (!take_block(&state_arena.base, engine->state.bytes, "activations", error)) return false;
     engine->state.block = state_arena.base;
-    lay_out_cache(cache, &engine->config, cache->format.dtype, &cache_arena);
-    lay_out_state(&engine->state, &engine->config, cache->context, &state_arena);
+    lay_out_cache(cache, &cache_arena);
+    lay_out_host(cache, &host_arena);
+    lay_out_state(&engine->state, &engine->config, cache, &state_arena);
+    start_cache(cache);
     return true;
+}
+
+static void free_cache(Cache *cache) {
+    if (cache->block) munmap(cache->block, cache->bytes ? cache->bytes : 1);
+    if (cache->host_block) munmap(cache->host_block, cache->host_bytes ? cache->host_bytes : 1);
+    for (int s = 0; cache->session && s < cache->sessions; s++) {
+        free(cache->session[s].pages);
+        free(cache->session[s].spare);
+    }
+    for (int page = 0; cache->host_info && page < cache->host_pages.n_pages; page++) free(cache->host_info[page].key);
+    free(cache->group_of), free(cache->member_of), free(cache->session), free(cache->host_info), free(cache->transfers);
+    free(cache->retired), free(cache->staging_owner), free(cache->bits), free(cache->ranks), free(cache->missing);
+    free(cache->places), free(cache->victims), free(cache->device_pages.free), free(cache->index_pages.free);
+    free(cache->host_pages.free);
+    hmfree(cache->prefixes);
+}
+
+/* =====================================================================================================================
+ * The KV hierarchy: who may hold which page (Adaptive HiSparse, 3.1)
+ *
+ * Owns: the free pages of every pool, what each session holds, and the copies under way. Everything happens between passes. Three
+ * rules keep every row recoverable: a map names a page only after its bytes have arrived; a page that history was lent is given
+ * back only after the host has its rows; and a page is handed out again only after the last pass that could read it is done
+ * and every copy from or to it is complete.
+ *
+ * Required storage (hot caches, tails) and an admission reserve come before optional history:
+ *     M_req + M_opt + M_res <= M                                                                                   (eq. 3)
+ * which holds because a session is admitted, and a page lent, only if the reserve stays free.
+ */
+
+static int32_t take_page(PageList *list) { return list->free[--list->n_free]; }
+
+static void give_page(PageList *list, int32_t page) { list->free[list->n_free++] = page; }
+
+/* Hands the page out again once the rounds that may read it are over. */
+static void retire(Cache *cache, PageList *list, int32_t page) {
+    cache->retired[cache->n_retired++] = (Retired){list, page, cache->rounds_begun};
+}
+
+static HostPage *host_page(const Cache *cache, int session, int page) {
+    return &cache->tables.host[(size_t)session * (size_t)cache->context_pages + (size_t)page];
+}
+
+static DevicePage *index_page(const Cache *cache, int session, int page) {
+    return &cache->tables.index[(size_t)session * (size_t)cache->context_pages + (size_t)page];
+}
+
+static DevicePage *ready_page(const Cache *cache, int session, int page) {
+    return &cache->tables.ready[(size_t)session * (size_t)cache->context_pages + (size_t)page];
+}
+
+static DevicePage *tail_page(const Cache *cache, int session, int page) {
+    return &cache->tables.tail[session * cache->tail_ring + (page & (cache->tail_ring - 1))];
+}
+
+static HostInfo *host_info(const Cache *cache, int session, int page) {
+    return &cache->host_info[host_page(cache, session, page)->id];
+}
+
+/* Pages that every session needs for itself, whatever is lent. */
+static int required_pages(const Cache *cache) { return cache->hot_pages + TAIL_PAGES; }
+
+/* Whether `pages` more may be lent to history. */
+static bool may_lend(const Cache *cache, int pages) {
+    return cache->mode == MODE_ADAPTIVE && !cache->waiting && cache->device_pages.n_free - cache->reserve >= pages;
+}
+
+static bool page_complete(const Cache *cache, int session, int page) {
+    return (page + 1) * PAGE_ROWS <= cache->session[session].committed;
+}
+
+static bool on_host(const Cache *cache, int session, int page) {
+    return cache->mode != MODE_RESIDENT && host_info(cache, session, page)->rows == PAGE_ROWS;
+}
+
+/* ---- the invariants (A8.2), in the debug build */
+
+#ifdef TIDE_DEBUG
+#define REQUIRE(condition)                                                                                                      \
+    do {                                                                                                                        \
+        if (!(condition)) fprintf(stderr, "engine.c:%d: the hierarchy broke its rule: %s\n", __LINE__, #condition), abort();    \
+    } while (0)
+
+/* Freed rows become NaNs: what still reads them shows. */
+static void poison_page(Cache *cache, int32_t page) {
+    for (int i = 0; i < cache->sources; i++)
+        memset(source_rows(cache, (SourceId){i}) + (size_t)page * PAGE_ROWS * cache->format.stride, 0xff,
+               PAGE_ROWS * cache->format.stride);
+}
+
+static void check_hot_cache(const Cache *cache, int s, int g) {
+    size_t state = (size_t)s * (size_t)cache->groups + (size_t)g, held = 0, named = 0;
+    const int32_t *tag = cache->tables.tag + state * (size_t)cache->hot_rows;
+    const uint16_t *slot_of = cache->tables.slot_of + state * (size_t)cache->context_pages * PAGE_ROWS;
+    for (int slot = 0; slot < cache->hot_rows; slot++) {
+        if (tag[slot] < 0) continue;
+        held++;
+        REQUIRE(tag[slot] < cache->session[s].committed);
+        REQUIRE(tag[slot] % PAGE_ROWS < host_info(cache, s, tag[slot] / PAGE_ROWS)->rows);
+        REQUIRE(slot_of[tag[slot]] == slot + 1);
+    }
+    for (int row = 0; row < cache->context_pages * PAGE_ROWS; row++) named += slot_of[row] != 0;
+    REQUIRE(held == named);
+}
+
+/* Marks the pages one session holds on the device and checks each against the tables. */
+static void check_pages(const Cache *cache, int s, uint8_t *held, int *optional) {
+    const SessionPages *session = &cache->session[s];
+    int base = cache->tables.tail_base[s] / PAGE_ROWS, tails = 0, lent = 0;
+    for (int page = 0; page < cache->hot_pages; page++) held[cache->tables.hot[s * cache->hot_pages + page].id]++;
+    for (int i = 0; i < session->n_spare; i++) held[session->spare[i].id]++;
+    for (int page = 0; page < session->reserved_pages; page++) {
+        const HistoryPage *history = &session->pages[page];
+        bool tail = history->state == PAGE_TAIL, ready = history->state == PAGE_READY;
+        if (history->state != PAGE_ABSENT) held[history->device.id]++;
+        tails += tail;
+        lent += (ready || history->state == PAGE_FILLING) && !history->recalled;
+        REQUIRE(tail == (page >= base && history->state != PAGE_ABSENT));
+        REQUIRE(ready_page(cache, s, page)->id == (ready || (tail && cache->mode == MODE_RESIDENT) ? history->device.id : 0));
+        REQUIRE(!tail || tail_page(cache, s, page)->id == history->device.id);
+        REQUIRE(history->state != PAGE_FILLING || history->in_flight);
+        REQUIRE(page * PAGE_ROWS >= session->committed || page >= base || ready || on_host(cache, s, page));
+        REQUIRE(page * PAGE_ROWS >= session->committed || page < base || tail);
+        REQUIRE(index_page(cache, s, page)->id > 0);
+        REQUIRE(cache->mode == MODE_RESIDENT || host_info(cache, s, page)->refs > 0);
+    }
+    REQUIRE(tails == session->n_tail && lent == session->n_optional);
+    REQUIRE(cache->mode == MODE_RESIDENT || tails + session->n_spare >= TAIL_PAGES);
+    *optional += lent + tails + session->n_spare;
+}
+
+static void check_cache(const Cache *cache) {
+    uint8_t *held = allocate_zeroed((size_t)cache->device_pages.n_pages, 1);
+    int *refs = allocate_zeroed((size_t)cache->host_pages.n_pages + 1, sizeof(int)), beyond = 0, admitted = 0, leaving = 0;
+    for (int i = 0; i < cache->device_pages.n_free; i++) held[cache->device_pages.free[i]]++;
+    for (int i = 0; i < cache->n_retired; i++)
+        if (cache->retired[i].list == &cache->device_pages) held[cache->retired[i].page]++, leaving++;
+    for (int i = 0; i < cache->n_transfers; i++) {
+        refs[cache->transfers[i].host.id]++;
+        if (cache->transfers[i].session < 0) held[cache->transfers[i].device.id]++, leaving++;
+    }
+    for (int s = 0; s < cache->sessions; s++) {
+        if (!cache->session[s].admitted) continue;
+        admitted++;
+        check_pages(cache, s, held, &beyond);
+        for (int page = 0; cache->mode != MODE_RESIDENT && page < cache->session[s].reserved_pages; page++)
+            refs[host_page(cache, s, page)->id]++;
+        for (int g = 0; g < cache->groups && cache->hot_rows; g++) check_hot_cache(cache, s, g);
+    }
+    for (int page = 1; page < cache->device_pages.n_pages; page++) REQUIRE(held[page] == 1);
+    for (int page = 1; page < cache->host_pages.n_pages; page++) REQUIRE(refs[page] == cache->host_info[page].refs);
+    if (cache->mode == MODE_ADAPTIVE) {             /* eq. 3 */
+        int required = admitted * required_pages(cache), optional = beyond - admitted * TAIL_PAGES + leaving + cache->n_recalled;
+        REQUIRE(required + optional + cache->reserve <= cache->device_pages.n_pages - 1);
+        REQUIRE(cache->device_pages.n_free >= 0 && cache->n_recalled >= 0);
+    }
+    free(held);
+    free(refs);
+}
+#else
+#define REQUIRE(condition) ((void)0)
+#define poison_page(cache, page) ((void)0)
+#define check_cache(cache) ((void)0)
+#endif
+
+/* ---- shared prefixes */
+
+/* That page of a prompt, behind that host page. */
+static PrefixKey prefix_key(HostPage parent, const int *ids) {
+    PrefixKey key = {.parent = parent.id};
+    memcpy(key.ids, ids, sizeof key.ids);
+    return key;
+}
+
+static void forget_host_page(Cache *cache, HostPage page) {
+    HostInfo *info = &cache->host_info[page.id];
+    if (info->key) (void)hmdel(cache->prefixes, *info->key);
+    free(info->key);
+    *info = (HostInfo){0};
+    give_page(&cache->host_pages, page.id);
+}
+
+/* A host page that no session and no copy holds any more: kept while its prompt may come again, else free. */
+static void settle_host_page(Cache *cache, HostPage page) {
+    HostInfo *info = &cache->host_info[page.id];
+    if (info->refs || (info->key && info->rows == PAGE_ROWS)) return;
+    forget_host_page(cache, page);
+}
+
+static void drop_host_page(Cache *cache, HostPage page) {
+    cache->host_info[page.id].refs--;
+    settle_host_page(cache, page);
+}
+
+/* Least recently taken first; of one prompt the last page first, so that a page never outlives the one it hangs on. */
+static int compare_idle_pages(const void *a, const void *b) {
+    const HostInfo *x = *(HostInfo *const *)a, *y = *(HostInfo *const *)b;
+    return x->used != y->used ? (x->used > y->used) - (x->used < y->used) : (x->depth < y->depth) - (x->depth > y->depth);
+}
+
+/* Sees to it that `pages` host pages are free, at the cost of prefixes that no session holds. False, with nothing changed, when
+ * there are not enough of those. */
+static bool free_host_pages(Cache *cache, int pages) {
+    if (cache->host_pages.n_free >= pages) return true;
+    HostInfo **idle = NULL;
+    for (int p = 1; p < cache->host_pages.n_pages; p++)
+        if (cache->host_info[p].key && !cache->host_info[p].refs) arrput(idle, &cache->host_info[p]);
+    bool enough = cache->host_pages.n_free + (int)arrlen(idle) >= pages;
+    if (enough) qsort(idle, arrlenu(idle), sizeof *idle, compare_idle_pages);
+    for (size_t i = 0; enough && cache->host_pages.n_free < pages; i++)
+        forget_host_page(cache, (HostPage){(int32_t)(idle[i] - cache->host_info)});
+    arrfree(idle);
+    return enough;
+}
+
+static HostPage take_host_page(Cache *cache) {
+    HostPage page = {take_page(&cache->host_pages)};
+    cache->host_info[page.id] = (HostInfo){.refs = 1};
+    return page;
+}
+
+/* ---- copies */
+
+static void begin_copy(Cache *cache, Transfer transfer) {
+    HistoryPage *page = &cache->session[transfer.session].pages[transfer.page];
+    page->in_flight = true;
+    cache->host_info[transfer.host.id].refs++;      /* the copy holds the host page, whatever becomes of the session */
+    cache->transfers[cache->n_transfers] = transfer;
+    cache->backend->start_copy(cache, &cache->transfers[cache->n_transfers++]);
+}
+
+/* Rows of the page that the host does not have yet, with their index keys. */
+static void begin_backup(Cache *cache, int session, int page) {
+    HistoryPage *history = &cache->session[session].pages[page];
+    int have = host_info(cache, session, page)->rows, rows = cache->session[session].committed - page * PAGE_ROWS;
+    if (rows > PAGE_ROWS) rows = PAGE_ROWS;
+    if (history->in_flight || have >= rows) return;
+    begin_copy(cache, (Transfer){.to_host = true, .session = session, .page = page, .first = have, .count = rows - have,
+                                 .device = history->device, .host = *host_page(cache, session, page),
+                                 .index = *index_page(cache, session, page)});
+}
+
+/* Reserves a page, which nothing sees until its bytes have arrived. */
+static void begin_population(Cache *cache, int s, int page) {
+    SessionPages *session = &cache->session[s];
+    session->pages[page] = (HistoryPage){.device = {take_page(&cache->device_pages)}, .state = PAGE_FILLING};
+    session->n_optional++;
+    session->populated = cache->rounds_begun;
+    begin_copy(cache, (Transfer){.session = s, .page = page, .count = PAGE_ROWS, .device = session->pages[page].device,
+                                 .host = *host_page(cache, s, page)});
+}
+
+static void publish(Cache *cache, int s, int page) {
+    HistoryPage *history = &cache->session[s].pages[page];
+    history->state = PAGE_READY;
+    *ready_page(cache, s, page) = history->device;
+    if (cache->mode == MODE_ADAPTIVE) cache->stats.pages_lent++;
+}
+
+/* Takes a page of optional history out of the map and gives it back. */
+static void withdraw(Cache *cache, int s, int page) {
+    HistoryPage *history = &cache->session[s].pages[page];
+    *ready_page(cache, s, page) = (DevicePage){0};
+    retire(cache, &cache->device_pages, history->device.id);
+    cache->n_recalled -= history->recalled;
+    *history = (HistoryPage){0};
+    cache->stats.pages_recalled++;
+}
+
+/* What follows from a copy that is complete. */
+static void end_copy(Cache *cache, const Transfer *transfer) {
+    size_t rows = (size_t)cache->sources * (no_page(transfer->device) ? 0 : cache->format.stride)
+                  + (size_t)cache->groups * (no_page(transfer->index) ? 0 : cache->index_format.stride);
+    if (transfer->to_host) {
+        cache->host_info[transfer->host.id].rows = transfer->first + transfer->count;
+        cache->stats.bytes_backed_up += rows * (size_t)transfer->count;
+    } else cache->stats.bytes_populated += rows * (size_t)transfer->count;
+    if (transfer->session < 0) retire(cache, &cache->device_pages, transfer->device.id);
+    else {
+        HistoryPage *page = &cache->session[transfer->session].pages[transfer->page];
+        page->in_flight = false;
+        if (page->state == PAGE_FILLING && !page->recalled) publish(cache, transfer->session, transfer->page);
+        if (page->recalled && on_host(cache, transfer->session, transfer->page)) withdraw(cache, transfer->session, transfer->page);
+    }
+    drop_host_page(cache, transfer->host);
+}
+
+/* Copies end in the order they began. wait: for all of them. */
+static void end_copies(Cache *cache, bool wait) {
+    int done = 0;
+    while (done < cache->n_transfers && cache->backend->finish_copy(cache, &cache->transfers[done], wait))
+        end_copy(cache, &cache->transfers[done++]);
+    cache->n_transfers -= done;
+    memmove(cache->transfers, cache->transfers + done, (size_t)cache->n_transfers * sizeof *cache->transfers);
+}
+
+/* ---- tails */
+
+/* Whole pages leave the tail in order. One stays on the device as lent history if a page is left to take its place in the tail; else
+ * it is backed up, and its memory is the tail's again. */
+static void advance_tail(Cache *cache, int s) {
+    SessionPages *session = &cache->session[s];
+    int *base = &cache->tables.tail_base[s], page = *base / PAGE_ROWS;
+    for (; page_complete(cache, s, page); page++, *base += PAGE_ROWS) {
+        HistoryPage *history = &session->pages[page];
+        bool surplus = session->n_tail + session->n_spare > TAIL_PAGES;
+        if (cache->mode == MODE_RESIDENT || (cache->mode == MODE_ADAPTIVE && surplus) || may_lend(cache, 1)) {
+            publish(cache, s, page);
+            session->n_optional++;
+            session->populated = cache->rounds_begun;
+            if (cache->mode == MODE_ADAPTIVE && !surplus)
+                session->spare[session->n_spare++] = (DevicePage){take_page(&cache->device_pages)};
+        } else if (on_host(cache, s, page) && !history->in_flight) {
+            session->spare[session->n_spare++] = history->device;       /* the next pass writes it after this one has read it */
+            *history = (HistoryPage){0};
+        } else break;
+        session->n_tail--;
+        *tail_page(cache, s, page) = (DevicePage){0};
+    }
+    for (; cache->mode != MODE_RESIDENT && page_complete(cache, s, page); page++) begin_backup(cache, s, page);
+    if (cache->mode == MODE_HISPARSE && page * PAGE_ROWS < session->committed) begin_backup(cache, s, page);
+}
+
+int cache_room(Cache *cache, int s, int wanted) {
+    SessionPages *session = &cache->session[s];
+    int last = (session->committed + wanted - 1) / PAGE_ROWS, page = session->committed / PAGE_ROWS;
+    while (page <= last && session->pages[page].state == PAGE_TAIL) page++;
+    if (cache->mode == MODE_ADAPTIVE)
+        while (page + session->n_spare <= last && may_lend(cache, 1))
+            session->spare[session->n_spare++] = (DevicePage){take_page(&cache->device_pages)};
+    for (; page + session->n_spare <= session->committed / PAGE_ROWS && page < session->reserved_pages; cache->stats.tail_waits++) {
+        end_copies(cache, true);                    /* both tail pages are full: their backup has to be awaited */
+        advance_tail(cache, s);
+    }
+    int end = page + session->n_spare < session->reserved_pages ? page + session->n_spare : session->reserved_pages,
+        room = end * PAGE_ROWS - session->committed;
+    return room < wanted ? room : wanted;
+}
+
+bool cache_place(Cache *cache, const Row *rows, int n_rows, int *failed, Error *error) {
+    cache->rounds_begun++;
+    for (int r = 0; r < n_rows; r++) cache->session[rows[r].session].placed = cache->session[rows[r].session].committed;
+    for (int r = 0; r < n_rows; r++) {
+        int s = rows[r].session, page = rows[r].position / PAGE_ROWS;
+        SessionPages *session = &cache->session[s];
+        *failed = s;
+        if (!session->admitted || page >= session->reserved_pages)
+            return fail(error, "session %d has no place for position %d", s, rows[r].position);
+        if (rows[r].position != session->placed++)
+            return fail(error, "session %d: position %d does not follow the %d rows that are there", s, rows[r].position,
+                        session->placed - 1);
+        if (session->pages[page].state == PAGE_TAIL) continue;
+        if (!session->n_spare) return fail(error, "session %d has no page for position %d", s, rows[r].position);
+        session->pages[page] = (HistoryPage){.device = session->spare[--session->n_spare], .state = PAGE_TAIL};
+        session->n_tail++;
+        *tail_page(cache, s, page) = session->pages[page].device;
+        if (cache->mode == MODE_RESIDENT) *ready_page(cache, s, page) = session->pages[page].device;   /* dense attention walks it */
+    }
+    *failed = -1;
+    return true;
+}
+
+void cache_commit(Cache *cache, int s, int n) {
+    SessionPages *session = &cache->session[s];
+    double start = now();
+    session->committed = n;
+    advance_tail(cache, s);
+    while (cache->mode == MODE_ADAPTIVE && session->n_spare && session->n_tail + session->n_spare > TAIL_PAGES)
+        retire(cache, &cache->device_pages, session->spare[--session->n_spare].id);
+    cache->stats.control_seconds += now() - start;
+    check_cache(cache);
+}
+
+/* ---- recall: eq. 4 */
+
+/* Marks a page of optional history to be given back; its backup, if it has none, begins now. */
+static void recall_page(Cache *cache, int s, int page) {
+    HistoryPage *history = &cache->session[s].pages[page];
+    history->recalled = true;
+    cache->session[s].n_optional--;
+    cache->n_recalled++;
+    if (history->in_flight) return;                 /* the end of the copy withdraws it */
+    if (on_host(cache, s, page)) withdraw(cache, s, page);
+    else begin_backup(cache, s, page);
+}
+
+/* Recalls up to `count` pages of a session, the oldest rows first: selections prefer the newest. */
+static void recall_pages(Cache *cache, int s, int count) {
+    SessionPages *session = &cache->session[s];
+    for (int page = 0; count && page < session->reserved_pages; page++) {
+        const HistoryPage *history = &session->pages[page];
+        if (history->recalled || (history->state != PAGE_READY && history->state != PAGE_FILLING)) continue;
+        recall_page(cache, s, page);
+        count--;
+    }
+}
+
+/* Whether session a gives its pages before b: first the one whose history is backed up to the larger part, then the one with more
+ * pages, then the one that was lent its last one longest ago. */
+static bool gives_first(const Cache *cache, int a, int b) {
+    int64_t clean[2] = {0}, sessions[2] = {a, b};
+    for (int i = 0; i < 2; i++) {
+        const SessionPages *session = &cache->session[sessions[i]];
+        for (int page = 0; page < session->reserved_pages; page++)
+            clean[i] += !session->pages[page].recalled && session->pages[page].state >= PAGE_FILLING
+                     && on_host(cache, (int)sessions[i], page);
+    }
+    const SessionPages *x = &cache->session[a], *y = &cache->session[b];
+    int64_t left = clean[0] * y->n_optional, right = clean[1] * x->n_optional;
+    if (left != right) return left > right;
+    if (x->n_optional != y->n_optional) return x->n_optional > y->n_optional;
+    return x->populated != y->populated ? x->populated < y->populated : a < b;
+}
+
+/* Takes pages back until the deficit is covered: of whole sessions in their order, or from every session in proportion to
+ * what it holds. When all of them together do not cover it, nothing is taken: a session has to end first. */
+static void recall(Cache *cache, int deficit) {
+    int64_t lent = 0;
+    for (int s = 0; s < cache->sessions; s++) lent += cache->session[s].n_optional;
+    if (deficit <= 0 || lent < deficit) return;
+    if (cache->reclaim == RECLAIM_PROPORTIONAL) {
+        for (int s = 0; s < cache->sessions; s++) {
+            int64_t share = ((int64_t)deficit * cache->session[s].n_optional + lent - 1) / lent;
+            recall_pages(cache, s, (int)share);
+        }
+        return;
+    }
+    while (deficit > 0) {
+        int first = -1;
+        for (int s = 0; s < cache->sessions; s++)
+            if (cache->session[s].n_optional && (first < 0 || gives_first(cache, s, first))) first = s;
+        deficit -= cache->session[first].n_optional;
+        recall_pages(cache, first, cache->session[first].n_optional);
+    }
+}
+
+/* ---- admission */
+
+/* Device pages on their way back: nothing has to be recalled for these. */
+static int pages_coming(const Cache *cache) {
+    int coming = cache->n_recalled;
+    for (int i = 0; i < cache->n_retired; i++) coming += cache->retired[i].list == &cache->device_pages;
+    for (int i = 0; i < cache->n_transfers; i++) coming += cache->transfers[i].session < 0;
+    return coming;
+}
+
+/* How many whole pages of the prompt the host has, their ids in chain; the last row is always run again, for its logits. -1: one
+ * of them is being computed for another session. */
+static int find_prefix(Cache *cache, HostPage *chain, const int *ids, int n_ids) {
+    int found = 0;
+    for (; (found + 1) * PAGE_ROWS < n_ids; found++) {
+        PrefixKey key = prefix_key(found ? chain[found - 1] : (HostPage){0}, ids + found * PAGE_ROWS);
+        ptrdiff_t at = hmgeti(cache->prefixes, key);
+        if (at < 0) break;
+        HostInfo *info = &cache->host_info[cache->prefixes[at].value];
+        if (info->rows < PAGE_ROWS) {
+            info->wanted = cache->prefix_wanted = true;
+            return -1;
+        }
+        chain[found] = (HostPage){cache->prefixes[at].value};
+    }
+    return found;
+}
+
+/* Makes the prompt's own whole pages known to those that come after. */
+static void register_prefix(Cache *cache, int s, const int *ids, int n_ids, int from) {
+    for (int page = from; (page + 1) * PAGE_ROWS <= n_ids; page++) {
+        PrefixKey key = prefix_key(page ? *host_page(cache, s, page - 1) : (HostPage){0}, ids + page * PAGE_ROWS);
+        if (hmgeti(cache->prefixes, key) >= 0) return;
+        HostInfo *info = host_info(cache, s, page);
+        info->key = allocate_zeroed(1, sizeof key);
+        *info->key = key;
+        info->depth = page;
+        info->used = cache->rounds_begun;
+        hmput(cache->prefixes, key, host_page(cache, s, page)->id);
+    }
+}
+
+/* Everything a session finds when it starts, set in one place. */
+static void reset_session(Cache *cache, int s) {
+    SessionPages *session = &cache->session[s];
+    memset(session->pages, 0, (size_t)cache->context_pages * sizeof *session->pages);
+    *session = (SessionPages){.pages = session->pages, .spare = session->spare, .populated = cache->rounds_begun};
+    cache->tables.tail_base[s] = 0;
+    cache_forget_hot(cache, s);
+}
+
+/* Takes over host pages that are complete: their rows are imported history, their index keys return to the device. */
+static void adopt_prefix(Cache *cache, int s, int pages) {
+    for (int page = 0; page < pages; page++) {
+        HostInfo *info = host_info(cache, s, page);
+        info->refs++;
+        info->used = cache->rounds_begun;
+        Transfer keys = {.session = s, .page = page, .count = PAGE_ROWS, .host = *host_page(cache, s, page),
+                         .index = *index_page(cache, s, page)};
+        cache->backend->start_copy(cache, &keys);
+        cache->backend->finish_copy(cache, &keys, true);
+    }
+    cache->session[s].committed = cache->session[s].placed = cache->tables.tail_base[s] = pages * PAGE_ROWS;
+    for (int page = pages - 1; page >= 0 && may_lend(cache, 1); page--) begin_population(cache, s, page);
+    cache->stats.shared_pages += (uint64_t)pages;
+}
+
+bool cache_admit(Cache *cache, int s, const int *ids, int n_ids, int rows, int *cached) {
+    SessionPages *session = &cache->session[s];
+    const bool resident = cache->mode == MODE_RESIDENT;
+    int pages = (rows + PAGE_ROWS - 1) / PAGE_ROWS, needed = resident ? pages : required_pages(cache);
+    HostPage *chain = host_page(cache, s, 0);       /* the slot is empty: its own table serves to try */
+    int found = resident ? 0 : find_prefix(cache, chain, ids, n_ids);
+    int deficit = needed + cache->reserve - cache->device_pages.n_free;
+    *cached = 0;
+    for (int page = 0; page < found; page++) cache->host_info[chain[page].id].refs++;   /* not to be given up for this */
+    bool room = deficit <= 0 && cache->index_pages.n_free >= pages && found >= 0
+             && (resident || free_host_pages(cache, pages - found));
+    for (int page = 0; page < found; page++) cache->host_info[chain[page].id].refs--;
+    if (!room) {
+        if (deficit > 0) recall(cache, deficit - pages_coming(cache));
+        cache->waiting = found >= 0;
+        cache->stats.admission_waits++;
+        memset(chain, 0, (size_t)cache->context_pages * sizeof *chain);
+        return false;
+    }
+    cache->waiting = false;
+    reset_session(cache, s);
+    session->admitted = true;
+    session->reserved_pages = pages;
+    for (int page = 0; page < pages; page++) {
+        index_page(cache, s, page)->id = take_page(&cache->index_pages);
+        if (!resident && page >= found) *host_page(cache, s, page) = take_host_page(cache);
+    }
+    for (int page = 0; page < cache->hot_pages; page++)
+        cache->tables.hot[s * cache->hot_pages + page].id = take_page(&cache->device_pages);
+    while (session->n_spare < (resident ? pages : TAIL_PAGES))
+        session->spare[session->n_spare++].id = take_page(&cache->device_pages);
+    adopt_prefix(cache, s, found);
+    if (!resident) register_prefix(cache, s, ids, n_ids, found);
+    *cached = found * PAGE_ROWS;
+    cache->stats.admissions++;
+    check_cache(cache);
+    return true;
+}
+
+void cache_withdraw(Cache *cache) { cache->waiting = false; }
+
+/* ---- the end of a stay */
+
+void cache_forget_hot(Cache *cache, int s) {
+    for (int g = 0; g < cache->groups; g++) {
+        size_t state = (size_t)s * (size_t)cache->groups + (size_t)g, hot_rows = (size_t)cache->hot_rows;
+        int32_t *tag = cache->tables.tag + state * hot_rows;
+        uint16_t *slot_of = cache->tables.slot_of + state * (size_t)cache->context_pages * PAGE_ROWS;
+        for (size_t slot = 0; slot < hot_rows; slot++) {
+            if (tag[slot] >= 0) slot_of[tag[slot]] = 0;
+            tag[slot] = -1;
+            cache->tables.stamp[state * hot_rows + slot] = 0;
+        }
+        cache->tables.clock[state] = 0;
+    }
+}
+
+/* The device page of a session that leaves. A whole page of a prompt that others may come with is backed up first. */
+static void release_page(Cache *cache, int s, int page) {
+    HistoryPage *history = &cache->session[s].pages[page];
+    HostInfo *info = cache->mode == MODE_RESIDENT ? NULL : host_info(cache, s, page);
+    if (history->state == PAGE_ABSENT) return;
+    if (history->recalled) cache->n_recalled--;
+    if (info && info->key && info->refs == 1 && page_complete(cache, s, page)) begin_backup(cache, s, page);
+    if (!history->in_flight) { retire(cache, &cache->device_pages, history->device.id); return; }
+    for (int i = 0; i < cache->n_transfers; i++)
+        if (cache->transfers[i].session == s && cache->transfers[i].page == page) cache->transfers[i].session = -1;
+}
+
+void cache_release(Cache *cache, int s) {
+    SessionPages *session = &cache->session[s];
+    if (!session->admitted) return;
+    for (int page = 0; page < session->reserved_pages; page++) {
+        release_page(cache, s, page);
+        retire(cache, &cache->index_pages, index_page(cache, s, page)->id);
+        if (cache->mode != MODE_RESIDENT) drop_host_page(cache, *host_page(cache, s, page));
+        *index_page(cache, s, page) = *ready_page(cache, s, page) = (DevicePage){0};
+        *host_page(cache, s, page) = (HostPage){0};
+    }
+    for (int page = 0; page < cache->hot_pages; page++) {
+        retire(cache, &cache->device_pages, cache->tables.hot[s * cache->hot_pages + page].id);
+        cache->tables.hot[s * cache->hot_pages + page] = (DevicePage){0};
+    }
+    while (session->n_spare) retire(cache, &cache->device_pages, session->spare[--session->n_spare].id);
+    memset(tail_page(cache, s, 0), 0, (size_t)cache->tail_ring * sizeof(DevicePage));
+    reset_session(cache, s);
+    check_cache(cache);
+}
+
+/* ---- between rounds */
+
+/* Lends spare memory to history that lies on the host: round robin over sessions, the newest page of each first, a few pages a
+ * round, so that a pass waits for none of it. */
+static void repopulate(Cache *cache) {
+    int begun = 0, needed = required_pages(cache);  /* not the last pages: a session may come at any moment */
+    for (int tried = 0; tried < cache->sessions && begun < REPOPULATE_PAGES; tried++) {
+        int s = cache->cursor, page = cache->tables.tail_base[s] / PAGE_ROWS - 1;
+        cache->cursor = (cache->cursor + 1) % cache->sessions;
+        if (!cache->session[s].admitted) continue;
+        for (; page >= 0 && begun < REPOPULATE_PAGES && may_lend(cache, needed + 1); page--)
+            if (cache->session[s].pages[page].state == PAGE_ABSENT) {
+                begin_population(cache, s, page);
+                begun++;
+            }
+    }
+}
+
+/* Backs up lent pages before their memory is asked for, a little at a time; not where it never will be. */
+static void back_up_ahead(Cache *cache) {
+    int begun = 0;
+    for (int s = 0; s < cache->sessions && !cache->ample; s++)
+        for (int page = 0; page < cache->session[s].reserved_pages && begun < BACKUP_PAGES; page++)
+            if (cache->session[s].pages[page].state == PAGE_READY && !cache->session[s].pages[page].in_flight
+                && !on_host(cache, s, page)) {
+                begin_backup(cache, s, page);
+                begun++;
+            }
+}
+
+/* Pages of a prompt that a waiting session shares go to the host at once. */
+static void back_up_wanted(Cache *cache) {
+    for (int s = 0; s < cache->sessions && cache->prefix_wanted; s++)
+        for (int page = 0; page < cache->session[s].reserved_pages && page_complete(cache, s, page); page++)
+            if (host_info(cache, s, page)->wanted) begin_backup(cache, s, page);
+    cache->prefix_wanted = false;
+}
+
+void cache_step(Cache *cache) {
+    double start = now();
+    cache->rounds_done = cache->rounds_begun;
+    end_copies(cache, false);
+    int kept = 0;
+    for (int i = 0; i < cache->n_retired; i++) {
+        Retired retired = cache->retired[i];
+        if (retired.round <= cache->rounds_done) {
+            if (retired.list == &cache->device_pages) poison_page(cache, retired.page);
+            give_page(retired.list, retired.page);
+        } else cache->retired[kept++] = retired;
+    }
+    cache->n_retired = kept;
+    for (int s = 0; s < cache->sessions; s++)
+        if (cache->session[s].admitted) advance_tail(cache, s);
+    if (cache->mode == MODE_ADAPTIVE) {
+        back_up_wanted(cache);
+        if (!cache->waiting) repopulate(cache);
+        back_up_ahead(cache);
+    } else if (cache->mode == MODE_HISPARSE) back_up_wanted(cache);
+    cache->stats.control_seconds += now() - start;
+    check_cache(cache);
+}
+
+/* ---- rows taken back, history imported */
+
+/* Whole pages of it come from any tier, the last rows from the tail. */
+void cache_read_page(const Cache *cache, int s, int page, uint8_t *image) {
+    const SessionPages *session = &cache->session[s];
+    DevicePage device = session->pages[page].state == PAGE_FILLING ? (DevicePage){0} : session->pages[page].device;
+    int left = session->committed - page * PAGE_ROWS;
+    size_t rows = (size_t)(left < PAGE_ROWS ? left : PAGE_ROWS), stride = cache->format.stride;
+    memset(image, 0, page_image_bytes(cache));
+    for (int i = 0; i < cache->sources; i++, image += PAGE_ROWS * stride) {
+        const uint8_t *from = no_page(device) ? host_source_rows(cache, (SourceId){i}) : source_rows(cache, (SourceId){i});
+        size_t at = (size_t)(no_page(device) ? host_page(cache, s, page)->id : device.id) * PAGE_ROWS * stride;
+        cache->backend->copy_bytes(image, from + at, rows * stride);
+    }
+    stride = cache->index_format.stride;
+    for (int g = 0; g < cache->groups; g++, image += PAGE_ROWS * stride)
+        cache->backend->copy_bytes(image, group_index_keys(cache, g) + (size_t)index_page(cache, s, page)->id * PAGE_ROWS * stride,
+                                   rows * stride);
+}
+
+void cache_append_page(Cache *cache, int s, const uint8_t *image, int rows) {
+    SessionPages *session = &cache->session[s];
+    int page = session->committed / PAGE_ROWS;
+    bool to_host = rows == PAGE_ROWS && cache->mode != MODE_RESIDENT;
+    if (!to_host) {
+        session->pages[page] = (HistoryPage){.device = session->spare[--session->n_spare], .state = PAGE_TAIL};
+        *tail_page(cache, s, page) = session->pages[page].device;
+        session->n_tail++;
+    }
+    size_t stride = cache->format.stride, bytes = (size_t)rows * stride;
+    for (int i = 0; i < cache->sources; i++, image += PAGE_ROWS * stride) {
+        uint8_t *to = to_host ? host_source_rows(cache, (SourceId){i}) : source_rows(cache, (SourceId){i});
+        size_t at = (size_t)(to_host ? host_page(cache, s, page)->id : session->pages[page].device.id) * PAGE_ROWS * stride;
+        cache->backend->copy_bytes(to + at, image, bytes);
+    }
+    stride = cache->index_format.stride;
+    for (int g = 0; g < cache->groups; g++, image += PAGE_ROWS * stride) {
+        size_t at = (size_t)index_page(cache, s, page)->id * PAGE_ROWS * stride;
+        cache->backend->copy_bytes(group_index_keys(cache, g) + at, image, (size_t)rows * stride);
+        at = (size_t)host_page(cache, s, page)->id * PAGE_ROWS * stride;
+        if (to_host) cache->backend->copy_bytes(host_group_index_keys(cache, g) + at, image, (size_t)rows * stride);
+    }
+    session->committed = session->placed = session->committed + rows;
+    if (!to_host) { advance_tail(cache, s); return; }
+    host_info(cache, s, page)->rows = PAGE_ROWS;
+    cache->tables.tail_base[s] += PAGE_ROWS;
+}
+
+/* Takes pages from `first` on out of the hierarchy; the session keeps its reservation. */
+static void drop_pages(Cache *cache, int s, int first) {
+    SessionPages *session = &cache->session[s];
+    for (int page = first; page < session->reserved_pages; page++) {
+        HistoryPage *history = &session->pages[page];
+        bool keeps = history->state == PAGE_TAIL || cache->mode == MODE_RESIDENT;
+        if (history->state == PAGE_TAIL) session->n_tail--;
+        else if (history->state != PAGE_ABSENT && !history->recalled) session->n_optional--;
+        if (history->state == PAGE_TAIL) *tail_page(cache, s, page) = (DevicePage){0};
+        if (history->state != PAGE_ABSENT && keeps) session->spare[session->n_spare++] = history->device;
+        else if (history->state != PAGE_ABSENT) withdraw(cache, s, page);
+        *ready_page(cache, s, page) = (DevicePage){0};
+        *history = (HistoryPage){0};
+        if (cache->mode == MODE_RESIDENT) continue;
+        if (host_info(cache, s, page)->key) {       /* known to others as it is: the new rows go elsewhere */
+            HostPage old = *host_page(cache, s, page);
+            *host_page(cache, s, page) = take_host_page(cache);
+            drop_host_page(cache, old);
+        } else host_info(cache, s, page)->rows = 0;
+    }
+}
+
+bool cache_truncate(Cache *cache, int s, int n) {
+    SessionPages *session = &cache->session[s];
+    int first = n / PAGE_ROWS, shared = 0;
+    if (!session->admitted || n >= session->committed) return true;
+    end_copies(cache, true);
+    for (int page = first; cache->mode != MODE_RESIDENT && page < session->reserved_pages; page++)
+        shared += host_info(cache, s, page)->key != NULL;
+    if (shared && !free_host_pages(cache, shared)) return false;
+    uint8_t *image = n % PAGE_ROWS ? allocate_zeroed(page_image_bytes(cache), 1) : NULL;
+    if (image) cache_read_page(cache, s, first, image);
+    drop_pages(cache, s, first);
+    cache_forget_hot(cache, s);
+    session->committed = session->placed = cache->tables.tail_base[s] = first * PAGE_ROWS;
+    if (image) cache_append_page(cache, s, image, n % PAGE_ROWS);
+    free(image);
+    check_cache(cache);
+    return true;
+}
+
+double cache_coverage(const Cache *cache, int session) {
+    int64_t eligible = 0, ready = 0;
+    for (int s = session < 0 ? 0 : session; s < (session < 0 ? cache->sessions : session + 1); s++)
+        for (int page = 0; page < cache->tables.tail_base[s] / PAGE_ROWS; page++) {
+            eligible++;
+            ready += cache->session[s].pages[page].state == PAGE_READY;
+        }
+    return eligible ? (double)ready / (double)eligible : 1;
 }
 
 /* =====================================================================================================================
@@ -2011,10 +3151,35 @@ void prepare_rope(Engine *engine) {
     engine->softmax_scale = (float)(stretch * stretch / sqrt(width));
 }
 
-/* Cosines and sines of every row's position, and the cache rows they will be stored in. */
+/* The pass in runs of rows that are resolved together: of each session at most QUERY_BLOCK, which follow each other, and no more
+ * blocks of several rows than there is staging for. A later block may take the slots of an earlier one, once that has attended.
+ * Without a hot cache nothing is ever fetched, and the pass is one run. */
+static void split_runs(State *state, const Cache *cache, const Row *rows, int n_rows) {
+    long seen[MAX_PASS_ROWS];
+    for (int s = 0; s < cache->sessions; s++) seen[s] = -1;
+    state->n_runs = 0;
+    for (int first = 0, last, blocks = 0; first < n_rows && cache->hot_rows; first = last) {
+        for (last = first + 1; last < n_rows && last - first < QUERY_BLOCK && rows[last].session == rows[first].session;) last++;
+        bool several = last - first > 1, again = seen[rows[first].session] == state->n_runs;
+        if (again || blocks + several > cache->staging_blocks) {
+            state->run_ends[state->n_runs++] = first;
+            blocks = 0;
+        }
+        seen[rows[first].session] = state->n_runs;
+        blocks += several;
+    }
+    state->run_ends[state->n_runs++] = n_rows;
+}
+
+/* Cosines and sines of every row's position, and the places in the pools that they will be stored in. */
 static void place_rows(Engine *engine, const Row *rows, int n_rows) {
     State *state = &engine->state;
-    for (int r = 0; r < n_rows; r++) state->row_ids[r] = rows[r].session * engine->cache.context + rows[r].position;
+    const Cache *cache = &engine->cache;
+    for (int r = 0; r < n_rows; r++) {
+        int s = rows[r].session, page = rows[r].position / PAGE_ROWS;
+        state->kv_rows[r] = row_of_page(*tail_page(cache, s, page), rows[r].position);
+        state->index_rows[r] = row_of_page(*index_page(cache, s, page), rows[r].position);
+    }
     engine->backend->rotations(state->cosine, state->sine, rows, n_rows, state->inverse_frequency, rope_dim(&engine->config),
                                engine->rope_attention_factor);
 }
@@ -2104,9 +3269,10 @@ static bool forward_qwen3(Engine *engine, const Row *rows, int n, Error *error) 
             backend->rms_norm(k + h * dim, width, k + h * dim, width, layer->k_norm, n, dim, config->rms_norm_eps);
             backend->rope(k, n, 1, (int)width, h * dim, dim, false, state->cosine, state->sine);
         }
-        backend->store_rows(cache->kv[i], &cache->format, state->row_ids, n, state->kv, width, state->kv, 0);
-        backend->dense_attention(state->attended, state->q, cache->kv[i], &cache->format, rows, n, cache->context, heads,
-                                 kv_heads, dim, engine->softmax_scale);
+        RowPool pool = row_pool(cache, (SourceId){i});
+        backend->store_rows(pool.rows, &cache->format, state->kv_rows, n, state->kv, width, state->kv, 0);
+        backend->dense_attention(state->attended, state->q, &pool, &cache->format, cache->tables.ready, cache->context_pages, rows, n,
+                                 heads, kv_heads, dim, engine->softmax_scale);
         backend->linear(state->branch, hidden, state->attended, q_width, n, &layer->o_proj);
         if (!finish_layer(engine, i, rows, n, error)) return false;
     }
@@ -2132,15 +3298,66 @@ static bool select_rows(Engine *engine, int i, const Row *rows, int n, Error *er
                   state->sine);
     backend->rope(state->index_k, n, 1, dim, 0, config->qk_rope_head_dim, config->indexer_rope_interleave, state->cosine,
                   state->sine);
-    backend->store_rows(cache->index_keys[i], &cache->index_format, state->row_ids, n, state->index_k, (size_t)dim,
-                        state->index_k, (size_t)dim);
+    uint8_t *keys = group_index_keys(cache, cache->group_of[i]);
+    backend->store_rows(keys, &cache->index_format, state->index_rows, n, state->index_k, (size_t)dim, state->index_k, (size_t)dim);
     backend->linear(state->index_weights, (size_t)heads, state->normed, hidden, n, &layer->indexer_weights_proj);
-    backend->index_select(&state->selection, state->index_q, state->index_weights, cache->index_keys[i], &cache->index_format,
-                          heads, dim, rows, n, cache->context, state->index_scratch, state->scratch_rows);
+    backend->index_select(&state->selection, state->index_q, state->index_weights, keys, &cache->index_format, cache->tables.index,
+                          cache->context_pages, heads, dim, rows, n, state->index_scratch, state->scratch_rows);
     /* What only selects never reaches the hidden state, where everything else that goes bad is seen. */
     return check_finite(engine, i, "index query", state->index_q, heads * dim, rows, n, error)
         && check_finite(engine, i, "index key", state->index_k, dim, rows, n, error)
         && check_finite(engine, i, "index weights", state->index_weights, heads, rows, n, error);
+}
+
+/* The staging of a source belongs to its group from the copy of its rows until its last attention has read them. */
+static void claim_staging(Cache *cache, int source) {
+    int *owner = &cache->staging_owner[cache->member_of[source] % cache->live_sources];
+    REQUIRE(*owner < 0);
+    *owner = cache->group_of[source];
+}
+
+static void release_staging(Cache *cache, int source) {
+    int *owner = &cache->staging_owner[cache->member_of[source] % cache->live_sources];
+    REQUIRE(*owner == cache->group_of[source]);
+    *owner = -1;
+#ifdef TIDE_DEBUG
+    memset(row_pool(cache, (SourceId){source}).staging, 0xff,
+           (size_t)cache->staging_blocks * (size_t)cache->staging_rows * cache->format.stride);
+#endif
+}
+
+/* Each row's attention over its own selection, wherever its rows lie (paper 3.2, 3.5). A producing layer resolves; the layers that
+ * follow it have the same rows in the same slots, so they replay its plan on their own payload. */
+static void attend_selection(Engine *engine, int i, const Row *rows) {
+    const Backend *backend = engine->backend;
+    State *state = &engine->state;
+    Cache *cache = &engine->cache;
+    const size_t capacity = (size_t)state->selection.capacity, heads = (size_t)engine->config.num_attention_heads,
+                 lora = (size_t)engine->config.kv_lora_rank, width = lora + (size_t)engine->config.qk_rope_head_dim;
+    const bool producer = engine->config.indexer_full[i];
+    const RowPool pool = row_pool(cache, (SourceId){i});
+    if (producer) state->plan.count = 0;
+    for (int run = 0, begin = 0, planned = 0; run < state->n_runs; run++) {
+        int end = state->run_ends[run];
+        double start = now();
+        if (producer) {
+            backend->resolve(cache, cache->group_of[i], &state->selection, rows, begin, end, state->locations, &state->plan);
+            state->plan_ends[run] = state->plan.count;
+        }
+        double resolved = now();
+        if (cache->hot_rows) claim_staging(cache, i);
+        backend->fetch_rows(cache, (SourceId){i}, &state->plan, planned, state->plan_ends[run]);
+        cache->stats.resolve_seconds += resolved - start;
+        cache->stats.fetch_seconds += now() - resolved;
+        cache->stats.bytes_fetched += (uint64_t)(state->plan_ends[run] - planned) * cache->format.bytes;
+        planned = state->plan_ends[run];
+        backend->sparse_attention(state->z + (size_t)begin * heads * lora, state->q_absorbed + (size_t)begin * heads * width, &pool,
+                                  &cache->format, state->locations + (size_t)begin * capacity, state->selection.count + begin,
+                                  state->selection.capacity, end - begin, engine->config.num_attention_heads, engine->softmax_scale);
+        if (cache->hot_rows) release_staging(cache, i);
+        begin = end;
+    }
+    if (producer) cache->stats.fetched += (uint64_t)state->plan.count;
 }
 
 /* Latent attention in absorbed form over the selected rows: GLM-5 and DeepSeek-V3.2 (DeepSeek-V2, 2.1; DeepSeek-V3.2, 2.1).
@@ -2171,7 +3388,8 @@ static bool forward_dsa(Engine *engine, const Row *rows, int n, Error *error) {
         backend->linear(state->kv, width, state->normed, hidden, n, &layer->kv_a_proj);
         backend->rms_norm(state->kv, width, state->kv, width, layer->kv_a_layernorm, n, lora, config->latent_norm_eps);
         backend->rope(state->kv, n, 1, (int)width, lora, tail, true, state->cosine, state->sine);
-        backend->store_rows(cache->kv[i], &cache->format, state->row_ids, n, state->kv, width, state->kv + lora, width);
+        backend->store_rows(row_pool(cache, (SourceId){i}).rows, &cache->format, state->kv_rows, n, state->kv, width,
+                            state->kv + lora, width);
 
         /* A full layer selects; a shared one finds the selection of the layer before it still in the state, in its order. */
         if (config->indexer_full[i] && !select_rows(engine, i, rows, n, error)) return false;
@@ -2179,8 +3397,7 @@ static bool forward_dsa(Engine *engine, const Row *rows, int n, Error *error) {
             engine->probe.selected(engine->probe.user, i, &state->selection, rows, n);
 
         backend->absorb_query(state->q_absorbed, state->q, n, &layer->kv_b_proj, config);
-        backend->sparse_attention(state->z, state->q_absorbed, cache->kv[i], &cache->format, &state->selection, n, heads,
-                                  engine->softmax_scale);
+        attend_selection(engine, i, rows);
         backend->expand_value(state->attended, state->z, n, &layer->kv_b_proj, config);
         backend->linear(state->branch, hidden, state->attended, (size_t)(heads * config->v_head_dim), n, &layer->o_proj);
         if (!finish_layer(engine, i, rows, n, error)) return false;
@@ -2199,7 +3416,11 @@ bool forward(Engine *engine, const Row *rows, int n_rows, Error *error) {
             return fail(error, "session %d: token %d at position %d lies outside the vocabulary of %d or the context of %d",
                         rows[r].session, rows[r].token, rows[r].position, config->vocab_size, engine->cache.context);
     }
+    if (!cache_place(&engine->cache, rows, n_rows, &engine->failed_session, error)) return false;
+    memset(state->plan.picked, 0, sizeof state->plan.picked);
+    state->plan.staged = 0;
     allocation_forbidden = true;
+    split_runs(state, &engine->cache, rows, n_rows);
     place_rows(engine, rows, n_rows);
     engine->backend->embed(state->hidden, &engine->weights.embed_tokens, rows, n_rows);
     bool ok = has_latent_attention(config) ? forward_dsa(engine, rows, n_rows, error) : forward_qwen3(engine, rows, n_rows, error);
@@ -2209,6 +3430,10 @@ bool forward(Engine *engine, const Row *rows, int n_rows, Error *error) {
     if (ok)
         engine->backend->rms_norm(state->normed, hidden, state->hidden, hidden, engine->weights.norm, n_rows, config->hidden_size,
                                   config->rms_norm_eps);
+    for (int tier = 0; tier < TIERS; tier++) engine->cache.stats.picked[tier] += (uint64_t)state->plan.picked[tier];
+    engine->cache.stats.staged += (uint64_t)state->plan.staged;
+    for (int r = 0; r < n_rows && !ok; r++)         /* later layers of a group have not fetched what its slots now name */
+        cache_forget_hot(&engine->cache, rows[r].session);
     allocation_forbidden = false;
     return ok;
 }
@@ -2226,7 +3451,7 @@ bool head(Engine *engine, const Row *rows, const int *indices, int n, Error *err
 }
 
 bool engine_plan(Engine *engine, const EngineOptions *options, Error *error) {
-    *engine = (Engine){.backend = &c_backend, .kv_budget = options->kv_budget};
+    *engine = (Engine){.backend = &c_backend};
     bool ok = config_read(&engine->config, options->model, error);
     if (ok && options->index_topk && !has_latent_attention(&engine->config))
         ok = fail(error, "%s: %s has no indexer: --index-topk does not apply", options->model, engine->config.model_type);
@@ -2249,10 +3474,8 @@ bool engine_open(Engine *engine, const EngineOptions *options, Error *error) {
 }
 
 void engine_close(Engine *engine) {
-    if (engine->cache.block) munmap(engine->cache.block, engine->cache.bytes);
+    free_cache(&engine->cache);
     if (engine->state.block) munmap(engine->state.block, engine->state.bytes);
-    free(engine->cache.kv);
-    free(engine->cache.index_keys);
     weights_free(&engine->weights, &engine->config);
     config_free(&engine->config);
     checkpoint_close(&engine->checkpoint);
@@ -2374,13 +3597,7 @@ static int sample(Sampler *sampler, float *logits, int vocab, const Sampling *sa
 
 volatile sig_atomic_t interrupted;
 
-double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
-}
-
-void session_begin(Session *session, const Engine *engine) {
+void session_begin(Session *session, Engine *engine) {
     arrsetcap(session->ids, (size_t)engine->cache.context + 1);
     session->prompt_length = (int)arrlen(session->ids);
     if (session->cached >= session->prompt_length)
@@ -2389,6 +3606,18 @@ void session_begin(Session *session, const Engine *engine) {
     session->utf8 = (Utf8Stream){0};
     session->emitted = 0;
     session->finish = RUNNING;
+    if (!cache_truncate(&engine->cache, session->slot, session->cached)) {
+        fail(&session->error, "the host memory for cached rows is full: raise --host-budget");
+        session->finish = FINISH_ERROR;
+    }
+}
+
+bool session_admit(Runner *runner, Session *session) {
+    Cache *cache = &runner->engine.cache;
+    if (cache->session[session->slot].admitted) return true;
+    int length = (int)arrlen(session->ids), rows = cache->context;
+    if (session->max_new && !session->continues && session->max_new < rows - length) rows = length + session->max_new;
+    return cache_admit(cache, session->slot, session->ids, length, rows, &session->cached);
 }
 
 void session_free(Session *session) {
@@ -2470,7 +3699,8 @@ static int pack_rows(Runner *runner, Session **sessions, int n, int *n_finals) {
             int pending = (int)arrlen(session->ids) - session->cached, room = runner->engine.state.max_rows - n_rows;
             if (!prefill) session->in_pass = 0;
             if (session->finish != RUNNING || (pending > 1) != prefill || !room) continue;
-            int take = session->in_pass = pending < room ? pending : room;
+            if (!runner->engine.cache.session[session->slot].admitted) continue;
+            int take = session->in_pass = cache_room(&runner->engine.cache, session->slot, pending < room ? pending : room);
             for (int j = 0; j < take; j++) {
                 int position = session->cached + j;
                 runner->rows[n_rows++] = (Row){session->slot, position, session->ids[position]};
@@ -2495,6 +3725,7 @@ static void trace_round(Runner *runner, Session **sessions, int n_rows, int n_fi
 
 void run_round(Runner *runner, Session **sessions, int n) {
     Engine *engine = &runner->engine;
+    cache_step(&engine->cache);
     int n_finals, n_rows = pack_rows(runner, sessions, n, &n_finals);
     if (!n_rows) return;
     double start = now();
@@ -2508,7 +3739,11 @@ void run_round(Runner *runner, Session **sessions, int n) {
             }
         return;
     }
-    for (int i = 0; i < n; i++) sessions[i]->cached += sessions[i]->in_pass;
+    for (int i = 0; i < n; i++) {
+        if (!sessions[i]->in_pass) continue;
+        sessions[i]->cached += sessions[i]->in_pass;
+        cache_commit(&engine->cache, sessions[i]->slot, sessions[i]->cached);
+    }
     for (int i = 0; i < n_finals; i++) {
         Session *session = sessions[runner->owners[i]];
         int vocab = engine->config.vocab_size, length = (int)arrlen(session->ids);
@@ -2526,7 +3761,8 @@ void run_round(Runner *runner, Session **sessions, int n) {
 void run_session(Runner *runner, Session *session) {
     while (session->finish == RUNNING) {
         if (interrupted) session_stop(session, FINISH_INTERRUPTED);
-        else run_round(runner, &session, 1);
+        else if (session_admit(runner, session)) run_round(runner, &session, 1);
+        else cache_step(&runner->engine.cache);
     }
 }
 

@@ -7,7 +7,7 @@
  *     Checkpoint   the published files, mapped          (read-only, as long as the process)
  *     Config       what config.json says                (read-only)
  *     Weights      every tensor, bound once and checked (pointers into the checkpoint)
- *     Cache        the key/value history of every session slot
+ *     Cache        the key/value history of every session, on the device and on the host
  *     State        activations of the pass in flight    (overwritten by each pass)
  *     Backend      the operations that work on them, in C (engine.c) or CUDA
  *     Session      one conversation or prompt: its ids and how far the cache has them
@@ -241,10 +241,31 @@ bool weights_bind(Weights *weights, const Checkpoint *checkpoint, const Config *
 void weights_free(Weights *weights, const Config *config);
 
 /* ---------------------------------------------------------------------------------------------------------------------
- * Rows and the cache
+ * Rows and the KV hierarchy (Adaptive HiSparse: paper 3.1, 3.2, 3.5; the reference design of the spec, A8)
+ *
+ * A session's history is a list of rows, one a position, 64 to a page. Every source (the payload of one layer) has the same
+ * pages under the same numbers: a page id names a bundle, the same 64 rows in all sources at once, and bundles are what is lent,
+ * copied and counted. On the device a session holds, for as long as it is admitted, a tail (the rows being written), a hot
+ * cache (slots that selected rows are fetched into) and its index keys; while memory is spare, pages of its history too.
+ * Host memory holds every complete row. A row never changes once it is complete, so any copy of it is as good as another.
  */
 
-enum { MAX_PASS_ROWS = 512 };                       /* of one pass, and so of sessions that decode together */
+enum {
+    MAX_PASS_ROWS = 512,        /* of one pass, and so of sessions that decode together */
+    PAGE_ROWS = 64,
+    TAIL_PAGES = 2,             /* required of every session: a block of rows may cross from one page into the next */
+    QUERY_BLOCK = 8,            /* K_max: rows of one session that are resolved together */
+    REPOPULATE_PAGES = 8,       /* bundles started a round while memory is spare */
+    BACKUP_PAGES = 1,           /* bundles backed up a round before anything asks for their memory */
+};
+
+/* Ids of different spaces are different types, so that one cannot pass for another. Page 0 of a pool is never handed out: a
+ * page id of 0 means nowhere, so cleared tables name nothing. A row id below 0 means nowhere. */
+typedef struct SourceId { int id; } SourceId;
+typedef struct DevicePage { int32_t id; } DevicePage;
+typedef struct HostPage { int32_t id; } HostPage;
+typedef struct DeviceRow { int32_t id; } DeviceRow;     /* page * 64 + row; from n_rows of the pool on: a row of staging */
+typedef struct HostRow { int64_t id; } HostRow;         /* page * 64 + row */
 
 typedef struct Row {
     int session;                /* slot, 0 .. Cache.sessions - 1 */
@@ -260,20 +281,227 @@ typedef enum KvDtype { KV_F32, KV_BF16, KV_F8 } KvDtype;
 typedef struct RowFormat {
     KvDtype dtype;
     int quantised, plain, group;
-    size_t stride;              /* bytes from one row to the next */
+    size_t bytes;               /* of the values */
+    size_t stride;              /* from one row to the next, on the device and on the host: bytes, rounded up to whole 64 */
 } RowFormat;
 
 RowFormat row_format(KvDtype dtype, int quantised, int plain, int group);
 
+typedef enum KvMode {
+    MODE_RESIDENT,              /* the whole history on the device; a session waits until there is room for all of it */
+    MODE_HISPARSE,              /* a fixed hot cache, history on the host, copied there as it is written; nothing lent */
+    MODE_ADAPTIVE,              /* spare pages are lent to history and recalled for new sessions */
+} KvMode;
+
+typedef enum Reclaim { RECLAIM_WHOLE, RECLAIM_PROPORTIONAL } Reclaim;   /* eq. 4, or a share from every session */
+typedef enum Lookup { LOOKUP_DIRECT, LOOKUP_SCAN } Lookup;  /* of hot rows: an array from row to slot, or the paper's scan */
+typedef enum Tier { TIER_TAIL, TIER_OPTIONAL, TIER_HOT, TIER_HOST, TIERS } Tier;
+
+typedef struct Selection {      /* which positions each row of the pass attends to */
+    int *ids;                   /* [rows, capacity] ascending positions, then -1 */
+    int *count;                 /* [rows] */
+    int capacity;               /* k = min(index_topk, context) */
+} Selection;
+
+/* The rows to copy from host to device before a run of the pass can attend, in ascending order within each session. Made
+ * by the resolve of a producing layer, replayed for each layer that follows it: their slots have the same numbers. */
+typedef struct MissPlan {
+    HostRow *from;              /* [capacity] */
+    DeviceRow *to;              /* [capacity] */
+    int count, capacity;
+    int picked[TIERS];          /* where the selected rows were found, counted per query */
+    int staged;                 /* of the rows to copy: did not fit the hot cache */
+} MissPlan;
+
+/* What the device sees. Every entry names only bytes that have arrived. */
+typedef struct CacheTables {
+    int *tail_base;             /* [sessions] the first row of the tail, a multiple of 64 */
+    DevicePage *tail;           /* [sessions, tail_ring] page p of the session at p mod tail_ring */
+    DevicePage *ready;          /* [sessions, context_pages] pages of history on the device: the paper's optional map */
+    DevicePage *hot;            /* [sessions, hot_pages] slot t is row t mod 64 of hot page t / 64 */
+    DevicePage *index;          /* [sessions, context_pages] of the index pool */
+    HostPage *host;             /* [sessions, context_pages] */
+    uint32_t *clock;            /* [sessions, groups] resolves so far: stamps count them */
+    int32_t *tag;               /* [sessions, groups, hot_rows] the row a slot holds, or -1 */
+    uint32_t *stamp;            /* [sessions, groups, hot_rows] the resolve that last used the slot; 0: none */
+    uint16_t *slot_of;          /* [sessions, groups, context_pages * 64] slot + 1 of the row, or 0 */
+} CacheTables;
+
+/* One page of one session's history, as the controller sees it. */
+typedef enum PageState {
+    PAGE_ABSENT,                /* not on the device: on the host, or not written yet */
+    PAGE_TAIL,                  /* being written, or complete and waiting for its host copy */
+    PAGE_FILLING,               /* reserved; its bytes are on their way from the host; the device does not see it */
+    PAGE_READY,                 /* on the device, seen, lent (resident: owned) */
+} PageState;
+
+typedef struct HistoryPage {
+    DevicePage device;
+    uint8_t state;              /* PageState */
+    bool in_flight;             /* a copy from or to it has begun and is not complete */
+    bool recalled;              /* leaves as soon as it has a host copy and its readers are done */
+} HistoryPage;
+
+typedef struct SessionPages {
+    bool admitted;
+    int committed;              /* n: rows below it are history, or complete in the tail */
+    int placed;                 /* rows below it have a place; those from n on are of a pass that is not committed */
+    int reserved_pages;         /* host and index pages held: prompt and all it may generate */
+    HistoryPage *pages;         /* [context_pages] */
+    DevicePage *spare;          /* [context_pages + tail_ring] pages for rows to come */
+    int n_spare;
+    int n_tail;                 /* pages in state PAGE_TAIL; with the spare ones at least TAIL_PAGES */
+    int n_optional;             /* a_r of eq. 4: pages FILLING or READY and not recalled */
+    long populated;             /* the round that last lent it a page */
+} SessionPages;
+
+/* A page of a prompt is known by its own ids and the page before it, so equal keys are equal prefixes. */
+typedef struct PrefixKey {
+    int32_t parent;             /* HostPage id; 0: it is the first */
+    int ids[PAGE_ROWS];
+} PrefixKey;
+
+typedef struct HostInfo {       /* of one host page */
+    int refs;                   /* sessions and copies under way that hold it */
+    int rows;                   /* complete in it, from its first */
+    PrefixKey *key;             /* what it is known by to later prompts, and then it stays until its place is needed; or NULL */
+    int depth;                  /* which page of those prompts it is */
+    bool wanted;                /* a waiting session would share it: it is backed up at once */
+    long used;                  /* round of the last admission that took it */
+} HostInfo;
+
+/* A copy of rows [first, first + count) of one page in all sources, and of its index keys, between the tiers. */
+typedef struct Transfer {
+    bool to_host;
+    int session, page;          /* session -1: nobody waits for it any more, and both ends are given back */
+    int first, count;
+    DevicePage device;
+    HostPage host;
+    DevicePage index;           /* of the index pool; 0: the index keys stay */
+} Transfer;
+
+typedef struct PageList {
+    int32_t *free;              /* [n_pages] a stack of page ids */
+    int n_free, n_pages;        /* n_pages counts page 0 */
+} PageList;
+
+typedef struct Retired {        /* a device page that nothing names any more */
+    PageList *list;             /* of the pool it belongs to */
+    int32_t page;
+    long round;                 /* the last one that may still read it */
+} Retired;
+
+typedef struct CacheStats {     /* since the start */
+    uint64_t picked[TIERS];     /* selected rows by where they were found */
+    uint64_t fetched;           /* rows copied from the host for a resolve, counted once for all sources of its group */
+    uint64_t staged;            /* of those: beyond the hot cache */
+    uint64_t bytes_fetched, bytes_backed_up, bytes_populated;
+    uint64_t pages_lent, pages_recalled;    /* bundles that became optional history, and that were taken back */
+    uint64_t admissions, shared_pages;      /* sessions; host pages they found already there */
+    uint64_t admission_waits, tail_waits;   /* rounds a session waited to be admitted; times a tail waited for its backup */
+    double resolve_seconds, fetch_seconds, control_seconds;     /* finding rows; copying missing ones; everything between passes */
+} CacheStats;
+
 typedef struct Cache {
+    const struct Backend *backend;
+    /* the shape: fixed by plan_cache() */
+    KvMode mode;
+    Reclaim reclaim;
+    Lookup lookup;
     int sessions, context;      /* slots, and rows each may hold */
+    int sources, groups;        /* KV payloads; plan groups: a producing layer and the layers that follow it */
+    int *group_of;              /* [sources] */
+    int *member_of;             /* [sources] 0 for the producer, 1 for the layer after it, ... */
+    int index_topk;             /* k: rows a query selects at most; 0: no indexer */
+    int hot_rows;               /* B; 0 in resident mode */
+    int live_sources;           /* chi: payloads that are staged at the same time */
+    int staging_blocks, staging_rows;       /* blocks of several queries in a run, and K_max * k rows for each */
+    int context_pages, hot_pages, tail_ring, reserve;       /* pages; reserve: M_res of eq. 3 */
+    int pass_rows;              /* rows of one pass at most */
+    bool ample;                 /* the pool holds everything at once: nothing will ever be recalled */
     RowFormat format;           /* of kv: MLA latent | rope key, or qwen3's keys | values */
     RowFormat index_format;     /* of index keys */
-    uint8_t **kv;               /* [layers] -> [sessions * context] rows; row id = session * context + position */
-    uint8_t **index_keys;       /* [layers] -> the same row ids; NULL in layers without an indexer */
-    uint8_t *block;             /* all of it */
-    size_t bytes;               /* planned */
+    /* the tiers */
+    uint8_t *device;            /* [sources, pages, 64] rows */
+    uint8_t *staging;           /* [live_sources, staging_blocks * staging_rows] rows */
+    uint8_t *index_keys;        /* [groups, index pages, 64] index keys; always on the device */
+    uint8_t *host, *host_index; /* [sources, host pages, 64] rows; [groups, host pages, 64] index keys */
+    CacheTables tables;
+    PageList device_pages, index_pages, host_pages;
+    int *staging_owner;         /* [live_sources] the group whose rows an arena holds, or -1 */
+    uint64_t *bits;             /* [context_pages] scratch of a resolve: a bit per row of the session */
+    int32_t *ranks;             /* [context_pages] bits set before the word */
+    int32_t *missing;           /* [staging_rows] rows of the union, ascending */
+    int32_t *places;            /* [staging_rows] where each is: slot, or -1 */
+    int32_t *victims;           /* [hot_rows] */
+    /* the controller */
+    SessionPages *session;      /* [sessions] */
+    HostInfo *host_info;        /* [host pages] */
+    struct { PrefixKey key; int32_t value; } *prefixes;     /* stb_ds map to host page ids */
+    Transfer *transfers;        /* [pages of the device] in the order they began */
+    int n_transfers;
+    Retired *retired;           /* [pages of the device and of the index] */
+    int n_retired;
+    int n_recalled;             /* pages recalled that are not withdrawn yet */
+    bool prefix_wanted;         /* some host page is wanted */
+    long rounds_begun, rounds_done;
+    int cursor;                 /* round robin over sessions */
+    bool waiting;               /* a session waits to be admitted: nothing is lent */
+    CacheStats stats;
+    uint8_t *block, *host_block;
+    size_t bytes, host_bytes;   /* planned: under --kv-budget, and in host memory */
+    size_t least_bytes, least_host_bytes;   /* that one session of the whole context needs */
 } Cache;
+
+/* One source's rows on the device: ids below n_rows lie in the pool, the others in staging. */
+typedef struct RowPool {
+    uint8_t *rows;              /* [n_rows] rows */
+    uint8_t *staging;
+    int32_t n_rows;
+} RowPool;
+
+/* Takes a session in: its hot cache, tail, index and host pages for `rows` rows (prompt and all it may generate). `ids` [n_ids] is its
+ * prompt; whole pages of it that the host already holds are taken over, and *cached says how many rows that is. False when it has to
+ * wait: for memory that this call has begun to recall (eq. 3, 4), for a session to end, or for one that is just computing the
+ * same prefix. Call again after the next round. */
+bool cache_admit(Cache *cache, int session, const int *ids, int n_ids, int rows, int *cached);
+
+/* The waiting session will not ask again. */
+void cache_withdraw(Cache *cache);
+
+/* How many rows the session may run in the next pass, at most `wanted` and at least 1. Takes pages for them. */
+int cache_room(Cache *cache, int session, int wanted);
+
+/* Gives every row of the pass its place in a tail. False, with an error, for a row that has none: its session is not admitted, or it
+ * does not follow the rows that are there. *failed: that session, or -1. */
+bool cache_place(Cache *cache, const Row *rows, int n_rows, int *failed, Error *error);
+
+/* Rows below n are history now (eq. 7, 8 with m = 1); rows of the pass from n on are dropped. Whole pages leave the tail: lent, or
+ * once they are backed up. */
+void cache_commit(Cache *cache, int session, int n);
+
+/* Between two passes: completes copies, publishes and frees what they were for, lends what is spare. */
+void cache_step(Cache *cache);
+
+/* Forgets the rows from n on, history included. False when a page shared with another session would have to be copied and the host
+ * has none free. */
+bool cache_truncate(Cache *cache, int session, int n);
+
+/* A failed pass leaves slots that name rows which never arrived in some layers: forget them. */
+void cache_forget_hot(Cache *cache, int session);
+
+/* Ends a session's stay, finished or aborted. Whole pages of its prompt stay on the host for those who share it. */
+void cache_release(Cache *cache, int session);
+
+/* One page of a session, all sources and index keys, out of or into the hierarchy: [sources, 64] rows, then [groups, 64] index
+ * keys; page_image_bytes() in all. cache_read_page: rows past the committed ones are zero. cache_append_page: `rows` rows (64,
+ * or fewer in a last page) that follow the committed ones, as imported history. */
+size_t page_image_bytes(const Cache *cache);
+void cache_read_page(const Cache *cache, int session, int page, uint8_t *image);
+void cache_append_page(Cache *cache, int session, const uint8_t *image, int rows);
+
+/* Ready optional pages over the complete pages below the tails, of one session or (-1) of all; 1 where there are none. */
+double cache_coverage(const Cache *cache, int session);
 
 /* ---------------------------------------------------------------------------------------------------------------------
  * Backend: the operations, at the level a paper would name them
@@ -282,14 +510,9 @@ typedef struct Cache {
  * row r's inputs alone and sums in an order fixed by the shapes, never by the number of rows or threads.
  */
 
-typedef struct Selection {      /* which cached rows each row of the pass attends to */
-    int *ids;                   /* [rows, capacity] row ids, ascending positions */
-    int *count;                 /* [rows] */
-    int capacity;               /* min(index_topk, context) */
-} Selection;
-
 typedef struct Backend {
     const char *name;
+    int live_sources;           /* chi of eq. 11: payloads of one group that it stages at the same time */
 
     /* y[r] = row tokens[r] of the embedding. */
     void (*embed)(float *y, const Matrix *embedding, const Row *rows, int n_rows);
@@ -312,32 +535,51 @@ typedef struct Backend {
     void (*rope)(float *x, int n_rows, int heads, int head_stride, int offset, int dim, bool interleaved,
                  const float *cosine, const float *sine);
 
-    /* Writes cached row ids[r]: `quantised` values from a[r], `plain` values from b[r]. */
-    void (*store_rows)(uint8_t *base, const RowFormat *format, const int *ids, int n_rows,
+    /* Writes row ids[r] of a pool: `quantised` values from a[r], `plain` values from b[r]. */
+    void (*store_rows)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows,
                        const float *a, size_t a_stride, const float *b, size_t b_stride);
 
     /* Lightning indexer (DeepSeek-V3.2 eq. 1): score[s] = (heads * head_dim)^-0.5 sum_h w[h] relu(q[h] . key[s]), then the top
      * min(capacity, position + 1) positions; equal scores: the lower position. q: [rows, heads, head_dim]; head_weights:
-     * [rows, heads]; scratch: [scratch_rows, context], so that many rows are scored at a time. */
+     * [rows, heads]; keys: [index pages, 64] vectors; pages: [sessions, context_pages], where a session's lie; scratch:
+     * [scratch_rows, context_pages * 64], so that many rows are scored at a time. The rest of each selection becomes -1. */
     void (*index_select)(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
-                         const RowFormat *format, int heads, int head_dim, const Row *rows, int n_rows, int context,
-                         float *scratch, int scratch_rows);
+                         const RowFormat *format, const DevicePage *pages, int context_pages, int heads, int head_dim,
+                         const Row *rows, int n_rows, float *scratch, int scratch_rows);
+
+    /* Finds every selected row of the rows [begin, end) of the pass, which belong to one plan group (paper 3.2, eq. 6, 12): tail,
+     * ready optional page, hot cache, else host. Each session's rows follow each other and are resolved as a union.
+     * locations: [rows, capacity], in the order of the selection, -1 for -1. Appends what has to be copied to the plan. */
+    void (*resolve)(Cache *cache, int group, const Selection *selection, const Row *rows, int begin, int end,
+                    DeviceRow *locations, MissPlan *plan);
+
+    /* Copies the entries [begin, end) of the plan from the host to the hot cache and the staging of one source. */
+    void (*fetch_rows)(Cache *cache, SourceId source, const MissPlan *plan, int begin, int end);
+
+    /* A copy between the tiers, beside the passes: started, and later asked for until it is complete. wait: until then. The bytes
+     * of a copy to the host are taken, and those of a copy to the device arrive, at any moment between the two. */
+    void (*start_copy)(Cache *cache, const Transfer *transfer);
+    bool (*finish_copy)(Cache *cache, const Transfer *transfer, bool wait);
+
+    /* At once, and in any direction. */
+    void (*copy_bytes)(void *to, const void *from, size_t bytes);
 
     /* q_absorbed[r, h] = W_UK[h]^T q_nope[r, h] | q_rope[r, h]: the query in the space of cached rows (DeepSeek-V2, 2.1.2).
      * q: [rows, heads, nope + rope]; q_absorbed: [rows, heads, kv_lora_rank + rope]; kv_b: kv_b_proj. */
     void (*absorb_query)(float *q_absorbed, const float *q, int n_rows, const Matrix *kv_b, const Config *config);
 
-    /* Latent attention over each row's own selection. q: [rows, heads, lora + rope]; z: [rows, heads, lora] is the
-     * softmax-weighted sum of the selected latents. */
-    void (*sparse_attention)(float *z, const float *q, const uint8_t *kv, const RowFormat *format, const Selection *selection,
-                             int n_rows, int heads, float scale);
+    /* Latent attention over each row's own selection, in its order. q: [rows, heads, lora + rope]; locations: [rows, capacity], of
+     * which count[r] name rows; z: [rows, heads, lora] is the softmax-weighted sum of the selected latents. */
+    void (*sparse_attention)(float *z, const float *q, const RowPool *pool, const RowFormat *format, const DeviceRow *locations,
+                             const int *count, int capacity, int n_rows, int heads, float scale);
 
     /* y[r, h] = W_UV[h] z[r, h]: out of the latent space again. z: [rows, heads, kv_lora_rank]; y: [rows, heads, v_head_dim]. */
     void (*expand_value)(float *y, const float *z, int n_rows, const Matrix *kv_b, const Config *config);
 
-    /* Grouped-query attention over all positions up to the row's own. q, y: [rows, heads, head_dim]. */
-    void (*dense_attention)(float *y, const float *q, const uint8_t *kv, const RowFormat *format, const Row *rows, int n_rows,
-                            int context, int heads, int kv_heads, int head_dim, float scale);
+    /* Grouped-query attention over all positions up to the row's own. q, y: [rows, heads, head_dim]; pages: [sessions,
+     * context_pages], where a session's history lies. */
+    void (*dense_attention)(float *y, const float *q, const RowPool *pool, const RowFormat *format, const DevicePage *pages,
+                            int context_pages, const Row *rows, int n_rows, int heads, int kv_heads, int head_dim, float scale);
 
     /* y = silu(gate) * up, elementwise. y may be gate. */
     void (*swiglu)(float *y, const float *gate, const float *up, size_t n);
@@ -375,10 +617,10 @@ typedef struct State {          /* [rows] stands for max_rows; everything lies i
     float *hidden;              /* [rows, hidden_size] f32, the residual stream */
     float *normed;              /* [rows, hidden_size] f32, a layer's input; after forward(): the final norm's output */
     float *branch;              /* [rows, hidden_size] f32, what a sublayer adds to the residual stream */
-    float *q_lora;       /* [rows, q_lora_rank] f32 */
+    float *q_lora;              /* [rows, q_lora_rank] f32 */
     float *q;                   /* [rows, heads * query width] f32 */
     float *kv;                  /* [rows, kv_lora_rank + rope] f32; qwen3: [rows, kv_heads * head_dim] keys, then as many values */
-    float *q_absorbed, *z;        /* [rows, heads, kv_lora_rank + rope], [rows, heads, kv_lora_rank] f32 */
+    float *q_absorbed, *z;      /* [rows, heads, kv_lora_rank + rope], [rows, heads, kv_lora_rank] f32 */
     float *attended;            /* [rows, heads * value width] f32 */
     float *index_q, *index_k;   /* [rows, index_n_heads * index_head_dim], [rows, index_head_dim] f32 */
     float *index_weights;       /* [rows, index_n_heads] f32 */
@@ -391,8 +633,13 @@ typedef struct State {          /* [rows] stands for max_rows; everything lies i
     float *expert_scratch;      /* [rows, 2 * (hidden_size + moe_intermediate_size)] f32 */
     float *cosine, *sine;       /* [rows, rope dim / 2] f32 */
     float *inverse_frequency;   /* [rope dim / 2] f32 */
-    int *row_ids;               /* [rows] */
+    DeviceRow *kv_rows, *index_rows;    /* [rows] where each row of the pass is stored */
     Selection selection;        /* of the nearest full layer at or before the current one */
+    DeviceRow *locations;       /* [rows, capacity] where the selected rows lie */
+    MissPlan plan;              /* of the nearest full layer too */
+    int *run_ends;              /* [rows] the pass in runs: rows that are resolved, and then attend, together */
+    int *plan_ends;             /* [rows] the end of each run's entries in the plan */
+    int n_runs;
     float *logits;              /* [logit_rows, vocab_size] f32 */
     uint8_t *block;
     size_t bytes;
@@ -412,7 +659,12 @@ typedef struct EngineOptions {
     int context;                /* rows a slot may hold; 0: min(max_position_embeddings, 8192) */
     int index_topk;             /* 0: as config.json says */
     KvDtype kv_dtype;
-    size_t kv_budget;           /* bytes the cache may take; 0: what the machine has */
+    KvMode kv_mode;             /* models without an indexer are resident whatever it says */
+    Reclaim reclaim;
+    Lookup lookup;
+    int hot_rows;               /* B; 0: 2 * index_topk */
+    size_t kv_budget;           /* bytes of the device tier; 0: enough for every session's whole context */
+    size_t host_budget;         /* bytes of the host tier; 0: likewise */
 } EngineOptions;
 
 typedef struct Engine {
@@ -423,7 +675,6 @@ typedef struct Engine {
     Cache cache;
     State state;
     Probe probe;
-    size_t kv_budget;                               /* bytes; 0: no limit but the machine's */
     float rope_attention_factor;                    /* on cosine and sine; 1 without yarn */
     float softmax_scale;
     int failed_session;                             /* slot whose numbers made the last forward() or head() fail, or -1 */
@@ -446,7 +697,7 @@ bool plan_memory(Engine *engine, const EngineOptions *options, Error *error);
 /* One line of what will be held, and a warning where the weights alone are more than the memory. */
 void print_plan(FILE *out, const Engine *engine);
 
-/* Refuses a plan that goes beyond the budget or the free memory, and says by how much. */
+/* Refuses a plan that goes beyond the free memory, and says by how much. */
 bool check_memory(const Engine *engine, Error *error);
 
 /* Takes the planned blocks and lays them out for good. */
@@ -573,6 +824,7 @@ typedef struct Session {
     int *ids;                   /* stb_ds */
     int cached;                 /* how many of them have their rows in the cache */
     int in_pass;                /* how many more the pass in flight runs */
+    bool continues;             /* more turns may follow: it is given room for the whole context */
     int prompt_length;          /* ids before this generation */
     int max_new;                /* tokens this generation may add; 0: as many as the context holds */
     Sampling sampling;
@@ -609,7 +861,11 @@ void runner_close(Runner *runner);
 
 /* Starts a generation after the ids that are there, at least one and fewer than the context holds; room for every id that may
  * follow is taken now. */
-void session_begin(Session *session, const Engine *engine);
+void session_begin(Session *session, Engine *engine);
+
+/* Takes the session into the cache where it is not there yet. False: it has to wait; ask again after the next round, or after
+ * cache_step() when nothing runs. */
+bool session_admit(Runner *runner, Session *session);
 void session_free(Session *session);
 
 /* How many ids this generation has added. */

@@ -45,7 +45,7 @@ enum { EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ROWS };
 typedef struct Options {
     EngineOptions engine;
     const char *prompt, *file, *ids, *decode, *jsonl, *output, *dump, *trace, *system, *positional;
-    const char *kv_dtype, *think, *special, *only;  /* only: of options that have one value so far */
+    const char *kv_dtype, *kv_mode, *reclaim, *lookup, *think, *special, *only;  /* only: of options that have one value so far */
     FILE *trace_file;
     char **stops;               /* stb_ds */
     int n_new;                  /* -1: the command's default */
@@ -96,7 +96,7 @@ static const struct OptionSpec {
     {"--device", WORD, AT(only), .words = "auto|cpu", .later = "cuda"},
     {"--threads", COUNT, AT(threads), 1, 1024},
     {"--kv-dtype", WORD, AT(kv_dtype), .words = "f32|bf16|fp8"},
-    {"--kv", WORD, AT(only), .words = "resident", .later = "hisparse|adaptive"},
+    {"--kv", WORD, AT(kv_mode), .words = "resident|hisparse|adaptive"},
     {"--kv-budget", BYTES, AT(engine.kv_budget), 1, 1e18},
     {"--index-topk", COUNT, AT(engine.index_topk), 1, MAX_CONTEXT},
     {"--exact", WORD, AT(only), .words = "on", .later = "off"},
@@ -104,8 +104,10 @@ static const struct OptionSpec {
     {"--accept", WORD, AT(only), .words = "", .later = "*"},
     {"--verify", WORD, AT(only), .words = "", .later = "*"},
     {"--width", WORD, AT(only), .words = "", .later = "*"},
-    {"--hot", WORD, AT(only), .words = "", .later = "*"},
-    {"--reclaim", WORD, AT(only), .words = "", .later = "*"},
+    {"--host-budget", BYTES, AT(engine.host_budget), 1, 1e18},
+    {"--hot", COUNT, AT(engine.hot_rows), 1, UINT16_MAX},
+    {"--reclaim", WORD, AT(reclaim), .words = "whole|proportional"},
+    {"--lookup", WORD, AT(lookup), .words = "direct|scan"},
     {"--stats", FLAG, AT(stats)},
     {"--trace", TEXT, AT(trace)},
     {"--quiet", FLAG, AT(quiet)},
@@ -131,7 +133,11 @@ static const char usage_text[] =
     "  --stop TEXT       end the answer before TEXT (may be repeated)\n"
     "  --chat            generate, batch: the prompt is a user's message, not text to continue; implied by the next two\n"
     "  --system TEXT     system message      --think on|off   reasoning before the answer (default off)\n"
-    "  --device auto|cpu --threads N --kv-dtype f32|bf16|fp8 (default bf16) --kv-budget BYTES[K|M|G] --index-topk N\n"
+    "  --device auto|cpu --threads N --kv-dtype f32|bf16|fp8 (default bf16) --index-topk N\n"
+    "  --kv resident|hisparse|adaptive (default adaptive)   where the history lies: all of it on the device; on the host behind a\n"
+    "                    hot cache; on the host, with spare device memory lent to it\n"
+    "  --kv-budget BYTES[K|M|G] --host-budget BYTES[K|M|G]   of the two memories (default: room for every session)\n"
+    "  --hot ROWS        of the hot cache (default 2 x index_topk)   --reclaim whole|proportional   --lookup direct|scan\n"
     "  --resume          batch: keep the finished rows of -o and go on after them\n"
     "  --stats --trace FILE.jsonl --quiet\n";
 
@@ -166,6 +172,15 @@ static bool listed(const char *list, const char *word) {
     for (const char *at = list; at; at = strchr(at, '|') ? strchr(at, '|') + 1 : NULL)
         if (n && !strncmp(at, word, n) && (!at[n] || at[n] == '|')) return true;
     return false;
+}
+
+/* Which word of the list it is, counted from 0; `otherwise` where none was given. */
+static int word_index(const char *list, const char *word, int otherwise) {
+    if (!word) return otherwise;
+    size_t n = strlen(word);
+    int index = 0;
+    for (const char *at = list; strncmp(at, word, n) || (at[n] && at[n] != '|'); at = strchr(at, '|') + 1) index++;
+    return index;
 }
 
 static bool set_word(const struct OptionSpec *option, const char **field, const char *value) {
@@ -236,8 +251,10 @@ static bool parse_options(Options *options, int argc, char **argv) {
         if (option->kind != FLAG && a + 1 == argc) return usage("%s wants a value", argv[a]), false;
         if (!set_option(options, option, option->kind == FLAG ? NULL : argv[++a])) return false;
     }
-    const char *dtype = options->kv_dtype ? options->kv_dtype : "bf16";
-    options->engine.kv_dtype = !strcmp(dtype, "f32") ? KV_F32 : !strcmp(dtype, "bf16") ? KV_BF16 : KV_F8;
+    options->engine.kv_dtype = (KvDtype)word_index("f32|bf16|fp8", options->kv_dtype, KV_BF16);
+    options->engine.kv_mode = (KvMode)word_index("resident|hisparse|adaptive", options->kv_mode, MODE_ADAPTIVE);
+    options->engine.reclaim = (Reclaim)word_index("whole|proportional", options->reclaim, RECLAIM_WHOLE);
+    options->engine.lookup = (Lookup)word_index("direct|scan", options->lookup, LOOKUP_DIRECT);
     return true;
 }
 
@@ -277,6 +294,9 @@ static bool start(Runner *runner, Options *options, bool need_tokenizer, int *st
     Error error;
     if (!runner_open(runner, &options->engine, need_tokenizer, options->quiet ? NULL : stderr, &error))
         return *status = report(&error), false;
+    if (!has_latent_attention(&runner->engine.config) && (options->kv_mode || options->engine.hot_rows || options->reclaim))
+        notice("--kv, --hot and --reclaim do not apply to %s, which attends to every row: it runs resident",
+               runner->engine.config.model_type);
     if (options->trace && !(runner->trace = options->trace_file = fopen(options->trace, "w"))) {
         fail(&error, "%s: %s", options->trace, strerror(errno));
         runner_close(runner);
@@ -609,27 +629,47 @@ static void draw_bar(const Batch *batch, bool last) {
             (double)runner->tokens / fmax(runner->seconds, 1e-9), last ? "\n" : "");
 }
 
-/* Keeps every slot busy: a finished session's slot goes to the next row. */
+/* The next line that can be run, its session in a slot of its own; NULL when there is none left. Lines that cannot are answered. */
+static BatchRow *next_row(Batch *batch, size_t *next, bool *taken) {
+    while (*next < arrlenu(batch->lines)) {
+        Error problem;
+        size_t i = (*next)++;
+        BatchRow *row = &batch->rows[i];
+        if (!read_row(batch, i, &problem)) { finish_row(batch, i, problem.text); continue; }
+        while (taken[row->session->slot]) row->session->slot++;
+        taken[row->session->slot] = true;
+        row->session->ids = row->ids;
+        row->ids = NULL;
+        row->started = true;
+        session_begin(row->session, &batch->runner->engine);
+        if (!row->session->max_new) row->session->finish = FINISH_LENGTH;
+        return row;
+    }
+    return NULL;
+}
+
+/* A finished session's row becomes output, and its slot and memory go to others. */
+static void end_row(Batch *batch, BatchRow *row, bool *taken) {
+    Error problem;
+    size_t i = (size_t)(row - batch->rows);
+    bool failed = row->session->finish == FINISH_ERROR && !fail(&problem, "line %zu: %s", i + 1, row->session->error.text);
+    cache_release(&batch->runner->engine.cache, row->session->slot);
+    taken[row->session->slot] = false;
+    finish_row(batch, i, failed ? problem.text : NULL);
+}
+
+/* Keeps every slot busy: a finished session's slot goes to the next row, in the order of the file, as soon as memory lets it in. */
 static bool run_batch(Batch *batch, Error *error) {
     Runner *runner = batch->runner;
     int slots = runner->engine.cache.sessions, running = 0;
-    BatchRow *active[MAX_PASS_ROWS];
+    BatchRow *active[MAX_PASS_ROWS], *waiting = NULL;
     size_t next = batch->written, n = arrlenu(batch->lines);
     bool taken[MAX_PASS_ROWS] = {false};
-    while (next < n || running) {
-        while (running < slots && next < n && !interrupted) {
-            Error problem;
-            size_t i = next++;
-            BatchRow *row = &batch->rows[i];
-            if (!read_row(batch, i, &problem)) { finish_row(batch, i, problem.text); continue; }
-            while (taken[row->session->slot]) row->session->slot++;
-            taken[row->session->slot] = true;
-            row->session->ids = row->ids;
-            row->ids = NULL;
-            row->started = true;
-            session_begin(row->session, &runner->engine);
-            if (!row->session->max_new) row->session->finish = FINISH_LENGTH;
-            active[running++] = row;
+    while (next < n || waiting || running) {
+        while (running < slots && !interrupted && (waiting || (waiting = next_row(batch, &next, taken)))) {
+            if (waiting->session->finish == RUNNING && !session_admit(runner, waiting->session)) break;
+            active[running++] = waiting;
+            waiting = NULL;
         }
         Session *sessions[MAX_PASS_ROWS];
         for (int i = 0; i < running; i++) sessions[i] = active[i]->session;
@@ -637,14 +677,8 @@ static bool run_batch(Batch *batch, Error *error) {
         if (interrupted)
             return fail(error, "interrupted with %zu of %zu rows written; --resume goes on from there", batch->written, n);
         for (int i = 0; i < running; i++) {
-            BatchRow *row = active[i];
-            if (row->session->finish == RUNNING) continue;
-            taken[row->session->slot] = false;
-            size_t line = (size_t)(row - batch->rows);
-            Error problem;
-            bool failed = row->session->finish == FINISH_ERROR
-                          && !fail(&problem, "line %zu: %s", line + 1, row->session->error.text);
-            finish_row(batch, line, failed ? problem.text : NULL);
+            if (active[i]->session->finish == RUNNING) continue;
+            end_row(batch, active[i], taken);
             active[i--] = active[--running];
         }
         if (!write_rows(batch, error)) return false;
@@ -706,12 +740,12 @@ static void dump_hidden(void *user, int layer, const float *hidden, const Row *r
 
 static void dump_selection(void *user, int layer, const Selection *selection, const Row *rows, int n_rows) {
     Dump *dump = user;
+    (void)rows;
     for (int r = 0; r < n_rows; r++)
         for (int i = 0; i < dump->topk_width; i++) {
             bool picked = i < selection->count[r];
             arrput(dump->topk[layer],
-                   picked ? selection->ids[(size_t)r * (size_t)selection->capacity + (size_t)i] - rows[r].session * dump->context
-                          : -1);
+                   picked ? selection->ids[(size_t)r * (size_t)selection->capacity + (size_t)i] : -1);
         }
 }
 
@@ -751,14 +785,25 @@ static bool write_safetensors(const char *path, const DumpTensor *tensors, size_
     return true;
 }
 
+/* Slot 0 anew, with room for `rows` rows; no earlier rows are taken over, since the logits of every row are wanted. */
+static void eval_admit(Runner *runner, int rows) {
+    Cache *cache = &runner->engine.cache;
+    int cached;
+    cache_release(cache, 0);
+    while (!cache_admit(cache, 0, NULL, 0, rows, &cached)) cache_step(cache);
+}
+
 /* One pass after another over ids[0..n) of slot 0, from `cached` on, with the logits of each row handed to visit(). */
 static bool eval_rows(Runner *runner, const int *ids, int cached, int n, bool (*visit)(void *, int, const float *), void *user,
                       Error *error) {
     Engine *engine = &runner->engine;
     for (int begin = cached, take; begin < n; begin += take) {
+        cache_step(&engine->cache);
         take = n - begin < engine->state.max_rows ? n - begin : engine->state.max_rows;
+        take = cache_room(&engine->cache, 0, take);
         for (int r = 0; r < take; r++) runner->rows[r] = (Row){0, begin + r, ids[begin + r]};
         if (!forward(engine, runner->rows, take, error)) return false;
+        cache_commit(&engine->cache, 0, begin + take);
         for (int first = 0; first < take;) {
             int some = take - first < engine->state.logit_rows ? take - first : engine->state.logit_rows;
             for (int i = 0; i < some; i++) runner->finals[i] = first + i;
@@ -799,6 +844,7 @@ static bool eval_dump(Runner *runner, const Options *options, int **prompt, Erro
     for (int i = 0; config->indexer_full && i < layers; i++)
         if (config->indexer_full[i]) arrsetcap(dump.topk[i], (size_t)T * (size_t)dump.topk_width);
     runner->engine.probe = (Probe){dump_hidden, dump_selection, &dump};
+    eval_admit(runner, T + D);
     bool ok = eval_rows(runner, *prompt, 0, T, keep_logits, &dump, error);
     runner->engine.probe = (Probe){0};
     for (int i = 0; i < D; i++) arrput(*prompt, decode[i]);
@@ -858,6 +904,7 @@ static bool eval_perplexity(Runner *runner, const int *ids, Error *error) {
         for (int i = begin; i < total && i < begin + context - n_prefix; i++) arrput(window, ids[i]);
         p.ids = window;
         p.n = (int)arrlen(window);
+        eval_admit(runner, p.n);
         ok = eval_rows(runner, window, 0, p.n, score_row, &p, error);
     }
     if (ok)
@@ -1517,7 +1564,8 @@ static int command_chat(Options *options) {
                  .colour = colour,
                  .dumb = dumb,
                  .system = options->system ? copy_string(options->system) : NULL};
-    chat.session = (Session){.max_new = options->n_new < 0 ? 0 : options->n_new,
+    chat.session = (Session){.continues = true,
+                             .max_new = options->n_new < 0 ? 0 : options->n_new,
                              .sampling = sampling_of(options, &runner.engine.config),
                              .stops = options->stops,
                              .emit = chat_emit,
