@@ -9,9 +9,9 @@ CFLAGS ?= -O3 -march=native
 FUZZ_SECONDS ?= 60
 WARNINGS := -Wall -Wextra -Werror -Wno-psabi
 FLAGS := -std=gnu11 $(WARNINGS) -fopenmp -fno-math-errno
-LDLIBS := -lcjson -lpcre2-8 -lutf8proc -ledit -lm
+LDLIBS := -lcjson -lpcre2-8 -lutf8proc -lxxhash -ledit -lm
 
-tide: build/engine.o build/tokenizer.o build/tide.o
+tide: build/engine.o build/tokenizer.o build/bench.o build/tide.o
 	$(CC) $(FLAGS) $(CFLAGS) $^ $(LDLIBS) -o $@
 
 build/%.o: %.c engine.h | build
@@ -33,8 +33,8 @@ SANITIZED := $(patsubst tests/%.c,build/asan_%,$(wildcard tests/test_*.c))
 build/asan_%: tests/%.c $(wildcard tests/*.h) engine.c tokenizer.c engine.h | build
 	$(CC) $(TEST_FLAGS) $(SANITIZE) $< tokenizer.c $(LDLIBS) -o $@
 
-build/asan_tide: engine.c tokenizer.c tide.c engine.h | build
-	$(CC) $(FLAGS) $(SANITIZE) engine.c tokenizer.c tide.c $(LDLIBS) -o $@
+build/asan_tide: engine.c tokenizer.c bench.c tide.c engine.h | build
+	$(CC) $(FLAGS) $(SANITIZE) engine.c tokenizer.c bench.c tide.c $(LDLIBS) -o $@
 
 test-asan: build/asan_tide $(SANITIZED)
 	TIDE=build/asan_tide OMP_NUM_THREADS=2 tests/run.sh $(SANITIZED) tests/test_cli.py

@@ -1,7 +1,7 @@
 /* engine.c: the pipeline, from the files on disk to the text of a session, top to bottom in the order data flows.
  *
- *     errors and memory . JSON . safetensors . config . weights . the C backend . memory plan . forward . sampling .
- *     sessions and rounds
+ *     errors and memory . JSON . safetensors . config . weights . the C backend . memory plan . the KV hierarchy . forward .
+ *     sampling . sessions and rounds . sessions at rest
  *
  * engine.h defines the vocabulary; tokenizer.c turns text into ids and back; tide.c is the program around them. Every
  * operation of the C backend computes each row by itself and in an order that only the shapes decide, so that a token never
@@ -30,6 +30,7 @@
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
+#include <xxhash.h>
 #ifdef __FMA__
 #include <immintrin.h>
 #endif
@@ -2221,7 +2222,7 @@ static bool size_pools(Cache *cache, const EngineOptions *options, Error *error)
     bool overflow = false;
     all = sessions * (required + (adaptive ? context_pages : 0)) + reserve;
     if (adaptive && all / 100 > reserve) all += all / 100;
-    cache->least_bytes = cache_bytes(cache, required + reserve + 1, cache->groups ? context_pages + 1 : 0, &overflow);
+    cache->least_bytes = cache_bytes(cache, required + reserve + 1, context_pages + 1, &overflow);
     pages = all;
     if (options->kv_budget) {
         if (options->kv_budget < cache->least_bytes)
@@ -2230,11 +2231,11 @@ static bool size_pools(Cache *cache, const EngineOptions *options, Error *error)
         size_t one = (size_t)required * page_bytes(cache) + (size_t)context_pages * index_page_bytes(cache),
                room = (options->kv_budget - cache->least_bytes) / one;
         if (room + 1 < (size_t)sessions) sessions = (int64_t)room + 1;
-        size_t fixed = cache_bytes(cache, 1, cache->groups ? sessions * context_pages + 1 : 0, &overflow);
+        size_t fixed = cache_bytes(cache, 1, sessions * context_pages + 1, &overflow);
         if ((options->kv_budget - fixed) / page_bytes(cache) < (size_t)all)
             pages = (int64_t)((options->kv_budget - fixed) / page_bytes(cache));
     }
-    index_pages = cache->groups ? sessions * context_pages + 1 : 0;
+    index_pages = sessions * context_pages + 1;
     cache->ample = pages >= all;
     cache->reserve = (int)(adaptive && pages / 100 > reserve ? pages / 100 : reserve);
     cache->bytes = cache_bytes(cache, pages + 1, index_pages, &overflow);
@@ -2700,6 +2701,15 @@ int cache_room(Cache *cache, int s, int wanted) {
     return room < wanted ? room : wanted;
 }
 
+/* A spare page becomes the next one of the tail. Dense attention walks the map alone, so a resident tail is in it too. */
+static void add_to_tail(Cache *cache, int s, int page) {
+    SessionPages *session = &cache->session[s];
+    session->pages[page] = (HistoryPage){.device = session->spare[--session->n_spare], .state = PAGE_TAIL};
+    session->n_tail++;
+    *tail_page(cache, s, page) = session->pages[page].device;
+    if (cache->mode == MODE_RESIDENT) *ready_page(cache, s, page) = session->pages[page].device;
+}
+
 bool cache_place(Cache *cache, const Row *rows, int n_rows, int *failed, Error *error) {
     cache->rounds_begun++;
     for (int r = 0; r < n_rows; r++) cache->session[rows[r].session].placed = cache->session[rows[r].session].committed;
@@ -2714,10 +2724,7 @@ bool cache_place(Cache *cache, const Row *rows, int n_rows, int *failed, Error *
                         session->placed - 1);
         if (session->pages[page].state == PAGE_TAIL) continue;
         if (!session->n_spare) return fail(error, "session %d has no page for position %d", s, rows[r].position);
-        session->pages[page] = (HistoryPage){.device = session->spare[--session->n_spare], .state = PAGE_TAIL};
-        session->n_tail++;
-        *tail_page(cache, s, page) = session->pages[page].device;
-        if (cache->mode == MODE_RESIDENT) *ready_page(cache, s, page) = session->pages[page].device;   /* dense attention walks it */
+        add_to_tail(cache, s, page);
     }
     *failed = -1;
     return true;
@@ -3039,11 +3046,7 @@ void cache_append_page(Cache *cache, int s, const uint8_t *image, int rows) {
     SessionPages *session = &cache->session[s];
     int page = session->committed / PAGE_ROWS;
     bool to_host = rows == PAGE_ROWS && cache->mode != MODE_RESIDENT;
-    if (!to_host) {
-        session->pages[page] = (HistoryPage){.device = session->spare[--session->n_spare], .state = PAGE_TAIL};
-        *tail_page(cache, s, page) = session->pages[page].device;
-        session->n_tail++;
-    }
+    if (!to_host) add_to_tail(cache, s, page);
     size_t stride = cache->format.stride, bytes = (size_t)rows * stride;
     for (int i = 0; i < cache->sources; i++, image += PAGE_ROWS * stride) {
         uint8_t *to = to_host ? host_source_rows(cache, (SourceId){i}) : source_rows(cache, (SourceId){i});
@@ -3102,6 +3105,22 @@ bool cache_truncate(Cache *cache, int s, int n) {
     free(image);
     check_cache(cache);
     return true;
+}
+
+PageCensus cache_census(const Cache *cache) {
+    PageCensus census = {.free = cache->device_pages.n_free};
+    for (int s = 0; s < cache->sessions; s++) {
+        const SessionPages *session = &cache->session[s];
+        if (!session->admitted) continue;
+        census.hot += cache->hot_pages;
+        census.tail += session->n_tail + session->n_spare;
+        for (int page = 0; page < session->reserved_pages; page++) {
+            census.ready += session->pages[page].state == PAGE_READY;
+            census.filling += session->pages[page].state == PAGE_FILLING;
+        }
+    }
+    census.leaving = cache->device_pages.n_pages - 1 - census.free - census.hot - census.tail - census.ready - census.filling;
+    return census;
 }
 
 double cache_coverage(const Cache *cache, int session) {
@@ -3712,19 +3731,33 @@ static int pack_rows(Runner *runner, Session **sessions, int n, int *n_finals) {
     return n_rows;
 }
 
-static void trace_round(Runner *runner, Session **sessions, int n_rows, int n_finals, double seconds) {
-    fprintf(runner->trace, "{\"round\": %ld, \"rows\": %d, \"seconds\": %.6f, \"sessions\": [", runner->rounds, n_rows, seconds);
+/* One JSON line: what each session that took a token had and got, and what the round did to the hierarchy. */
+static void trace_round(Runner *runner, Session **sessions, int n_rows, int n_finals, double seconds, const CacheStats *before) {
+    FILE *out = runner->trace;
+    const Cache *cache = &runner->engine.cache;
+    const CacheStats *after = &cache->stats;
+    fprintf(out, "{\"round\": %ld, \"rows\": %d, \"seconds\": %.6f, \"sessions\": [", runner->rounds, n_rows, seconds);
     for (int i = 0; i < n_finals; i++) {
         const Session *session = sessions[runner->owners[i]];
-        fprintf(runner->trace,
-                "%s{\"id\": %" PRIu64 ", \"anchor_pos\": %d, \"proposed\": [], \"accepted\": 0, \"successor\": %d}",
-                i ? ", " : "", session->stream, (int)arrlen(session->ids) - 2, arrlast(session->ids));
+        fprintf(out,
+                "%s{\"id\": %" PRIu64 ", \"anchor_pos\": %d, \"proposed\": [], \"accepted\": 0, \"successor\": %d, "
+                "\"frontier\": %d, \"coverage\": %.4f}",
+                i ? ", " : "", session->stream, (int)arrlen(session->ids) - 2, arrlast(session->ids),
+                cache->session[session->slot].committed, cache_coverage(cache, session->slot));
     }
-    fputs("]}\n", runner->trace);
+    PageCensus pages = cache_census(cache);
+    fprintf(out, "], \"pages\": {\"free\": %d, \"hot\": %d, \"tail\": %d, \"ready\": %d, \"filling\": %d, \"leaving\": %d}",
+            pages.free, pages.hot, pages.tail, pages.ready, pages.filling, pages.leaving);
+    static const char *tiers[TIERS] = {"tail", "optional", "hot", "host"};
+    for (int tier = 0; tier < TIERS; tier++)
+        fprintf(out, "%s\"%s\": %" PRIu64, tier ? ", " : ", \"picks\": {", tiers[tier], after->picked[tier] - before->picked[tier]);
+    fprintf(out, "}, \"plan\": %" PRIu64 ", \"staged\": %" PRIu64 ", \"waiting\": %s}\n", after->fetched - before->fetched,
+            after->staged - before->staged, cache->waiting ? "true" : "false");
 }
 
 void run_round(Runner *runner, Session **sessions, int n) {
     Engine *engine = &runner->engine;
+    const CacheStats before = engine->cache.stats;
     cache_step(&engine->cache);
     int n_finals, n_rows = pack_rows(runner, sessions, n, &n_finals);
     if (!n_rows) return;
@@ -3754,7 +3787,7 @@ void run_round(Runner *runner, Session **sessions, int n) {
     double seconds = now() - start;
     runner->seconds += seconds;
     runner->rows_run += n_rows;
-    if (runner->trace) trace_round(runner, sessions, n_rows, n_finals, seconds);
+    if (runner->trace) trace_round(runner, sessions, n_rows, n_finals, seconds, &before);
     runner->rounds++;
 }
 
@@ -3794,4 +3827,247 @@ void runner_close(Runner *runner) {
     free(runner->owners);
     tokenizer_close(runner->tokenizer);
     engine_close(&runner->engine);
+}
+
+/* =====================================================================================================================
+ * Sessions at rest
+ *
+ * Owns: the file that holds a session: its ids, its settings, and every cached row with its index keys, so that going on costs no
+ * prefill and gives the token that never having stopped would have given. The file says which checkpoint and which rows it
+ * belongs to, is written under a temporary name and renamed when it is whole, and is checked to its last byte before anything
+ * is taken from it. Loaded rows arrive as imported history: on the host first, then wherever the hierarchy puts them.
+ *
+ *     16 bytes  "tide session 2\n" and a NUL
+ *      8 bytes  length of the header, little-endian
+ *     header    one JSON object
+ *     pages     page_image_bytes() each, as many as `rows` fills or begins
+ *      8 bytes  XXH3 of everything before, little-endian
+ */
+
+static const char session_magic[16] = "tide session 2\n";
+
+enum { HASH_BLOCK = 1 << 20 };
+
+/* Over names, dtypes, shapes and the first bytes of every vector (the norms differ between any two trainings): tells one
+ * checkpoint from another without reading its weights. */
+static uint64_t fingerprint(const Checkpoint *checkpoint) {
+    XXH3_state_t *hash = XXH3_createState();
+    XXH3_64bits_reset(hash);
+    for (size_t i = 0; i < arrlenu(checkpoint->tensors); i++) {
+        const Tensor *tensor = &checkpoint->tensors[i];
+        char line[512], shape[128];
+        snprintf(line, sizeof line, "%s %s %s\n", tensor->name, tensor->dtype_name, shape_text(shape, tensor->rank, tensor->shape));
+        XXH3_64bits_update(hash, line, strlen(line));
+        if (tensor->rank == 1) XXH3_64bits_update(hash, tensor->data, tensor->size < 64 ? tensor->size : 64);
+    }
+    uint64_t digest = XXH3_64bits_digest(hash);
+    XXH3_freeState(hash);
+    return digest;
+}
+
+/* What the rows depend on besides the ids, as a file names it. */
+static void row_identity(const Engine *engine, char text[128]) {
+    static const char *names[] = {[KV_F32] = "f32", [KV_BF16] = "bf16", [KV_F8] = "fp8"};
+    snprintf(text, 128, "%016" PRIx64 ", %s rows, index_topk %d", fingerprint(&engine->checkpoint),
+             names[engine->cache.format.dtype], engine->config.index_topk);
+}
+
+static cJSON *session_header(const Runner *runner, const Session *session, cJSON *extra) {
+    char identity[128];
+    row_identity(&runner->engine, identity);
+    cJSON *header = cJSON_CreateObject();
+    size_t n = arrlenu(session->ids);
+    cJSON_AddStringToObject(header, "checkpoint", identity);
+    cJSON_AddNumberToObject(header, "rows", session->cached);
+    cJSON_AddNumberToObject(header, "page_bytes", (double)page_image_bytes(&runner->engine.cache));
+    cJSON_AddNumberToObject(header, "stream", (double)session->stream);
+    cJSON_AddNumberToObject(header, "seed", (double)session->sampling.seed);
+    cJSON_AddNumberToObject(header, "temperature", (double)session->sampling.temperature);
+    cJSON_AddNumberToObject(header, "top_p", (double)session->sampling.top_p);
+    cJSON_AddNumberToObject(header, "min_p", (double)session->sampling.min_p);
+    cJSON_AddNumberToObject(header, "repeat_penalty", (double)session->sampling.repeat_penalty);
+    cJSON_AddNumberToObject(header, "top_k", session->sampling.top_k);
+    cJSON_AddItemToObject(header, "ids", n ? cJSON_CreateIntArray(session->ids, (int)n) : cJSON_CreateArray());
+    if (extra) cJSON_AddItemToObject(header, "chat", extra);
+    return header;
+}
+
+typedef struct HashedFile {
+    FILE *file;
+    XXH3_state_t *hash;
+    bool ok;
+} HashedFile;
+
+static void put_bytes(HashedFile *out, const void *bytes, size_t n) {
+    XXH3_64bits_update(out->hash, bytes, n);
+    out->ok = out->ok && fwrite(bytes, 1, n, out->file) == n;
+}
+
+static void store_u64(uint8_t out[8], uint64_t value) {
+    for (int i = 0; i < 8; i++) out[i] = (uint8_t)(value >> 8 * i);
+}
+
+static void put_session(HashedFile *out, const Runner *runner, const Session *session, const char *header) {
+    const Cache *cache = &runner->engine.cache;
+    uint8_t number[8], *image = allocate_zeroed(page_image_bytes(cache), 1);
+    store_u64(number, strlen(header));
+    put_bytes(out, session_magic, sizeof session_magic);
+    put_bytes(out, number, sizeof number);
+    put_bytes(out, header, strlen(header));
+    for (int page = 0; page * PAGE_ROWS < session->cached && out->ok; page++) {
+        cache_read_page(cache, session->slot, page, image);
+        put_bytes(out, image, page_image_bytes(cache));
+    }
+    store_u64(number, XXH3_64bits_digest(out->hash));
+    put_bytes(out, number, sizeof number);
+    free(image);
+}
+
+bool session_save(const Runner *runner, const Session *session, const char *path, cJSON *extra, Error *error) {
+    char temporary[PATH_MAX];
+    struct stat there;
+    cJSON *header = session_header(runner, session, extra);
+    if (!stat(path, &there) && !S_ISREG(there.st_mode)) {
+        cJSON_Delete(header);
+        return fail(error, "%s: not a regular file", path);
+    }
+    snprintf(temporary, sizeof temporary, "%s.partial", path);
+    char *text = cJSON_PrintUnformatted(header);
+    cJSON_Delete(header);
+    HashedFile out = {.file = fopen(temporary, "w"), .hash = XXH3_createState(), .ok = true};
+    XXH3_64bits_reset(out.hash);
+    if (out.file) put_session(&out, runner, session, text);
+    bool ok = out.file && out.ok && !fflush(out.file) && !fsync(fileno(out.file));
+    ok = (!out.file || !fclose(out.file)) && ok && !rename(temporary, path);
+    if (!ok) {
+        fail(error, "%s: %s", path, strerror(errno));
+        if (out.file) remove(temporary);
+    }
+    XXH3_freeState(out.hash);
+    cJSON_free(text);
+    return ok;
+}
+
+static uint64_t load_u64(const uint8_t in[8]) {
+    uint64_t value = 0;
+    for (int i = 0; i < 8; i++) value |= (uint64_t)in[i] << 8 * i;
+    return value;
+}
+
+/* Whether the file's last eight bytes are the hash of what stands before them. */
+static bool file_is_whole(FILE *file, uint64_t size) {
+    uint8_t *block = allocate_zeroed(HASH_BLOCK, 1), number[8];
+    XXH3_state_t *hash = XXH3_createState();
+    XXH3_64bits_reset(hash);
+    rewind(file);
+    bool ok = size > sizeof number;
+    for (uint64_t left = ok ? size - sizeof number : 0, n; left && ok; left -= n) {
+        n = left < HASH_BLOCK ? left : HASH_BLOCK;
+        ok = fread(block, 1, (size_t)n, file) == n;
+        if (ok) XXH3_64bits_update(hash, block, (size_t)n);
+    }
+    ok = ok && fread(number, 1, sizeof number, file) == sizeof number && load_u64(number) == XXH3_64bits_digest(hash);
+    XXH3_freeState(hash);
+    free(block);
+    return ok;
+}
+
+static int rows_of_header(const cJSON *header) { return cJSON_GetObjectItemCaseSensitive(header, "rows")->valueint; }
+
+/* The header's fields against this engine. A file that passes can be restored. */
+static bool check_header(const Runner *runner, const cJSON *header, const char *path, uint64_t page_bytes, Error *error) {
+    const Engine *engine = &runner->engine;
+    Fields fields = {.object = header, .path = path, .error = error};
+    const cJSON *mark = field(&fields, "checkpoint"), *list = field(&fields, "ids"), *item;
+    char identity[128];
+    int n = cJSON_IsArray(list) ? cJSON_GetArraySize(list) : -1;
+    row_identity(engine, identity);
+    if (!cJSON_IsString(mark) || strcmp(mark->valuestring, identity)) field_failed(&fields, "checkpoint", mark, identity);
+    if (n < 0) field_failed(&fields, "ids", NULL, "a list of ids");
+    else cJSON_ArrayForEach(item, list)
+            if (!cJSON_IsNumber(item) || !(item->valuedouble >= 0 && item->valuedouble < engine->config.vocab_size)
+                || item->valuedouble != item->valueint)
+                field_failed(&fields, "ids", item, "ids of the vocabulary");
+    int rows = read_int(&fields, "rows", 0, n < 0 ? 0 : n, REQUIRED);
+    double image = read_number(&fields, "page_bytes", 0, 1e18, REQUIRED);
+    read_number(&fields, "stream", 0, 0x1p53, REQUIRED);
+    read_number(&fields, "seed", 0, 0x1p53, REQUIRED);
+    read_number(&fields, "temperature", -1e9, 1e9, REQUIRED);
+    read_number(&fields, "top_p", 0, 1, REQUIRED);
+    read_number(&fields, "min_p", 0, 1, REQUIRED);
+    read_number(&fields, "repeat_penalty", 0, 1e9, REQUIRED);
+    read_int(&fields, "top_k", 0, INT_MAX, REQUIRED);
+    if (fields.failed) return false;
+    if (n > engine->cache.context)
+        return fail(error, "%s: its %d tokens do not fit the context of %d: raise -c", path, n, engine->cache.context);
+    uint64_t wanted = (uint64_t)((rows + PAGE_ROWS - 1) / PAGE_ROWS) * page_image_bytes(&engine->cache);
+    return (image == (double)page_image_bytes(&engine->cache) && page_bytes == wanted)
+        || fail(error, "%s: holds %" PRIu64 " bytes of rows, wanted %" PRIu64 " for its %d rows", path, page_bytes, wanted, rows);
+}
+
+/* Reads what stands before the pages and checks every byte of the file. */
+static cJSON *read_session_header(const Runner *runner, FILE *file, const char *path, Error *error) {
+    struct stat info;
+    uint8_t begin[sizeof session_magic + 8];
+    if (fstat(fileno(file), &info)) return fail(error, "%s: %s", path, strerror(errno)), NULL;
+    uint64_t size = (uint64_t)info.st_size, fixed = sizeof begin + 8;
+    if (fread(begin, 1, sizeof begin, file) != sizeof begin || memcmp(begin, session_magic, 13))
+        return fail(error, "%s: not a session that tide saved", path), NULL;
+    if (memcmp(begin, session_magic, sizeof session_magic))
+        return fail(error, "%s: a session of another version of tide; this one reads \"%.14s\"", path, session_magic), NULL;
+    uint64_t length = load_u64(begin + sizeof session_magic);
+    if (size < fixed || length > size - fixed || length > MAX_JSON_FILE || !file_is_whole(file, size))
+        return fail(error, "%s: the session is truncated or damaged: its check does not match its %" PRIu64 " bytes", path, size), NULL;
+    char *text = allocate_zeroed((size_t)length + 1, 1);
+    bool ok = !fseeko(file, sizeof begin, SEEK_SET) && fread(text, 1, (size_t)length, file) == length;
+    cJSON *header = ok ? json_parse(text, (size_t)length, path, error) : NULL;
+    if (!ok) fail(error, "%s: %s", path, strerror(errno));
+    free(text);
+    if (header && check_header(runner, header, path, size - fixed - length, error)) return header;
+    cJSON_Delete(header);
+    return NULL;
+}
+
+cJSON *session_open(const Runner *runner, const char *path, FILE **file, Error *error) {
+    struct stat info;
+    if (!stat(path, &info) && !S_ISREG(info.st_mode)) return fail(error, "%s: not a regular file", path), NULL;
+    *file = fopen(path, "r");
+    if (!*file) return fail(error, "%s: %s", path, strerror(errno)), NULL;
+    cJSON *header = read_session_header(runner, *file, path, error);
+    if (!header) fclose(*file);
+    return header;
+}
+
+/* Everything was checked; only reading can still fail, and then the session is empty. */
+bool session_restore(Runner *runner, Session *session, const cJSON *header, FILE *file, const char *path, Error *error) {
+    Cache *cache = &runner->engine.cache;
+    Fields fields = {.object = header, .path = path, .error = error};
+    const cJSON *item;
+    int rows = rows_of_header(header), nothing;
+    size_t bytes = page_image_bytes(cache);
+    uint8_t *image = allocate_zeroed(bytes, 1);
+    arrsetlen(session->ids, 0);
+    cJSON_ArrayForEach(item, field(&fields, "ids")) arrput(session->ids, item->valueint);
+    session->stream = (uint64_t)read_number(&fields, "stream", 0, 0x1p53, 0);
+    session->sampling = (Sampling){.seed = (uint64_t)read_number(&fields, "seed", 0, 0x1p53, 0),
+                                   .temperature = (float)read_number(&fields, "temperature", -1e9, 1e9, 0),
+                                   .top_p = (float)read_number(&fields, "top_p", 0, 1, 1),
+                                   .min_p = (float)read_number(&fields, "min_p", 0, 1, 0),
+                                   .repeat_penalty = (float)read_number(&fields, "repeat_penalty", 0, 1e9, 1),
+                                   .top_k = read_int(&fields, "top_k", 0, INT_MAX, 0)};
+    cache_release(cache, session->slot);
+    while (!cache_admit(cache, session->slot, NULL, 0, cache->context, &nothing)) cache_step(cache);
+    bool ok = true;
+    for (session->cached = 0; session->cached < rows && ok;) {
+        int n = rows - session->cached < PAGE_ROWS ? rows - session->cached : PAGE_ROWS;
+        ok = fread(image, 1, bytes, file) == bytes;
+        if (ok) cache_append_page(cache, session->slot, image, n);
+        session->cached += ok ? n : 0;
+    }
+    free(image);
+    if (ok) return true;
+    cache_release(cache, session->slot);
+    session->cached = 0;
+    arrsetlen(session->ids, 0);
+    return fail(error, "%s: could not be read a second time", path);
 }

@@ -13,7 +13,7 @@
  *     Session      one conversation or prompt: its ids and how far the cache has them
  *     Runner       an engine and its tokenizer, and the rounds that sessions share
  *
- * engine.c is the pipeline, tokenizer.c the text on both of its ends, tide.c the program around them.
+ * engine.c is the pipeline, tokenizer.c the text on both of its ends, tide.c the program around them, bench.c what it measures.
  *
  * Conventions. Library functions return false and fill an Error with one line, which a command prints; only running out of
  * memory ends the program where it happens. Shapes in comments are row-major, outermost first. "rows" counts rows of the
@@ -500,6 +500,10 @@ size_t page_image_bytes(const Cache *cache);
 void cache_read_page(const Cache *cache, int session, int page, uint8_t *image);
 void cache_append_page(Cache *cache, int session, const uint8_t *image, int rows);
 
+/* Where the pages of the device are. */
+typedef struct PageCensus { int free, hot, tail, ready, filling, leaving; } PageCensus;
+PageCensus cache_census(const Cache *cache);
+
 /* Ready optional pages over the complete pages below the tails, of one session or (-1) of all; 1 where there are none. */
 double cache_coverage(const Cache *cache, int session);
 
@@ -877,5 +881,28 @@ void run_round(Runner *runner, Session **sessions, int n);
 
 /* Runs one session to its end, or until Ctrl-C. */
 void run_session(Runner *runner, Session *session);
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Sessions at rest
+ */
+
+/* Writes ids, settings, cached rows and index keys to a file of that name, all or nothing. extra: an object that goes with them
+ * under "chat", taken over; or NULL. */
+bool session_save(const Runner *runner, const Session *session, const char *path, struct cJSON *extra, Error *error);
+
+/* Opens a session file and checks all of it against this engine: its bytes, checkpoint, kind of rows, ids and size. The header, which
+ * the caller frees, and the file, which he closes; or NULL and an error. Changes nothing. */
+struct cJSON *session_open(const Runner *runner, const char *path, FILE **file, Error *error);
+
+/* Puts an opened file's session into the slot of this one, with room for the whole context, when no other session runs. */
+bool session_restore(Runner *runner, Session *session, const struct cJSON *header, FILE *file, const char *path, Error *error);
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Measurements (bench.c)
+ */
+
+/* Makes the measurement of that name and prints it. What it draws goes into the directory, as NAME.csv and NAME.svg. 0: done; 1: it
+ * failed; 2: there is none of that name. The last two with an error. */
+int bench(const char *name, const EngineOptions *options, const char *directory, Error *error);
 
 #endif

@@ -7,7 +7,7 @@
 set -eu
 cd "$(dirname "$0")"
 
-packages="gcc make libc6-dev libcjson-dev libpcre2-dev libutf8proc-dev libedit-dev libstb-dev python3 xz-utils"
+packages="gcc make libc6-dev libcjson-dev libpcre2-dev libutf8proc-dev libedit-dev libstb-dev libxxhash-dev python3 xz-utils"
 
 missing=""
 for package in $packages; do

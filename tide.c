@@ -1,4 +1,4 @@
-/* tide.c: the program around the engine: options, commands, the terminal, measurements.
+/* tide.c: the program around the engine: options, commands, the terminal.
  *
  *     options . generate . batch . eval . tokenize . inspect . chat . bench . main
  *
@@ -44,7 +44,7 @@ enum { EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ROWS };
 
 typedef struct Options {
     EngineOptions engine;
-    const char *prompt, *file, *ids, *decode, *jsonl, *output, *dump, *trace, *system, *positional;
+    const char *prompt, *file, *ids, *decode, *jsonl, *output, *dump, *trace, *system, *session, *positional;
     const char *kv_dtype, *kv_mode, *reclaim, *lookup, *think, *special, *only;  /* only: of options that have one value so far */
     FILE *trace_file;
     char **stops;               /* stb_ds */
@@ -73,12 +73,13 @@ static const struct OptionSpec {
     {"-p", TEXT, AT(prompt), .commands = "generate|tokenize"},
     {"-f", TEXT, AT(file), .commands = "generate|eval|tokenize"},
     {"--ids", TEXT, AT(ids), .commands = "generate|eval"},
+    {"--session", TEXT, AT(session), .commands = "chat|generate"},
     {"--jsonl", TEXT, AT(jsonl), .commands = "tokenize"},
     {"--decode", TEXT, AT(decode), .commands = "eval|tokenize"},
     {"--special", WORD, AT(special), .words = "on|off", .commands = "tokenize"},
     {"--dump", TEXT, AT(dump), .commands = "eval"},
     {"--ppl", FLAG, AT(ppl), .commands = "eval"},
-    {"-o", TEXT, AT(output), .commands = "batch"},
+    {"-o", TEXT, AT(output), .commands = "batch|bench"},
     {"--resume", FLAG, AT(resume), .commands = "batch"},
     {"--slots", COUNT, AT(slots), 1, MAX_PASS_ROWS, .commands = "batch|inspect"},
     {"-n", COUNT, AT(n_new), 0, INT_MAX},
@@ -123,7 +124,7 @@ static const char usage_text[] =
     "       tide eval     [-m DIR] (-f FILE | --ids LIST) [--decode LIST] [--dump OUT.safetensors] [--ppl]\n"
     "       tide tokenize [-m DIR] (-p TEXT | -f FILE | --jsonl FILE | --decode LIST) [--special on|off]\n"
     "       tide inspect  [-m DIR]                                       config, tensors, memory plan; loads no weights\n"
-    "       tide bench    cpu|load                                       measurements, each beside its ceiling\n"
+    "       tide bench    cpu|load [-o DIR]                              measurements, each beside its ceiling\n"
     "\n"
     "  -m DIR            checkpoint directory as published (default: the one shipped in weights/mini)\n"
     "  -n N              tokens to generate at most (generate, batch: 256; chat: as many as fit)\n"
@@ -258,14 +259,20 @@ static bool parse_options(Options *options, int argc, char **argv) {
     return true;
 }
 
+/* What was asked for on the command line takes the place of what the checkpoint, or a saved session, says. */
+static void override_sampling(Sampling *sampling, const Options *options) {
+    if (!isnan(options->temperature)) sampling->temperature = (float)options->temperature;
+    if (!isnan(options->top_p)) sampling->top_p = (float)options->top_p;
+    if (!isnan(options->min_p)) sampling->min_p = (float)options->min_p;
+    if (!isnan(options->repeat_penalty)) sampling->repeat_penalty = (float)options->repeat_penalty;
+    if (options->top_k >= 0) sampling->top_k = options->top_k;
+    if (options->seeded) sampling->seed = options->seed;
+}
+
 static Sampling sampling_of(const Options *options, const Config *config) {
     Sampling sampling = {.temperature = config->temperature, .top_p = config->top_p, .min_p = config->min_p,
                          .repeat_penalty = config->repetition_penalty, .top_k = config->top_k, .seed = options->seed};
-    if (!isnan(options->temperature)) sampling.temperature = (float)options->temperature;
-    if (!isnan(options->top_p)) sampling.top_p = (float)options->top_p;
-    if (!isnan(options->min_p)) sampling.min_p = (float)options->min_p;
-    if (!isnan(options->repeat_penalty)) sampling.repeat_penalty = (float)options->repeat_penalty;
-    if (options->top_k >= 0) sampling.top_k = options->top_k;
+    override_sampling(&sampling, options);
     return sampling;
 }
 
@@ -305,24 +312,51 @@ static bool start(Runner *runner, Options *options, bool need_tokenizer, int *st
     return true;
 }
 
+/* What the hierarchy did: where selected rows were found, what was lent, moved and waited for, and what it took. */
+static void print_cache_stats(const Runner *runner) {
+    const Cache *cache = &runner->engine.cache;
+    const CacheStats *stats = &cache->stats;
+    double picks = 0, seconds = fmax(runner->seconds, 1e-9);
+    for (int tier = 0; tier < TIERS; tier++) picks += (double)stats->picked[tier];
+    if (cache->groups)
+        fprintf(stderr, "tide: selected rows: %.2f%% in tails, %.2f%% in lent history, %.2f%% hot, %.2f%% fetched from the host\n",
+                100 * (double)stats->picked[TIER_TAIL] / fmax(picks, 1), 100 * (double)stats->picked[TIER_OPTIONAL] / fmax(picks, 1),
+                100 * (double)stats->picked[TIER_HOT] / fmax(picks, 1), 100 * (double)stats->picked[TIER_HOST] / fmax(picks, 1));
+    if (cache->mode == MODE_RESIDENT) return;
+    fprintf(stderr,
+            "tide: coverage %.1f%%; %" PRIu64 " pages lent, %" PRIu64 " recalled, %" PRIu64 " shared; %.2f MB fetched (%" PRIu64
+            " rows, %" PRIu64 " staged), %.2f MB backed up, %.2f MB populated\n",
+            100 * cache_coverage(cache, -1), stats->pages_lent, stats->pages_recalled, stats->shared_pages,
+            (double)stats->bytes_fetched / 1e6, stats->fetched, stats->staged, (double)stats->bytes_backed_up / 1e6,
+            (double)stats->bytes_populated / 1e6);
+    fprintf(stderr,
+            "tide: %" PRIu64 " rounds waited to admit, %" PRIu64 " for a backup; resolver %.2f%%, fetches %.2f%%, controller %.2f%% "
+            "of the time\n",
+            stats->admission_waits, stats->tail_waits, 100 * stats->resolve_seconds / seconds, 100 * stats->fetch_seconds / seconds,
+            100 * stats->control_seconds / seconds);
+}
+
 static void print_stats(const Runner *runner) {
     fprintf(stderr, "tide: %ld rounds, %ld rows, %ld tokens generated in %.2f s: %.1f rows/s, %.1f tokens/s\n", runner->rounds,
             runner->rows_run, runner->tokens, runner->seconds, (double)runner->rows_run / fmax(runner->seconds, 1e-9),
             (double)runner->tokens / fmax(runner->seconds, 1e-9));
+    print_cache_stats(runner);
 }
 
 /* Encodes a prompt the way -p, -f and batch rows mean it: as a user's message when the chat format was asked for, else as text
- * to continue, behind the prefix the checkpoint's tokenizer wants. */
+ * to continue, behind the prefix the checkpoint's tokenizer wants. Behind ids that are there, it goes on from them. */
 static bool encode_prompt(const Tokenizer *tokenizer, const Options *options, const char *text, size_t length, int **ids,
                           Error *error) {
+    int used = (int)arrlen(*ids);
     if (!options->chat) {
-        tokenizer_prefix(tokenizer, ids);
+        if (!used) tokenizer_prefix(tokenizer, ids);
         return tokenizer_encode(tokenizer, text, length, false, ids, error);
     }
     Message messages[2] = {{"system", options->system, options->system ? strlen(options->system) : 0}, {"user", text, length}};
     int first = options->system ? 0 : 1;
     Prompt prompt = {0};
-    bool ok = chat_render(tokenizer, messages + first, 2 - first, true, thinking(options), &prompt, error);
+    bool ok = used ? chat_render_next(tokenizer, (*ids)[used - 1], text, length, thinking(options), &prompt, error)
+                   : chat_render(tokenizer, messages + first, 2 - first, true, thinking(options), &prompt, error);
     for (size_t i = 0; ok && i < arrlenu(prompt.ids); i++) arrput(*ids, prompt.ids[i]);
     prompt_free(&prompt);
     return ok;
@@ -367,31 +401,49 @@ static const char *finish_name(Finish finish) {
 
 /* ---- tide generate */
 
+/* Takes up the session in FILE where there is one. */
+static bool resume_session(Runner *runner, Session *session, const Options *options, Error *error) {
+    FILE *file;
+    if (!options->session || (access(options->session, F_OK) && errno == ENOENT)) return true;
+    cJSON *header = session_open(runner, options->session, &file, error);
+    bool ok = header && session_restore(runner, session, header, file, options->session, error);
+    if (header) fclose(file);
+    cJSON_Delete(header);
+    if (ok) override_sampling(&session->sampling, options);
+    return ok;
+}
+
+/* One generation behind the ids that are there, and the session to its file, also when it was interrupted. */
+static bool generate(Runner *runner, Session *session, const Options *options, Error *error) {
+    session_begin(session, &runner->engine);
+    run_session(runner, session);
+    bool ok = session->finish != FINISH_ERROR || fail(error, "%s", session->error.text);
+    size_t generated = (size_t)tokens_generated(session);
+    if (runner->tokenizer && (ok || session->emitted)) putchar('\n');
+    if (!runner->tokenizer && (ok || generated)) print_ids(session->ids + session->prompt_length, generated);
+    if (options->stats) print_stats(runner);
+    if (ok && options->session) ok = session_save(runner, session, options->session, NULL, error);
+    return ok && (session->finish != FINISH_INTERRUPTED || fail(error, "interrupted"));
+}
+
 static int command_generate(Options *options) {
-    if (count_sources(options) != 1) return usage("generate wants one of -p TEXT, -f FILE and --ids LIST");
+    int sources = count_sources(options);
+    if (sources > 1 || (!sources && !options->session)) return usage("generate wants one of -p TEXT, -f FILE and --ids LIST");
     Runner runner;
     int status;
-    if (!start(&runner, options, !options->ids, &status)) return status;
+    if (!start(&runner, options, sources && !options->ids, &status)) return status;
     Session session = {.max_new = options->n_new < 0 ? 256 : options->n_new,
+                       .continues = options->session != NULL,
                        .sampling = sampling_of(options, &runner.engine.config),
                        .stops = options->stops,
                        .emit = runner.tokenizer ? emit_to_stdout : NULL};
     Error error;
-    bool ok = read_prompt(&runner, options, &session.ids, &error);
+    bool ok = resume_session(&runner, &session, options, &error) && (!sources || read_prompt(&runner, options, &session.ids, &error));
     if (ok && !arrlen(session.ids)) ok = fail(&error, "the prompt is empty: there is nothing to continue");
     if (ok && arrlen(session.ids) >= runner.engine.cache.context)
         ok = fail(&error, "the prompt has %d tokens, the context holds %d: raise -c", (int)arrlen(session.ids),
                   runner.engine.cache.context);
-    if (ok && options->n_new != 0) {
-        session_begin(&session, &runner.engine);
-        run_session(&runner, &session);
-        if (session.finish == FINISH_ERROR) ok = fail(&error, "%s", session.error.text);
-        if (session.finish == FINISH_INTERRUPTED) ok = fail(&error, "interrupted");
-        size_t generated = (size_t)tokens_generated(&session);
-        if (runner.tokenizer && (ok || session.emitted)) putchar('\n');
-        if (!runner.tokenizer && (ok || generated)) print_ids(session.ids + session.prompt_length, generated);
-        if (options->stats) print_stats(&runner);
-    }
+    if (ok && options->n_new != 0) ok = generate(&runner, &session, options, &error);
     session_free(&session);
     runner_close(&runner);
     return ok ? EXIT_DONE : report(&error);
@@ -1376,124 +1428,81 @@ static void chat_clear(Chat *chat) {
     chat->answer_start = -1;
 }
 
-static const uint64_t hash_start = 0xcbf29ce484222325u;
-
-/* FNV-1a. */
-static uint64_t hash_bytes(uint64_t hash, const char *bytes, size_t n) {
-    for (size_t i = 0; i < n; i++) hash = (hash ^ (unsigned char)bytes[i]) * 0x100000001b3u;
-    return hash;
+/* What a conversation is besides its session. */
+static cJSON *chat_settings(const Chat *chat) {
+    cJSON *settings = cJSON_CreateObject();
+    cJSON_AddBoolToObject(settings, "think", chat->think);
+    if (chat->system) cJSON_AddStringToObject(settings, "system", chat->system);
+    cJSON_AddNumberToObject(settings, "turn_start", chat->turn_start);
+    cJSON_AddNumberToObject(settings, "answer_start", chat->answer_start);
+    return settings;
 }
 
-/* Over names, dtypes, shapes and the first bytes of every vector (the norms differ between any two trainings): tells one
- * checkpoint from another without reading its weights. */
-static uint64_t fingerprint(const Checkpoint *checkpoint) {
-    uint64_t hash = hash_start;
-    for (size_t i = 0; i < arrlenu(checkpoint->tensors); i++) {
-        const Tensor *tensor = &checkpoint->tensors[i];
-        char line[512], shape[128];
-        snprintf(line, sizeof line, "%s %s %s\n", tensor->name, tensor->dtype_name, shape_text(shape, tensor->rank, tensor->shape));
-        hash = hash_bytes(hash, line, strlen(line));
-        if (tensor->rank == 1) hash = hash_bytes(hash, (const char *)tensor->data, tensor->size < 64 ? tensor->size : 64);
-    }
-    return hash;
-}
-
-enum { SAVE_VERSION = 1 };
-
-/* A saved conversation is one JSON object whose last member is the hash of everything before it. */
-static const char save_check[] = ",\"check\":\"%016" PRIx64 "\"}\n";
-enum { SAVE_CHECK_LENGTH = 29 };
-
-/* The conversation's ids and settings, to a temporary name first, so that a crash leaves the old file whole. */
 static bool chat_save(Chat *chat, const char *path, Error *error) {
-    const Session *session = &chat->session;
-    char mark[24], temporary[PATH_MAX];
-    struct stat there;
-    if (!stat(path, &there) && !S_ISREG(there.st_mode)) return fail(error, "%s: not a regular file", path);
-    snprintf(mark, sizeof mark, "%016" PRIx64, fingerprint(&chat->runner->engine.checkpoint));
-    cJSON *json = cJSON_CreateObject();
-    cJSON_AddNumberToObject(json, "tide_session", SAVE_VERSION);
-    cJSON_AddStringToObject(json, "checkpoint", mark);
-    cJSON_AddBoolToObject(json, "think", chat->think);
-    cJSON_AddNumberToObject(json, "temperature", (double)session->sampling.temperature);
-    cJSON_AddNumberToObject(json, "seed", (double)session->sampling.seed);
-    if (chat->system) cJSON_AddStringToObject(json, "system", chat->system);
-    cJSON_AddNumberToObject(json, "turn_start", chat->turn_start);
-    cJSON_AddNumberToObject(json, "answer_start", chat->answer_start);
-    cJSON_AddItemToObject(json, "ids", json_ids(session->ids, (int)arrlen(session->ids)));
-    char *text = cJSON_PrintUnformatted(json);
-    cJSON_Delete(json);
-    size_t length = strlen(text) - 1;               /* without the closing brace, which follows the hash */
-    snprintf(temporary, sizeof temporary, "%s.partial", path);
-    FILE *file = fopen(temporary, "w");
-    bool ok = file && fwrite(text, 1, length, file) == length && fprintf(file, save_check, hash_bytes(hash_start, text, length)) > 0
-        && !fflush(file) && !fsync(fileno(file));
-    ok = (!file || !fclose(file)) && ok && !rename(temporary, path);
-    if (!ok) {
-        fail(error, "%s: %s", path, strerror(errno));
-        if (file) remove(temporary);
-    }
-    cJSON_free(text);
-    return ok;
+    return session_save(chat->runner, &chat->session, path, chat_settings(chat), error);
 }
 
-static bool chat_restore(Chat *chat, const cJSON *json, const char *path, Error *error) {
-    Fields fields = {.object = json, .path = path, .error = error};
-    const Engine *engine = &chat->runner->engine;
-    const cJSON *mark = field(&fields, "checkpoint"), *list = field(&fields, "ids"), *system = field(&fields, "system"), *item;
-    char wanted[24];
-    snprintf(wanted, sizeof wanted, "%016" PRIx64, fingerprint(&engine->checkpoint));
-    int version = read_int(&fields, "tide_session", SAVE_VERSION, SAVE_VERSION, REQUIRED),
-        n = cJSON_IsArray(list) ? cJSON_GetArraySize(list) : -1;
+/* The session and the conversation of an opened file; a file that generate left has no turns yet. Nothing changes before all of it
+ * has been found good. */
+static bool chat_restore(Chat *chat, const cJSON *header, FILE *file, const char *path, Error *error) {
+    Fields top = {.object = header, .path = path, .error = error};
+    Fields fields = {.object = field(&top, "chat"), .path = path, .error = error};
+    int n = cJSON_GetArraySize(field(&top, "ids"));
+    const cJSON *system = field(&fields, "system");
     bool think = read_bool(&fields, "think", false);
-    double temperature = read_number(&fields, "temperature", -1e9, 1e9, REQUIRED);
-    int turn_start = read_int(&fields, "turn_start", 0, n < 0 ? 0 : n, 0),
-        answer_start = read_int(&fields, "answer_start", -1, n < 0 ? 0 : n, -1);
-    double seed = read_number(&fields, "seed", 0, 0x1p53, REQUIRED);
-    (void)version;
+    int turn_start = read_int(&fields, "turn_start", 0, n, n), answer_start = read_int(&fields, "answer_start", -1, n, -1);
     if (answer_start >= 0 && answer_start <= turn_start)
         field_failed(&fields, "answer_start", field(&fields, "answer_start"), "a place behind turn_start");
-    if (!cJSON_IsString(mark) || strcmp(mark->valuestring, wanted)) field_failed(&fields, "checkpoint", mark, wanted);
-    if (n < 0) field_failed(&fields, "ids", NULL, "a list of ids");
-    else cJSON_ArrayForEach(item, list)
-            if (!cJSON_IsNumber(item) || !(item->valuedouble >= 0 && item->valuedouble < engine->config.vocab_size)
-                || item->valuedouble != item->valueint)
-                field_failed(&fields, "ids", item, "ids of the vocabulary");
     if (system && !cJSON_IsString(system)) field_failed(&fields, "system", system, "a string");
     if (fields.failed) return false;
-    if (n > engine->cache.context)
-        return fail(error, "%s: its %d tokens do not fit the context of %d", path, n, engine->cache.context);
     chat_clear(chat);
-    cJSON_ArrayForEach(item, list) arrput(chat->session.ids, item->valueint);
+    if (!session_restore(chat->runner, &chat->session, header, file, path, error)) return false;
     free(chat->system);
     chat->system = system ? copy_string(system->valuestring) : NULL;
     chat->think = think;
-    chat->session.sampling.temperature = (float)temperature;
-    chat->session.sampling.seed = (uint64_t)seed;
     chat->turn_start = turn_start;
     chat->answer_start = answer_start;
     return true;
 }
 
 static bool chat_load(Chat *chat, const char *path, Error *error) {
-    char *text, check[SAVE_CHECK_LENGTH + 1];
-    size_t length;
-    if (!read_file(path, MAX_JSON_FILE, &text, &length, error)) return false;
-    size_t checked = length < SAVE_CHECK_LENGTH ? 0 : length - SAVE_CHECK_LENGTH;
-    snprintf(check, sizeof check, save_check, hash_bytes(hash_start, text, checked));
-    bool whole = checked && !memcmp(text + checked, check, SAVE_CHECK_LENGTH);
-    cJSON *json = whole ? json_parse(text, length, path, error) : NULL;
-    if (!whole) fail(error, "%s: not a conversation that tide saved, or damaged", path);
-    bool ok = json && chat_restore(chat, json, path, error);
-    cJSON_Delete(json);
-    free(text);
+    FILE *file;
+    cJSON *header = session_open(chat->runner, path, &file, error);
+    if (!header) return false;
+    bool ok = chat_restore(chat, header, file, path, error);
+    cJSON_Delete(header);
+    fclose(file);
     return ok;
+}
+
+/* Where the history lies, a line a session: '=' on the device, '-' on the host alone, '>' in the tail. A mark stands for several
+ * pages where they are many, and for the host where any of them lies there alone. */
+static void print_history(const Cache *cache) {
+    enum { WIDTH = 64 };
+    for (int s = 0; s < cache->sessions; s++) {
+        const SessionPages *session = &cache->session[s];
+        int pages = (session->committed + PAGE_ROWS - 1) / PAGE_ROWS, marks = pages < WIDTH ? pages : WIDTH;
+        char bar[WIDTH + 1] = "";
+        for (int mark = 0; mark < marks; mark++) {
+            bar[mark] = '>';
+            for (int page = pages * mark / marks; page < pages * (mark + 1) / marks; page++) {
+                PageState state = (PageState)session->pages[page].state;
+                if (state == PAGE_READY && bar[mark] == '>') bar[mark] = '=';
+                if (state == PAGE_ABSENT || state == PAGE_FILLING) bar[mark] = '-';
+            }
+        }
+        if (!session->admitted) fprintf(stderr, "tide: session %d: nothing is cached yet\n", s);
+        else
+            fprintf(stderr, "tide: session %d [%s] %d rows, %.0f%% of the whole pages lent; = device, - host, > tail\n", s, bar,
+                    session->committed, 100 * cache_coverage(cache, s));
+    }
 }
 
 static const char chat_help[] =
     "/clear           forget the conversation        /system TEXT   set the system message and start anew\n"
     "/think on|off    reason before answering        /temp T        sampling temperature, 0 is greedy\n"
     "/regen           answer the last message again  /stats         what was computed so far\n"
+    "/kv              where the history lies\n"
     "/save FILE  /load FILE   the conversation        /quit          leave (so does Ctrl-D)\n"
     "Ctrl-C stops an answer; a second one ends the program. Text pasted over several lines is one message.\n";
 
@@ -1522,6 +1531,7 @@ static void chat_command(Chat *chat, char *line) {
     else if (!strcmp(line, "/clear")) chat_clear(chat);
     else if (!strcmp(line, "/quit")) chat->leaving = true;
     else if (!strcmp(line, "/regen")) chat_regenerate(chat);
+    else if (!strcmp(line, "/kv")) print_history(&chat->runner->engine.cache);
     else if (!strcmp(line, "/temp")) chat_set_temperature(chat, argument);
     else if (!strcmp(line, "/stats")) {
         fprintf(stderr, "tide: %d of %d tokens in use\n", (int)arrlen(chat->session.ids), chat->runner->engine.cache.context);
@@ -1570,8 +1580,12 @@ static int command_chat(Options *options) {
                              .stops = options->stops,
                              .emit = chat_emit,
                              .user = &chat};
+    bool resumed = !options->session || (access(options->session, F_OK) && errno == ENOENT)
+                || chat_load(&chat, options->session, &error);
+    if (resumed) override_sampling(&chat.session.sampling, options);
+    chat.leaving = !resumed;
     open_editor(&chat);
-    if (chat.editor && !options->quiet) fputs("Talk to the model; /help lists the commands, Ctrl-D leaves.\n", stderr);
+    if (chat.editor && resumed && !options->quiet) fputs("Talk to the model; /help lists the commands, Ctrl-D leaves.\n", stderr);
     char *line = NULL;
     while (!chat.leaving && !chat.ended && read_message(&chat, &line)) {
         size_t length = arrlenu(line) - 1;
@@ -1580,6 +1594,8 @@ static int command_chat(Options *options) {
     }
     if (chat.editor && !chat.leaving) putchar('\n');
     bool ok = chat.editor || !interrupted || fail(&error, "interrupted");       /* without an editor Ctrl-C ends the input */
+    if (!resumed) ok = false;
+    else if (options->session && arrlen(chat.session.ids)) ok = chat_save(&chat, options->session, &error) && ok;
     close_editor(&chat);
     arrfree(line);
     free(chat.system);
@@ -1590,198 +1606,11 @@ static int command_chat(Options *options) {
 
 /* ---- tide bench */
 
-enum { BENCH_PREFILL = 512, BENCH_REPEATS = 5, BENCH_STEPS = 16, BENCH_VOCAB = 32768 };
-
-static int compare_doubles(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-/* Sorts the values. */
-static double median(double *values, int n) {
-    qsort(values, (size_t)n, sizeof *values, compare_doubles);
-    return n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
-}
-
-typedef float f32x8 __attribute__((vector_size(32)));
-
-static f32x8 splat8(float x) { return (f32x8){x, x, x, x, x, x, x, x}; }
-
-static float sum8(f32x8 v) { return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7])); }
-
-/* Bytes a second that all threads together read from memory: sums over a buffer. */
-static double time_read(const float *data, size_t count) {
-    double start = now();
-    float total = 0;
-#pragma omp parallel for reduction(+ : total) schedule(static)
-    for (size_t block = 0; block < count / 4096; block++) {
-        f32x8 sums[4] = {0};
-        const float *p = data + block * 4096;
-        for (int i = 0; i < 4096; i += 32)
-            for (int j = 0; j < 4; j++) {
-                f32x8 loaded;
-                memcpy(&loaded, p + i + 8 * j, sizeof loaded);
-                sums[j] += loaded;
-            }
-        total += sum8(sums[0] + sums[1] + sums[2] + sums[3]);
-    }
-    volatile float kept = total;
-    (void)kept;
-    return (double)(count * sizeof(float)) / (now() - start);
-}
-
-/* Multiply-adds a second (two operations each) that all threads together do in registers. */
-static double time_fma(void) {
-    enum { ROUNDS = 4 << 20 };
-    double start = now();
-    float total = 0;
-    int threads = omp_get_max_threads();
-#pragma omp parallel reduction(+ : total)
-    {
-        f32x8 sums[12], factor = splat8(0.999f), term = splat8(1e-3f);
-        for (int i = 0; i < 12; i++) sums[i] = splat8((float)i);
-        for (int n = 0; n < ROUNDS; n++)
-            for (int i = 0; i < 12; i++) sums[i] = sums[i] * factor + term;       /* one instruction */
-        for (int i = 0; i < 12; i++) total += sum8(sums[i]);
-    }
-    volatile float kept = total;
-    (void)kept;
-    return 2.0 * 8 * 12 * ROUNDS * threads / (now() - start);
-}
-
-/* The i-th of a stream of bf16 values within 0.05 of zero: a hash of i (MurmurHash3's last steps), the upper half of a float. */
-static uint16_t random_weight(uint64_t i) {
-    i = (i ^ i >> 33) * 0xff51afd7ed558ccdu;
-    i = (i ^ i >> 33) * 0xc4ceb9fe1a85ec53u;
-    float value = ((float)(i >> 40) * 0x1p-24f - 0.5f) * 0.1f;
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return (uint16_t)(bits >> 16);
-}
-
-static Matrix random_matrix(uint16_t *block, size_t *used, int rows, int cols) {
-    Matrix matrix = {.data = (const uint8_t *)(block + *used), .dtype = DTYPE_BF16, .rows = rows, .cols = cols};
-    *used += (size_t)rows * (size_t)cols;
-    return matrix;
-}
-
-/* Four layers in the shape of Qwen3-1.7B and a small vocabulary, as random bf16 weights in memory: 537 MB. */
-static void make_dense_model(Engine *engine, uint16_t **block, float **ones) {
-    enum { LAYERS = 4, HIDDEN = 2048, HEADS = 16, KV_HEADS = 8, DIM = 128, INNER = 6144, VOCAB = BENCH_VOCAB };
-    Config *config = &engine->config;
-    *config = (Config){.family = FAMILY_QWEN3,
-                       .model_type = "qwen3",
-                       .vocab_size = VOCAB,
-                       .hidden_size = HIDDEN,
-                       .intermediate_size = INNER,
-                       .num_hidden_layers = LAYERS,
-                       .max_position_embeddings = 4096,
-                       .num_attention_heads = HEADS,
-                       .num_key_value_heads = KV_HEADS,
-                       .head_dim = DIM,
-                       .tie_word_embeddings = true,
-                       .rms_norm_eps = 1e-6f,
-                       .rope.rope_theta = 1e6};
-    size_t per_layer = (size_t)HIDDEN * DIM * (2 * HEADS + 2 * KV_HEADS) + (size_t)3 * HIDDEN * INNER,
-           total = LAYERS * per_layer + (size_t)VOCAB * HIDDEN, used = 0;
-    *block = allocate_zeroed(total, sizeof **block);
-    *ones = allocate_zeroed(HIDDEN, sizeof **ones);
-    for (int i = 0; i < HIDDEN; i++) (*ones)[i] = 1;
-#pragma omp parallel for
-    for (size_t i = 0; i < total; i++) (*block)[i] = random_weight(i);
-    Weights *weights = &engine->weights;
-    weights->layers = allocate_zeroed(LAYERS, sizeof(LayerWeights));
-    weights->embed_tokens = weights->lm_head = random_matrix(*block, &used, VOCAB, HIDDEN);
-    weights->norm = *ones;
-    weights->parameters = total;
-    weights->bytes = 2 * total;
-    for (int i = 0; i < LAYERS; i++) {
-        LayerWeights *layer = &weights->layers[i];
-        layer->input_layernorm = layer->post_attention_layernorm = layer->q_norm = layer->k_norm = *ones;
-        layer->q_proj = random_matrix(*block, &used, HEADS * DIM, HIDDEN);
-        layer->k_proj = random_matrix(*block, &used, KV_HEADS * DIM, HIDDEN);
-        layer->v_proj = random_matrix(*block, &used, KV_HEADS * DIM, HIDDEN);
-        layer->o_proj = random_matrix(*block, &used, HIDDEN, HEADS * DIM);
-        layer->gate_proj = random_matrix(*block, &used, INNER, HIDDEN);
-        layer->up_proj = random_matrix(*block, &used, INNER, HIDDEN);
-        layer->down_proj = random_matrix(*block, &used, HIDDEN, INNER);
-    }
-}
-
-/* Seconds of one prefill, or of one decoded token, over rows at positions [first, first + n). */
-static double time_rows(Engine *engine, int first, int n, int per_pass) {
-    Row rows[BENCH_PREFILL];
-    Error error;
-    double start = now();
-    for (int begin = 0; begin < n; begin += per_pass) {
-        for (int r = 0; r < per_pass; r++) rows[r] = (Row){0, first + begin + r, 7 * (begin + r) % BENCH_VOCAB};
-        int last = per_pass - 1;
-        if (!forward(engine, rows, per_pass, &error) || !head(engine, rows, &last, 1, &error)) exit(report(&error));
-    }
-    return (now() - start) * per_pass / n;
-}
-
-/* Decode against the read bandwidth and prefill against the multiply-add rate, each ceiling measured between the runs. */
-static int bench_cpu(Options *options) {
-    Engine engine = {.backend = &c_backend};
-    uint16_t *block;
-    float *ones;
-    Error error;
-    options->engine.sessions = 1;
-    options->engine.context = 1024;
-    make_dense_model(&engine, &block, &ones);
-    if (!plan_memory(&engine, &options->engine, &error) || !take_memory(&engine, &error)) return report(&error);
-    prepare_rope(&engine);
-    double reads[BENCH_REPEATS], rates[BENCH_REPEATS], decodes[BENCH_REPEATS], prefills[BENCH_REPEATS];
-    time_rows(&engine, 0, BENCH_PREFILL, BENCH_PREFILL);
-    for (int i = 0; i < BENCH_REPEATS; i++) {
-        reads[i] = time_read((const float *)block, engine.weights.bytes / sizeof(float));
-        decodes[i] = time_rows(&engine, BENCH_PREFILL, BENCH_STEPS, 1);
-        rates[i] = time_fma();
-        prefills[i] = time_rows(&engine, 0, BENCH_PREFILL, BENCH_PREFILL);
-    }
-    double read = median(reads, BENCH_REPEATS), rate = median(rates, BENCH_REPEATS), decode = median(decodes, BENCH_REPEATS),
-           prefill = median(prefills, BENCH_REPEATS);
-    /* Per decoded token every weight and the history's keys and values are read once. Per prefilled token each weight of the layers
-     * is one multiply-add, and each earlier position two for every value of the query heads. */
-    const Config *config = &engine.config;
-    double history = (double)config->num_hidden_layers * (BENCH_PREFILL + BENCH_STEPS / 2.0) * (double)engine.cache.format.stride;
-    double achieved = ((double)engine.weights.bytes + history) / decode, pairs = BENCH_PREFILL * (BENCH_PREFILL + 1) / 2.0;
-    double body = (double)(engine.weights.parameters - (size_t)BENCH_VOCAB * (size_t)config->hidden_size) * BENCH_PREFILL;
-    double work = 2 * (body + 2.0 * config->num_hidden_layers * pairs * config->num_attention_heads * config->head_dim) / prefill;
-    printf("model            %.0f MB of bf16 weights, %d threads\n", (double)engine.weights.bytes / 1e6, omp_get_max_threads());
-    printf("read bandwidth   %6.1f GB/s\n", read / 1e9);
-    printf("decode           %6.1f GB/s of weights and cached rows, %.1f tokens/s: %.0f%% of the read bandwidth\n",
-           achieved / 1e9, 1 / decode, 100 * achieved / read);
-    printf("fma rate         %6.1f GFLOP/s\n", rate / 1e9);
-    printf("prefill %d      %6.1f GFLOP/s in matrices and attention, %.0f tokens/s: %.0f%% of the fma rate\n", BENCH_PREFILL,
-           work / 1e9, BENCH_PREFILL / prefill, 100 * work / rate);
-    engine_close(&engine);
-    free(block);
-    free(ones);
-    return EXIT_DONE;
-}
-
-/* From nothing to a bound checkpoint and a ready tokenizer. */
-static int bench_load(Options *options) {
-    double seconds[BENCH_REPEATS];
-    for (int i = 0; i < BENCH_REPEATS; i++) {
-        Runner runner;
-        Error error;
-        double begin = now();
-        if (!runner_open(&runner, &options->engine, false, NULL, &error)) return report(&error);
-        seconds[i] = now() - begin;
-        runner_close(&runner);
-    }
-    printf("load             %.3f s: checkpoint, weights and tokenizer of %s\n", median(seconds, BENCH_REPEATS),
-           options->engine.model);
-    return EXIT_DONE;
-}
-
 static int command_bench(Options *options) {
-    if (options->positional && !strcmp(options->positional, "cpu")) return bench_cpu(options);
-    if (options->positional && !strcmp(options->positional, "load")) return bench_load(options);
-    return usage("bench wants cpu or load");
+    Error error;
+    int status = bench(options->positional, &options->engine, options->output ? options->output : ".", &error);
+    if (status == EXIT_USAGE) return usage("%s", error.text);
+    return status == EXIT_DONE ? status : report(&error);
 }
 
 /* ---- main */
