@@ -2110,6 +2110,8 @@ static void lay_out_state(State *state, const Config *config, const Cache *cache
     state->inverse_frequency = carve_floats(arena, 1, half);
     state->kv_rows = carve(arena, (size_t)rows, 1, sizeof(DeviceRow));
     state->index_rows = carve(arena, (size_t)rows, 1, sizeof(DeviceRow));
+    state->run_ends = carve(arena, (size_t)rows, 1, sizeof(int));
+    state->plan_ends = carve(arena, (size_t)rows, 1, sizeof(int));
     state->logits = carve_floats(arena, state->logit_rows, config->vocab_size);
     if (!has_latent_attention(config)) {
         state->q = carve_floats(arena, rows, heads * config->head_dim);
@@ -2136,8 +2138,6 @@ static void lay_out_state(State *state, const Config *config, const Cache *cache
     state->plan.capacity = cache->hot_rows ? rows * cache->index_topk : 0;
     state->plan.from = carve(arena, (size_t)state->plan.capacity, 1, sizeof(HostRow));
     state->plan.to = carve(arena, (size_t)state->plan.capacity, 1, sizeof(DeviceRow));
-    state->run_ends = carve(arena, (size_t)rows, 1, sizeof(int));
-    state->plan_ends = carve(arena, (size_t)rows, 1, sizeof(int));
     state->router_logits = carve_floats(arena, rows, config->n_routed_experts);
     state->expert_picks = carve(arena, (size_t)rows, (size_t)config->num_experts_per_tok, sizeof(int));
     state->expert_weights = carve_floats(arena, rows, config->num_experts_per_tok);
