@@ -1856,16 +1856,57 @@ static DevicePage direct_page(const Cache *cache, int session, int position) {
                : tables->ready[(size_t)session * (size_t)cache->context_pages + (size_t)page];
 }
 
-/* The union of what a block of queries still looks for (eq. 6), from the bits set in words [low, high]: ascending rows in
- * `missing`, and for each word how many rows come before it, so that a row finds its place in the list again. */
-static int list_union(Cache *cache, int low, int high) {
-    int n = 0;
-    for (int word = low; word <= high; word++) {
-        cache->ranks[word] = n;
-        for (uint64_t left = cache->bits[word]; left; left &= left - 1)
-            cache->missing[n++] = word * PAGE_ROWS + __builtin_ctzll(left);
+/* The queries of one session and one plan group while they are resolved together. */
+typedef struct Block {
+    int session;
+    int32_t *tag;               /* these three: the group's tables for the session */
+    uint32_t *stamp;
+    uint16_t *slot_of;
+    uint32_t now;               /* this resolve, as the stamps count */
+    int low, high;              /* words of Cache.bits that hold the union; high < low: there is none */
+    int n, hits;                /* rows of the union, and how many of them are hot */
+    int first_staged;           /* where in the plan the rows begin that do not fit the hot cache */
+} Block;
+
+static Block open_block(Cache *cache, int group, int session) {
+    size_t state = (size_t)session * (size_t)cache->groups + (size_t)group;
+    return (Block){.session = session,
+                   .tag = cache->tables.tag + state * (size_t)cache->hot_rows,
+                   .stamp = cache->tables.stamp + state * (size_t)cache->hot_rows,
+                   .slot_of = cache->tables.slot_of + state * (size_t)cache->context_pages * PAGE_ROWS,
+                   .now = ++cache->tables.clock[state],
+                   .low = INT_MAX,
+                   .high = -1};
+}
+
+/* First look: tail and optional history. Rows that are in neither join the union, a bit each in Cache.bits. */
+static void locate_directly(Cache *cache, Block *block, const Selection *selection, size_t begin, size_t end, DeviceRow *locations,
+                            MissPlan *plan) {
+    const int tail_base = cache->tables.tail_base[block->session];
+    for (size_t i = begin; i < end; i++) {
+        int position = selection->ids[i], word = position / PAGE_ROWS;
+        locations[i] = nowhere;
+        if (position < 0) continue;
+        DevicePage page = direct_page(cache, block->session, position);
+        if (!no_page(page)) {
+            locations[i] = row_of_page(page, position);
+            plan->picked[position >= tail_base ? TIER_TAIL : TIER_OPTIONAL]++;
+            continue;
+        }
+        cache->bits[word] |= (uint64_t)1 << position % PAGE_ROWS;
+        block->low = word < block->low ? word : block->low;
+        block->high = word > block->high ? word : block->high;
     }
-    return n;
+}
+
+/* What the block's queries still look for (eq. 6): ascending rows in `missing`, and for each word how many rows come before it, so
+ * that a row finds its place in the list again. */
+static void list_union(Cache *cache, Block *block) {
+    for (int word = block->low; word <= block->high; word++) {
+        cache->ranks[word] = block->n;
+        for (uint64_t left = cache->bits[word]; left; left &= left - 1)
+            cache->missing[block->n++] = word * PAGE_ROWS + __builtin_ctzll(left);
+    }
 }
 
 static int rank_in_union(const Cache *cache, int position) {
@@ -1875,86 +1916,90 @@ static int rank_in_union(const Cache *cache, int position) {
 
 enum { NO_SLOT = INT32_MIN };
 
-/* places[i] = the hot slot of row missing[i], or NO_SLOT. Both ways find the same: each row asks the direct array, or each tag
- * asks the union. */
-static void find_hot_slots(Cache *cache, const int32_t *tag, const uint16_t *slot_of, int n) {
+/* Second look: places[i] = the hot slot of row missing[i], or NO_SLOT. Both ways find the same: each row asks the direct array, or
+ * each tag asks the union. */
+static void find_hot_slots(Cache *cache, const Block *block) {
     if (cache->lookup == LOOKUP_DIRECT) {
-        for (int i = 0; i < n; i++) cache->places[i] = slot_of[cache->missing[i]] ? slot_of[cache->missing[i]] - 1 : NO_SLOT;
+        for (int i = 0; i < block->n; i++) {
+            int slot = block->slot_of[cache->missing[i]];
+            cache->places[i] = slot ? slot - 1 : NO_SLOT;
+        }
         return;
     }
-    for (int i = 0; i < n; i++) cache->places[i] = NO_SLOT;
-    for (int slot = 0; slot < cache->hot_rows; slot++)
-        if (tag[slot] >= 0 && cache->bits[tag[slot] / PAGE_ROWS] >> tag[slot] % PAGE_ROWS & 1)
-            cache->places[rank_in_union(cache, tag[slot])] = slot;
+    for (int i = 0; i < block->n; i++) cache->places[i] = NO_SLOT;
+    for (int slot = 0; slot < cache->hot_rows; slot++) {
+        int row = block->tag[slot];
+        if (row >= 0 && cache->bits[row / PAGE_ROWS] >> row % PAGE_ROWS & 1) cache->places[rank_in_union(cache, row)] = slot;
+    }
 }
 
-/* Resolves the queries [begin, end) of one session, which share one union. The whole union is protected before any victim is
- * chosen: victims are the least recently used of the other slots, ties to the lower slot, and the i-th missing row takes the
- * i-th of them. Rows that find none are staged, those furthest on in the history, and forgotten after this block: there is
- * no promotion, since which of the block's queries will have been the last is known only when all layers have run. */
-static void resolve_block(Cache *cache, int group, const Selection *selection, int session, int begin, int end, int staging,
-                          DeviceRow *locations, MissPlan *plan) {
-    const CacheTables *tables = &cache->tables;
-    const size_t k = (size_t)selection->capacity, state = (size_t)session * (size_t)cache->groups + (size_t)group;
-    const size_t context_rows = (size_t)cache->context_pages * PAGE_ROWS, hot_rows = (size_t)cache->hot_rows;
-    int32_t *tag = tables->tag + state * hot_rows;
-    uint32_t *stamp = tables->stamp + state * hot_rows, now = ++tables->clock[state];
-    uint16_t *slot_of = tables->slot_of + state * context_rows;
-    const DevicePage *hot = tables->hot + (size_t)session * (size_t)cache->hot_pages;
-    const HostPage *host = tables->host + (size_t)session * (size_t)cache->context_pages;
-    int low = INT_MAX, high = -1;
-    for (size_t i = (size_t)begin * k; i < (size_t)end * k; i++) {
-        int position = selection->ids[i], word = position / PAGE_ROWS;
-        locations[i] = nowhere;
-        if (position < 0) continue;
-        DevicePage page = direct_page(cache, session, position);
-        if (!no_page(page)) {
-            locations[i] = row_of_page(page, position);
-            plan->picked[position >= tables->tail_base[session] ? TIER_TAIL : TIER_OPTIONAL]++;
-            continue;
-        }
-        cache->bits[word] |= (uint64_t)1 << position % PAGE_ROWS;
-        low = word < low ? word : low;
-        high = word > high ? word : high;
+/* The whole union is protected before any victim is chosen: a slot stamped with this resolve is none. */
+static void protect_hits(Cache *cache, Block *block) {
+    for (int i = 0; i < block->n; i++) {
+        if (cache->places[i] == NO_SLOT) continue;
+        block->stamp[cache->places[i]] = block->now;
+        block->hits++;
     }
-    if (high < 0) return;
+}
 
-    int n = list_union(cache, low, high), hits = 0, taken = 0;
-    find_hot_slots(cache, tag, slot_of, n);
-    for (int i = 0; i < n; i++)
-        if (cache->places[i] != NO_SLOT) {
-            stamp[cache->places[i]] = now;
-            hits++;
-        }
-    int room = n - hits < cache->hot_rows - hits ? n - hits : cache->hot_rows - hits;
-    if (room) oldest_slots(cache->victims, stamp, now, cache->hot_rows, room);
-    for (int i = 0; i < n; i++) {
+static void replace_slot(Block *block, int slot, int row) {
+    if (block->tag[slot] >= 0) block->slot_of[block->tag[slot]] = 0;
+    block->tag[slot] = row;
+    block->stamp[slot] = block->now;
+    block->slot_of[row] = (uint16_t)(slot + 1);
+}
+
+static DeviceRow hot_location(const Cache *cache, int session, int slot) {
+    return row_of_page(cache->tables.hot[(size_t)session * (size_t)cache->hot_pages + (size_t)(slot / PAGE_ROWS)], slot);
+}
+
+/* Missing rows take the slots used least recently, ties to the lower slot: the i-th row, ascending, the i-th such slot. Rows that
+ * find none are staged, those furthest on in the history, and forgotten after this block: there is no promotion into the hot
+ * cache, since whose selection will matter next, the last accepted query's, is known only when all layers have run. */
+static void place_misses(Cache *cache, Block *block, int staging, MissPlan *plan) {
+    const HostPage *host = cache->tables.host + (size_t)block->session * (size_t)cache->context_pages;
+    int missing = block->n - block->hits, open = cache->hot_rows - block->hits, room = missing < open ? missing : open, taken = 0;
+    if (room) oldest_slots(cache->victims, block->stamp, block->now, cache->hot_rows, room);
+    block->first_staged = plan->count + room;
+    for (int i = 0; i < block->n; i++) {
         if (cache->places[i] != NO_SLOT) continue;
         int row = cache->missing[i], place = taken < room ? cache->victims[taken] : cache->hot_rows + taken - room;
-        taken++;
+        DeviceRow staged = {cache->device_pages.n_pages * PAGE_ROWS + staging * cache->staging_rows + taken - room};
         plan->from[plan->count] = (HostRow){(int64_t)host[row / PAGE_ROWS].id * PAGE_ROWS + row % PAGE_ROWS};
-        plan->to[plan->count++] = place < cache->hot_rows
-                                      ? row_of_page(hot[place / PAGE_ROWS], place)
-                                      : (DeviceRow){cache->device_pages.n_pages * PAGE_ROWS + staging * cache->staging_rows + place
-                                                    - cache->hot_rows};
-        cache->places[i] = ~place;                  /* found on the host */
-        if (place >= cache->hot_rows) { plan->staged++; continue; }
-        if (tag[place] >= 0) slot_of[tag[place]] = 0;
-        tag[place] = row;
-        stamp[place] = now;
-        slot_of[row] = (uint16_t)(place + 1);
+        plan->to[plan->count++] = taken < room ? hot_location(cache, block->session, place) : staged;
+        if (taken < room) replace_slot(block, place, row);
+        else plan->staged++;
+        cache->places[i] = ~place;                  /* negative: it comes from the host */
+        taken++;
     }
-    int first_miss = plan->count - taken;
-    for (size_t i = (size_t)begin * k; i < (size_t)end * k; i++) {
+}
+
+/* The union's rows in the order of each query's own selection (eq. 12). */
+static void emit_locations(const Cache *cache, const Block *block, const Selection *selection, size_t begin, size_t end,
+                           DeviceRow *locations, MissPlan *plan) {
+    for (size_t i = begin; i < end; i++) {
         int position = selection->ids[i];
         if (position < 0 || locations[i].id >= 0) continue;
-        int rank = rank_in_union(cache, position), place = cache->places[rank];
+        int place = cache->places[rank_in_union(cache, position)];
         plan->picked[place < 0 ? TIER_HOST : TIER_HOT]++;
         if (place < 0) place = ~place;
-        locations[i] = place < cache->hot_rows ? row_of_page(hot[place / PAGE_ROWS], place)
-                                               : plan->to[first_miss + room + place - cache->hot_rows];
+        locations[i] = place < cache->hot_rows ? hot_location(cache, block->session, place)
+                                               : plan->to[block->first_staged + place - cache->hot_rows];
     }
-    memset(cache->bits + low, 0, (size_t)(high - low + 1) * sizeof *cache->bits);
+}
+
+static void resolve_block(Cache *cache, int group, const Selection *selection, int session, int first, int last, int staging,
+                          DeviceRow *locations, MissPlan *plan) {
+    size_t begin = (size_t)first * (size_t)selection->capacity, end = (size_t)last * (size_t)selection->capacity;
+    Block block = open_block(cache, group, session);
+    locate_directly(cache, &block, selection, begin, end, locations, plan);
+    if (block.high < 0) return;
+    list_union(cache, &block);
+    find_hot_slots(cache, &block);
+    protect_hits(cache, &block);
+    place_misses(cache, &block, staging, plan);
+    emit_locations(cache, &block, selection, begin, end, locations, plan);
+    memset(cache->bits + block.low, 0, (size_t)(block.high - block.low + 1) * sizeof *cache->bits);
 }
 
 static void resolve(Cache *cache, int group, const Selection *selection, const Row *rows, int begin, int end,
@@ -2285,8 +2330,7 @@ bool check_memory(const Engine *engine, Error *error) {
     const Cache *cache = &engine->cache;
     size_t available = available_memory(), wanted = cache->bytes + cache->host_bytes + engine->state.bytes;
     if (wanted <= available) return true;
-    return fail(error, "%s: %d x %d rows need %zu MB (%zu MB of it host memory), %zu MB more than the free memory of %zu MB: lower "
-                "-c, --slots, --kv-budget or --host-budget",
+    return fail(error, "%s: %d x %d rows need %zu MB (%zu MB of it host memory), %zu MB more than the free memory of %zu MB: "-c, --slots, --kv-budget or --host-budget, or take --kv resident",,
                 engine->checkpoint.directory, cache->sessions, cache->context, wanted >> 20, cache->host_bytes >> 20,
                 ((wanted - available) >> 20) + 1, available >> 20);
 }
@@ -2765,18 +2809,20 @@ static void recall_pages(Cache *cache, int s, int count) {
     }
 }
 
+/* Pages that could be given back without a copy. */
+static int clean_pages(const Cache *cache, int s) {
+    const SessionPages *session = &cache->session[s];
+    int clean = 0;
+    for (int page = 0; page < session->reserved_pages && session->n_optional; page++)
+        clean += session->pages[page].state >= PAGE_FILLING && !session->pages[page].recalled && on_host(cache, s, page);
+    return clean;
+}
+
 /* Whether session a gives its pages before b: first the one whose history is backed up to the larger part, then the one with more
  * pages, then the one that was lent its last one longest ago. */
-static bool gives_first(const Cache *cache, int a, int b) {
-    int64_t clean[2] = {0}, sessions[2] = {a, b};
-    for (int i = 0; i < 2; i++) {
-        const SessionPages *session = &cache->session[sessions[i]];
-        for (int page = 0; page < session->reserved_pages; page++)
-            clean[i] += !session->pages[page].recalled && session->pages[page].state >= PAGE_FILLING
-                     && on_host(cache, (int)sessions[i], page);
-    }
+static bool gives_first(const Cache *cache, const int *clean, int a, int b) {
     const SessionPages *x = &cache->session[a], *y = &cache->session[b];
-    int64_t left = clean[0] * y->n_optional, right = clean[1] * x->n_optional;
+    int64_t left = (int64_t)clean[a] * y->n_optional, right = (int64_t)clean[b] * x->n_optional;
     if (left != right) return left > right;
     if (x->n_optional != y->n_optional) return x->n_optional > y->n_optional;
     return x->populated != y->populated ? x->populated < y->populated : a < b;
@@ -2795,10 +2841,12 @@ static void recall(Cache *cache, int deficit) {
         }
         return;
     }
+    int clean[MAX_PASS_ROWS];
+    for (int s = 0; s < cache->sessions; s++) clean[s] = clean_pages(cache, s);
     while (deficit > 0) {
         int first = -1;
         for (int s = 0; s < cache->sessions; s++)
-            if (cache->session[s].n_optional && (first < 0 || gives_first(cache, s, first))) first = s;
+            if (cache->session[s].n_optional && (first < 0 || gives_first(cache, clean, s, first))) first = s;
         deficit -= cache->session[first].n_optional;
         recall_pages(cache, first, cache->session[first].n_optional);
     }
@@ -2969,7 +3017,7 @@ static void repopulate(Cache *cache) {
     for (int tried = 0; tried < cache->sessions && begun < REPOPULATE_PAGES; tried++) {
         int s = cache->cursor, page = cache->tables.tail_base[s] / PAGE_ROWS - 1;
         cache->cursor = (cache->cursor + 1) % cache->sessions;
-        if (!cache->session[s].admitted) continue;
+        if (cache->session[s].n_optional == page + 1) continue;         /* all of it is lent already */
         for (; page >= 0 && begun < REPOPULATE_PAGES && may_lend(cache, needed + 1); page--)
             if (cache->session[s].pages[page].state == PAGE_ABSENT) {
                 begin_population(cache, s, page);
@@ -2981,13 +3029,14 @@ static void repopulate(Cache *cache) {
 /* Backs up lent pages before their memory is asked for, a little at a time; not where it never will be. */
 static void back_up_ahead(Cache *cache) {
     int begun = 0;
-    for (int s = 0; s < cache->sessions && !cache->ample; s++)
-        for (int page = 0; page < cache->session[s].reserved_pages && begun < BACKUP_PAGES; page++)
-            if (cache->session[s].pages[page].state == PAGE_READY && !cache->session[s].pages[page].in_flight
-                && !on_host(cache, s, page)) {
-                begin_backup(cache, s, page);
-                begun++;
-            }
+    for (int s = 0; s < cache->sessions && begun < BACKUP_PAGES && !cache->ample; s++) {
+        SessionPages *session = &cache->session[s];
+        while (page_complete(cache, s, session->backed) && on_host(cache, s, session->backed)) session->backed++;
+        HistoryPage *page = &session->pages[session->backed];
+        if (!page_complete(cache, s, session->backed) || page->in_flight) continue;
+        begin_backup(cache, s, session->backed);
+        begun++;
+    }
 }
 
 /* Pages of a prompt that a waiting session shares go to the host at once. */
@@ -3101,6 +3150,7 @@ bool cache_truncate(Cache *cache, int s, int n) {
     drop_pages(cache, s, first);
     cache_forget_hot(cache, s);
     session->committed = session->placed = cache->tables.tail_base[s] = first * PAGE_ROWS;
+    session->backed = session->backed < first ? session->backed : first;
     if (image) cache_append_page(cache, s, image, n % PAGE_ROWS);
     free(image);
     check_cache(cache);
@@ -3793,8 +3843,10 @@ void run_round(Runner *runner, Session **sessions, int n) {
 
 void run_session(Runner *runner, Session *session) {
     while (session->finish == RUNNING) {
-        if (interrupted) session_stop(session, FINISH_INTERRUPTED);
-        else if (session_admit(runner, session)) run_round(runner, &session, 1);
+        if (interrupted) {
+            session_stop(session, FINISH_INTERRUPTED);
+            cache_withdraw(&runner->engine.cache);
+        } else if (session_admit(runner, session)) run_round(runner, &session, 1);
         else cache_step(&runner->engine.cache);
     }
 }

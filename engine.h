@@ -352,6 +352,7 @@ typedef struct SessionPages {
     int n_spare;
     int n_tail;                 /* pages in state PAGE_TAIL; with the spare ones at least TAIL_PAGES */
     int n_optional;             /* a_r of eq. 4: pages FILLING or READY and not recalled */
+    int backed;                 /* pages below it are on the host, as far as looking ahead has come */
     long populated;             /* the round that last lent it a page */
 } SessionPages;
 

@@ -33,10 +33,24 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
 static void plan(const Config *config, int sessions, int context) {
     Error error;
     Engine engine = {.backend = &c_backend, .config = *config};
-    EngineOptions options = {.model = "fuzz", .sessions = sessions, .context = context, .kv_dtype = (KvDtype)(context % 3)};
-    if (plan_memory(&engine, &options, &error) && (!engine.cache.bytes || !engine.state.bytes || engine.cache.context < 1)) abort();
-    free(engine.cache.kv);
-    free(engine.cache.index_keys);
+    EngineOptions options = {.model = "fuzz", .sessions = sessions, .context = context, .kv_dtype = (KvDtype)(context % 3),
+                             .kv_mode = (KvMode)(sessions % 3)};
+    bool ok = plan_memory(&engine, &options, &error);
+    const Cache *cache = &engine.cache;
+    if (ok && (!cache->bytes || !engine.state.bytes || cache->context < 1 || cache->device_pages.n_pages < 2)) abort();
+    if (ok && cache->mode != MODE_RESIDENT && (cache->hot_rows < cache->index_topk || cache->host_pages.n_pages < 2)) abort();
+    if (ok) {                                       /* the least that it names is enough, and it is the least */
+        options.kv_budget = cache->least_bytes, options.host_budget = cache->least_host_bytes;
+        free_cache(&engine.cache);
+        engine = (Engine){.backend = &c_backend, .config = *config};
+        if (!plan_memory(&engine, &options, &error) || engine.cache.bytes > options.kv_budget) abort();
+        if (options.host_budget && engine.cache.host_bytes > options.host_budget) abort();
+        free_cache(&engine.cache);
+        engine = (Engine){.backend = &c_backend, .config = *config};
+        options.kv_budget--;
+        if (plan_memory(&engine, &options, &error)) abort();
+    }
+    free_cache(&engine.cache);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {

@@ -355,16 +355,19 @@ static void test_first_not_finite(void) {
  */
 
 static void test_rows(void) {
-    CHECK(row_format(KV_F8, 512, 64, 128).stride == 656, "an fp8 row of 512 + 64 takes 656 bytes");
+    CHECK(row_format(KV_F8, 512, 64, 128).bytes == 656, "an fp8 row of 512 + 64 takes 656 bytes");
+    CHECK(row_format(KV_F8, 512, 64, 128).stride == 704, "and lies at whole 64 bytes");
     CHECK(row_format(KV_BF16, 512, 64, 128).stride == 1152 && row_format(KV_F32, 512, 64, 128).stride == 2304,
           "bf16 and f32 rows of 512 + 64");
+    CHECK(row_format(KV_BF16, 512, 64, 128).bytes == 1152 && row_format(KV_F32, 512, 64, 128).bytes == 2304,
+          "which are whole 64 bytes by themselves");
     static const int shapes[][3] = {{512, 64, 128}, {32, 16, 128}, {37, 10, 128}, {130, 2, 128}, {96, 0, 24}, {0, 33, 128}};
     for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++)
         for (KvDtype dtype = KV_F32; dtype <= KV_F8; dtype++) {
             enum { ROWS = 4, SLOTS = 9 };
             const int quantised = shapes[s][0], plain = shapes[s][1], width = quantised + plain;
             const RowFormat format = row_format(dtype, quantised, plain, shapes[s][2]);
-            const int ids[ROWS] = {7, 0, 3, 8};
+            const DeviceRow ids[ROWS] = {{7}, {0}, {3}, {8}};
             uint8_t *base = allocate_zeroed(SLOTS * format.stride, 1);
             float *rows = random_floats((size_t)(ROWS * width)), *back = allocate_zeroed((size_t)width, sizeof(float)),
                   *part = allocate_zeroed((size_t)width, sizeof(float));
@@ -372,7 +375,7 @@ static void test_rows(void) {
             for (int i = 0; i < width; i++) rows[2 * width + i] = 0;                            /* a row of zeros */
             store_rows(base, &format, ids, ROWS, rows, (size_t)width, rows + quantised, (size_t)width);
             for (int r = 0; r < ROWS; r++) {
-                widen_row(back, base + (size_t)ids[r] * format.stride, &format);
+                widen_row(back, base + (size_t)ids[r].id * format.stride, &format);
                 for (int i = 0; i < width; i++) {
                     double x = rows[r * width + i], largest = 0;
                     for (int j = i / format.group * format.group; j < quantised && j < (i / format.group + 1) * format.group; j++)
@@ -386,12 +389,14 @@ static void test_rows(void) {
                 }
                 for (int first = 0; first < quantised; first += 5) {
                     int n = quantised - first < 70 ? quantised - first : 70;
-                    widen_quantised(part, base + (size_t)ids[r] * format.stride, &format, first, n);
+                    widen_quantised(part, base + (size_t)ids[r].id * format.stride, &format, first, n);
                     CHECK(!memcmp(part, back + first, (size_t)n * sizeof(float)), "a part of a row is that part of it");
                 }
             }
             for (size_t b = 0; b < format.stride; b++)
                 CHECK(base[format.stride + b] == 0xee && base[6 * format.stride + b] == 0xee, "other rows are not touched");
+            for (size_t b = format.bytes; b < format.stride; b++)
+                CHECK(base[7 * format.stride + b] == 0xee, "nothing is written behind a row's values");
             free(base), free(rows), free(back), free(part);
         }
 }
@@ -400,12 +405,12 @@ static void test_rows(void) {
 static void test_rows_of_tiny_values(void) {
     enum { WIDTH = 128 };
     const RowFormat format = row_format(KV_F8, WIDTH, 0, 128);
-    uint8_t row[WIDTH + 4];
+    uint8_t row[(WIDTH + 4 + 63) / 64 * 64];
     float x[WIDTH], back[WIDTH];
     for (float size = 1e-45f; size < 1e38f; size *= 7) {
         for (int i = 0; i < WIDTH; i++) x[i] = i % 3 ? size * random_float() : 0;
         x[5] = size;
-        store_rows(row, &format, &(int){0}, 1, x, 0, x, 0);
+        store_rows(row, &format, &(DeviceRow){0}, 1, x, 0, x, 0);
         widen_row(back, row, &format);
         for (int i = 0; i < WIDTH; i++)
             CHECK(fabsf(back[i] - x[i]) <= fabsf(x[i]) / 15 + size / 400000 + 1e-35f, "values near %g: %g, not %g", (double)size,
@@ -416,6 +421,21 @@ static void test_rows_of_tiny_values(void) {
 /* ---------------------------------------------------------------------------------------------------------------------
  * Selection
  */
+
+/* Pages in an order of their own, none of them page 0, and rows for them that are NaN until they are stored. */
+static uint8_t *random_pages(DevicePage *pages, int n, const RowFormat *format) {
+    size_t bytes = (size_t)(n + 1) * PAGE_ROWS * format->stride;
+    for (int i = 0; i < n; i++) {
+        int other = random_below(i + 1);
+        pages[i] = pages[other];
+        pages[other] = (DevicePage){i + 1};
+    }
+    return memset(allocate_zeroed(bytes, 1), 0xff, bytes);
+}
+
+static DeviceRow paged_row(const DevicePage *pages, int context_pages, int session, int position) {
+    return (DeviceRow){pages[session * context_pages + position / PAGE_ROWS].id * PAGE_ROWS + position % PAGE_ROWS};
+}
 
 /* The k best by repeated search: the plainest form of "equal scores go to the lower position". */
 static void top_k_plainly(int *picks, const float *scores, int n, int k) {
@@ -487,28 +507,32 @@ static void test_top_k(void) {
 
 /* DeepSeek-V3.2 eq. 1 in doubles, over rows of three sessions in one pass; scratch for fewer rows than there are. */
 static void test_index_select(KvDtype dtype, int scratch_rows) {
-    enum { HEADS = 5, DIM = 22, CONTEXT = 150, SESSIONS = 3, CAPACITY = 40 };
+    enum { HEADS = 5, DIM = 22, CONTEXT = 150, SESSIONS = 3, CAPACITY = 40, PAGES = (CONTEXT + PAGE_ROWS - 1) / PAGE_ROWS };
     static const int lengths[SESSIONS] = {150, 30, 90};
     const RowFormat format = row_format(dtype, 0, DIM, 128);
-    uint8_t *keys = allocate_zeroed(SESSIONS * CONTEXT * format.stride, 1);
+    DevicePage pages[SESSIONS * PAGES];
+    uint8_t *keys = random_pages(pages, SESSIONS * PAGES, &format);
     float *values = random_floats(SESSIONS * CONTEXT * DIM), key[DIM];
-    for (int id = 0; id < SESSIONS * CONTEXT; id++) store_rows(keys, &format, &id, 1, values + id * DIM, 0, values + id * DIM, 0);
+    for (int id = 0; id < SESSIONS * CONTEXT; id++) {
+        DeviceRow row = paged_row(pages, PAGES, id / CONTEXT, id % CONTEXT);
+        store_rows(keys, &format, &row, 1, values + id * DIM, 0, values + id * DIM, 0);
+    }
     Row rows[270];
     int n = 0;
     for (int s = SESSIONS - 1; s >= 0; s--)
         for (int i = s; i < lengths[s]; i += 1 + s) rows[n++] = (Row){s, i, 0};
     float *q = random_floats((size_t)n * HEADS * DIM), *weights = random_floats((size_t)n * HEADS),
-          *scratch = allocate_zeroed((size_t)scratch_rows * CONTEXT, sizeof(float));
+          *scratch = allocate_zeroed((size_t)scratch_rows * PAGES * PAGE_ROWS, sizeof(float));
     for (int h = 0; h < HEADS; h++) weights[7 * HEADS + h] = 0;             /* a row whose scores are all zero */
     Selection selection = {allocate_zeroed((size_t)n * CAPACITY, sizeof(int)), allocate_zeroed((size_t)n, sizeof(int)), CAPACITY};
-    index_select(&selection, q, weights, keys, &format, HEADS, DIM, rows, n, CONTEXT, scratch, scratch_rows);
+    index_select(&selection, q, weights, keys, &format, pages, PAGES, HEADS, DIM, rows, n, scratch, scratch_rows);
     int wrong = 0;
     for (int r = 0; r < n; r++) {
         float scores[CONTEXT];
         int plain[CONTEXT], visible = rows[r].position + 1, count = visible < CAPACITY ? visible : CAPACITY;
         for (int s = 0; s < visible; s++) {
             double score = 0;
-            widen_row(key, keys + (size_t)(rows[r].session * CONTEXT + s) * format.stride, &format);
+            widen_row(key, keys + (size_t)paged_row(pages, PAGES, rows[r].session, s).id * format.stride, &format);
             for (int h = 0; h < HEADS; h++) {
                 double product = 0;
                 for (int j = 0; j < DIM; j++) product += (double)q[(r * HEADS + h) * DIM + j] * key[j];
@@ -518,17 +542,17 @@ static void test_index_select(KvDtype dtype, int scratch_rows) {
         }
         top_k_plainly(plain, scores, visible, count);
         wrong += selection.count[r] != count;
-        for (int i = 0; i < count && selection.count[r] == count; i++)
-            wrong += selection.ids[r * CAPACITY + i] != rows[r].session * CONTEXT + plain[i];
+        for (int i = 0; i < CAPACITY && selection.count[r] == count; i++)
+            wrong += selection.ids[r * CAPACITY + i] != (i < count ? plain[i] : -1);
     }
     CHECK(!wrong, "index_select, dtype %d, %d scratch rows: %d picks of %d rows differ", dtype, scratch_rows, wrong, n);
     int *alone_ids = allocate_zeroed(CAPACITY, sizeof(int)), alone_count;
     for (int r = 0; r < n; r += 13) {
         Selection alone = {alone_ids, &alone_count, CAPACITY};
-        index_select(&alone, q + r * HEADS * DIM, weights + r * HEADS, keys, &format, HEADS, DIM, rows + r, 1, CONTEXT, scratch,
-                     scratch_rows);
+        index_select(&alone, q + r * HEADS * DIM, weights + r * HEADS, keys, &format, pages, PAGES, HEADS, DIM, rows + r, 1,
+                     scratch, scratch_rows);
         CHECK(alone_count == selection.count[r]
-                  && !memcmp(alone_ids, selection.ids + r * CAPACITY, (size_t)alone_count * sizeof(int)),
+                  && !memcmp(alone_ids, selection.ids + r * CAPACITY, CAPACITY * sizeof(int)),
               "row %d selects alone what it selects in company", r);
     }
     free(keys), free(values), free(q), free(weights), free(scratch), free(selection.ids), free(selection.count), free(alone_ids);
@@ -539,7 +563,7 @@ static void test_index_select(KvDtype dtype, int scratch_rows) {
  */
 
 static void test_sparse_attention(KvDtype dtype, int heads, int latent, int tail) {
-    enum { SLOTS = 200, CAPACITY = 130, ROWS = 7 };
+    enum { SLOTS = 200, POOLED = 120, CAPACITY = 130, ROWS = 7 };      /* the rows from POOLED on lie in staging */
     static const int counts[ROWS] = {1, 2, 63, 64, 65, 128, 130};
     const int width = latent + tail;
     const float scale = 0.3f;
@@ -553,18 +577,22 @@ static void test_sparse_attention(KvDtype dtype, int heads, int latent, int tail
     for (int i = 0; i < ROWS * heads * width; i++) q[i] *= 4;
     for (int id = 0; id < SLOTS; id++) {
         float *row = values + id * width;
-        store_rows(kv, &format, &id, 1, row, 0, row + latent, 0);
+        store_rows(kv, &format, &(DeviceRow){id}, 1, row, 0, row + latent, 0);
         widen_row(row, kv + (size_t)id * format.stride, &format);
         for (int i = 0; i < width; i++) wide[id * width + i] = row[i];
     }
-    int ids[ROWS * CAPACITY], count[ROWS];
+    uint8_t *staging = allocate_zeroed((SLOTS - POOLED) * format.stride, 1);
+    memcpy(staging, kv + POOLED * format.stride, (SLOTS - POOLED) * format.stride);
+    memset(kv + POOLED * format.stride, 0xff, (SLOTS - POOLED) * format.stride);
+    const RowPool pool = {kv, staging, POOLED};
+    DeviceRow ids[ROWS * CAPACITY];
+    int count[ROWS];
     for (int r = 0; r < ROWS; r++) {
         count[r] = counts[r];
-        for (int i = 0; i < count[r]; i++) ids[r * CAPACITY + i] = (i * 3 / 2 + r) % SLOTS;
+        for (int i = 0; i < CAPACITY; i++) ids[r * CAPACITY + i].id = i < count[r] ? (i * 3 / 2 + r) % SLOTS : -1;
     }
-    Selection selection = {ids, count, CAPACITY};
     omp_set_num_threads(2);
-    sparse_attention(z, q, kv, &format, &selection, ROWS, heads, scale);
+    sparse_attention(z, q, &pool, &format, ids, count, CAPACITY, ROWS, heads, scale);
     double worst = 0;
     for (int r = 0; r < ROWS; r++)
         for (int h = 0; h < heads; h++) {
@@ -572,45 +600,47 @@ static void test_sparse_attention(KvDtype dtype, int heads, int latent, int tail
             double p[CAPACITY], largest = -INFINITY, sum = 0;
             for (int i = 0; i < count[r]; i++) {
                 p[i] = 0;
-                for (int j = 0; j < width; j++) p[i] += query[j] * wide[ids[r * CAPACITY + i] * width + j];
+                for (int j = 0; j < width; j++) p[i] += query[j] * wide[ids[r * CAPACITY + i].id * width + j];
                 largest = fmax(largest, p[i] *= scale);
             }
             for (int i = 0; i < count[r]; i++) sum += p[i] = exp(p[i] - largest);
             for (int j = 0; j < latent; j++) {
                 wanted[j] = 0;
-                for (int i = 0; i < count[r]; i++) wanted[j] += p[i] / sum * wide[ids[r * CAPACITY + i] * width + j];
+                for (int i = 0; i < count[r]; i++) wanted[j] += p[i] / sum * wide[ids[r * CAPACITY + i].id * width + j];
                 worst = fmax(worst, fabs(wanted[j] - z[(r * heads + h) * latent + j]));
             }
         }
     CHECK(worst < 1e-5, "sparse attention, dtype %d, %d heads of %d + %d: off by %g", dtype, heads, latent, tail, worst);
     for (int threads = 1; threads <= 3; threads++)
         for (int r = 0; r < ROWS; r++) {
-            Selection one = {ids + r * CAPACITY, count + r, CAPACITY};
             omp_set_num_threads(threads);
-            sparse_attention(alone, q + r * heads * width, kv, &format, &one, 1, heads, scale);
+            sparse_attention(alone, q + r * heads * width, &pool, &format, ids + r * CAPACITY, count + r, CAPACITY, 1, heads, scale);
             CHECK(!memcmp(alone, z + r * heads * latent, (size_t)(heads * latent) * sizeof(float)),
                   "row %d attends alone, with %d threads, as in company", r, threads);
         }
     omp_set_num_threads(2);
-    free(kv), free(values), free(q), free(z), free(alone), free(wide), free(wanted);
+    free(kv), free(staging), free(values), free(q), free(z), free(alone), free(wide), free(wanted);
 }
 
 static void test_dense_attention(KvDtype dtype, int heads, int kv_heads, int dim) {
-    enum { CONTEXT = 140, SESSIONS = 2, ROWS = 60 };
+    enum { CONTEXT = 140, SESSIONS = 2, ROWS = 60, PAGES = (CONTEXT + PAGE_ROWS - 1) / PAGE_ROWS };
     const int kv_width = kv_heads * dim, width = heads * dim;
     const float scale = 0.5f;
     const RowFormat format = row_format(dtype, 2 * kv_width, 0, dim < 128 ? dim : 128);
-    uint8_t *kv = allocate_zeroed(SESSIONS * CONTEXT * format.stride, 1);
+    DevicePage pages[SESSIONS * PAGES];
+    uint8_t *kv = random_pages(pages, SESSIONS * PAGES, &format);
+    const RowPool pool = {kv, NULL, (SESSIONS * PAGES + 1) * PAGE_ROWS};
     float *values = random_floats((size_t)(SESSIONS * CONTEXT * 2 * kv_width)), *q = random_floats((size_t)(ROWS * width));
     float *y = allocate_zeroed((size_t)(ROWS * width), sizeof(float)), *alone = allocate_zeroed((size_t)width, sizeof(float));
     for (int id = 0; id < SESSIONS * CONTEXT; id++) {
         float *row = values + id * 2 * kv_width;
-        store_rows(kv, &format, &id, 1, row, 0, row, 0);
-        widen_row(row, kv + (size_t)id * format.stride, &format);
+        DeviceRow at = paged_row(pages, PAGES, id / CONTEXT, id % CONTEXT);
+        store_rows(kv, &format, &at, 1, row, 0, row, 0);
+        widen_row(row, kv + (size_t)at.id * format.stride, &format);
     }
     Row rows[ROWS];
     for (int r = 0; r < ROWS; r++) rows[r] = r < 45 ? (Row){1, 95 + r, 0} : (Row){0, 3 * (r - 45) + 20, 0};
-    dense_attention(y, q, kv, &format, rows, ROWS, CONTEXT, heads, kv_heads, dim, scale);
+    dense_attention(y, q, &pool, &format, pages, PAGES, rows, ROWS, heads, kv_heads, dim, scale);
     double worst = 0;
     for (int r = 0; r < ROWS; r++)
         for (int h = 0; h < heads; h++) {
@@ -633,7 +663,7 @@ static void test_dense_attention(KvDtype dtype, int heads, int kv_heads, int dim
     for (int threads = 1; threads <= 2; threads++)
         for (int r = 0; r < ROWS; r++) {
             omp_set_num_threads(threads);
-            dense_attention(alone, q + r * width, kv, &format, rows + r, 1, CONTEXT, heads, kv_heads, dim, scale);
+            dense_attention(alone, q + r * width, &pool, &format, pages, PAGES, rows + r, 1, heads, kv_heads, dim, scale);
             CHECK(!memcmp(alone, y + r * width, (size_t)width * sizeof(float)), "row %d attends alone as in company", r);
         }
     free(kv), free(values), free(q), free(y), free(alone);

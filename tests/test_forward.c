@@ -5,6 +5,7 @@
  */
 #include "../engine.c"
 #include "check.h"
+#include "passes.h"
 #include "scratch.h"
 
 #include <sys/wait.h>
@@ -105,13 +106,15 @@ static int *routes;             /* stb_ds: the router's picks of the exact promp
 static size_t next_route;
 
 static void select_as_golden(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
-                             const RowFormat *format, int heads, int head_dim, const Row *rows, int n_rows, int context,
-                             float *scratch, int scratch_rows) {
-    (void)q, (void)head_weights, (void)keys, (void)format, (void)heads, (void)head_dim, (void)context, (void)scratch,
-        (void)scratch_rows;
-    for (int r = 0; r < n_rows; r++)
-        selection->count[r] = golden_picks(held, held->layer, rows[r].position,
-                                           selection->ids + (size_t)r * (size_t)selection->capacity);
+                             const RowFormat *format, const DevicePage *pages, int context_pages, int heads, int head_dim,
+                             const Row *rows, int n_rows, float *scratch, int scratch_rows) {
+    (void)q, (void)head_weights, (void)keys, (void)format, (void)pages, (void)context_pages, (void)heads, (void)head_dim,
+        (void)scratch, (void)scratch_rows;
+    for (int r = 0; r < n_rows; r++) {
+        int *ids = selection->ids + (size_t)r * (size_t)selection->capacity;
+        selection->count[r] = golden_picks(held, held->layer, rows[r].position, ids);
+        for (int i = selection->count[r]; i < selection->capacity; i++) ids[i] = -1;
+    }
 }
 
 static void route_and_remember(int *picks, float *weights, const float *logits, const float *bias, int n_rows,
@@ -164,12 +167,12 @@ static bool golden_run(Golden *golden, Error *error) {
     float *logits = golden->logits = allocate_zeroed(n, sizeof(float)), *decoded = allocate_zeroed(vocab, sizeof(float));
     for (int i = 0; i < golden->tokens; i++) rows[i] = (Row){0, i, ids[i]};
     engine->probe = (Probe){compare_hidden, compare_selection, golden};
-    bool ok = forward(engine, rows, golden->tokens, error) && copy_logits(engine, rows, 0, golden->tokens, logits, error);
+    bool ok = run_rows(engine, rows, golden->tokens, error) && copy_logits(engine, rows, 0, golden->tokens, logits, error);
     golden->worst[BOUND_LOGITS] = largest_difference(logits, wanted, n);
     for (size_t i = 0; i < n; i++) golden->mean += fabs((double)logits[i] - wanted[i]) / (double)n;
     for (int d = 0; ok && d < golden->decodes && engine->backend->index_select != select_as_golden; d++) {
         Row row = {0, golden->tokens + d, decode_ids[d]};
-        ok = forward(engine, &row, 1, error) && copy_logits(engine, &row, 0, 1, decoded, error);
+        ok = run_rows(engine, &row, 1, error) && copy_logits(engine, &row, 0, 1, decoded, error);
         double worst = largest_difference(decoded, wanted_decode + (size_t)d * vocab, vocab);
         golden->worst[BOUND_DECODE] = fmax(golden->worst[BOUND_DECODE], worst);
     }
@@ -197,7 +200,7 @@ static float rounded(float x, int mantissa, int lowest, double largest) {
 /* For an engine with f32 rows: keeps what fp8 or bf16 rows would hold. */
 static KvDtype imitated;
 
-static void store_rounded_rows(uint8_t *base, const RowFormat *format, const int *ids, int n_rows, const float *a,
+static void store_rounded_rows(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, const float *a,
                                size_t a_stride, const float *b, size_t b_stride) {
     static float row[MAX_ROW_WIDTH], tail[MAX_ROW_WIDTH];
     for (int r = 0; r < n_rows; r++, a += a_stride, b += b_stride) {
@@ -324,7 +327,7 @@ static bool run_schedule(Engine *engine, const Script *scripts, int n, Schedule 
                 rows[n_rows++] = (Row){s, done[s], scripts[s].ids[done[s]]};
         }
         busy = n_rows > 0;
-        ok = !busy || forward(engine, rows, n_rows, error);
+        ok = !busy || run_rows(engine, rows, n_rows, error);
         for (int r = 0; ok && r < n_rows; r++) {
             size_t before = (size_t)rows[r].position;
             for (int s = 0; s < rows[r].session; s++) before += (size_t)scripts[s].length;
@@ -362,7 +365,7 @@ static void test_schedules(const char *directory, KvDtype dtype, const int *leng
     size_t size = rows * (size_t)engine.config.vocab_size;
     float *first = allocate_zeroed(size, sizeof(float)), *other = allocate_zeroed(size, sizeof(float));
     for (int i = 0; i < n_schedules; i++) {
-        memset(engine.cache.block, 0x5a, engine.cache.bytes);   /* whatever earlier schedules left */
+        start_over(&engine, 0x5a);                              /* whatever earlier schedules left */
         bool ok = run_schedule(&engine, scripts, n, schedules[i], i ? other : first, &error);
         CHECK(ok, "%s: %s", directory, error.text);
         size_t at = 0;
@@ -415,7 +418,7 @@ static void test_selection_is_dense_while_it_fits(const char *directory) {
         logits[large] = allocate_zeroed((size_t)(64 * vocab), sizeof(float));
         Row rows[64];
         for (int i = 0; i < 64; i++) rows[i] = (Row){0, i, (i * 37 + 5) % vocab};
-        bool ok = forward(&engine, rows, 64, &error) && copy_logits(&engine, rows, 0, 64, logits[large], &error);
+        bool ok = run_rows(&engine, rows, 64, &error) && copy_logits(&engine, rows, 0, 64, logits[large], &error);
         CHECK(ok, "%s", error.text);
         engine_close(&engine);
     }
@@ -454,7 +457,7 @@ static bool runs_with(const char *fixture, const char *name, float value, int co
     Row rows[70];
     for (int i = 0; i < 70; i++) rows[i] = (Row){1, i, 3 + i};
     int last = 69;
-    ok = ok && forward(&engine, rows, 70, error) && head(&engine, rows, &last, 1, error);
+    ok = ok && run_rows(&engine, rows, 70, error) && head(&engine, rows, &last, 1, error);
     if (!ok) CHECK(engine.failed_session == 1, "%s: the failure is session 1's, not %d's", name, engine.failed_session);
     engine_close(&engine);
     free(directory);
@@ -501,7 +504,7 @@ static void test_bad_weights(void) {
 }
 
 /* A session of ten ids drawn from `seed`, none of them `never`. */
-static Session make_session(const Engine *engine, int slot, int seed, int never) {
+static Session make_session(Engine *engine, int slot, int seed, int never) {
     Session session = {.slot = slot,
                        .stream = (uint64_t)slot,
                        .max_new = 12,
@@ -536,6 +539,7 @@ static void test_bad_session_in_a_round(const char *fixture) {
             running[s] = &sessions[s];
         }
         if (together) sessions[1].ids[4] = BAD;
+        for (int s = 0; s < SESSIONS; s++) CHECK(session_admit(&runner, &sessions[s]), "%s: there is room for session %d", fixture, s);
         for (int s = 0; s < SESSIONS && !together; s++) run_session(&runner, &sessions[s]);
         for (int round = 0; round < 40 && together; round++) run_round(&runner, running, SESSIONS);
         for (int s = 0; s < SESSIONS; s++) {
@@ -573,7 +577,18 @@ static void test_bad_rows(void) {
               "row %zu is refused", i);
     }
     Row good = {0, 0, 5};
-    CHECK(forward(&engine, &good, 1, &error) && engine.failed_session == -1, "a good row goes through afterwards");
+    CHECK(run_rows(&engine, &good, 1, &error) && engine.failed_session == -1, "a good row goes through afterwards");
+    /* Rows that the hierarchy has no place for: of a session that is not there, behind a gap, over rows that are history. */
+    const Row lost[] = {{1, 0, 5}, {0, 2, 5}, {0, 0, 5}};
+    for (size_t i = 0; i < sizeof lost / sizeof *lost; i++) {
+        Row rows[2] = {{0, 1, 5}, lost[i]};
+        bool own = lost[i].session == 0;
+        CHECK(!forward(&engine, rows + own, 2 - own, &error) && engine.failed_session == lost[i].session
+                  && strstr(error.text, own ? "session 0: position" : "session 1 has no place"),
+              "lost row %zu is refused: %s", i, error.text);
+    }
+    good.position = 1;
+    CHECK(run_rows(&engine, &good, 1, &error) && engine.failed_session == -1, "and the next good row goes through: %s", error.text);
     engine_close(&engine);
 }
 
@@ -610,6 +625,7 @@ static void test_allocation_guard(void (*allocating)(float *, const Matrix *, co
         if (!open_engine(&engine, "tests/fixtures/qwen3-a", 1, 32, KV_F32)) _exit(1);
         engine.backend = &backend;
         Row row = {0, 0, 5};
+        if (prepare_rows(&engine, 0, 0, 1, &error) != 1) _exit(1);
         forward(&engine, &row, 1, &error);
         _exit(0);
     }

@@ -2,6 +2,7 @@
  * a file here that breaks it, and the refusal names the file and the thing in one line. And files that look odd but are right. */
 #include "../engine.c"
 #include "check.h"
+#include "passes.h"
 #include "scratch.h"
 
 #include <sys/wait.h>
@@ -707,7 +708,7 @@ static void test_alignment(const char *fixture) {
         bool ok = engine_open(&engine, &options, &error);
         Row rows[20];
         for (int i = 0; i < 20; i++) rows[i] = (Row){0, i, 3 + 7 * i};
-        ok = ok && forward(&engine, rows, 20, &error);
+        ok = ok && run_rows(&engine, rows, 20, &error);
         CHECK(ok, "%s, header %d bytes longer: %s", fixture, (int)pad, error.text);
         size_t n = ok ? 20 * (size_t)engine.config.hidden_size : 0;
         if (ok && pad == 0) first = memcpy(allocate_zeroed(n, sizeof(float)), engine.state.normed, n * sizeof(float));
@@ -733,7 +734,7 @@ static bool plans(const char *directory, int sessions, int context, size_t budge
     bool ok = engine_open(&engine, &options, error);
     if (ok) CHECK(!budget || engine.cache.bytes <= budget, "%d rows: the cache stays in its budget", context);
     else
-        CHECK(!engine.cache.kv && !engine.config.indexer_full && !engine.checkpoint.files,
+        CHECK(!engine.cache.block && !engine.cache.host_block && !engine.cache.session && !engine.config.indexer_full && !engine.checkpoint.files,
               "a refused engine leaves nothing behind");
     engine_close(&engine);
     return ok;

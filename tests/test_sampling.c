@@ -295,7 +295,12 @@ static void test_streams(const char *fixture) {
             for (int i = 0; i < 4; i++) arrput(sessions[2].ids, 5 + 11 * i);
             sessions[2].stream = 100;
         }
-        for (int s = 0; s < SESSIONS; s++) session_begin(&sessions[s], &runner.engine);
+        for (int s = 0; s < SESSIONS; s++) {
+            cache_release(&runner.engine.cache, s);
+            session_begin(&sessions[s], &runner.engine);
+        }
+        cache_step(&runner.engine.cache);
+        for (int s = 0; s < SESSIONS; s++) CHECK(session_admit(&runner, &sessions[s]), "%s: there is room for session %d", fixture, s);
         if (!company) run_session(&runner, &sessions[0]);
         for (int round = 0; company && round < 5; round++) run_round(&runner, running, 2);
         for (int round = 0; company && round < NEW; round++) run_round(&runner, running, SESSIONS);
