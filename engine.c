@@ -2330,7 +2330,8 @@ bool check_memory(const Engine *engine, Error *error) {
     const Cache *cache = &engine->cache;
     size_t available = available_memory(), wanted = cache->bytes + cache->host_bytes + engine->state.bytes;
     if (wanted <= available) return true;
-    return fail(error, "%s: %d x %d rows need %zu MB (%zu MB of it host memory), %zu MB more than the free memory of %zu MB: "-c, --slots, --kv-budget or --host-budget, or take --kv resident",,
+    return fail(error, "%s: %d x %d rows need %zu MB (%zu MB of it host memory), %zu MB more than the free memory of %zu MB: lower "
+                "-c, --slots, --kv-budget or --host-budget, or take --kv resident",
                 engine->checkpoint.directory, cache->sessions, cache->context, wanted >> 20, cache->host_bytes >> 20,
                 ((wanted - available) >> 20) + 1, available >> 20);
 }
