@@ -2574,17 +2574,23 @@ static void check_cache(const Cache *cache) {
 
 /* ---- shared prefixes */
 
-/* That page of a prompt, behind that host page. */
-static PrefixKey prefix_key(HostPage parent, const int *ids) {
-    PrefixKey key = {.parent = parent.id};
+/* That page of a prompt, behind the page of that serial number. */
+static PrefixKey prefix_key(uint32_t parent, const int *ids) {
+    PrefixKey key = {.parent = parent};
     memcpy(key.ids, ids, sizeof key.ids);
     return key;
 }
 
-static void forget_host_page(Cache *cache, HostPage page) {
-    HostInfo *info = &cache->host_info[page.id];
+/* No later prompt will find the page. */
+static void forget_key(Cache *cache, HostInfo *info) {
     if (info->key) (void)hmdel(cache->prefixes, *info->key);
     free(info->key);
+    info->key = NULL;
+}
+
+static void forget_host_page(Cache *cache, HostPage page) {
+    HostInfo *info = &cache->host_info[page.id];
+    forget_key(cache, info);
     *info = (HostInfo){0};
     give_page(&cache->host_pages, page.id);
 }
@@ -2684,8 +2690,10 @@ static void end_copy(Cache *cache, const Transfer *transfer) {
         cache->host_info[transfer->host.id].rows = transfer->first + transfer->count;
         cache->stats.bytes_backed_up += rows * (size_t)transfer->count;
     } else cache->stats.bytes_populated += rows * (size_t)transfer->count;
-    if (transfer->session < 0) retire(cache, &cache->device_pages, transfer->device.id);
-    else {
+    if (transfer->session < 0) {
+        retire(cache, &cache->device_pages, transfer->device.id);
+        if (!no_page(transfer->index)) retire(cache, &cache->index_pages, transfer->index.id);
+    } else {
         HistoryPage *page = &cache->session[transfer->session].pages[transfer->page];
         page->in_flight = false;
         if (page->state == PAGE_FILLING && !page->recalled) publish(cache, transfer->session, transfer->page);
@@ -2868,7 +2876,7 @@ static int pages_coming(const Cache *cache) {
 static int find_prefix(Cache *cache, HostPage *chain, const int *ids, int n_ids) {
     int found = 0;
     for (; (found + 1) * PAGE_ROWS < n_ids; found++) {
-        PrefixKey key = prefix_key(found ? chain[found - 1] : (HostPage){0}, ids + found * PAGE_ROWS);
+        PrefixKey key = prefix_key(found ? cache->host_info[chain[found - 1].id].serial : 0, ids + found * PAGE_ROWS);
         ptrdiff_t at = hmgeti(cache->prefixes, key);
         if (at < 0) break;
         HostInfo *info = &cache->host_info[cache->prefixes[at].value];
@@ -2884,11 +2892,12 @@ static int find_prefix(Cache *cache, HostPage *chain, const int *ids, int n_ids)
 /* Makes the prompt's own whole pages known to those that come after. */
 static void register_prefix(Cache *cache, int s, const int *ids, int n_ids, int from) {
     for (int page = from; (page + 1) * PAGE_ROWS <= n_ids; page++) {
-        PrefixKey key = prefix_key(page ? *host_page(cache, s, page - 1) : (HostPage){0}, ids + page * PAGE_ROWS);
+        PrefixKey key = prefix_key(page ? host_info(cache, s, page - 1)->serial : 0, ids + page * PAGE_ROWS);
         if (hmgeti(cache->prefixes, key) >= 0) return;
         HostInfo *info = host_info(cache, s, page);
         info->key = allocate_zeroed(1, sizeof key);
         *info->key = key;
+        info->serial = ++cache->serials;
         info->depth = page;
         info->used = cache->rounds_begun;
         hmput(cache->prefixes, key, host_page(cache, s, page)->id);
@@ -2933,7 +2942,7 @@ bool cache_admit(Cache *cache, int s, const int *ids, int n_ids, int rows, int *
              && (resident || free_host_pages(cache, pages - found));
     for (int page = 0; page < found; page++) cache->host_info[chain[page].id].refs--;
     if (!room) {
-        if (deficit > 0) recall(cache, deficit - pages_coming(cache));
+        if (cache->mode == MODE_ADAPTIVE) recall(cache, deficit - pages_coming(cache));
         cache->waiting = found >= 0;
         cache->stats.admission_waits++;
         memset(chain, 0, (size_t)cache->context_pages * sizeof *chain);
@@ -2977,16 +2986,23 @@ void cache_forget_hot(Cache *cache, int s) {
     }
 }
 
-/* The device page of a session that leaves. A whole page of a prompt that others may come with is backed up first. */
+/* The device and index page of a session that leaves. A whole page of a prompt that others may come with is backed up first. What a copy
+ * under way still uses is given back at its end. */
 static void release_page(Cache *cache, int s, int page) {
     HistoryPage *history = &cache->session[s].pages[page];
     HostInfo *info = cache->mode == MODE_RESIDENT ? NULL : host_info(cache, s, page);
-    if (history->state == PAGE_ABSENT) return;
+    bool keys_copied = false;
     if (history->recalled) cache->n_recalled--;
-    if (info && info->key && info->refs == 1 && page_complete(cache, s, page)) begin_backup(cache, s, page);
-    if (!history->in_flight) { retire(cache, &cache->device_pages, history->device.id); return; }
-    for (int i = 0; i < cache->n_transfers; i++)
-        if (cache->transfers[i].session == s && cache->transfers[i].page == page) cache->transfers[i].session = -1;
+    if (info && info->key && info->refs == 1 && page_complete(cache, s, page) && history->state != PAGE_ABSENT)
+        begin_backup(cache, s, page);
+    for (int i = 0; i < cache->n_transfers && history->in_flight; i++) {
+        Transfer *transfer = &cache->transfers[i];
+        if (transfer->session != s || transfer->page != page) continue;
+        transfer->session = -1;
+        keys_copied |= !no_page(transfer->index);
+    }
+    if (history->state != PAGE_ABSENT && !history->in_flight) retire(cache, &cache->device_pages, history->device.id);
+    if (!keys_copied) retire(cache, &cache->index_pages, index_page(cache, s, page)->id);
 }
 
 void cache_release(Cache *cache, int s) {
@@ -2994,7 +3010,6 @@ void cache_release(Cache *cache, int s) {
     if (!session->admitted) return;
     for (int page = 0; page < session->reserved_pages; page++) {
         release_page(cache, s, page);
-        retire(cache, &cache->index_pages, index_page(cache, s, page)->id);
         if (cache->mode != MODE_RESIDENT) drop_host_page(cache, *host_page(cache, s, page));
         *index_page(cache, s, page) = *ready_page(cache, s, page) = (DevicePage){0};
         *host_page(cache, s, page) = (HostPage){0};
@@ -3130,21 +3145,28 @@ static void drop_pages(Cache *cache, int s, int first) {
         *ready_page(cache, s, page) = (DevicePage){0};
         *history = (HistoryPage){0};
         if (cache->mode == MODE_RESIDENT) continue;
-        if (host_info(cache, s, page)->key) {       /* known to others as it is: the new rows go elsewhere */
+        if (host_info(cache, s, page)->refs > 1) {  /* others share it as it is: the new rows go elsewhere */
             HostPage old = *host_page(cache, s, page);
             *host_page(cache, s, page) = take_host_page(cache);
             drop_host_page(cache, old);
-        } else host_info(cache, s, page)->rows = 0;
+            continue;
+        }
+        forget_key(cache, host_info(cache, s, page));
+        host_info(cache, s, page)->rows = 0;
     }
 }
 
 bool cache_truncate(Cache *cache, int s, int n) {
     SessionPages *session = &cache->session[s];
     int first = n / PAGE_ROWS, shared = 0;
-    if (!session->admitted || n >= session->committed) return true;
+    if (!session->admitted) return true;
+    for (int page = session->committed / PAGE_ROWS; cache->mode != MODE_RESIDENT && page < session->reserved_pages; page++)
+        forget_key(cache, host_info(cache, s, page));   /* its prompt has not come so far, and may go on in another way now */
+    if (n >= session->committed) return true;
     end_copies(cache, true);
+    for (; cache->tables.tail_base[s] < first * PAGE_ROWS; end_copies(cache, true)) advance_tail(cache, s);
     for (int page = first; cache->mode != MODE_RESIDENT && page < session->reserved_pages; page++)
-        shared += host_info(cache, s, page)->key != NULL;
+        shared += host_info(cache, s, page)->refs > 1;
     if (shared && !free_host_pages(cache, shared)) return false;
     uint8_t *image = n % PAGE_ROWS ? allocate_zeroed(page_image_bytes(cache), 1) : NULL;
     if (image) cache_read_page(cache, s, first, image);

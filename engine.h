@@ -358,7 +358,7 @@ typedef struct SessionPages {
 
 /* A page of a prompt is known by its own ids and the page before it, so equal keys are equal prefixes. */
 typedef struct PrefixKey {
-    int32_t parent;             /* HostPage id; 0: it is the first */
+    uint32_t parent;            /* HostInfo.serial of that page; 0: it is the first */
     int ids[PAGE_ROWS];
 } PrefixKey;
 
@@ -366,6 +366,7 @@ typedef struct HostInfo {       /* of one host page */
     int refs;                   /* sessions and copies under way that hold it */
     int rows;                   /* complete in it, from its first */
     PrefixKey *key;             /* what it is known by to later prompts, and then it stays until its place is needed; or NULL */
+    uint32_t serial;            /* no other page that had a key had this number; ids of pages come again */
     int depth;                  /* which page of those prompts it is */
     bool wanted;                /* a waiting session would share it: it is backed up at once */
     long used;                  /* round of the last admission that took it */
@@ -444,6 +445,7 @@ typedef struct Cache {
     Retired *retired;           /* [pages of the device and of the index] */
     int n_retired;
     int n_recalled;             /* pages recalled that are not withdrawn yet */
+    uint32_t serials;           /* the last that was given to a page with a key */
     bool prefix_wanted;         /* some host page is wanted */
     long rounds_begun, rounds_done;
     int cursor;                 /* round robin over sessions */
