@@ -2299,7 +2299,9 @@ static bool size_pools(Cache *cache, const EngineOptions *options, Error *error)
         lay_out_host(cache, &host_arena);
         cache->host_bytes = host_arena.used;
     }
-    return (!overflow && !host_arena.overflow) || fail(error, "%s: the memory plan overflows", options->model);
+    return (!overflow && !host_arena.overflow)
+           || fail(error, "%s: %d sessions of %d rows are too many: the pages cannot be counted", options->model, cache->sessions,
+                   cache->context);
 }
 
 bool plan_memory(Engine *engine, const EngineOptions *options, Error *error) {
