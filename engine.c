@@ -2876,19 +2876,17 @@ static int pages_coming(const Cache *cache) {
 /* How many whole pages of the prompt the host has, their ids in chain; the last row is always run again, for its logits. -1: one
  * of them is being computed for another session. */
 static int find_prefix(Cache *cache, HostPage *chain, const int *ids, int n_ids) {
-    int found = 0;
+    int found = 0, pending = 0;
     for (; (found + 1) * PAGE_ROWS < n_ids; found++) {
         PrefixKey key = prefix_key(found ? cache->host_info[chain[found - 1].id].serial : 0, ids + found * PAGE_ROWS);
         ptrdiff_t at = hmgeti(cache->prefixes, key);
         if (at < 0) break;
-        HostInfo *info = &cache->host_info[cache->prefixes[at].value];
-        if (info->rows < PAGE_ROWS) {
-            info->wanted = cache->prefix_wanted = true;
-            return -1;
-        }
         chain[found] = (HostPage){cache->prefixes[at].value};
+        if (cache->host_info[chain[found].id].rows == PAGE_ROWS) continue;
+        cache->host_info[chain[found].id].wanted = cache->prefix_wanted = true;
+        pending++;
     }
-    return found;
+    return pending ? -1 : found;
 }
 
 /* Makes the prompt's own whole pages known to those that come after. */
