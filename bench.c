@@ -1,20 +1,79 @@
-/* bench.c: measurements, each beside its ceiling.
+/* bench.c: measurements, each beside its ceiling or beside what it is compared with.
  *
- *     cpu . load
+ *     figures . cpu . load . serving: loadstep, hotsweep, offered, cost . resolve . memory
  *
  * Owns: what `tide bench NAME` does: one function for each NAME, with its workload stated above it. A figure is measured or computed
- * in the run that prints it; stdout carries the figures.
+ * in the run that prints it. stdout carries a table, and after it a line for each claim that the table bears on; the data goes into
+ * NAME.csv and, drawn by gnuplot, NAME.svg.
  */
 #define _GNU_SOURCE
 #include "engine.h"
 
+#include <errno.h>
 #include <math.h>
 #include <omp.h>
+#include <stb/stb_ds.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 
-enum { BENCH_PREFILL = 512, BENCH_REPEATS = 5, BENCH_STEPS = 16, BENCH_VOCAB = 32768 };
+/* ---- figures */
+
+typedef struct Figure {
+    FILE *csv;
+    char data[PATH_MAX], drawing[PATH_MAX];
+} Figure;
+
+/* DIRECTORY/NAME.csv, with its first line. */
+static bool open_figure(Figure *figure, const char *directory, const char *name, const char *columns, Error *error) {
+    char file[64];
+    snprintf(file, sizeof file, "%s.csv", name);
+    join(figure->data, directory, file);
+    snprintf(file, sizeof file, "%s.svg", name);
+    join(figure->drawing, directory, file);
+    figure->csv = *figure->data ? fopen(figure->data, "w") : NULL;
+    if (!figure->csv) return fail(error, "%s: %s", figure->data, strerror(*figure->data ? errno : ENAMETOOLONG));
+    fprintf(figure->csv, "%s\n", columns);
+    return true;
+}
+
+/* A file name as gnuplot reads one: within quotes, its own quotes doubled. */
+static void put_quoted(FILE *out, const char *text) {
+    putc('\'', out);
+    for (; *text; text++) fprintf(out, *text == '\'' ? "''" : "%c", *text);
+    putc('\'', out);
+}
+
+/* Ends the data and has gnuplot draw it. The script finds the data's name in `csv`. Without gnuplot the data is all there is. */
+static bool draw_figure(Figure *figure, const char *script, Error *error) {
+    bool bad = ferror(figure->csv);
+    if (fclose(figure->csv) || bad) return fail(error, "%s: cannot be written: %s", figure->data, strerror(errno));
+    FILE *gnuplot = popen("command -v gnuplot > /dev/null || exit 127; exec gnuplot", "w");
+    if (!gnuplot) return fail(error, "cannot start gnuplot: %s", strerror(errno));
+    fputs("set terminal svg size 1000,420 background 'white'; set datafile separator ','; set grid; set output ", gnuplot);
+    put_quoted(gnuplot, figure->drawing);
+    fputs("; csv = ", gnuplot);
+    put_quoted(gnuplot, figure->data);
+    fprintf(gnuplot, "\n%s\n", script);
+    int status = pclose(gnuplot);
+    if (WIFEXITED(status) && WEXITSTATUS(status) == 127)
+        fprintf(stderr, "tide: gnuplot (Debian: gnuplot-nox) is not installed: the figures are in %s, no drawing is made\n", figure->data);
+    else if (status) return fail(error, "gnuplot could not draw %s", figure->drawing);
+    return true;
+}
+
+/* "claim: WHAT: holds (FIGURES)", or "falls short": what `make bench-claims` looks for. */
+__attribute__((format(printf, 3, 4))) static void claim(bool holds, const char *what, const char *format, ...) {
+    va_list arguments;
+    printf("claim: %s: %s (", what, holds ? "holds" : "falls short");
+    va_start(arguments, format);
+    vprintf(format, arguments);
+    va_end(arguments);
+    printf(")\n");
+    fflush(stdout);
+}
 
 static int compare_doubles(const void *a, const void *b) {
     double x = *(const double *)a, y = *(const double *)b;
@@ -26,6 +85,10 @@ static double median(double *values, int n) {
     qsort(values, (size_t)n, sizeof *values, compare_doubles);
     return n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
 }
+
+/* ---- cpu and load: the processor against a dense model, and the time to open the shipped one */
+
+enum { BENCH_PREFILL = 512, BENCH_REPEATS = 5, BENCH_STEPS = 16, BENCH_VOCAB = 32768 };
 
 typedef float f32x8 __attribute__((vector_size(32)));
 
@@ -211,10 +274,839 @@ static bool bench_load(EngineOptions options, const char *directory, Error *erro
     return true;
 }
 
+/* ---- serving: a closed loop of requests
+ *
+ * The workload of loadstep, hotsweep and offered. The model really decodes, through run_round(). A number of clients each have one request
+ * in flight and issue the next when it has ended. Every prompt is one prepared prefix, 5,888 tokens of English text, and a question
+ * of its own, 32 tokens from elsewhere in the text; an answer has 64 to 192 tokens, evenly spread, and ends there. So which rows
+ * are selected is what the indexers of weights/mini select; nothing about locality is assumed. The prefix is computed once, before
+ * anything is timed: modes with a host tier share its pages, and a resident session has its rows copied in, as a prefill server would
+ * send them. Times are wall clock; a round of the C backend copies what it fetches at once.
+ */
+
+enum {
+    RESIDENT_SESSIONS = 8,      /* what the pool holds resident: a quarter of the clients that fit */
+    CLIENTS = 40,               /* at full load: more than fit in any mode */
+    LOW_LOAD = 2,
+    QUESTION = 32, LEAST_ANSWER = 64, MOST_ANSWER = 192,
+    PREFIX_PAGES = 92,
+    SERVING_CONTEXT = 6144,
+    LONG_TEXT = 9216,           /* ids that a text must have */
+};
+
+static const char text_path[] = "/usr/share/common-licenses/GPL-3";     /* a part of every Debian system */
+
+static const char *const mode_names[] = {"resident", "hisparse", "adaptive"};
+
+typedef enum RequestState { IDLE, WAITING, ACTIVE } RequestState;
+
+typedef struct Request {
+    Session session;
+    RequestState state;
+    long number;                /* in the order they are issued */
+    double issued, admitted, first;                 /* on the clock of now(); first: its first token, 0 before */
+} Request;
+
+typedef struct Setting {        /* of one engine under load */
+    KvMode mode;
+    int clients;
+    int context, prefix_pages;
+    int least_answer, most_answer;
+    int hot_rows;               /* 0: the default */
+    size_t budget;              /* 0: everything fits */
+} Setting;
+
+typedef struct Load {
+    Setting setting;
+    Runner runner;
+    int *text;                  /* stb_ds of ids */
+    uint8_t *images;            /* [prefix_pages] of the prepared prefix */
+    Request requests[MAX_PASS_ROWS];                /* [clients], each with the slot of its client */
+    long issued;
+    double started;
+    long rounds;
+} Load;
+
+typedef struct Tally {          /* of a stretch of rounds */
+    double begun, seconds;
+    long rounds, tokens;
+    double active, coverage;    /* sums over the rounds */
+    double least_coverage, last_coverage;
+    uint64_t picked[TIERS];
+    double *first, *wait, *spacing;                 /* stb_ds, of the requests that begin and end within it: seconds to the first token, to
+                                                     * admission, and from a token to the next */
+} Tally;
+
+static double mean(const double *values) {
+    double sum = 0;
+    for (size_t i = 0; i < arrlenu(values); i++) sum += values[i];
+    return arrlenu(values) ? sum / (double)arrlenu(values) : NAN;
+}
+
+static Tally new_tally(void) { return (Tally){.begun = now(), .least_coverage = 1}; }
+
+static void free_tally(Tally *tally) {
+    arrfree(tally->first);
+    arrfree(tally->wait);
+    arrfree(tally->spacing);
+}
+
+/* Percent of the selected rows that came from the host. */
+static double host_share(const uint64_t picked[TIERS]) {
+    uint64_t all = 0;
+    for (int tier = 0; tier < TIERS; tier++) all += picked[tier];
+    return all ? 100.0 * (double)picked[TIER_HOST] / (double)all : 0;
+}
+
+static EngineOptions engine_options(EngineOptions options, const Setting *setting) {
+    options.kv_mode = setting->mode;
+    options.sessions = setting->clients;
+    options.context = setting->context;
+    options.hot_rows = setting->hot_rows;
+    options.kv_budget = setting->budget;
+    options.host_budget = 0;
+    return options;
+}
+
+/* Bytes of a pool that holds so many sessions of the whole context in a mode: what is planned for them, and half of one more, since
+ * tables for further clients come out of it too. */
+static bool pool_bytes(EngineOptions options, KvMode mode, int sessions, int context, size_t *bytes, Error *error) {
+    size_t planned[2];
+    for (int more = 0; more < 2; more++) {
+        Engine engine;
+        Setting setting = {.mode = mode, .clients = sessions + more, .context = context};
+        EngineOptions plan = engine_options(options, &setting);
+        if (!engine_plan(&engine, &plan, error)) return false;
+        planned[more] = engine.cache.bytes;
+        bool latent = has_latent_attention(&engine.config);
+        engine_close(&engine);
+        if (!latent) return fail(error, "%s has no indexer: there is no hierarchy to measure", options.model);
+    }
+    *bytes = planned[0] + (planned[1] - planned[0]) / 2;
+    return true;
+}
+
+static bool read_text(const Tokenizer *tokenizer, int **ids, Error *error) {
+    char *text;
+    size_t length;
+    if (!read_file(text_path, 1 << 20, &text, &length, error)) return false;
+    bool ok = tokenizer_encode(tokenizer, text, length, false, ids, error);
+    free(text);
+    return ok && (arrlen(*ids) >= LONG_TEXT || fail(error, "%s: %d tokens, wanted %d", text_path, (int)arrlen(*ids), LONG_TEXT));
+}
+
+/* Computes the prefix once, and keeps its pages; a host tier keeps them for those who share it, too. */
+static bool prepare_prefix(Load *load, Error *error) {
+    Cache *cache = &load->runner.engine.cache;
+    Session session = {.max_new = 1};
+    size_t size = page_image_bytes(cache);
+    for (int i = 0; i <= load->setting.prefix_pages * PAGE_ROWS; i++) arrput(session.ids, load->text[i]);
+    session_begin(&session, &load->runner.engine);
+    run_session(&load->runner, &session);
+    load->images = allocate_zeroed((size_t)load->setting.prefix_pages, size);
+    for (int page = 0; page < load->setting.prefix_pages; page++) cache_read_page(cache, 0, page, load->images + (size_t)page * size);
+    bool ok = session.finish == FINISH_LENGTH || fail(error, "the prefix could not be computed: %s", session.error.text);
+    cache_release(cache, 0);
+    cache_step(cache);
+    cache_step(cache);
+    cache->stats = (CacheStats){0};
+    session_free(&session);
+    return ok;
+}
+
+static void load_close(Load *load) {
+    for (int client = 0; client < load->setting.clients; client++) session_free(&load->requests[client].session);
+    arrfree(load->text);
+    free(load->images);
+    runner_close(&load->runner);
+    free(load);
+}
+
+static Load *load_open(EngineOptions options, Setting setting, Error *error) {
+    Load *load = allocate_zeroed(1, sizeof *load);
+    load->setting = setting;
+    options = engine_options(options, &setting);
+    if (!runner_open(&load->runner, &options, true, NULL, error)) {
+        free(load);
+        return NULL;
+    }
+    bool ok = read_text(load->runner.tokenizer, &load->text, error);
+    tokenizer_close(load->runner.tokenizer);
+    load->runner.tokenizer = NULL;                  /* answers end by their length alone */
+    load->runner.engine.config.n_eos = 0;
+    if (ok && prepare_prefix(load, error)) {
+        load->started = now();
+        return load;
+    }
+    load_close(load);
+    return NULL;
+}
+
+static void issue_request(Load *load, int client) {
+    Request *request = &load->requests[client];
+    long number = load->issued++;
+    int answers = load->setting.most_answer - load->setting.least_answer + 1, prefix = load->setting.prefix_pages * PAGE_ROWS;
+    *request = (Request){.state = WAITING, .number = number, .issued = now()};
+    request->session = (Session){.slot = client, .stream = (uint64_t)number,
+                                 .max_new = load->setting.least_answer + (int)(number * 37 % answers),
+                                 .sampling = {.temperature = 1, .top_p = 1, .repeat_penalty = 1, .seed = 1}};
+    for (int i = 0; i < prefix; i++) arrput(request->session.ids, load->text[i]);
+    for (int i = 0; i < QUESTION; i++) arrput(request->session.ids, load->text[(number * 101 + i) % LONG_TEXT]);
+    session_begin(&request->session, &load->runner.engine);
+}
+
+/* Takes waiting requests in, in the order they were issued, as far as memory reaches. */
+static void admit_waiting(Load *load) {
+    Cache *cache = &load->runner.engine.cache;
+    for (;;) {
+        Request *next = NULL;
+        for (int client = 0; client < load->setting.clients; client++) {
+            Request *request = &load->requests[client];
+            if (request->state == WAITING && (!next || request->number < next->number)) next = request;
+        }
+        if (!next || !session_admit(&load->runner, &next->session)) return;
+        for (int page = 0; cache->mode == MODE_RESIDENT && page < load->setting.prefix_pages; page++)
+            cache_append_page(cache, next->session.slot, load->images + (size_t)page * page_image_bytes(cache), PAGE_ROWS);
+        if (cache->mode == MODE_RESIDENT) next->session.cached = load->setting.prefix_pages * PAGE_ROWS;
+        next->state = ACTIVE;
+        next->admitted = now();
+    }
+}
+
+/* What a round gave a request; one that has ended makes room. */
+static bool settle_request(Load *load, Request *request, Tally *tally, Error *error) {
+    Session *session = &request->session;
+    double time = now();
+    int tokens = tokens_generated(session);
+    if (session->finish == FINISH_ERROR) return fail(error, "request %ld: %s", request->number, session->error.text);
+    if (!request->first && tokens) request->first = time;
+    if (session->finish == RUNNING) return true;
+    if (request->issued >= tally->begun) {
+        arrput(tally->first, request->first - request->issued);
+        arrput(tally->wait, request->admitted - request->issued);
+        arrput(tally->spacing, (time - request->first) / (tokens - 1));
+    }
+    cache_release(&load->runner.engine.cache, session->slot);
+    session_free(session);
+    request->state = IDLE;
+    return true;
+}
+
+/* One round with so many clients; those beyond them finish what they have and issue nothing. A line of data goes to csv. */
+static bool load_round(Load *load, int offered, Tally *tally, FILE *csv, Error *error) {
+    Cache *cache = &load->runner.engine.cache;
+    Session *sessions[MAX_PASS_ROWS];
+    uint64_t picked[TIERS];
+    int active = 0, waiting = 0;
+    double start = now();
+    long tokens = load->runner.tokens;
+    for (int client = 0; client < offered; client++)
+        if (load->requests[client].state == IDLE) issue_request(load, client);
+    admit_waiting(load);
+    for (int client = 0; client < load->setting.clients; client++) {
+        if (load->requests[client].state == ACTIVE) sessions[active++] = &load->requests[client].session;
+        waiting += load->requests[client].state == WAITING;
+    }
+    memcpy(picked, cache->stats.picked, sizeof picked);
+    run_round(&load->runner, sessions, active);
+    double coverage = cache_coverage(cache, -1);
+    for (int client = 0; client < load->setting.clients; client++)
+        if (load->requests[client].state == ACTIVE && !settle_request(load, &load->requests[client], tally, error)) return false;
+    for (int tier = 0; tier < TIERS; tier++) tally->picked[tier] += picked[tier] = cache->stats.picked[tier] - picked[tier];
+    tally->seconds += now() - start;
+    tally->tokens += load->runner.tokens - tokens;
+    tally->active += active;
+    tally->coverage += coverage;
+    tally->last_coverage = coverage;
+    if (coverage < tally->least_coverage) tally->least_coverage = coverage;
+    tally->rounds++;
+    load->rounds++;
+    if (csv) fprintf(csv, "%s,%ld,%.3f,%d,%d,%d,%.2f,%.3f\n", mode_names[cache->mode], load->rounds, now() - load->started, offered, active,
+                     waiting, 100 * coverage, host_share(picked));
+    return !interrupted || fail(error, "interrupted");
+}
+
+static bool load_rounds(Load *load, int offered, int rounds, Tally *tally, FILE *csv, Error *error) {
+    for (int i = 0; i < rounds; i++)
+        if (!load_round(load, offered, tally, csv, error)) return false;
+    return true;
+}
+
+static double rate(const Tally *tally) { return (double)tally->tokens / tally->seconds; }
+
+/* ---- loadstep: figure 6 and table A1 of the paper
+ *
+ * The paper's 16 - 256 - 16 clients over 208 slots, scaled to the pool: 2 - 40 - 2. Requests in flight when the load falls end in peace.
+ */
+
+enum { STEP_LOW_ROUNDS = 300, STEP_FULL_ROUNDS = 400 };
+
+typedef struct Step {           /* of one mode */
+    Tally before, full, drain, after;
+    double sessions, coverage;  /* means over the later half of the full load */
+    long covered;               /* rounds from the fall of the load until coverage is over 50%; -1: never */
+} Step;
+
+static int in_flight(const Load *load) {
+    int n = 0;
+    for (int client = 0; client < load->setting.clients; client++) n += load->requests[client].state != IDLE;
+    return n;
+}
+
+/* The load falls: rounds until only LOW_LOAD requests are in flight, then a phase of them. */
+static bool step_down(Load *load, Step *step, FILE *csv, Error *error) {
+    long begin = load->rounds;
+    step->covered = -1;
+    step->drain = new_tally();
+    for (bool drained = false; load->rounds - begin < STEP_LOW_ROUNDS || !drained;) {
+        if (!drained && in_flight(load) <= LOW_LOAD) drained = true, step->after = new_tally(), begin = load->rounds;
+        Tally *tally = drained ? &step->after : &step->drain;
+        if (!load_round(load, LOW_LOAD, tally, csv, error)) return false;
+        if (step->covered < 0 && tally->last_coverage > 0.5) step->covered = step->drain.rounds + step->after.rounds;
+    }
+    return true;
+}
+
+static bool run_step(EngineOptions options, KvMode mode, size_t budget, Step *step, FILE *csv, Error *error) {
+    Load *load = load_open(options, (Setting){mode, CLIENTS, SERVING_CONTEXT, PREFIX_PAGES, LEAST_ANSWER, MOST_ANSWER, 0, budget}, error);
+    if (!load) return false;
+    step->before = new_tally();
+    bool ok = load_rounds(load, LOW_LOAD, STEP_LOW_ROUNDS, &step->before, csv, error);
+    step->full = new_tally();
+    ok = ok && load_rounds(load, CLIENTS, STEP_FULL_ROUNDS / 2, &step->full, csv, error);
+    Tally half = step->full;
+    ok = ok && load_rounds(load, CLIENTS, STEP_FULL_ROUNDS / 2, &step->full, csv, error) && step_down(load, step, csv, error);
+    step->sessions = (step->full.active - half.active) / (STEP_FULL_ROUNDS / 2);
+    step->coverage = (step->full.coverage - half.coverage) / (STEP_FULL_ROUNDS / 2);
+    load_close(load);
+    return ok;
+}
+
+static void print_phase(const char *phase, KvMode mode, const Tally *tally) {
+    printf("%-14s %-9s %8zu %7.1f %9.1f%% %9.2f%% %9.1f %12.1f %8.2f %8.2f\n", phase, mode_names[mode], arrlenu(tally->first),
+           tally->active / (double)tally->rounds, 100 * tally->coverage / (double)tally->rounds, host_share(tally->picked), rate(tally),
+           1 / mean(tally->spacing), mean(tally->first), mean(tally->wait));
+}
+
+
+static void claim_step(const Step steps[3]) {
+    const Step *resident = &steps[MODE_RESIDENT], *hisparse = &steps[MODE_HISPARSE], *adaptive = &steps[MODE_ADAPTIVE];
+    double shares[] = {host_share(adaptive->before.picked), host_share(adaptive->after.picked), host_share(hisparse->before.picked),
+                       host_share(hisparse->after.picked)};
+    claim(adaptive->sessions >= 4 * resident->sessions, "at full load adaptive sustains at least 4 times resident's sessions",
+          "%.1f against %.1f in the later half of the full load: %.2f times", adaptive->sessions, resident->sessions,
+          adaptive->sessions / resident->sessions);
+    claim(shares[0] <= 2 && shares[1] <= 2, "at low load adaptive takes at most 2% of selected rows from the host",
+          "%.2f%% before the step, %.2f%% after it", shares[0], shares[1]);
+    claim(shares[2] >= 5 * shares[0] && shares[3] >= 5 * shares[1], "at low load hisparse takes at least 5 times as many",
+          "%.2f%% before the step, %.2f%% after it", shares[2], shares[3]);
+    claim(adaptive->full.least_coverage < 0.01, "after the load step coverage falls under 1%", "to %.2f%%; mean of the later half %.2f%%",
+          100 * adaptive->full.least_coverage, 100 * adaptive->coverage);
+    claim(adaptive->covered >= 0 && adaptive->after.last_coverage > 0.5, "when the load has fallen coverage climbs back over 50%",
+          "%ld rounds later; %.1f%% at the end", adaptive->covered, 100 * adaptive->after.last_coverage);
+}
+
+static const char step_drawing[] =
+    "set multiplot layout 1,3; set xlabel 'round'; set key bottom right\n"
+    "is(mode, y) = strcol(1) eq mode ? y : NaN\n"
+    "set title 'sessions in the pool'; plot for [m in 'resident hisparse adaptive'] csv using 2:(is(m, $5)) with lines title m\n"
+    "set title 'ready history coverage (%)'; plot for [m in 'hisparse adaptive'] csv using 2:(is(m, $7)) with lines title m\n"
+    "set title 'selected rows from the host (%), mean of 10 rounds'\n"
+    "plot for [m in 'hisparse adaptive'] csv using (strcol(1) eq m ? 10 * floor($2 / 10) : NaN):8 smooth unique title m\n"
+    "unset multiplot";
+
+static bool bench_loadstep(EngineOptions options, const char *directory, Error *error) {
+    Figure figure;
+    size_t budget;
+    Step steps[3] = {0};
+    if (!pool_bytes(options, MODE_RESIDENT, RESIDENT_SESSIONS, SERVING_CONTEXT, &budget, error)
+        || !open_figure(&figure, directory, "loadstep", "mode,round,seconds,offered,active,waiting,coverage_percent,from_host_percent", error))
+        return false;
+    printf("load step        %d - %d - %d clients, %d rows a session, a pool of %.1f MB: %d sessions resident\n", LOW_LOAD, CLIENTS, LOW_LOAD,
+           SERVING_CONTEXT, (double)budget / 1e6, RESIDENT_SESSIONS);
+    printf("%-14s %-9s %8s %7s %10s %10s %9s %12s %8s %8s\n", "phase", "mode", "requests", "active", "coverage", "from host", "tokens/s",
+           "per session", "TTFT s", "wait s");
+    bool ok = true;
+    for (int mode = 0; mode < 3 && ok; mode++) {
+        Step *step = &steps[mode];
+        ok = run_step(options, (KvMode)mode, budget, step, figure.csv, error);
+        if (ok) print_phase("low before", (KvMode)mode, &step->before), print_phase("full", (KvMode)mode, &step->full);
+        if (ok) print_phase("low after", (KvMode)mode, &step->after);
+        fflush(stdout);
+    }
+    if (ok) claim_step(steps);
+    for (int mode = 0; mode < 3; mode++) {
+        free_tally(&steps[mode].before), free_tally(&steps[mode].full);
+        free_tally(&steps[mode].drain), free_tally(&steps[mode].after);
+    }
+    return draw_figure(&figure, step_drawing, ok ? error : &(Error){""}) && ok;
+}
+
+/* ---- hotsweep: figure 9 of the paper
+ *
+ * The hot cache from k to 8k rows while the pool stays as it is: a larger cache misses less and leaves room for fewer sessions.
+ */
+
+enum { SWEEP_ROUNDS = 150 };
+
+/* A load run until it has settled, then measured. */
+static bool measure_load(EngineOptions options, Setting setting, int offered, Tally *tally, Error *error) {
+    Load *load = load_open(options, setting, error);
+    Tally filling = new_tally();
+    if (!load) return false;
+    bool ok = load_rounds(load, offered, SWEEP_ROUNDS, &filling, NULL, error);
+    *tally = new_tally();
+    ok = ok && load_rounds(load, offered, SWEEP_ROUNDS, tally, NULL, error);
+    free_tally(&filling);
+    load_close(load);
+    return ok;
+}
+
+static const char sweep_drawing[] =
+    "set multiplot layout 1,4; set xlabel 'hot cache (B / k)'; set logscale x 2; set yrange [0:*]; set key bottom right\n"
+    "is(mode, load, y) = strcol(1) eq mode && strcol(2) eq load ? y : NaN\n"
+    "do for [load in 'low full'] {\n"
+    "set title load . ' load: tokens/s'; plot for [m in 'hisparse adaptive'] csv using 3:(is(m, load, $5)) with linespoints title m\n"
+    "set title load . ' load: from host (%)'; plot for [m in 'hisparse adaptive'] csv using 3:(is(m, load, $4)) with linespoints title m\n"
+    "}\nunset multiplot";
+
+static bool sweep_point(EngineOptions options, KvMode mode, int offered, int topk, int factor, size_t budget, FILE *csv, Error *error) {
+    Setting setting = {mode, CLIENTS, SERVING_CONTEXT, PREFIX_PAGES, LEAST_ANSWER, MOST_ANSWER, factor * topk, budget};
+    const char *name = offered == LOW_LOAD ? "low" : "full";
+    Tally tally = new_tally();
+    if (!measure_load(options, setting, offered, &tally, error)) return false;
+    double active = tally.active / (double)tally.rounds, coverage = 100 * tally.coverage / (double)tally.rounds;
+    printf("%-6s %-9s %5d %9.2f%% %9.1f %9.1f %9.1f%%\n", name, mode_names[mode], factor, host_share(tally.picked), rate(&tally), active, coverage);
+    fprintf(csv, "%s,%s,%d,%.3f,%.2f,%.2f,%.2f\n", mode_names[mode], name, factor, host_share(tally.picked), rate(&tally), active, coverage);
+    fflush(stdout);
+    free_tally(&tally);
+    return true;
+}
+
+/* How many rows the model of the options selects. */
+static bool read_topk(const EngineOptions *options, int *topk, Error *error) {
+    Engine engine;
+    if (!engine_plan(&engine, options, error)) return false;
+    *topk = engine.cache.index_topk;
+    engine_close(&engine);
+    return true;
+}
+
+static bool bench_hotsweep(EngineOptions options, const char *directory, Error *error) {
+    Figure figure;
+    size_t budget;
+    int topk;
+    if (!pool_bytes(options, MODE_RESIDENT, RESIDENT_SESSIONS, SERVING_CONTEXT, &budget, error) || !read_topk(&options, &topk, error)
+        || !open_figure(&figure, directory, "hotsweep", "mode,load,hot_over_k,from_host_percent,tokens_per_second,active,coverage_percent", error))
+        return false;
+    printf("hot cache        k = %d, a pool of %.1f MB: %d sessions of %d rows resident; low load: %d clients, full: %d\n", topk,
+           (double)budget / 1e6, RESIDENT_SESSIONS, SERVING_CONTEXT, LOW_LOAD, CLIENTS);
+    printf("%-6s %-9s %5s %10s %9s %9s %10s\n", "load", "mode", "B/k", "from host", "tokens/s", "sessions", "coverage");
+    bool ok = true;
+    for (int full = 0; full < 2; full++)
+        for (int mode = MODE_HISPARSE; mode <= MODE_ADAPTIVE; mode++)
+            for (int factor = 1; factor <= 8 && ok; factor *= 2)
+                ok = sweep_point(options, (KvMode)mode, full ? CLIENTS : LOW_LOAD, topk, factor, budget, figure.csv, error);
+    return draw_figure(&figure, sweep_drawing, ok ? error : &(Error){""}) && ok;
+}
+
+/* ---- offered: the axes of figure 4 of the paper
+ *
+ * The three modes against the offered load, in multiples of what the pool holds resident.
+ */
+
+static const char offered_drawing[] =
+    "set multiplot layout 1,4; set xlabel 'clients'; set yrange [0:*]; set key bottom right\n"
+    "is(mode, y) = strcol(1) eq mode ? y : NaN; modes = 'resident hisparse adaptive'\n"
+    "set title 'tokens/s'; plot for [m in modes] csv using 2:(is(m, $3)) with linespoints title m\n"
+    "set title 'active sessions'; plot for [m in modes] csv using 2:(is(m, $4)) with linespoints title m\n"
+    "set title 'mean time to first token (s)'; plot for [m in modes] csv using 2:(is(m, $5)) with linespoints title m\n"
+    "set title 'mean time per output token (ms)'; plot for [m in modes] csv using 2:(is(m, $6)) with linespoints title m\n"
+    "unset multiplot";
+
+static bool bench_offered(EngineOptions options, const char *directory, Error *error) {
+    Figure figure;
+    size_t budget;
+    if (!pool_bytes(options, MODE_RESIDENT, RESIDENT_SESSIONS, SERVING_CONTEXT, &budget, error)
+        || !open_figure(&figure, directory, "offered", "mode,clients,tokens_per_second,active,first_token_seconds,per_token_ms", error))
+        return false;
+    printf("offered load     a pool of %.1f MB: %d sessions of %d rows resident\n", (double)budget / 1e6, RESIDENT_SESSIONS, SERVING_CONTEXT);
+    printf("%7s %-9s %9s %9s %9s %9s %10s\n", "clients", "mode", "tokens/s", "active", "TTFT s", "TPOT ms", "from host");
+    bool ok = true;
+    for (int clients = RESIDENT_SESSIONS; clients <= 4 * RESIDENT_SESSIONS; clients += RESIDENT_SESSIONS)
+        for (int mode = 0; mode < 3 && ok; mode++) {
+            Tally tally = new_tally();
+            Setting setting = {(KvMode)mode, CLIENTS, SERVING_CONTEXT, PREFIX_PAGES, LEAST_ANSWER, MOST_ANSWER, 0, budget};
+            if (!(ok = measure_load(options, setting, clients, &tally, error))) break;
+            double active = tally.active / (double)tally.rounds, first = mean(tally.first), spacing = 1e3 * mean(tally.spacing);
+            printf("%7d %-9s %9.1f %9.1f %9.2f %9.2f %9.2f%%\n", clients, mode_names[mode], rate(&tally), active, first, spacing,
+                   host_share(tally.picked));
+            fprintf(figure.csv, "%s,%d,%.2f,%.2f,%.4f,%.3f\n", mode_names[mode], clients, rate(&tally), active, first, spacing);
+            fflush(stdout);
+            free_tally(&tally);
+        }
+    return draw_figure(&figure, offered_drawing, ok ? error : &(Error){""}) && ok;
+}
+
+/* ---- cost: what the hierarchy takes of a decode round
+ *
+ * Sessions at 8K that only decode, none beginning or ending: the prefix has 7,936 tokens. Resident; adaptive with everything lent; adaptive in a
+ * pool that leaves next to nothing to lend. The three are run in turns, a few rounds each, and compared turn by turn, so that what
+ * else the machine does falls on all of them.
+ */
+
+enum { COST_TURNS = 15, COST_ROUNDS = 10, COST_CONTEXT = 8192, COST_PREFIX_PAGES = 124, COST_SETUPS = 3 };
+
+static const char *const cost_names[COST_SETUPS] = {"resident", "adaptive, all lent", "adaptive, pressed"};
+
+typedef struct Cost {           /* of one setup, turn by turn */
+    Load *load;
+    Tally tally;
+    double seconds[COST_TURNS], ratios[COST_TURNS];         /* of a round; resident's over it */
+    CacheStats before;
+} Cost;
+
+static bool open_costs(EngineOptions options, Cost costs[COST_SETUPS], int sessions, Error *error) {
+    size_t pressed;
+    bool ok = pool_bytes(options, MODE_HISPARSE, sessions, COST_CONTEXT, &pressed, error);
+    for (int i = 0; i < COST_SETUPS && ok; i++) {
+        Setting setting = {i ? MODE_ADAPTIVE : MODE_RESIDENT, sessions, COST_CONTEXT, COST_PREFIX_PAGES, MOST_ANSWER, MOST_ANSWER, 0,
+                           i == 2 ? pressed : 0};
+        costs[i] = (Cost){.load = load_open(options, setting, error), .tally = new_tally()};
+        ok = costs[i].load && load_rounds(costs[i].load, sessions, COST_ROUNDS, &costs[i].tally, NULL, error);
+        free_tally(&costs[i].tally);
+        costs[i].tally = new_tally();
+        if (ok) costs[i].before = costs[i].load->runner.engine.cache.stats;
+    }
+    return ok;
+}
+
+static bool take_turns(Cost costs[COST_SETUPS], int sessions, Error *error) {
+    for (int turn = 0; turn < COST_TURNS; turn++) {
+        for (int i = 0; i < COST_SETUPS; i++) {
+            Cost *cost = &costs[turn % 2 ? COST_SETUPS - 1 - i : i];
+            double before = cost->tally.seconds;
+            if (!load_rounds(cost->load, sessions, COST_ROUNDS, &cost->tally, NULL, error)) return false;
+            cost->seconds[turn] = (cost->tally.seconds - before) / COST_ROUNDS;
+        }
+        for (int i = 0; i < COST_SETUPS; i++) costs[i].ratios[turn] = costs[0].seconds[turn] / costs[i].seconds[turn];
+    }
+    return true;
+}
+
+/* Prints a line a setup; the share, in percent, of resolver and controller in the rounds of the costliest. */
+static double print_costs(Cost costs[COST_SETUPS], int sessions, double ratios[COST_SETUPS], FILE *csv) {
+    double most = 0;
+    for (int i = 0; i < COST_SETUPS; i++) {
+        Cost *cost = &costs[i];
+        const CacheStats *after = &cost->load->runner.engine.cache.stats, *before = &cost->before;
+        double part = 100 / cost->tally.seconds, resolve = part * (after->resolve_seconds - before->resolve_seconds),
+               fetch = part * (after->fetch_seconds - before->fetch_seconds),
+               control = part * (after->control_seconds - before->control_seconds), round = 1e3 * median(cost->seconds, COST_TURNS),
+               coverage = 100 * cost->tally.last_coverage, host = host_share(cost->tally.picked);
+        ratios[i] = median(cost->ratios, COST_TURNS);
+        printf("%8d %-18s %9.2f %9.3f %9.1f%% %9.2f%% %8.2f%% %8.2f%% %9.2f%%\n", sessions, cost_names[i], round, ratios[i], coverage, host,
+               resolve, fetch, control);
+        fprintf(csv, "%d,\"%s\",%.4f,%.4f,%.2f,%.3f,%.3f,%.3f,%.3f\n", sessions, cost_names[i], round, ratios[i], coverage, host, resolve, fetch,
+                control);
+        if (i && resolve + control > most) most = resolve + control;
+    }
+    return most;
+}
+
+static const char cost_drawing[] =
+    "set style data histogram; set style histogram rowstacked; set style fill solid; set boxwidth 0.6; set yrange [0:*]; set key top left\n"
+    "set ylabel 'percent of a decode round'; set xtics rotate by -20\n"
+    "plot csv using 7:xtic(strcol(1) . ' x ' . strcol(2)) title 'resolver', '' using 8 title 'fetch', '' using 9 title 'controller'";
+
+static bool bench_cost(EngineOptions options, const char *directory, Error *error) {
+    static const int counts[] = {LOW_LOAD, 16};
+    Figure figure;
+    double share = 0, ratios[2][COST_SETUPS];
+    bool ok = open_figure(&figure, directory, "cost", "sessions,setup,round_ms,speed_over_resident,coverage_percent,from_host_percent,"
+                          "resolve_percent,fetch_percent,control_percent", error);
+    if (!ok) return false;
+    printf("cost             decode rounds at %d rows a session, in turns; medians of %d turns of %d rounds\n", COST_CONTEXT, COST_TURNS,
+           COST_ROUNDS);
+    printf("%8s %-18s %9s %9s %10s %10s %9s %9s %10s\n", "sessions", "setup", "round ms", "x speed", "coverage", "from host", "resolver", "fetch",
+           "controller");
+    for (int i = 0; i < 2 && ok; i++) {
+        Cost costs[COST_SETUPS] = {0};
+        ok = open_costs(options, costs, counts[i], error) && take_turns(costs, counts[i], error);
+        if (ok) share = print_costs(costs, counts[i], ratios[i], figure.csv);
+        for (int j = 0; j < COST_SETUPS; j++) {
+            free_tally(&costs[j].tally);
+            if (costs[j].load) load_close(costs[j].load);
+        }
+        fflush(stdout);
+    }
+    if (ok) claim(share <= 3, "resolver and controller take at most 3% of a decode round with 16 sessions at 8K", "%.2f%% at most", share);
+    if (ok) claim(ratios[0][1] >= 0.97, "at low load adaptive's tokens/s are within 3% of resident's", "%+.1f%%, median of %d turns",
+                  100 * (ratios[0][1] - 1), COST_TURNS);
+    return draw_figure(&figure, cost_drawing, ok ? error : &(Error){""}) && ok;
+}
+
+/* ---- resolve: finding the selected rows, apart from any model (figure 8 of the paper)
+ *
+ * Eight sessions of hisparse, one query each and one plan group. Locality model: a query keeps each of the rows that the one before it
+ * picked with a chance of 93%; of the others, half are drawn near the end (the logarithm of the distance is uniform), half anywhere.
+ * A resolve with misses follows that trace; one without repeats its last query, all of whose rows are hot. Nothing is copied.
+ */
+
+enum { RESOLVE_SESSIONS = 8, RESOLVE_STEPS = 8, RESOLVE_TURNS = 21, RESOLVE_KEEP = 93, RESOLVE_SIZES = 4, RESOLVE_CASES = 4 };
+
+typedef struct Bed {            /* a hierarchy of one size of hot cache, and the trace it follows */
+    Engine engine;
+    int *trace;                 /* [steps, sessions, k] */
+    int steps, step;
+    double seconds[RESOLVE_CASES][RESOLVE_TURNS];           /* of a resolve; direct and scan, without and with misses */
+    uint64_t missed, resolved;
+} Bed;
+
+/* The next of a stream of random numbers (splitmix64). */
+static uint64_t draw(uint64_t *state) {
+    uint64_t z = *state += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+}
+
+static double draw_unit(uint64_t *state) { return (double)(draw(state) >> 11) * 0x1p-53; }
+
+/* Queries of one session into trace[step][session], ascending. */
+static void make_trace(int *trace, int steps, int session, int k, int rows, uint64_t seed) {
+    bool *picked = allocate_zeroed((size_t)rows, 1);
+    for (int step = 0, held = 0; step < steps; step++) {
+        for (int row = 0; row < rows; row++)
+            if (picked[row] && draw(&seed) % 100 >= RESOLVE_KEEP) picked[row] = false, held--;
+        while (held < k) {
+            bool recent = draw(&seed) % 2;
+            int row = rows - 1 - (int)(recent ? exp(draw_unit(&seed) * log(rows)) - 1 : draw_unit(&seed) * rows);
+            held += !picked[row];
+            picked[row] = true;
+        }
+        int *out = trace + ((size_t)step * RESOLVE_SESSIONS + (size_t)session) * (size_t)k;
+        for (int row = 0; row < rows; row++)
+            if (picked[row]) *out++ = row;
+    }
+    free(picked);
+}
+
+/* Admits the sessions with `rows` rows of history, all of it on the host and shared: a resolve never reads it. */
+static bool import_history(Cache *cache, int rows, Error *error) {
+    int *ids = allocate_zeroed((size_t)rows, sizeof(int)), cached = 0;
+    uint8_t *image = allocate_zeroed(page_image_bytes(cache), 1);
+    bool ok = true;
+    for (int s = 0; s < RESOLVE_SESSIONS && ok; s++) {
+        ok = cache_admit(cache, s, ids, rows, rows, &cached) || fail(error, "a session of %d rows found no room", rows);
+        for (; ok && cached < rows; cached += PAGE_ROWS) cache_append_page(cache, s, image, PAGE_ROWS);
+    }
+    free(ids);
+    free(image);
+    return ok;
+}
+
+/* A hierarchy with one source of short rows. */
+static bool open_bed(Bed *bed, int k, int hot_rows, int context, Error *error) {
+    bed->engine = (Engine){.backend = &c_backend};
+    Config *config = &bed->engine.config;
+    *config = (Config){.family = FAMILY_GLM_MOE_DSA, .model_type = "glm_moe_dsa", .num_hidden_layers = 1, .max_position_embeddings = context,
+                       .num_attention_heads = 1, .kv_lora_rank = 32, .index_n_heads = 1, .index_head_dim = 2, .index_topk = k};
+    config->indexer_full = allocate_zeroed(1, sizeof(bool));
+    config->indexer_full[0] = true;
+    EngineOptions options = {.model = "the synthetic history", .sessions = RESOLVE_SESSIONS, .context = context, .kv_dtype = KV_BF16,
+                             .kv_mode = MODE_HISPARSE, .hot_rows = hot_rows};
+    bed->steps = RESOLVE_STEPS * (2 * RESOLVE_TURNS + 4);
+    bed->trace = allocate_zeroed((size_t)bed->steps * RESOLVE_SESSIONS * (size_t)k, sizeof(int));
+    for (int s = 0; s < RESOLVE_SESSIONS; s++) make_trace(bed->trace, bed->steps, s, k, context, (uint64_t)s + 1);
+    return plan_memory(&bed->engine, &options, error) && take_memory(&bed->engine, error)
+        && import_history(&bed->engine.cache, context, error);
+}
+
+static void close_bed(Bed *bed) {
+    free(bed->trace);
+    engine_close(&bed->engine);
+}
+
+/* Seconds of one resolve of one session, over several steps. moves: along the trace; else the last step again and again. */
+static double time_resolves(Bed *bed, Lookup lookup, bool moves) {
+    State *state = &bed->engine.state;
+    Cache *cache = &bed->engine.cache;
+    Row rows[RESOLVE_SESSIONS];
+    Selection selection = state->selection;
+    for (int s = 0; s < RESOLVE_SESSIONS; s++) rows[s] = (Row){s, cache->context - 1, 0};
+    cache->lookup = lookup;
+    memset(state->plan.picked, 0, sizeof state->plan.picked);
+    double begin = now();
+    for (int i = 0; i < RESOLVE_STEPS; i++) {
+        if (moves && bed->step + 1 < bed->steps) bed->step++;
+        selection.ids = bed->trace + (size_t)bed->step * RESOLVE_SESSIONS * (size_t)selection.capacity;
+        state->plan.count = 0;
+        cache->backend->resolve(cache, 0, &selection, rows, 0, RESOLVE_SESSIONS, state->locations, &state->plan);
+    }
+    double seconds = now() - begin;
+    bed->missed += (uint64_t)state->plan.picked[TIER_HOST];
+    if (moves) bed->resolved += RESOLVE_STEPS * RESOLVE_SESSIONS;
+    return seconds / (RESOLVE_STEPS * RESOLVE_SESSIONS);
+}
+
+static const struct { const char *name; Lookup lookup; bool moves; } resolve_cases[RESOLVE_CASES] = {
+    {"direct", LOOKUP_DIRECT, false}, {"scan", LOOKUP_SCAN, false}, {"direct-misses", LOOKUP_DIRECT, true}, {"scan-misses", LOOKUP_SCAN, true},
+};
+
+/* All sizes in turns, so that what else the machine does falls on all of them. The first turns only fill the caches. */
+static void run_beds(Bed beds[RESOLVE_SIZES]) {
+    for (int i = 0; i < RESOLVE_SIZES; i++)
+        for (int j = 0; j < 4; j++) time_resolves(&beds[i], LOOKUP_DIRECT, true);
+    for (int i = 0; i < RESOLVE_SIZES; i++) beds[i].missed = beds[i].resolved = 0;
+    for (int turn = 0; turn < RESOLVE_TURNS; turn++)
+        for (int c = 0; c < RESOLVE_CASES; c++)
+            for (int i = 0; i < RESOLVE_SIZES; i++)
+                beds[i].seconds[c][turn] = time_resolves(&beds[i], resolve_cases[c].lookup, resolve_cases[c].moves);
+}
+
+/* Prints a line a case. The time at 8k over that at k of the direct look-up without a miss. */
+static double print_beds(Bed beds[RESOLVE_SIZES], int k, int context, FILE *csv) {
+    double flat = 0;
+    for (int c = 0; c < RESOLVE_CASES; c++) {
+        double micros[RESOLVE_SIZES];
+        printf("%6d %8d %-16s", k, context, resolve_cases[c].name);
+        for (int i = 0; i < RESOLVE_SIZES; i++) {
+            double misses = resolve_cases[c].moves ? (double)beds[i].missed / (double)beds[i].resolved : 0;
+            micros[i] = 1e6 * median(beds[i].seconds[c], RESOLVE_TURNS);
+            printf(" %8.2f", micros[i]);
+            if (resolve_cases[c].moves) printf(" (%5.1f)", misses);
+            else printf("        ");
+            fprintf(csv, "%d,%d,%s,%d,%.4f,%.3f\n", k, context, resolve_cases[c].name, 1 << i, micros[i], misses);
+        }
+        printf(" %7.2f\n", micros[RESOLVE_SIZES - 1] / micros[0]);
+        if (!c) flat = micros[RESOLVE_SIZES - 1] / micros[0];
+    }
+    fflush(stdout);
+    return flat;
+}
+
+static const char resolve_drawing[] =
+    "set multiplot layout 1,4; set xlabel 'hot cache (B / k)'; set logscale x 2; set yrange [0:*]; set key top left\n"
+    "do for [k in '128 2048'] { do for [n in '8192 131072'] {\n"
+    "set title 'k ' . k . ', ' . n . ' rows: us a resolve'\n"
+    "plot for [c in 'direct scan direct-misses scan-misses'] csv using "
+    "4:(strcol(1) eq k && strcol(2) eq n && strcol(3) eq c ? $5 : NaN) with linespoints title c\n"
+    "} }\nunset multiplot";
+
+static bool bench_resolve(EngineOptions options, const char *directory, Error *error) {
+    (void)options;
+    Figure figure;
+    double worst = 0;
+    if (!open_figure(&figure, directory, "resolve", "k,context,case,hot_over_k,microseconds,misses", error)) return false;
+    printf("resolve          us a session and group, medians of %d turns; in brackets the rows that miss\n", RESOLVE_TURNS);
+    printf("%6s %8s %-16s %16s %16s %16s %16s %7s\n", "k", "context", "case", "B = k       ", "2k       ", "4k       ", "8k       ", "8k / k");
+    bool ok = true;
+    for (int k = 128; k <= 2048; k *= 16)
+        for (int context = 8192; context <= 131072 && ok; context *= 16) {
+            Bed *beds = allocate_zeroed(RESOLVE_SIZES, sizeof *beds);
+            for (int i = 0; i < RESOLVE_SIZES && ok; i++) ok = open_bed(&beds[i], k, k << i, context, error);
+            if (ok) run_beds(beds);
+            if (ok) worst = fmax(worst, print_beds(beds, k, context, figure.csv));
+            for (int i = 0; i < RESOLVE_SIZES; i++) close_bed(&beds[i]);
+            free(beds);
+        }
+    if (ok) claim(worst <= 1.25, "the direct look-up's time is flat in B from k to 8k", "%.2f times at most from k to 8k, without a miss", worst);
+    return draw_figure(&figure, resolve_drawing, ok ? error : &(Error){""}) && ok;
+}
+
+/* ---- memory: table 1 of the paper, by arithmetic
+ *
+ * GLM-5.3's real shape: 78 layers, 21 of them with an indexer, 2,048 selected rows and a hot cache of 4,096. The paper's rows have 576
+ * bytes and its index keys 132; whole pages of 64 rows, one page of tail. Below it, what tide's own plan gives a session: rows of 656
+ * bytes at 704, index keys in bf16, two pages of tail, tables.
+ */
+
+enum { GLM_LAYERS = 78, GLM_PRODUCERS = 21, GLM_TOPK = 2048, GLM_HOT = 4096, PAPER_ROW = 576, PAPER_INDEX_ROW = 132,
+       DRAFT_WINDOW = 2048, DRAFT_ROW = 12288, LIVE_PAYLOADS = 4 };
+
+static size_t pages_of(int rows) { return (size_t)((rows + PAGE_ROWS - 1) / PAGE_ROWS); }
+
+static double gib(size_t bytes) { return (double)bytes / (double)(1 << 30); }
+
+/* One page of payload, or of index keys, in the paper's sizes. */
+static size_t paper_page(bool index) {
+    Cache cache = {.sources = index ? 0 : GLM_LAYERS, .groups = index ? GLM_PRODUCERS : 0,
+                   .format = {.bytes = PAPER_ROW, .stride = PAPER_ROW}, .index_format = {.bytes = PAPER_INDEX_ROW, .stride = PAPER_INDEX_ROW}};
+    return page_image_bytes(&cache);
+}
+
+/* Required GPU memory of a session with so many rows. */
+static size_t paper_session(int rows, bool resident, bool drafts) {
+    size_t ring = pages_of(DRAFT_WINDOW + PAGE_ROWS - 1 + QUERY_BLOCK) * PAGE_ROWS * DRAFT_ROW,                         /* eq. 9 */
+        staging = (size_t)LIVE_PAYLOADS * QUERY_BLOCK * GLM_TOPK * PAPER_ROW,                                           /* eq. 11 */
+        payload = resident ? pages_of(rows) : pages_of(GLM_HOT) + 1;
+    return payload * paper_page(false) + pages_of(rows) * paper_page(true) + (drafts ? ring + (resident ? 0 : staging) : 0);
+}
+
+/* What tide plans for one session more of GLM-5.3: pages, index keys and tables; and on the host. */
+static bool planned_session(KvMode mode, int rows, size_t *device, size_t *host, Error *error) {
+    size_t sums[2][2];
+    for (int more = 0; more < 2; more++) {
+        Engine engine = {.backend = &c_backend};
+        engine.config = (Config){.family = FAMILY_GLM_MOE_DSA, .model_type = "glm_moe_dsa", .num_hidden_layers = GLM_LAYERS,
+                                 .max_position_embeddings = MAX_CONTEXT, .num_attention_heads = 64, .kv_lora_rank = 512,
+                                 .qk_rope_head_dim = 64, .index_n_heads = 32, .index_head_dim = 128, .index_topk = GLM_TOPK};
+        engine.config.indexer_full = allocate_zeroed(GLM_LAYERS, sizeof(bool));
+        for (int i = 0; i < GLM_LAYERS; i++) engine.config.indexer_full[i] = i < 3 || i % 4 == 2;       /* 0, 1, 2, 6, 10, ... 74 */
+        EngineOptions options = {.model = "GLM-5.3", .sessions = 1 + more, .context = rows, .kv_dtype = KV_F8, .kv_mode = mode,
+                                 .hot_rows = GLM_HOT};
+        bool ok = plan_memory(&engine, &options, error);
+        sums[more][0] = engine.cache.bytes, sums[more][1] = engine.cache.host_bytes;
+        engine_close(&engine);
+        if (!ok) return false;
+    }
+    *device = sums[1][0] - sums[0][0];
+    *host = sums[1][1] - sums[0][1];
+    return true;
+}
+
+static bool bench_memory(EngineOptions options, const char *directory, Error *error) {
+    static const struct { const char *name; bool resident, drafts, host; double printed[3]; } lines[] = {
+        {"resident", true, false, false, {1.456, 4.444}}, {"hisparse", false, false, true, {0.259, 0.432, 4.186}},
+        {"adaptive, required", false, false, true, {0.259, 0.432, 4.186}}, {"resident + DFlash2", true, true, false, {1.481, 4.469}},
+        {"adaptive + DFlash2", false, true, true, {0.319, 0.492, 4.186}},
+    };
+    (void)options;
+    Figure figure;
+    int agree = 0, cells = 0;
+    if (!open_figure(&figure, directory, "memory", "method,gib_32k,gib_100k,host_gib_100k", error)) return false;
+    printf("memory           GiB a session of GLM-5.3 by the paper's sizes; in brackets what the paper prints\n");
+    printf("%-24s %16s %16s %16s\n", "", "32K", "100K", "host, 100K");
+    for (size_t i = 0; i < sizeof lines / sizeof *lines; i++) {
+        double values[] = {gib(paper_session(32768, lines[i].resident, lines[i].drafts)),
+                           gib(paper_session(100000, lines[i].resident, lines[i].drafts)),
+                           lines[i].host ? gib(pages_of(100000) * paper_page(false)) : 0};
+        printf("%-24s", lines[i].name);
+        for (int j = 0; j < (lines[i].host ? 3 : 2); j++, cells++) {
+            printf("    %.3f (%.3f)", values[j], lines[i].printed[j]);
+            agree += lround(1000 * values[j]) == lround(1000 * lines[i].printed[j]);
+        }
+        printf("\n");
+        fprintf(figure.csv, "%s,%.6f,%.6f,%.6f\n", lines[i].name, values[0], values[1], values[2]);
+    }
+    size_t device[4], host[4];
+    bool ok = true;
+    for (int i = 0; i < 4 && ok; i++) ok = planned_session(i / 2 ? MODE_HISPARSE : MODE_RESIDENT, i % 2 ? 100000 : 32768, &device[i], &host[i], error);
+    if (ok) printf("%-24s    %.3f            %.3f\n%-24s    %.3f            %.3f            %.3f\n", "tide's plan, resident", gib(device[0]),
+                   gib(device[1]), "tide's plan, hisparse", gib(device[2]), gib(device[3]), gib(host[3]));
+    double less = (double)paper_session(100000, true, false) / (double)paper_session(100000, false, false);
+    claim(agree == cells, "table 1 to the last digit the paper prints", "%d of %d figures", agree, cells);
+    claim(lround(10 * less) == 103, "adaptive requires 10.3 times less than resident at 100K", "%.2f times", less);
+    return draw_figure(&figure, "set style data histogram; set style fill solid; set yrange [0:*]; set ylabel 'GiB a session'; set xtics rotate by -15\n"
+                       "plot csv using 2:xtic(1) title '32K', '' using 3 title '100K', '' using 4 title 'host, 100K'", ok ? error : &(Error){""}) && ok;
+}
+
 /* ---- the list of them */
 
 static const struct { const char *name; bool (*run)(EngineOptions options, const char *directory, Error *error); } benches[] = {
-    {"cpu", bench_cpu}, {"load", bench_load},
+    {"cpu", bench_cpu}, {"load", bench_load}, {"loadstep", bench_loadstep}, {"hotsweep", bench_hotsweep},
+    {"offered", bench_offered}, {"cost", bench_cost}, {"resolve", bench_resolve}, {"memory", bench_memory},
 };
 
 int bench(const char *name, const EngineOptions *options, const char *directory, Error *error) {
