@@ -275,6 +275,7 @@ def test_inspect():
     check(result.code == 0 and not result.err, "inspect", result.err)
     for word in (b"model_type glm_moe_dsa", b"index_topk 16", b"full indexers in layers 0 1 3 5", b"model.embed_tokens.weight", b"320, 64", b"1 x 4096 bf16 rows, adaptive: cache "):
         check(word in result.out, "inspect prints", word)
+    check(b"64 x 4096 bf16 rows" in run("inspect", "-m", RANDOM, "--slots", "64").out, "inspect plans for --slots")
     refused_budget = run("inspect", "-m", RANDOM, "--kv-budget", "1K")
     check(refused_budget.code == 1 and b"--kv-budget" in refused_budget.err, "inspect says that a plan does not fit", refused_budget.err)
 
