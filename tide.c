@@ -753,7 +753,7 @@ static void batch_free(Batch *batch) {
 static int command_batch(Options *options) {
     if (!options->positional) return usage("batch wants a file of prompts");
     if (options->resume && !options->output) return usage("--resume wants -o OUT.jsonl");
-    options->engine.sessions = options->slots;
+    options->engine.sessions = options->slots ? options->slots : 8;
     Runner runner;
     int status;
     if (!start(&runner, options, true, &status)) return status;
@@ -1115,6 +1115,7 @@ static void print_config(const Config *config) {
 static int command_inspect(Options *options) {
     Engine engine;
     Error error;
+    if (options->slots) options->engine.sessions = options->slots;
     bool ok = engine_plan(&engine, &options->engine, &error);
     if (ok) print_config(&engine.config);
     for (size_t i = 0; ok && i < arrlenu(engine.checkpoint.tensors); i++) {
@@ -1648,7 +1649,7 @@ static int run_command(int argc, char **argv) {
         fputs(usage_text, stdout);
         return EXIT_DONE;
     }
-    Options options = {.n_new = -1, .top_k = -1, .temperature = NAN, .top_p = NAN, .min_p = NAN, .repeat_penalty = NAN, .slots = 8,
+    Options options = {.n_new = -1, .top_k = -1, .temperature = NAN, .top_p = NAN, .min_p = NAN, .repeat_penalty = NAN,
                        .engine = {.model = shipped_model(model), .sessions = 1}};
     int (*run)(Options *) = NULL;
     for (size_t i = 0; i < sizeof commands / sizeof *commands; i++)
