@@ -1,6 +1,7 @@
 # tide: `make` builds the program, `make test` runs every test that needs no GPU.
 #
 #   make test-asan   the C tests under AddressSanitizer and UndefinedBehaviorSanitizer
+#   make mutants     spoils the hierarchy rule by rule and sees its test fail
 #   make fuzz        the fuzz targets, FUZZ_SECONDS each (needs clang)
 #   make bench       measures and puts the figures into README.md
 
@@ -39,6 +40,9 @@ build/asan_tide: engine.c tokenizer.c bench.c tide.c engine.h | build
 test-asan: build/asan_tide $(SANITIZED)
 	TIDE=build/asan_tide OMP_NUM_THREADS=2 tests/run.sh $(SANITIZED) tests/test_cli.py
 
+mutants: build/tokenizer.o
+	tests/mutate.py
+
 FUZZERS := $(patsubst tests/%.c,build/%,$(wildcard tests/fuzz_*.c))
 
 build/fuzz_%: tests/fuzz_%.c engine.c tokenizer.c engine.h | build
@@ -58,4 +62,4 @@ build:
 clean:
 	rm -rf build tide
 
-.PHONY: test test-asan fuzz bench clean
+.PHONY: test test-asan mutants fuzz bench clean
