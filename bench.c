@@ -46,10 +46,13 @@ static void put_quoted(FILE *out, const char *text) {
     putc('\'', out);
 }
 
-/* Ends the data and has gnuplot draw it. The script finds the data's name in `csv`. Without gnuplot the data is all there is. */
-static bool draw_figure(Figure *figure, const char *script, Error *error) {
+/* Ends the data and, where the measurement went well, has gnuplot draw it. The script finds the data's name in `csv`. Without gnuplot the
+ * data is all there is. */
+static bool end_figure(Figure *figure, const char *script, bool ok, Error *error) {
     bool bad = ferror(figure->csv);
-    if (fclose(figure->csv) || bad) return fail(error, "%s: cannot be written: %s", figure->data, strerror(errno));
+    bad |= fclose(figure->csv) != 0;
+    if (!ok) return false;
+    if (bad) return fail(error, "%s: cannot be written: %s", figure->data, strerror(errno));
     FILE *gnuplot = popen("command -v gnuplot > /dev/null || exit 127; exec gnuplot", "w");
     if (!gnuplot) return fail(error, "cannot start gnuplot: %s", strerror(errno));
     fputs("set terminal svg size 1000,420 background 'white'; set datafile separator ','; set grid; set output ", gnuplot);
@@ -277,26 +280,41 @@ static bool bench_load(EngineOptions options, const char *directory, Error *erro
 /* ---- serving: a closed loop of requests
  *
  * The workload of loadstep, hotsweep and offered. The model really decodes, through run_round(). A number of clients each have one request
- * in flight and issue the next when it has ended. Every prompt is one prepared prefix, 5,888 tokens of English text, and a question
- * of its own, 32 tokens from elsewhere in the text; an answer has 64 to 192 tokens, evenly spread, and ends there. So which rows
- * are selected is what the indexers of weights/mini select; nothing about locality is assumed. The prefix is computed once, before
- * anything is timed: modes with a host tier share its pages, and a resident session has its rows copied in, as a prefill server would
- * send them. Times are wall clock; a round of the C backend copies what it fetches at once.
+ * in flight and issue the next when it has ended. Every prompt is one prepared prefix, 5,888 tokens of English text, and a token of
+ * its own; an answer has 48 to 144 tokens, evenly spread, sampled at temperature 1, and ends there. So which rows are selected is
+ * what the indexers of the model select; nothing about locality is assumed. The prefix is computed once, before anything is timed, as
+ * if by a prefill server: modes with a host tier share its pages there, and a resident session has them copied in. What is compared
+ * runs in turns, a round each, on clocks that count their own rounds only.
  */
 
 enum {
-    RESIDENT_SESSIONS = 8,      /* what the pool holds resident: a quarter of the clients that fit */
-    CLIENTS = 40,               /* at full load: more than fit in any mode */
+    RESIDENT_SESSIONS = 6,      /* what the pool holds resident: less than a quarter of the sessions that it holds otherwise */
+    CLIENTS = 32,               /* at full load: more than fit in any mode */
     LOW_LOAD = 2,
-    QUESTION = 32, LEAST_ANSWER = 64, MOST_ANSWER = 192,
+    LEAST_ANSWER = 48, MOST_ANSWER = 144,
     PREFIX_PAGES = 92,
     SERVING_CONTEXT = 6144,
-    LONG_TEXT = 9216,           /* ids that a text must have */
+    LONG_TEXT = 9216,           /* ids that the text must have */
+    MODES = 3,
 };
 
 static const char text_path[] = "/usr/share/common-licenses/GPL-3";     /* a part of every Debian system */
 
-static const char *const mode_names[] = {"resident", "hisparse", "adaptive"};
+static const char *const mode_names[MODES] = {"resident", "hisparse", "adaptive"};
+
+typedef struct Prefix {         /* what every prompt begins with */
+    int *text;                  /* stb_ds of ids; the prefix is its beginning */
+    int pages;
+    uint8_t *images;            /* [pages] rows and index keys */
+} Prefix;
+
+typedef struct Setting {        /* of one engine under load */
+    KvMode mode;
+    int clients, context;
+    int least_answer, most_answer;
+    int hot_rows;               /* 0: the default */
+    size_t budget;              /* 0: everything fits */
+} Setting;
 
 typedef enum RequestState { IDLE, WAITING, ACTIVE } RequestState;
 
@@ -304,27 +322,16 @@ typedef struct Request {
     Session session;
     RequestState state;
     long number;                /* in the order they are issued */
-    double issued, admitted, first;                 /* on the clock of now(); first: its first token, 0 before */
+    double issued, admitted, first;                 /* on the clock of the load; first: its first token, 0 before */
 } Request;
-
-typedef struct Setting {        /* of one engine under load */
-    KvMode mode;
-    int clients;
-    int context, prefix_pages;
-    int least_answer, most_answer;
-    int hot_rows;               /* 0: the default */
-    size_t budget;              /* 0: everything fits */
-} Setting;
 
 typedef struct Load {
     Setting setting;
+    const Prefix *prefix;
     Runner runner;
-    int *text;                  /* stb_ds of ids */
-    uint8_t *images;            /* [prefix_pages] of the prepared prefix */
-    Request requests[MAX_PASS_ROWS];                /* [clients], each with the slot of its client */
-    long issued;
-    double started;
-    long rounds;
+    Request requests[MAX_PASS_ROWS];                /* [clients], each in the slot of its client */
+    long issued, rounds;
+    double clock, entered;      /* seconds of its rounds so far; when the round began that is going on */
 } Load;
 
 typedef struct Tally {          /* of a stretch of rounds */
@@ -333,8 +340,8 @@ typedef struct Tally {          /* of a stretch of rounds */
     double active, coverage;    /* sums over the rounds */
     double least_coverage, last_coverage;
     uint64_t picked[TIERS];
-    double *first, *wait, *spacing;                 /* stb_ds, of the requests that begin and end within it: seconds to the first token, to
-                                                     * admission, and from a token to the next */
+    double *first, *wait, *spacing;                 /* stb_ds, of the requests that begin and end within it: seconds to the first token,
+                                                     * to admission, and from a token to the next */
 } Tally;
 
 static double mean(const double *values) {
@@ -343,13 +350,19 @@ static double mean(const double *values) {
     return arrlenu(values) ? sum / (double)arrlenu(values) : NAN;
 }
 
-static Tally new_tally(void) { return (Tally){.begun = now(), .least_coverage = 1}; }
+static Tally new_tally(const Load *load) { return (Tally){.begun = load->clock, .least_coverage = 1}; }
 
 static void free_tally(Tally *tally) {
     arrfree(tally->first);
     arrfree(tally->wait);
     arrfree(tally->spacing);
 }
+
+static double tokens_per_second(const Tally *tally) { return (double)tally->tokens / tally->seconds; }
+
+static double mean_active(const Tally *tally) { return tally->active / (double)tally->rounds; }
+
+static double mean_coverage(const Tally *tally) { return 100 * tally->coverage / (double)tally->rounds; }
 
 /* Percent of the selected rows that came from the host. */
 static double host_share(const uint64_t picked[TIERS]) {
@@ -395,69 +408,86 @@ static bool read_text(const Tokenizer *tokenizer, int **ids, Error *error) {
     return ok && (arrlen(*ids) >= LONG_TEXT || fail(error, "%s: %d tokens, wanted %d", text_path, (int)arrlen(*ids), LONG_TEXT));
 }
 
-/* Computes the prefix once, and keeps its pages; a host tier keeps them for those who share it, too. */
-static bool prepare_prefix(Load *load, Error *error) {
-    Cache *cache = &load->runner.engine.cache;
+static void free_prefix(Prefix *prefix) {
+    arrfree(prefix->text);
+    free(prefix->images);
+}
+
+/* Computes the first pages of the text, in an engine of its own. */
+static bool make_prefix(EngineOptions options, int pages, int context, Prefix *prefix, Error *error) {
+    Runner runner;
     Session session = {.max_new = 1};
-    size_t size = page_image_bytes(cache);
-    for (int i = 0; i <= load->setting.prefix_pages * PAGE_ROWS; i++) arrput(session.ids, load->text[i]);
-    session_begin(&session, &load->runner.engine);
-    run_session(&load->runner, &session);
-    load->images = allocate_zeroed((size_t)load->setting.prefix_pages, size);
-    for (int page = 0; page < load->setting.prefix_pages; page++) cache_read_page(cache, 0, page, load->images + (size_t)page * size);
-    bool ok = session.finish == FINISH_LENGTH || fail(error, "the prefix could not be computed: %s", session.error.text);
-    cache_release(cache, 0);
-    cache_step(cache);
-    cache_step(cache);
-    cache->stats = (CacheStats){0};
+    Setting setting = {.mode = MODE_RESIDENT, .clients = 1, .context = context};
+    options = engine_options(options, &setting);
+    *prefix = (Prefix){.pages = pages};
+    if (!runner_open(&runner, &options, true, NULL, error)) return false;
+    bool ok = read_text(runner.tokenizer, &prefix->text, error);
+    for (int i = 0; i <= pages * PAGE_ROWS && ok; i++) arrput(session.ids, prefix->text[i]);
+    if (ok) {
+        session_begin(&session, &runner.engine);
+        run_session(&runner, &session);
+        ok = session.cached >= pages * PAGE_ROWS || fail(error, "the prefix could not be computed: %s", session.error.text);
+    }
+    size_t size = page_image_bytes(&runner.engine.cache);
+    prefix->images = allocate_zeroed((size_t)pages, size);
+    for (int page = 0; page < pages && ok; page++) cache_read_page(&runner.engine.cache, 0, page, prefix->images + (size_t)page * size);
     session_free(&session);
+    runner_close(&runner);
+    if (!ok) free_prefix(prefix);
     return ok;
 }
 
+/* The pages of the prefix become a session's history. */
+static void import_prefix(Load *load, int slot) {
+    Cache *cache = &load->runner.engine.cache;
+    for (int page = 0; page < load->prefix->pages; page++)
+        cache_append_page(cache, slot, load->prefix->images + (size_t)page * page_image_bytes(cache), PAGE_ROWS);
+}
+
 static void load_close(Load *load) {
-    for (int client = 0; client < load->setting.clients; client++) session_free(&load->requests[client].session);
-    arrfree(load->text);
-    free(load->images);
-    runner_close(&load->runner);
+    for (int client = 0; load && client < load->setting.clients; client++) session_free(&load->requests[client].session);
+    if (load) runner_close(&load->runner);
     free(load);
 }
 
-static Load *load_open(EngineOptions options, Setting setting, Error *error) {
+/* An engine under that load, its prefix on the host where there is one: a session brings it there, and leaves. */
+static Load *load_open(EngineOptions options, Setting setting, const Prefix *prefix, Error *error) {
     Load *load = allocate_zeroed(1, sizeof *load);
+    Cache *cache = &load->runner.engine.cache;
+    int rows = prefix->pages * PAGE_ROWS + 1, cached;
     load->setting = setting;
+    load->prefix = prefix;
     options = engine_options(options, &setting);
-    if (!runner_open(&load->runner, &options, true, NULL, error)) {
+    if (!runner_open(&load->runner, &options, false, NULL, error)) {
         free(load);
         return NULL;
     }
-    bool ok = read_text(load->runner.tokenizer, &load->text, error);
     tokenizer_close(load->runner.tokenizer);
     load->runner.tokenizer = NULL;                  /* answers end by their length alone */
     load->runner.engine.config.n_eos = 0;
-    if (ok && prepare_prefix(load, error)) {
-        load->started = now();
-        return load;
-    }
-    load_close(load);
-    return NULL;
+    if (setting.mode == MODE_RESIDENT) return load;
+    if (cache_admit(cache, 0, prefix->text, rows, rows, &cached)) import_prefix(load, 0);
+    cache_release(cache, 0);
+    return load;
 }
+
+static double load_time(const Load *load) { return load->clock + now() - load->entered; }
 
 static void issue_request(Load *load, int client) {
     Request *request = &load->requests[client];
     long number = load->issued++;
-    int answers = load->setting.most_answer - load->setting.least_answer + 1, prefix = load->setting.prefix_pages * PAGE_ROWS;
-    *request = (Request){.state = WAITING, .number = number, .issued = now()};
+    int answers = load->setting.most_answer - load->setting.least_answer + 1, prefix = load->prefix->pages * PAGE_ROWS;
+    *request = (Request){.state = WAITING, .number = number, .issued = load_time(load)};
     request->session = (Session){.slot = client, .stream = (uint64_t)number,
                                  .max_new = load->setting.least_answer + (int)(number * 37 % answers),
                                  .sampling = {.temperature = 1, .top_p = 1, .repeat_penalty = 1, .seed = 1}};
-    for (int i = 0; i < prefix; i++) arrput(request->session.ids, load->text[i]);
-    for (int i = 0; i < QUESTION; i++) arrput(request->session.ids, load->text[(number * 101 + i) % LONG_TEXT]);
+    for (int i = 0; i < prefix; i++) arrput(request->session.ids, load->prefix->text[i]);
+    arrput(request->session.ids, load->prefix->text[number * 101 % LONG_TEXT]);
     session_begin(&request->session, &load->runner.engine);
 }
 
 /* Takes waiting requests in, in the order they were issued, as far as memory reaches. */
 static void admit_waiting(Load *load) {
-    Cache *cache = &load->runner.engine.cache;
     for (;;) {
         Request *next = NULL;
         for (int client = 0; client < load->setting.clients; client++) {
@@ -465,18 +495,19 @@ static void admit_waiting(Load *load) {
             if (request->state == WAITING && (!next || request->number < next->number)) next = request;
         }
         if (!next || !session_admit(&load->runner, &next->session)) return;
-        for (int page = 0; cache->mode == MODE_RESIDENT && page < load->setting.prefix_pages; page++)
-            cache_append_page(cache, next->session.slot, load->images + (size_t)page * page_image_bytes(cache), PAGE_ROWS);
-        if (cache->mode == MODE_RESIDENT) next->session.cached = load->setting.prefix_pages * PAGE_ROWS;
+        if (load->setting.mode == MODE_RESIDENT) {
+            import_prefix(load, next->session.slot);
+            next->session.cached = load->prefix->pages * PAGE_ROWS;
+        }
         next->state = ACTIVE;
-        next->admitted = now();
+        next->admitted = load_time(load);
     }
 }
 
 /* What a round gave a request; one that has ended makes room. */
 static bool settle_request(Load *load, Request *request, Tally *tally, Error *error) {
     Session *session = &request->session;
-    double time = now();
+    double time = load_time(load);
     int tokens = tokens_generated(session);
     if (session->finish == FINISH_ERROR) return fail(error, "request %ld: %s", request->number, session->error.text);
     if (!request->first && tokens) request->first = time;
@@ -492,14 +523,14 @@ static bool settle_request(Load *load, Request *request, Tally *tally, Error *er
     return true;
 }
 
-/* One round with so many clients; those beyond them finish what they have and issue nothing. A line of data goes to csv. */
+/* One round with so many clients; those beyond them finish what they have and issue nothing. csv: gets a line of data, or NULL. */
 static bool load_round(Load *load, int offered, Tally *tally, FILE *csv, Error *error) {
     Cache *cache = &load->runner.engine.cache;
     Session *sessions[MAX_PASS_ROWS];
     uint64_t picked[TIERS];
     int active = 0, waiting = 0;
-    double start = now();
     long tokens = load->runner.tokens;
+    load->entered = now();
     for (int client = 0; client < offered; client++)
         if (load->requests[client].state == IDLE) issue_request(load, client);
     admit_waiting(load);
@@ -509,40 +540,40 @@ static bool load_round(Load *load, int offered, Tally *tally, FILE *csv, Error *
     }
     memcpy(picked, cache->stats.picked, sizeof picked);
     run_round(&load->runner, sessions, active);
-    double coverage = cache_coverage(cache, -1);
+    double coverage = cache_coverage(cache, -1), seconds;
     for (int client = 0; client < load->setting.clients; client++)
         if (load->requests[client].state == ACTIVE && !settle_request(load, &load->requests[client], tally, error)) return false;
     for (int tier = 0; tier < TIERS; tier++) tally->picked[tier] += picked[tier] = cache->stats.picked[tier] - picked[tier];
-    tally->seconds += now() - start;
+    load->clock += seconds = now() - load->entered;
+    load->rounds++;
+    tally->seconds += seconds;
     tally->tokens += load->runner.tokens - tokens;
     tally->active += active;
-    tally->coverage += coverage;
-    tally->last_coverage = coverage;
-    if (coverage < tally->least_coverage) tally->least_coverage = coverage;
+    tally->coverage += tally->last_coverage = coverage;
+    tally->least_coverage = fmin(tally->least_coverage, coverage);
     tally->rounds++;
-    load->rounds++;
-    if (csv) fprintf(csv, "%s,%ld,%.3f,%d,%d,%d,%.2f,%.3f\n", mode_names[cache->mode], load->rounds, now() - load->started, offered, active,
-                     waiting, 100 * coverage, host_share(picked));
+    if (csv) fprintf(csv, "%s,%ld,%.3f,%d,%d,%d,%.2f,%.3f\n", mode_names[cache->mode], load->rounds, load->clock, offered, active, waiting,
+                     100 * coverage, host_share(picked));
     return !interrupted || fail(error, "interrupted");
 }
 
-static bool load_rounds(Load *load, int offered, int rounds, Tally *tally, FILE *csv, Error *error) {
-    for (int i = 0; i < rounds; i++)
-        if (!load_round(load, offered, tally, csv, error)) return false;
+/* So many rounds of each of several loads, in turns, each with a tally. */
+static bool load_rounds(Load **loads, int n, int offered, int rounds, Tally **tallies, FILE *csv, Error *error) {
+    for (int round = 0; round < rounds; round++)
+        for (int i = 0; i < n; i++)
+            if (!load_round(loads[i], offered, tallies[i], csv, error)) return false;
     return true;
 }
 
-static double rate(const Tally *tally) { return (double)tally->tokens / tally->seconds; }
-
 /* ---- loadstep: figure 6 and table A1 of the paper
  *
- * The paper's 16 - 256 - 16 clients over 208 slots, scaled to the pool: 2 - 40 - 2. Requests in flight when the load falls end in peace.
+ * The paper's 16 - 256 - 16 clients, scaled to the pool: 2 - 32 - 2. Requests in flight when the load falls end in peace.
  */
 
-enum { STEP_LOW_ROUNDS = 300, STEP_FULL_ROUNDS = 400 };
+enum { STEP_ROUNDS = 300 };     /* of each phase; the fall ends when no more requests are in flight than there are clients */
 
 typedef struct Step {           /* of one mode */
-    Tally before, full, drain, after;
+    Tally before, full, fall, after;
     double sessions, coverage;  /* means over the later half of the full load */
     long covered;               /* rounds from the fall of the load until coverage is over 50%; -1: never */
 } Step;
@@ -554,42 +585,57 @@ static int in_flight(const Load *load) {
 }
 
 /* The load falls: rounds until only LOW_LOAD requests are in flight, then a phase of them. */
-static bool step_down(Load *load, Step *step, FILE *csv, Error *error) {
-    long begin = load->rounds;
-    step->covered = -1;
-    step->drain = new_tally();
-    for (bool drained = false; load->rounds - begin < STEP_LOW_ROUNDS || !drained;) {
-        if (!drained && in_flight(load) <= LOW_LOAD) drained = true, step->after = new_tally(), begin = load->rounds;
-        Tally *tally = drained ? &step->after : &step->drain;
-        if (!load_round(load, LOW_LOAD, tally, csv, error)) return false;
-        if (step->covered < 0 && tally->last_coverage > 0.5) step->covered = step->drain.rounds + step->after.rounds;
+static bool step_down(Load **loads, Step *steps, FILE *csv, Error *error) {
+    for (int i = 0; i < MODES; i++) steps[i].fall = new_tally(loads[i]), steps[i].covered = -1;
+    for (int falling = MODES; falling;) {
+        falling = 0;
+        for (int i = 0; i < MODES; i++) {
+            if (in_flight(loads[i]) <= LOW_LOAD) continue;
+            falling++;
+            if (!load_round(loads[i], LOW_LOAD, &steps[i].fall, csv, error)) return false;
+            if (steps[i].covered < 0 && steps[i].fall.last_coverage > 0.5) steps[i].covered = steps[i].fall.rounds;
+        }
     }
+    for (int i = 0; i < MODES; i++) steps[i].after = new_tally(loads[i]);
+    for (int round = 0; round < STEP_ROUNDS; round++)
+        for (int i = 0; i < MODES; i++) {
+            if (!load_round(loads[i], LOW_LOAD, &steps[i].after, csv, error)) return false;
+            if (steps[i].covered < 0 && steps[i].after.last_coverage > 0.5) steps[i].covered = steps[i].fall.rounds + steps[i].after.rounds;
+        }
     return true;
 }
 
-static bool run_step(EngineOptions options, KvMode mode, size_t budget, Step *step, FILE *csv, Error *error) {
-    Load *load = load_open(options, (Setting){mode, CLIENTS, SERVING_CONTEXT, PREFIX_PAGES, LEAST_ANSWER, MOST_ANSWER, 0, budget}, error);
-    if (!load) return false;
-    step->before = new_tally();
-    bool ok = load_rounds(load, LOW_LOAD, STEP_LOW_ROUNDS, &step->before, csv, error);
-    step->full = new_tally();
-    ok = ok && load_rounds(load, CLIENTS, STEP_FULL_ROUNDS / 2, &step->full, csv, error);
-    Tally half = step->full;
-    ok = ok && load_rounds(load, CLIENTS, STEP_FULL_ROUNDS / 2, &step->full, csv, error) && step_down(load, step, csv, error);
-    step->sessions = (step->full.active - half.active) / (STEP_FULL_ROUNDS / 2);
-    step->coverage = (step->full.coverage - half.coverage) / (STEP_FULL_ROUNDS / 2);
-    load_close(load);
-    return ok;
+static bool run_steps(Load **loads, Step *steps, FILE *csv, Error *error) {
+    Tally *tallies[MODES];
+    double active[MODES], coverage[MODES];
+    for (int i = 0; i < MODES; i++) steps[i].before = new_tally(loads[i]), tallies[i] = &steps[i].before;
+    if (!load_rounds(loads, MODES, LOW_LOAD, STEP_ROUNDS, tallies, csv, error)) return false;
+    for (int i = 0; i < MODES; i++) steps[i].full = new_tally(loads[i]), tallies[i] = &steps[i].full;
+    if (!load_rounds(loads, MODES, CLIENTS, STEP_ROUNDS / 2, tallies, csv, error)) return false;
+    for (int i = 0; i < MODES; i++) active[i] = steps[i].full.active, coverage[i] = steps[i].full.coverage;
+    if (!load_rounds(loads, MODES, CLIENTS, STEP_ROUNDS / 2, tallies, csv, error)) return false;
+    for (int i = 0; i < MODES; i++) {
+        steps[i].sessions = (steps[i].full.active - active[i]) / (STEP_ROUNDS / 2);
+        steps[i].coverage = (steps[i].full.coverage - coverage[i]) / (STEP_ROUNDS / 2);
+    }
+    return step_down(loads, steps, csv, error);
 }
 
-static void print_phase(const char *phase, KvMode mode, const Tally *tally) {
-    printf("%-14s %-9s %8zu %7.1f %9.1f%% %9.2f%% %9.1f %12.1f %8.2f %8.2f\n", phase, mode_names[mode], arrlenu(tally->first),
-           tally->active / (double)tally->rounds, 100 * tally->coverage / (double)tally->rounds, host_share(tally->picked), rate(tally),
-           1 / mean(tally->spacing), mean(tally->first), mean(tally->wait));
+static void print_phase(const char *phase, int mode, const Tally *tally) {
+    printf("%-11s %-9s %8zu %7.1f %9.1f%% %9.2f%% %9.1f %12.1f %8.2f %8.2f\n", phase, mode_names[mode], arrlenu(tally->first),
+           mean_active(tally), mean_coverage(tally), host_share(tally->picked), tokens_per_second(tally), 1 / mean(tally->spacing),
+           mean(tally->first), mean(tally->wait));
 }
 
+static void print_steps(const Step *steps) {
+    printf("%-11s %-9s %8s %7s %10s %10s %9s %12s %8s %8s\n", "phase", "mode", "requests", "active", "coverage", "from host", "tokens/s",
+           "per session", "TTFT s", "wait s");
+    for (int i = 0; i < MODES; i++) print_phase("low before", i, &steps[i].before);
+    for (int i = 0; i < MODES; i++) print_phase("full", i, &steps[i].full);
+    for (int i = 0; i < MODES; i++) print_phase("low after", i, &steps[i].after);
+}
 
-static void claim_step(const Step steps[3]) {
+static void claim_steps(const Step *steps) {
     const Step *resident = &steps[MODE_RESIDENT], *hisparse = &steps[MODE_HISPARSE], *adaptive = &steps[MODE_ADAPTIVE];
     double shares[] = {host_share(adaptive->before.picked), host_share(adaptive->after.picked), host_share(hisparse->before.picked),
                        host_share(hisparse->after.picked)};
@@ -607,7 +653,7 @@ static void claim_step(const Step steps[3]) {
 }
 
 static const char step_drawing[] =
-    "set multiplot layout 1,3; set xlabel 'round'; set key bottom right\n"
+    "set multiplot layout 1,3; set xlabel 'round'; set yrange [0:*]; set key bottom right\n"
     "is(mode, y) = strcol(1) eq mode ? y : NaN\n"
     "set title 'sessions in the pool'; plot for [m in 'resident hisparse adaptive'] csv using 2:(is(m, $5)) with lines title m\n"
     "set title 'ready history coverage (%)'; plot for [m in 'hisparse adaptive'] csv using 2:(is(m, $7)) with lines title m\n"
@@ -618,175 +664,169 @@ static const char step_drawing[] =
 static bool bench_loadstep(EngineOptions options, const char *directory, Error *error) {
     Figure figure;
     size_t budget;
-    Step steps[3] = {0};
+    Step steps[MODES] = {0};
+    Load *loads[MODES] = {0};
+    Prefix prefix;
     if (!pool_bytes(options, MODE_RESIDENT, RESIDENT_SESSIONS, SERVING_CONTEXT, &budget, error)
         || !open_figure(&figure, directory, "loadstep", "mode,round,seconds,offered,active,waiting,coverage_percent,from_host_percent", error))
         return false;
     printf("load step        %d - %d - %d clients, %d rows a session, a pool of %.1f MB: %d sessions resident\n", LOW_LOAD, CLIENTS, LOW_LOAD,
            SERVING_CONTEXT, (double)budget / 1e6, RESIDENT_SESSIONS);
-    printf("%-14s %-9s %8s %7s %10s %10s %9s %12s %8s %8s\n", "phase", "mode", "requests", "active", "coverage", "from host", "tokens/s",
-           "per session", "TTFT s", "wait s");
-    bool ok = true;
-    for (int mode = 0; mode < 3 && ok; mode++) {
-        Step *step = &steps[mode];
-        ok = run_step(options, (KvMode)mode, budget, step, figure.csv, error);
-        if (ok) print_phase("low before", (KvMode)mode, &step->before), print_phase("full", (KvMode)mode, &step->full);
-        if (ok) print_phase("low after", (KvMode)mode, &step->after);
-        fflush(stdout);
+    bool ok = make_prefix(options, PREFIX_PAGES, SERVING_CONTEXT, &prefix, error);
+    for (int i = 0; i < MODES && ok; i++) {
+        Setting setting = {(KvMode)i, CLIENTS, SERVING_CONTEXT, LEAST_ANSWER, MOST_ANSWER, 0, budget};
+        ok = (loads[i] = load_open(options, setting, &prefix, error)) != NULL;
     }
-    if (ok) claim_step(steps);
-    for (int mode = 0; mode < 3; mode++) {
-        free_tally(&steps[mode].before), free_tally(&steps[mode].full);
-        free_tally(&steps[mode].drain), free_tally(&steps[mode].after);
+    ok = ok && run_steps(loads, steps, figure.csv, error);
+    if (ok) print_steps(steps), claim_steps(steps);
+    for (int i = 0; i < MODES; i++) {
+        free_tally(&steps[i].before), free_tally(&steps[i].full), free_tally(&steps[i].fall), free_tally(&steps[i].after);
+        load_close(loads[i]);
     }
-    return draw_figure(&figure, step_drawing, ok ? error : &(Error){""}) && ok;
+    free_prefix(&prefix);
+    return end_figure(&figure, step_drawing, ok, error);
 }
 
-/* ---- hotsweep: figure 9 of the paper
+/* ---- hotsweep and offered: figures 9 and 4 of the paper
  *
- * The hot cache from k to 8k rows while the pool stays as it is: a larger cache misses less and leaves room for fewer sessions.
+ * hotsweep: the hot cache from k to 8k rows while the pool stays as it is: a larger cache misses less and leaves room for fewer
+ * sessions. offered: the three modes against the offered load, in multiples of what the pool holds resident.
  */
 
-enum { SWEEP_ROUNDS = 150 };
+enum { SETTLING_ROUNDS = 80, MEASURED_ROUNDS = 100 };
 
-/* A load run until it has settled, then measured. */
-static bool measure_load(EngineOptions options, Setting setting, int offered, Tally *tally, Error *error) {
-    Load *load = load_open(options, setting, error);
-    Tally filling = new_tally();
-    if (!load) return false;
-    bool ok = load_rounds(load, offered, SWEEP_ROUNDS, &filling, NULL, error);
-    *tally = new_tally();
-    ok = ok && load_rounds(load, offered, SWEEP_ROUNDS, tally, NULL, error);
-    free_tally(&filling);
-    load_close(load);
+typedef struct Point {          /* what is varied */
+    int clients;
+    int hot_over_k;             /* 0: the default */
+    KvMode first;               /* the modes from this one on, in turns */
+} Point;
+
+/* Loads run until they have settled, then measured. tallies: [MODES], to be freed. */
+static bool measure_point(EngineOptions options, const Prefix *prefix, size_t budget, int topk, Point point, Tally *tallies, Error *error) {
+    Load *loads[MODES] = {0};
+    Tally filling[MODES] = {0}, *list[MODES];
+    int n = 0;
+    bool ok = true;
+    for (int mode = (int)point.first; mode < MODES && ok; mode++, n++) {
+        Setting setting = {(KvMode)mode, CLIENTS, SERVING_CONTEXT, LEAST_ANSWER, MOST_ANSWER, point.hot_over_k * topk, budget};
+        list[n] = &filling[n];
+        ok = (loads[n] = load_open(options, setting, prefix, error)) != NULL;
+    }
+    ok = ok && load_rounds(loads, n, point.clients, SETTLING_ROUNDS, list, NULL, error);
+    for (int i = 0; i < n && ok; i++) list[i] = &tallies[(int)point.first + i], *list[i] = new_tally(loads[i]);
+    ok = ok && load_rounds(loads, n, point.clients, MEASURED_ROUNDS, list, NULL, error);
+    for (int i = 0; i < MODES; i++) load_close(loads[i]), free_tally(&filling[i]);
     return ok;
 }
 
-static const char sweep_drawing[] =
-    "set multiplot layout 1,4; set xlabel 'hot cache (B / k)'; set logscale x 2; set yrange [0:*]; set key bottom right\n"
-    "is(mode, load, y) = strcol(1) eq mode && strcol(2) eq load ? y : NaN\n"
-    "do for [load in 'low full'] {\n"
-    "set title load . ' load: tokens/s'; plot for [m in 'hisparse adaptive'] csv using 3:(is(m, load, $5)) with linespoints title m\n"
-    "set title load . ' load: from host (%)'; plot for [m in 'hisparse adaptive'] csv using 3:(is(m, load, $4)) with linespoints title m\n"
-    "}\nunset multiplot";
-
-static bool sweep_point(EngineOptions options, KvMode mode, int offered, int topk, int factor, size_t budget, FILE *csv, Error *error) {
-    Setting setting = {mode, CLIENTS, SERVING_CONTEXT, PREFIX_PAGES, LEAST_ANSWER, MOST_ANSWER, factor * topk, budget};
-    const char *name = offered == LOW_LOAD ? "low" : "full";
-    Tally tally = new_tally();
-    if (!measure_load(options, setting, offered, &tally, error)) return false;
-    double active = tally.active / (double)tally.rounds, coverage = 100 * tally.coverage / (double)tally.rounds;
-    printf("%-6s %-9s %5d %9.2f%% %9.1f %9.1f %9.1f%%\n", name, mode_names[mode], factor, host_share(tally.picked), rate(&tally), active, coverage);
-    fprintf(csv, "%s,%s,%d,%.3f,%.2f,%.2f,%.2f\n", mode_names[mode], name, factor, host_share(tally.picked), rate(&tally), active, coverage);
-    fflush(stdout);
-    free_tally(&tally);
-    return true;
-}
-
-/* How many rows the model of the options selects. */
-static bool read_topk(const EngineOptions *options, int *topk, Error *error) {
-    Engine engine;
-    if (!engine_plan(&engine, options, error)) return false;
-    *topk = engine.cache.index_topk;
-    engine_close(&engine);
-    return true;
+static bool sweep_points(EngineOptions options, const char *directory, const char *name, const Point *points, int n, const char *drawing,
+                         Error *error) {
+    Figure figure;
+    size_t budget;
+    Prefix prefix;
+    Engine plan;
+    if (!pool_bytes(options, MODE_RESIDENT, RESIDENT_SESSIONS, SERVING_CONTEXT, &budget, error) || !engine_plan(&plan, &options, error))
+        return false;
+    int topk = plan.cache.index_topk;
+    engine_close(&plan);
+    if (!open_figure(&figure, directory, name, "mode,clients,hot_over_k,tokens_per_second,active,coverage_percent,from_host_percent,"
+                     "first_token_seconds,per_token_ms", error))
+        return false;
+    printf("%-16s k = %d, a pool of %.1f MB: %d sessions of %d rows resident\n", name, topk, (double)budget / 1e6, RESIDENT_SESSIONS,
+           SERVING_CONTEXT);
+    printf("%7s %5s %-9s %9s %8s %10s %10s %8s %8s\n", "clients", "B/k", "mode", "tokens/s", "active", "coverage", "from host", "TTFT s", "TPOT ms");
+    bool ok = make_prefix(options, PREFIX_PAGES, SERVING_CONTEXT, &prefix, error);
+    for (int i = 0; i < n && ok; i++) {
+        Tally tallies[MODES] = {0};
+        int factor = points[i].hot_over_k ? points[i].hot_over_k : 2;
+        ok = measure_point(options, &prefix, budget, topk, points[i], tallies, error);
+        for (int mode = (int)points[i].first; mode < MODES && ok; mode++) {
+            const Tally *tally = &tallies[mode];
+            double speed = tokens_per_second(tally), active = mean_active(tally), coverage = mean_coverage(tally),
+                   host = host_share(tally->picked), first = mean(tally->first), spacing = 1e3 * mean(tally->spacing);
+            printf("%7d %5d %-9s %9.1f %8.1f %9.1f%% %9.2f%% %8.2f %8.2f\n", points[i].clients, factor, mode_names[mode], speed, active,
+                   coverage, host, first, spacing);
+            fprintf(figure.csv, "%s,%d,%d,%.2f,%.2f,%.2f,%.3f,%.4f,%.3f\n", mode_names[mode], points[i].clients, factor, speed, active,
+                    coverage, host, first, spacing);
+        }
+        for (int mode = 0; mode < MODES; mode++) free_tally(&tallies[mode]);
+        fflush(stdout);
+    }
+    free_prefix(&prefix);
+    return end_figure(&figure, drawing, ok, error);
 }
 
 static bool bench_hotsweep(EngineOptions options, const char *directory, Error *error) {
-    Figure figure;
-    size_t budget;
-    int topk;
-    if (!pool_bytes(options, MODE_RESIDENT, RESIDENT_SESSIONS, SERVING_CONTEXT, &budget, error) || !read_topk(&options, &topk, error)
-        || !open_figure(&figure, directory, "hotsweep", "mode,load,hot_over_k,from_host_percent,tokens_per_second,active,coverage_percent", error))
-        return false;
-    printf("hot cache        k = %d, a pool of %.1f MB: %d sessions of %d rows resident; low load: %d clients, full: %d\n", topk,
-           (double)budget / 1e6, RESIDENT_SESSIONS, SERVING_CONTEXT, LOW_LOAD, CLIENTS);
-    printf("%-6s %-9s %5s %10s %9s %9s %10s\n", "load", "mode", "B/k", "from host", "tokens/s", "sessions", "coverage");
-    bool ok = true;
-    for (int full = 0; full < 2; full++)
-        for (int mode = MODE_HISPARSE; mode <= MODE_ADAPTIVE; mode++)
-            for (int factor = 1; factor <= 8 && ok; factor *= 2)
-                ok = sweep_point(options, (KvMode)mode, full ? CLIENTS : LOW_LOAD, topk, factor, budget, figure.csv, error);
-    return draw_figure(&figure, sweep_drawing, ok ? error : &(Error){""}) && ok;
+    static const char drawing[] =
+        "set multiplot layout 1,4; set xlabel 'hot cache (B / k)'; set logscale x 2; set yrange [0:*]; set key bottom right\n"
+        "is(mode, load, y) = strcol(1) eq mode && $2 == load ? y : NaN\n"
+        "do for [load in '2 32'] {\n"
+        "set title load . ' clients: tokens/s'; plot for [m in 'hisparse adaptive'] csv using 3:(is(m, load + 0, $4)) with linespoints title m\n"
+        "set title load . ' clients: from host (%)'\n"
+        "plot for [m in 'hisparse adaptive'] csv using 3:(is(m, load + 0, $7)) with linespoints title m\n"
+        "}\nunset multiplot";
+    static const Point points[] = {
+        {LOW_LOAD, 1, MODE_HISPARSE}, {LOW_LOAD, 2, MODE_HISPARSE}, {LOW_LOAD, 4, MODE_HISPARSE}, {LOW_LOAD, 8, MODE_HISPARSE},
+        {CLIENTS, 1, MODE_HISPARSE}, {CLIENTS, 2, MODE_HISPARSE}, {CLIENTS, 4, MODE_HISPARSE}, {CLIENTS, 8, MODE_HISPARSE},
+    };
+    return sweep_points(options, directory, "hotsweep", points, sizeof points / sizeof *points, drawing, error);
 }
 
-/* ---- offered: the axes of figure 4 of the paper
- *
- * The three modes against the offered load, in multiples of what the pool holds resident.
- */
-
-static const char offered_drawing[] =
-    "set multiplot layout 1,4; set xlabel 'clients'; set yrange [0:*]; set key bottom right\n"
-    "is(mode, y) = strcol(1) eq mode ? y : NaN; modes = 'resident hisparse adaptive'\n"
-    "set title 'tokens/s'; plot for [m in modes] csv using 2:(is(m, $3)) with linespoints title m\n"
-    "set title 'active sessions'; plot for [m in modes] csv using 2:(is(m, $4)) with linespoints title m\n"
-    "set title 'mean time to first token (s)'; plot for [m in modes] csv using 2:(is(m, $5)) with linespoints title m\n"
-    "set title 'mean time per output token (ms)'; plot for [m in modes] csv using 2:(is(m, $6)) with linespoints title m\n"
-    "unset multiplot";
-
 static bool bench_offered(EngineOptions options, const char *directory, Error *error) {
-    Figure figure;
-    size_t budget;
-    if (!pool_bytes(options, MODE_RESIDENT, RESIDENT_SESSIONS, SERVING_CONTEXT, &budget, error)
-        || !open_figure(&figure, directory, "offered", "mode,clients,tokens_per_second,active,first_token_seconds,per_token_ms", error))
-        return false;
-    printf("offered load     a pool of %.1f MB: %d sessions of %d rows resident\n", (double)budget / 1e6, RESIDENT_SESSIONS, SERVING_CONTEXT);
-    printf("%7s %-9s %9s %9s %9s %9s %10s\n", "clients", "mode", "tokens/s", "active", "TTFT s", "TPOT ms", "from host");
-    bool ok = true;
-    for (int clients = RESIDENT_SESSIONS; clients <= 4 * RESIDENT_SESSIONS; clients += RESIDENT_SESSIONS)
-        for (int mode = 0; mode < 3 && ok; mode++) {
-            Tally tally = new_tally();
-            Setting setting = {(KvMode)mode, CLIENTS, SERVING_CONTEXT, PREFIX_PAGES, LEAST_ANSWER, MOST_ANSWER, 0, budget};
-            if (!(ok = measure_load(options, setting, clients, &tally, error))) break;
-            double active = tally.active / (double)tally.rounds, first = mean(tally.first), spacing = 1e3 * mean(tally.spacing);
-            printf("%7d %-9s %9.1f %9.1f %9.2f %9.2f %9.2f%%\n", clients, mode_names[mode], rate(&tally), active, first, spacing,
-                   host_share(tally.picked));
-            fprintf(figure.csv, "%s,%d,%.2f,%.2f,%.4f,%.3f\n", mode_names[mode], clients, rate(&tally), active, first, spacing);
-            fflush(stdout);
-            free_tally(&tally);
-        }
-    return draw_figure(&figure, offered_drawing, ok ? error : &(Error){""}) && ok;
+    static const char drawing[] =
+        "set multiplot layout 1,4; set xlabel 'clients'; set yrange [0:*]; set key bottom right\n"
+        "is(mode, y) = strcol(1) eq mode ? y : NaN; modes = 'resident hisparse adaptive'\n"
+        "set title 'tokens/s'; plot for [m in modes] csv using 2:(is(m, $4)) with linespoints title m\n"
+        "set title 'active sessions'; plot for [m in modes] csv using 2:(is(m, $5)) with linespoints title m\n"
+        "set title 'mean time to first token (s)'; plot for [m in modes] csv using 2:(is(m, $8)) with linespoints title m\n"
+        "set title 'mean time per output token (ms)'; plot for [m in modes] csv using 2:(is(m, $9)) with linespoints title m\n"
+        "unset multiplot";
+    Point points[4];
+    for (int i = 0; i < 4; i++) points[i] = (Point){(i + 1) * RESIDENT_SESSIONS, 0, MODE_RESIDENT};
+    return sweep_points(options, directory, "offered", points, 4, drawing, error);
 }
 
 /* ---- cost: what the hierarchy takes of a decode round
  *
  * Sessions at 8K that only decode, none beginning or ending: the prefix has 7,936 tokens. Resident; adaptive with everything lent; adaptive in a
- * pool that leaves next to nothing to lend. The three are run in turns, a few rounds each, and compared turn by turn, so that what
- * else the machine does falls on all of them.
+ * pool that leaves next to nothing to lend. The three are run in turns, two rounds each, and compared turn by turn, so that what else
+ * the machine does falls on all of them.
  */
 
-enum { COST_TURNS = 15, COST_ROUNDS = 10, COST_CONTEXT = 8192, COST_PREFIX_PAGES = 124, COST_SETUPS = 3 };
+enum { COST_TURNS = 41, COST_ROUNDS = 2, COST_CONTEXT = 8192, COST_PREFIX_PAGES = 124, COST_SETUPS = 3,
+       COST_WARM_ROUNDS = 10 };
 
 static const char *const cost_names[COST_SETUPS] = {"resident", "adaptive, all lent", "adaptive, pressed"};
 
 typedef struct Cost {           /* of one setup, turn by turn */
     Load *load;
     Tally tally;
-    double seconds[COST_TURNS], ratios[COST_TURNS];         /* of a round; resident's over it */
     CacheStats before;
+    double seconds[COST_TURNS], ratios[COST_TURNS];         /* of a round; resident's over it */
 } Cost;
 
-static bool open_costs(EngineOptions options, Cost costs[COST_SETUPS], int sessions, Error *error) {
+static bool open_costs(EngineOptions options, const Prefix *prefix, Cost costs[COST_SETUPS], int sessions, Error *error) {
     size_t pressed;
     bool ok = pool_bytes(options, MODE_HISPARSE, sessions, COST_CONTEXT, &pressed, error);
     for (int i = 0; i < COST_SETUPS && ok; i++) {
-        Setting setting = {i ? MODE_ADAPTIVE : MODE_RESIDENT, sessions, COST_CONTEXT, COST_PREFIX_PAGES, MOST_ANSWER, MOST_ANSWER, 0,
-                           i == 2 ? pressed : 0};
-        costs[i] = (Cost){.load = load_open(options, setting, error), .tally = new_tally()};
-        ok = costs[i].load && load_rounds(costs[i].load, sessions, COST_ROUNDS, &costs[i].tally, NULL, error);
+        Setting setting = {i ? MODE_ADAPTIVE : MODE_RESIDENT, sessions, COST_CONTEXT, MOST_ANSWER, MOST_ANSWER, 0, i == 2 ? pressed : 0};
+        costs[i].load = load_open(options, setting, prefix, error);
+        ok = costs[i].load && load_rounds(&costs[i].load, 1, sessions, COST_WARM_ROUNDS, &(Tally *){&costs[i].tally}, NULL, error);
         free_tally(&costs[i].tally);
-        costs[i].tally = new_tally();
-        if (ok) costs[i].before = costs[i].load->runner.engine.cache.stats;
+        if (!ok) return false;
+        costs[i].tally = new_tally(costs[i].load);
+        costs[i].before = costs[i].load->runner.engine.cache.stats;
     }
     return ok;
 }
 
+/* Every other turn goes backwards, so that none always follows the same. */
 static bool take_turns(Cost costs[COST_SETUPS], int sessions, Error *error) {
     for (int turn = 0; turn < COST_TURNS; turn++) {
         for (int i = 0; i < COST_SETUPS; i++) {
             Cost *cost = &costs[turn % 2 ? COST_SETUPS - 1 - i : i];
             double before = cost->tally.seconds;
-            if (!load_rounds(cost->load, sessions, COST_ROUNDS, &cost->tally, NULL, error)) return false;
+            if (!load_rounds(&cost->load, 1, sessions, COST_ROUNDS, &(Tally *){&cost->tally}, NULL, error)) return false;
             cost->seconds[turn] = (cost->tally.seconds - before) / COST_ROUNDS;
         }
         for (int i = 0; i < COST_SETUPS; i++) costs[i].ratios[turn] = costs[0].seconds[turn] / costs[i].seconds[turn];
@@ -822,6 +862,7 @@ static const char cost_drawing[] =
 static bool bench_cost(EngineOptions options, const char *directory, Error *error) {
     static const int counts[] = {LOW_LOAD, 16};
     Figure figure;
+    Prefix prefix;
     double share = 0, ratios[2][COST_SETUPS];
     bool ok = open_figure(&figure, directory, "cost", "sessions,setup,round_ms,speed_over_resident,coverage_percent,from_host_percent,"
                           "resolve_percent,fetch_percent,control_percent", error);
@@ -830,20 +871,19 @@ static bool bench_cost(EngineOptions options, const char *directory, Error *erro
            COST_ROUNDS);
     printf("%8s %-18s %9s %9s %10s %10s %9s %9s %10s\n", "sessions", "setup", "round ms", "x speed", "coverage", "from host", "resolver", "fetch",
            "controller");
+    ok = make_prefix(options, COST_PREFIX_PAGES, COST_CONTEXT, &prefix, error);
     for (int i = 0; i < 2 && ok; i++) {
         Cost costs[COST_SETUPS] = {0};
-        ok = open_costs(options, costs, counts[i], error) && take_turns(costs, counts[i], error);
+        ok = open_costs(options, &prefix, costs, counts[i], error) && take_turns(costs, counts[i], error);
         if (ok) share = print_costs(costs, counts[i], ratios[i], figure.csv);
-        for (int j = 0; j < COST_SETUPS; j++) {
-            free_tally(&costs[j].tally);
-            if (costs[j].load) load_close(costs[j].load);
-        }
+        for (int j = 0; j < COST_SETUPS; j++) free_tally(&costs[j].tally), load_close(costs[j].load);
         fflush(stdout);
     }
+    free_prefix(&prefix);
     if (ok) claim(share <= 3, "resolver and controller take at most 3% of a decode round with 16 sessions at 8K", "%.2f%% at most", share);
     if (ok) claim(ratios[0][1] >= 0.97, "at low load adaptive's tokens/s are within 3% of resident's", "%+.1f%%, median of %d turns",
                   100 * (ratios[0][1] - 1), COST_TURNS);
-    return draw_figure(&figure, cost_drawing, ok ? error : &(Error){""}) && ok;
+    return end_figure(&figure, cost_drawing, ok, error);
 }
 
 /* ---- resolve: finding the selected rows, apart from any model (figure 8 of the paper)
@@ -1012,7 +1052,7 @@ static bool bench_resolve(EngineOptions options, const char *directory, Error *e
             free(beds);
         }
     if (ok) claim(worst <= 1.25, "the direct look-up's time is flat in B from k to 8k", "%.2f times at most from k to 8k, without a miss", worst);
-    return draw_figure(&figure, resolve_drawing, ok ? error : &(Error){""}) && ok;
+    return end_figure(&figure, resolve_drawing, ok, error);
 }
 
 /* ---- memory: table 1 of the paper, by arithmetic
@@ -1098,8 +1138,8 @@ static bool bench_memory(EngineOptions options, const char *directory, Error *er
     double less = (double)paper_session(100000, true, false) / (double)paper_session(100000, false, false);
     claim(agree == cells, "table 1 to the last digit the paper prints", "%d of %d figures", agree, cells);
     claim(lround(10 * less) == 103, "adaptive requires 10.3 times less than resident at 100K", "%.2f times", less);
-    return draw_figure(&figure, "set style data histogram; set style fill solid; set yrange [0:*]; set ylabel 'GiB a session'; set xtics rotate by -15\n"
-                       "plot csv using 2:xtic(1) title '32K', '' using 3 title '100K', '' using 4 title 'host, 100K'", ok ? error : &(Error){""}) && ok;
+    return end_figure(&figure, "set style data histogram; set style fill solid; set yrange [0:*]; set ylabel 'GiB a session'; set xtics rotate by -15\n"
+                       "plot csv using 2:xtic(1) title '32K', '' using 3 title '100K', '' using 4 title 'host, 100K'", ok, error);
 }
 
 /* ---- the list of them */
