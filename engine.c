@@ -2743,6 +2743,7 @@ static void advance_tail(Cache *cache, int s) {
 int cache_room(Cache *cache, int s, int wanted) {
     SessionPages *session = &cache->session[s];
     int last = (session->committed + wanted - 1) / PAGE_ROWS, page = session->committed / PAGE_ROWS;
+    if (last >= session->reserved_pages) last = session->reserved_pages - 1;
     while (page <= last && session->pages[page].state == PAGE_TAIL) page++;
     if (cache->mode == MODE_ADAPTIVE)
         while (page + session->n_spare <= last && may_lend(cache, 1))
