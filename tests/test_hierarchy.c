@@ -72,6 +72,7 @@ typedef struct World {
     DeviceRow *expected;        /* [rows, k] */
     int picked[TIERS], staged;  /* by the last resolve */
     uint8_t *free_before, *index_free_before;       /* pages that were free when last looked at */
+    bool promised;              /* what was recalled for it is enough */
     int asking, n_prompt, asks_rows, prompt[MAX_ROWS];      /* who waits to be admitted; -1: nobody */
     bool broken;
     char what[256];
@@ -446,6 +447,11 @@ static void check_pages_owned_once(World *w, bool stepped) {
         REQUIRED_THAT(w, stepped || !now_free[page] || w->free_before[page], "device page %d was given back before its readers were done", page);
     }
     REQUIRED_THAT(w, !now_free[0], "page 0 is handed out");
+    PageCensus census = cache_census(cache);
+    REQUIRED_THAT(w, census.free == n - 1 - held && census.hot == admitted * cache->hot_pages && census.leaving >= 0
+                         && census.free + census.hot + census.tail + census.ready + census.filling + census.leaving == n - 1,
+                  "the census counts %d + %d + %d + %d + %d + %d pages of %d", census.free, census.hot, census.tail, census.ready,
+                  census.filling, census.leaving, n - 1);
     if (cache->mode == MODE_ADAPTIVE)               /* eq. 3 */
         REQUIRED_THAT(w, held + cache->reserve <= n - 1 && admitted * (cache->hot_pages + 2) <= held,
                       "eq. 3: %d pages held and a reserve of %d in %d", held, cache->reserve, n - 1);
@@ -524,6 +530,9 @@ static void check_session(World *w, int s, int source, int group) {
                               "session %d, group %d: position %d has another index key on the host", s, group, position);
         }
     }
+    int lent = 0;
+    for (int page = 0; page < base / 64; page++) lent += ready_id(cache, s, page) != 0;
+    REQUIRED_THAT(w, cache_coverage(cache, s) == (base ? lent / (base / 64.0) : 1), "session %d: a coverage of %g", s, cache_coverage(cache, s));
     int its_group = cache->groups ? cache->group_of[source] : 0;
     const int32_t *tag = cache->tables.tag + (size_t)(s * cache->groups + its_group) * (size_t)cache->hot_rows;
     for (int slot = 0; slot < cache->hot_rows && !w->broken; slot++) {
@@ -645,6 +654,8 @@ static bool try_admission(World *w) {
     }
     int coming = cache->device_pages.n_pages - 1 - cache->device_pages.n_free - kept;
     model_recall(w, deficit > 0 ? deficit - coming : 0, gives);
+    if (w->promised && !w->n_copies && !cache->n_retired)
+        REQUIRED_THAT(w, deficit <= 0, "all that was recalled is back, and %d pages are missing", deficit);
     bool in = cache_admit(cache, s, w->n_prompt ? w->prompt : NULL, w->n_prompt, w->asks_rows, &cached);
     if (!in) check_refusal(w, w->n_prompt, deficit);
     if (in) REQUIRED_THAT(w, deficit <= 0, "admitted into the reserve");
@@ -653,6 +664,9 @@ static bool try_admission(World *w) {
             REQUIRED_THAT(w, before[i] - optional_pages(cache, i) == gives[i], "eq. 4: session %d gives %d of its %d pages, not %d", i,
                           before[i] - optional_pages(cache, i), before[i], gives[i]);
     seen.waits += !in;
+    w->promised = false;
+    for (int i = 0; i < w->shape.sessions; i++) coming += gives[i];
+    if (!in) w->promised = deficit > 0 && coming >= deficit && cache->waiting;
     if (!in) return false;
     REQUIRED_THAT(w, cached % 64 == 0 && cached <= larger(w->n_prompt - 1, 0), "%d of %d rows are there already", cached, w->n_prompt);
     seen.shared += cached / 64;
@@ -668,6 +682,7 @@ static void ask(World *w) {
         if (!w->model[s].admitted) free_slots[n++] = s;
     if (w->asking >= 0 || !n) return;
     w->asking = free_slots[random_below(n)];
+    w->promised = false;
     w->n_prompt = between(1, w->shape.context);
     if (chance(50)) {                               /* page boundaries */
         int boundary = 64 * between(1, larger(w->shape.context / 64, 1)) + between(-1, 1);
@@ -922,10 +937,15 @@ static void end_trace(World *w) {
     Cache *cache = &w->engine.cache;
     for (int s = 0; s < w->shape.sessions; s++)
         if (w->model[s].admitted) release(w, s);
-    if (w->asking >= 0) cache_withdraw(cache);
     w->delay = 0;
     check_world(w, false);
     for (int i = 0; i < 3; i++) step(w);
+    if (w->asking >= 0) {       /* who waited, gets in now */
+        int s = w->asking;
+        REQUIRED_THAT(w, try_admission(w), "alone, and still not admitted");
+        if (w->model[s].admitted) release(w, s);
+        for (int i = 0; i < 3; i++) step(w);
+    }
     int idle = 0;
     for (int page = 1; page < cache->host_pages.n_pages; page++) idle += keyed(&cache->host_info[page]);
     REQUIRED_THAT(w, cache->device_pages.n_free == cache->device_pages.n_pages - 1, "%d of %d device pages came back",
@@ -1243,8 +1263,18 @@ static void test_copies_under_way_are_bounded(void) {
     finish(w, __func__);
 }
 
-/* A6 7. Every size of the hot cache about the powers of two, and odd ones, with every k that fits. */
+/* As if the session had run for long: its next resolves are these. */
+static void set_clocks(World *w, int s, long clock) {
+    const Cache *cache = &w->engine.cache;
+    for (int g = 0; g < cache->groups; g++) {
+        cache->tables.clock[s * cache->groups + g] = (uint32_t)clock;
+        w->model[s].clock[g] = clock;
+    }
+}
+
+/* A6 7. Every size of the hot cache about the powers of two, and odd ones, with every k that fits; ages of every size, too. */
 static void test_any_hot_size(void) {
+    static const long clocks[] = {0, 250, 65530, (1 << 24) - 6, 0xffffff00};
     static const int sizes[] = {1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 128, 129, 191, 193, 255};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         for (int k = 1; k <= sizes[i] && k <= 40; k = 2 * k + 1) {
@@ -1255,7 +1285,10 @@ static void test_any_hot_size(void) {
             World *w = begin(shape);
             enter(w, 0, 1, 300, 320);
             prefill(w, 0, 300);
-            for (int n = 0; n < 12; n++) advance(w, 0, 1 + n % 8, 1), step(w);
+            for (int c = 0; c < 5; c++) {
+                if (clocks[c] > w->model[0].clock[0]) set_clocks(w, 0, clocks[c]);
+                for (int n = 0; n < 4; n++) advance(w, 0, 1 + n % 8, 1), step(w);
+            }
             finish(w, __func__);
         }
 }
@@ -1810,6 +1843,36 @@ static void test_a_page_is_not_found_behind_another_parent(void) {
     finish(w, __func__);
 }
 
+/* Rows that have no place are refused, and nothing is lost by it. */
+static void test_rows_without_a_place_are_refused(void) {
+    for (KvMode mode = MODE_RESIDENT; mode <= MODE_ADAPTIVE; mode++) {
+        Shape shape = plain_shape(mode);
+        shape.spare_pages = 0;
+        World *w = begin(shape);
+        Cache *cache = &w->engine.cache;
+        enter(w, 0, 1, 60, 250);
+        prefill(w, 0, 60);
+        Row rows[300];
+        for (int i = 0; i < 300; i++) rows[i] = (Row){0, 60 + i, 0};
+        static const struct {
+            int first, n, session;
+            const char *says;
+        } refused[] = {{1, 1, 0, "follow"}, {0, 1, 1, "no place"}, {0, 1, 2, "no place"}, {0, 260, 0, "no p"}};
+        for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
+            Error error = {""};
+            int failed = NEVER;
+            Row first = rows[refused[i].first];
+            rows[refused[i].first].session = refused[i].session;
+            CHECK(!cache_place(cache, rows + refused[i].first, refused[i].n, &failed, &error) && failed == refused[i].session
+                      && strstr(error.text, refused[i].says), "mode %d, rows %zu: \"%s\", session %d", mode, i, error.text, failed);
+            rows[refused[i].first] = first;
+            check_world(w, false);
+        }
+        for (int i = 0; i < 20; i++) advance(w, 0, 8, 1 + i % 8), step(w);
+        finish(w, __func__);
+    }
+}
+
 /* The traces meet everything they are about. */
 static void test_traces_meet_everything(void) {
     CHECK(seen.traces < 1000 || (seen.picked[TIER_HOT] > 10 * seen.traces && seen.picked[TIER_HOST] > 10 * seen.traces && seen.staged > seen.traces
@@ -1857,5 +1920,6 @@ int main(void) {
     test_going_back_needs_no_more_host_pages();
     test_a_prompt_that_changed_is_not_found();
     test_a_page_is_not_found_behind_another_parent();
+    test_rows_without_a_place_are_refused();
     return check_report();
 }
