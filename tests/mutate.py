@@ -109,7 +109,6 @@ MUTANTS = [
     ("lending: what a waiting session needs", "cache->mode == MODE_ADAPTIVE && !cache->waiting &&", "cache->mode == MODE_ADAPTIVE &&"),
     ("lending: the reserve", "cache->device_pages.n_free - cache->reserve >= pages;", "cache->device_pages.n_free >= pages;"),
     ("tail: a page leaves it without a host copy", "        } else if (on_host(cache, s, page) && !history->in_flight) {", "        } else if (true) {"),
-    ("tail: a page leaves it while it is copied", "on_host(cache, s, page) && !history->in_flight) {", "on_host(cache, s, page)) {"),
     ("failed pass: hot slots keep what never came", "            tag[slot] = -1;\n", ""),
 ]
 
