@@ -4,6 +4,7 @@
 #   make mutants     spoils the hierarchy rule by rule and sees its test fail
 #   make fuzz        the fuzz targets, FUZZ_SECONDS each (needs clang)
 #   make bench       measures and puts the figures into README.md
+#   make bench-claims   measures, and says of each claim of the paper whether it holds here; data and drawings in build/bench
 
 CC ?= gcc
 CFLAGS ?= -O3 -march=native
@@ -52,14 +53,20 @@ fuzz: $(FUZZERS)
 	for target in $(FUZZERS); do mkdir -p build/corpus-$$(basename $$target) && $$target -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 build/corpus-$$(basename $$target) || exit 1; done
 
 # Measures, and writes the figures into README.md between their marks.
-bench: tide | build
-	{ echo '```'; sed -n 's/^model name[^:]*: /processor        /p' /proc/cpuinfo | head -n 1; ./tide bench cpu; ./tide bench load; echo '```'; } > build/bench.txt
+bench: tide | build/bench
+	{ set -e; echo '```'; sed -n 's/^model name[^:]*: /processor        /p' /proc/cpuinfo | head -n 1; ./tide bench cpu; ./tide bench load; \
+	  for name in cost loadstep memory; do echo; ./tide bench $$name -o build/bench; done; echo '```'; } > build/bench.txt
 	sed -i -e '/^<!-- bench/,/^<!-- end/{//!d}' -e '/^<!-- bench/r build/bench.txt' README.md
 
-build:
+bench-claims: tide | build/bench
+	for name in memory resolve cost loadstep; do ./tide bench $$name -o build/bench || exit 1; done > build/claims.txt
+	grep '^claim:' build/claims.txt
+	! grep -q '^claim:.*: falls short (' build/claims.txt
+
+build build/bench:
 	mkdir -p $@
 
 clean:
 	rm -rf build tide
 
-.PHONY: test test-asan mutants fuzz bench clean
+.PHONY: test test-asan mutants fuzz bench bench-claims clean

@@ -345,8 +345,8 @@ typedef struct Tally {          /* of a stretch of rounds */
     long firsts;                /* first tokens */
     double least_coverage, last_coverage;
     uint64_t picked[TIERS];
-    double *first, *wait, *spacing; /* stb_ds, of the requests that begin and end within it: seconds to the first token,
-                                                     * to admission, and from a token to the next */
+    double *first, *wait;       /* stb_ds, of the requests that begin and end within it: seconds to the first token, to admission */
+    double *spacing;            /* stb_ds, of the same: from a token to the next */
 } Tally;
 
 static double mean(const double *values) {
