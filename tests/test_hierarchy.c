@@ -81,8 +81,10 @@ typedef struct World {
 static World *world;            /* whose backend is called */
 static int forced_lookup = -1;  /* of the next traces; -1: by chance */
 static uint64_t locations_digest;                   /* of a trace */
-static struct { long traces, passes, picked[TIERS], staged, recalled, lent, shared, waits, tail_waits, truncated, aborted, failed, delayed,
-                imported, split_commits, admitted, populated, dirty; } seen;
+static struct {
+    long traces, passes, picked[TIERS], staged, recalled, lent, shared, waits, tail_waits, truncated, aborted, failed, delayed,
+        imported, split_commits, admitted, populated;
+} seen;
 
 /* The first thing that is wrong ends a trace. */
 #define REQUIRED_THAT(w, condition, ...)                                                                                        \
@@ -127,11 +129,13 @@ static uint8_t *host_row(const Cache *cache, int source, int64_t row) {
 }
 
 static uint8_t *key_row(const Cache *cache, int group, int64_t row) {
-    return cache->index_keys + ((size_t)group * (size_t)cache->index_pages.n_pages * 64 + (size_t)row) * cache->index_format.stride;
+    return cache->index_keys
+           + ((size_t)group * (size_t)cache->index_pages.n_pages * 64 + (size_t)row) * cache->index_format.stride;
 }
 
 static uint8_t *host_key_row(const Cache *cache, int group, int64_t row) {
-    return cache->host_index + ((size_t)group * (size_t)cache->host_pages.n_pages * 64 + (size_t)row) * cache->index_format.stride;
+    return cache->host_index
+           + ((size_t)group * (size_t)cache->host_pages.n_pages * 64 + (size_t)row) * cache->index_format.stride;
 }
 
 /* A location that a resolve gave out, for one source. */
@@ -207,7 +211,8 @@ static void let_bytes_move(World *w) {
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 
-static void no_rotations(float *cosine, float *sine, const Row *rows, int n_rows, const float *frequency, int dim, float factor) {}
+static void no_rotations(float *cosine, float *sine, const Row *rows, int n_rows, const float *frequency, int dim, float factor) {
+}
 
 /* What a block of one session's queries must resolve to. Plain LRU: of the slots that this block does not use, those used longest ago,
  * of equals the lowest, in the order of their numbers for the missing rows in theirs. */
@@ -253,7 +258,8 @@ static void model_block(World *w, int group, const Selection *selection, const R
         if (slot_for[i] != NEVER) continue;
         int page = needed[i] / 64;
         HostInfo *info = &cache->host_info[host_id(cache, s, page)];
-        REQUIRED_THAT(w, host_id(cache, s, page) > 0 && info->rows > needed[i] % 64, "row %d is missing and not on the host", needed[i]);
+        REQUIRED_THAT(w, host_id(cache, s, page) > 0 && info->rows > needed[i] % 64, "row %d is missing and not on the host",
+                      needed[i]);
         while (slot < cache->hot_rows && !victim[slot]) slot++;
         if (slot < cache->hot_rows) {
             model->tag[group][slot] = needed[i];
@@ -303,14 +309,15 @@ static void watched_resolve(Cache *cache, int group, const Selection *selection,
                       "entry %d of the plan copies %ld to %d, not %ld to %d", i, (long)plan->from[before.count + i].id,
                       plan->to[before.count + i].id, (long)from[i].id, to[i].id);
     for (int i = begin * k; i < end * k && !w->broken; i++)
-        REQUIRED_THAT(w, locations[i].id == w->expected[i].id, "row %d rank %d: position %d is located at %d, not %d", i / k, i % k,
-                      selection->ids[i], locations[i].id, w->expected[i].id);
+        REQUIRED_THAT(w, locations[i].id == w->expected[i].id, "row %d rank %d: position %d is located at %d, not %d", i / k,
+                      i % k, selection->ids[i], locations[i].id, w->expected[i].id);
     for (int tier = 0; tier < TIERS; tier++) {
         REQUIRED_THAT(w, plan->picked[tier] - before.picked[tier] == w->picked[tier], "tier %d counts %d picks, not %d", tier,
                       plan->picked[tier] - before.picked[tier], w->picked[tier]);
         seen.picked[tier] += w->picked[tier];
     }
-    REQUIRED_THAT(w, plan->staged - before.staged == w->staged, "%d rows staged, not %d", plan->staged - before.staged, w->staged);
+    REQUIRED_THAT(w, plan->staged - before.staged == w->staged, "%d rows staged, not %d", plan->staged - before.staged,
+                  w->staged);
     seen.staged += w->staged;
     for (int i = begin * k; i < end * k; i++) locations_digest = mix(locations_digest, (uint64_t)locations[i].id);
     w->plan_ends[w->n_runs++] = plan->count;
@@ -321,7 +328,8 @@ static void watched_fetch(Cache *cache, SourceId source, const MissPlan *plan, i
     World *w = world;
     int first = w->run ? w->plan_ends[w->run - 1] : 0;
     REQUIRED_THAT(w, source.id == w->layer && begin == first && end == w->plan_ends[w->run],
-                  "source %d: run %d copies the entries %d to %d of the plan, not %d to %d", w->layer, w->run, begin, end, first, w->plan_ends[w->run]);
+                  "source %d: run %d copies the entries %d to %d of the plan, not %d to %d", w->layer, w->run, begin, end, first,
+                  w->plan_ends[w->run]);
     w->run++;
     if (!w->broken) c_backend.fetch_rows(cache, source, plan, begin, end);
 }
@@ -340,13 +348,17 @@ static void watched_attention(float *z, const float *q, const RowPool *pool, con
             int position = state->selection.ids[r * capacity + i];
             DeviceRow at = state->locations[r * capacity + i];
             if (position < 0) { REQUIRED_THAT(w, at.id == -1, "a pad is located at %d", at.id); continue; }
-            REQUIRED_THAT(w, at.id >= 64 && at.id < cache->device_pages.n_pages * 64 + cache->staging_blocks * cache->staging_rows,
+            REQUIRED_THAT(w,
+                          at.id >= 64 && at.id < cache->device_pages.n_pages * 64 + cache->staging_blocks * cache->staging_rows,
                           "position %d is located at %d", position, at.id);
             if (w->broken) return;
-            REQUIRED_THAT(w, row_at(pool, format, at) == located(cache, w->layer, at), "source %d: its rows lie elsewhere", w->layer);
-            REQUIRED_THAT(w, signed_so(located(cache, w->layer, at), format->bytes, w->model[pass_rows[r].session].history[position],
-                                       w->layer, position),
-                          "session %d, source %d: %d shows other bytes than position %d has", pass_rows[r].session, w->layer, at.id, position);
+            REQUIRED_THAT(w, row_at(pool, format, at) == located(cache, w->layer, at), "source %d: its rows lie elsewhere",
+                          w->layer);
+            REQUIRED_THAT(w,
+                          signed_so(located(cache, w->layer, at), format->bytes, w->model[pass_rows[r].session].history[position],
+                                    w->layer, position),
+                          "session %d, source %d: %d shows other bytes than position %d has", pass_rows[r].session, w->layer,
+                          at.id, position);
         }
     if (cache->staging_rows)    /* what was staged is forgotten */
         memset(pool->staging, 0xee, (size_t)(cache->staging_blocks * cache->staging_rows) * format->stride);
@@ -372,10 +384,22 @@ static bool open_world(World *w, const Shape *shape, Error *error) {
     w->backend.sparse_attention = watched_attention;
     w->backend.rotations = no_rotations;
     engine->backend = &w->backend;
-    *config = (Config){.family = shape->dense ? FAMILY_QWEN3 : FAMILY_GLM_MOE_DSA, .vocab_size = 2, .hidden_size = 1, .intermediate_size = 1,
-                       .num_hidden_layers = shape->sources, .max_position_embeddings = shape->context, .num_attention_heads = 1,
-                       .num_key_value_heads = 1, .head_dim = (shape->width + 1) / 2, .q_lora_rank = 1, .kv_lora_rank = shape->width,
-                       .qk_nope_head_dim = 1, .qk_rope_head_dim = 4, .v_head_dim = 1, .index_n_heads = 1, .index_head_dim = 8,
+    *config = (Config){.family = shape->dense ? FAMILY_QWEN3 : FAMILY_GLM_MOE_DSA,
+                       .vocab_size = 2,
+                       .hidden_size = 1,
+                       .intermediate_size = 1,
+                       .num_hidden_layers = shape->sources,
+                       .max_position_embeddings = shape->context,
+                       .num_attention_heads = 1,
+                       .num_key_value_heads = 1,
+                       .head_dim = (shape->width + 1) / 2,
+                       .q_lora_rank = 1,
+                       .kv_lora_rank = shape->width,
+                       .qk_nope_head_dim = 1,
+                       .qk_rope_head_dim = 4,
+                       .v_head_dim = 1,
+                       .index_n_heads = 1,
+                       .index_head_dim = 8,
                        .index_topk = shape->topk};
     config->indexer_full = allocate_zeroed((size_t)shape->sources, sizeof(bool));
     memcpy(config->indexer_full, shape->producer, (size_t)shape->sources * sizeof(bool));
@@ -418,8 +442,10 @@ static void check_pages_owned_once(World *w, bool stepped) {
     int n = cache->device_pages.n_pages, held = 0, admitted = 0;
     static uint8_t owned[1 << 18];
     memset(owned, 0, (size_t)n);
-    uint8_t *now_free = allocate_zeroed((size_t)n + 1, 1), *index_free = allocate_zeroed((size_t)cache->index_pages.n_pages + 1, 1);
-    for (int i = 0; i < cache->device_pages.n_free; i++) now_free[cache->device_pages.free[i]]++, owned[cache->device_pages.free[i]]++;
+    uint8_t *now_free = allocate_zeroed((size_t)n + 1, 1),
+            *index_free = allocate_zeroed((size_t)cache->index_pages.n_pages + 1, 1);
+    for (int i = 0; i < cache->device_pages.n_free; i++)
+        now_free[cache->device_pages.free[i]]++, owned[cache->device_pages.free[i]]++;
     for (int i = 0; i < cache->index_pages.n_free; i++) index_free[cache->index_pages.free[i]]++;
     for (int s = 0; s < w->shape.sessions; s++) {
         const SessionPages *session = &cache->session[s];
@@ -433,7 +459,8 @@ static void check_pages_owned_once(World *w, bool stepped) {
             if (!(cache->mode == MODE_RESIDENT && id && tail_id(cache, s, page) == id)) owned[id]++;
             if (page < (w->model[s].rows + 63) / 64) {
                 REQUIRED_THAT(w, index > 0 && !index_free[index]++, "session %d: index page %d of its page %d", s, index, page);
-                REQUIRED_THAT(w, cache->mode == MODE_RESIDENT || host_id(cache, s, page) > 0, "session %d: page %d has no host page", s, page);
+                REQUIRED_THAT(w, cache->mode == MODE_RESIDENT || host_id(cache, s, page) > 0,
+                              "session %d: page %d has no host page", s, page);
             }
         }
     }
@@ -444,7 +471,8 @@ static void check_pages_owned_once(World *w, bool stepped) {
     for (int page = 1; page < n; page++) {
         REQUIRED_THAT(w, owned[page] <= 1, "device page %d has %d owners", page, owned[page]);
         held += !now_free[page];
-        REQUIRED_THAT(w, stepped || !now_free[page] || w->free_before[page], "device page %d was given back before its readers were done", page);
+        REQUIRED_THAT(w, stepped || !now_free[page] || w->free_before[page],
+                      "device page %d was given back before its readers were done", page);
     }
     REQUIRED_THAT(w, !now_free[0], "page 0 is handed out");
     PageCensus census = cache_census(cache);
@@ -460,7 +488,8 @@ static void check_pages_owned_once(World *w, bool stepped) {
     for (int i = 0; i < cache->index_pages.n_free; i++) {
         int page = cache->index_pages.free[i];
         index_free[page] = 1;
-        REQUIRED_THAT(w, stepped || w->index_free_before[page], "index page %d was given back before its readers were done", page);
+        REQUIRED_THAT(w, stepped || w->index_free_before[page], "index page %d was given back before its readers were done",
+                      page);
     }
     for (int i = 0; i < w->n_copies; i++)
         REQUIRED_THAT(w, !index_free[w->copies[i].transfer.index.id], "index page %d is free while a copy uses it",
@@ -489,8 +518,8 @@ static void check_host_pages(World *w) {
         named += names[page] > 0;
         idle += !names[page] && keyed(&cache->host_info[page]);
     }
-    REQUIRED_THAT(w, named + idle + cache->host_pages.n_free == n - 1, "of %d host pages %d are in use, %d idle, %d free", n - 1, named,
-                  idle, cache->host_pages.n_free);
+    REQUIRED_THAT(w, named + idle + cache->host_pages.n_free == n - 1, "of %d host pages %d are in use, %d idle, %d free", n - 1,
+                  named, idle, cache->host_pages.n_free);
 }
 
 /* The rows of one session in one source and one group: each committed one has a valid copy (1), whatever is published is history and
@@ -500,13 +529,16 @@ static void check_session(World *w, int s, int source, int group) {
     const Model *model = &w->model[s];
     int base = cache->tables.tail_base[s], n = model->committed;
     size_t bytes = cache->format.bytes, key_bytes = cache->index_format.bytes;
-    REQUIRED_THAT(w, cache->session[s].committed == n, "session %d: %d rows committed, not %d", s, cache->session[s].committed, n);
+    REQUIRED_THAT(w, cache->session[s].committed == n, "session %d: %d rows committed, not %d", s, cache->session[s].committed,
+                  n);
     REQUIRED_THAT(w, base % 64 == 0 && base <= n, "session %d: its tail begins at %d of %d", s, base, n);
     for (int page = 0; page < cache->context_pages && !w->broken; page++) {
-        int ready = ready_id(cache, s, page), tail = page * 64 >= base ? tail_id(cache, s, page) : 0, host = host_id(cache, s, page),
-            on_host = cache->mode == MODE_RESIDENT ? 0 : cache->host_info[host].rows, rows = n - page * 64 < 64 ? n - page * 64 : 64;
+        int ready = ready_id(cache, s, page), tail = page * 64 >= base ? tail_id(cache, s, page) : 0,
+            host = host_id(cache, s, page), on_host = cache->mode == MODE_RESIDENT ? 0 : cache->host_info[host].rows,
+            rows = n - page * 64 < 64 ? n - page * 64 : 64;
         if (ready && cache->mode != MODE_RESIDENT)
-            REQUIRED_THAT(w, rows == 64 && page * 64 < base, "session %d: page %d is published with %d of its rows committed", s, page, rows);
+            REQUIRED_THAT(w, rows == 64 && page * 64 < base, "session %d: page %d is published with %d of its rows committed", s,
+                          page, rows);
         if (rows <= 0) continue;
         REQUIRED_THAT(w, ready || tail || on_host >= rows, "session %d: the rows of page %d are nowhere", s, page);
         REQUIRED_THAT(w, on_host <= rows, "session %d: the host has %d rows of page %d, of %d", s, on_host, page, rows);
@@ -523,21 +555,25 @@ static void check_session(World *w, int s, int source, int group) {
                 REQUIRED_THAT(w, signed_so(host_row(cache, source, (int64_t)host * 64 + row), bytes, history, source, position),
                               "session %d, source %d: position %d is on the host with other bytes", s, source, position);
             if (cache->groups)
-                REQUIRED_THAT(w, signed_so(key_row(cache, group, (int64_t)index_id(cache, s, page) * 64 + row), key_bytes, history, 100 + group, position),
+                REQUIRED_THAT(w,
+                              signed_so(key_row(cache, group, (int64_t)index_id(cache, s, page) * 64 + row), key_bytes, history,
+                                        100 + group, position),
                               "session %d, group %d: position %d has another index key", s, group, position);
             if (row < on_host)
-                REQUIRED_THAT(w, signed_so(host_key_row(cache, group, (int64_t)host * 64 + row), key_bytes, history, 100 + group, position),
-                              "session %d, group %d: position %d has another index key on the host", s, group, position);
+                REQUIRED_THAT(
+                    w, signed_so(host_key_row(cache, group, (int64_t)host * 64 + row), key_bytes, history, 100 + group, position),
+                    "session %d, group %d: position %d has another index key on the host", s, group, position);
         }
     }
     int lent = 0;
     for (int page = 0; page < base / 64; page++) lent += ready_id(cache, s, page) != 0;
-    REQUIRED_THAT(w, cache_coverage(cache, s) == (base ? lent / (base / 64.0) : 1), "session %d: a coverage of %g", s, cache_coverage(cache, s));
+    REQUIRED_THAT(w, cache_coverage(cache, s) == (base ? lent / (base / 64.0) : 1), "session %d: a coverage of %g", s,
+                  cache_coverage(cache, s));
     int its_group = cache->groups ? cache->group_of[source] : 0;
     const int32_t *tag = cache->tables.tag + (size_t)(s * cache->groups + its_group) * (size_t)cache->hot_rows;
     for (int slot = 0; slot < cache->hot_rows && !w->broken; slot++) {
-        REQUIRED_THAT(w, tag[slot] == model->tag[its_group][slot], "session %d, group %d: slot %d holds %d, not %d", s, its_group, slot,
-                      tag[slot], model->tag[its_group][slot]);
+        REQUIRED_THAT(w, tag[slot] == model->tag[its_group][slot], "session %d, group %d: slot %d holds %d, not %d", s, its_group,
+                      slot, tag[slot], model->tag[its_group][slot]);
         if (tag[slot] < 0 || w->broken) continue;
         REQUIRED_THAT(w, tag[slot] < n && cache->host_info[host_id(cache, s, tag[slot] / 64)].rows > tag[slot] % 64,
                       "session %d: hot row %d of %d is not on the host", s, tag[slot], n);
@@ -612,7 +648,9 @@ static void model_recall(const World *w, int deficit, int gives[MAX_SESSIONS]) {
             if (!pages[s] || gives[s]) continue;
             if (best < 0 || clean[s] > clean[best] + 1e-9) { best = s; continue; }
             if (clean[s] < clean[best] - 1e-9) continue;
-            if (pages[s] > pages[best] || (pages[s] == pages[best] && cache->session[s].populated < cache->session[best].populated)) best = s;
+            if (pages[s] > pages[best]
+                || (pages[s] == pages[best] && cache->session[s].populated < cache->session[best].populated))
+                best = s;
         }
         gives[best] = pages[best];
         deficit -= pages[best];
@@ -650,7 +688,8 @@ static bool try_admission(World *w) {
     int deficit = needed + cache->reserve - cache->device_pages.n_free;
     for (int i = 0; i < w->shape.sessions; i++) {
         before[i] = optional_pages(cache, i);
-        kept += before[i] + (cache->session[i].admitted ? cache->hot_pages + cache->session[i].n_spare + cache->session[i].n_tail : 0);
+        kept += before[i]
+                + (cache->session[i].admitted ? cache->hot_pages + cache->session[i].n_spare + cache->session[i].n_tail : 0);
     }
     int coming = cache->device_pages.n_pages - 1 - cache->device_pages.n_free - kept;
     model_recall(w, deficit > 0 ? deficit - coming : 0, gives);
@@ -661,14 +700,16 @@ static bool try_admission(World *w) {
     if (in) REQUIRED_THAT(w, deficit <= 0, "admitted into the reserve");
     for (int i = 0; i < w->shape.sessions; i++)
         if (i != s)
-            REQUIRED_THAT(w, before[i] - optional_pages(cache, i) == gives[i], "eq. 4: session %d gives %d of its %d pages, not %d", i,
-                          before[i] - optional_pages(cache, i), before[i], gives[i]);
+            REQUIRED_THAT(w, before[i] - optional_pages(cache, i) == gives[i],
+                          "eq. 4: session %d gives %d of its %d pages, not %d", i, before[i] - optional_pages(cache, i),
+                          before[i], gives[i]);
     seen.waits += !in;
     w->promised = false;
     for (int i = 0; i < w->shape.sessions; i++) coming += gives[i];
     if (!in) w->promised = deficit > 0 && coming >= deficit && cache->waiting;
     if (!in) return false;
-    REQUIRED_THAT(w, cached % 64 == 0 && cached <= larger(w->n_prompt - 1, 0), "%d of %d rows are there already", cached, w->n_prompt);
+    REQUIRED_THAT(w, cached % 64 == 0 && cached <= larger(w->n_prompt - 1, 0), "%d of %d rows are there already", cached,
+                  w->n_prompt);
     seen.shared += cached / 64;
     take_in(w, s, cached);
     return true;
@@ -715,7 +756,8 @@ static void step(World *w) {
     for (int i = 0; i < cache->index_pages.n_free; i++) {
         int page = cache->index_pages.free[i];
         if (!w->index_free_before[page])
-            for (int g = 0; g < cache->groups; g++) memset(key_row(cache, g, (int64_t)page * 64), 0xcc, 64 * cache->index_format.stride);
+            for (int g = 0; g < cache->groups; g++)
+                memset(key_row(cache, g, (int64_t)page * 64), 0xcc, 64 * cache->index_format.stride);
     }
     check_world(w, true);
 }
@@ -726,7 +768,8 @@ static void truncate_session(World *w, int s, int n) {
     bool changes = n < model->committed;
     if (!cache_truncate(cache, s, n)) {
         int keyed_pages = 0;
-        for (int page = n / 64; page < (model->rows + 63) / 64; page++) keyed_pages += cache->host_info[host_id(cache, s, page)].refs > 1;
+        for (int page = n / 64; page < (model->rows + 63) / 64; page++)
+            keyed_pages += cache->host_info[host_id(cache, s, page)].refs > 1;
         REQUIRED_THAT(w, cache->host_pages.n_free < keyed_pages, "going back to %d fails with %d host pages free, %d wanted", n,
                       cache->host_pages.n_free, keyed_pages);
         return;
@@ -794,7 +837,8 @@ static void draw_selection(World *w, int s, int position, int *out, int k) {
     for (int i = 0; i < n; i++) {
         int pick = low + random_below(span);
         if (kind == 0) pick = position - i;
-        if (kind == 1 && i < model->n_last && model->last[i] <= position && model->last[i] >= 0 && !chance(10)) pick = model->last[i];
+        if (kind == 1 && i < model->n_last && model->last[i] <= position && model->last[i] >= 0 && !chance(10))
+            pick = model->last[i];
         if (kind == 2) pick = 64 * random_below(position / 64 + 1) + between(-1, 1);
         if (pick < low || pick > position) pick = low;
         while (taken[pick]) pick = pick + 1 > position ? low : pick + 1;
@@ -819,11 +863,13 @@ static void sign_new_rows(World *w, const Row *rows, int n, int source) {
     for (int r = 0; r < n; r++) {
         uint64_t history = w->model[rows[r].session].history[rows[r].position];
         int at = engine->state.kv_rows[r].id, key = engine->state.index_rows[r].id;
-        REQUIRED_THAT(w, at >= 64 && at < cache->device_pages.n_pages * 64, "position %d is to be stored at %d", rows[r].position, at);
+        REQUIRED_THAT(w, at >= 64 && at < cache->device_pages.n_pages * 64, "position %d is to be stored at %d", rows[r].position,
+                      at);
         if (w->broken) return;
         sign(pool_row(cache, source, at), cache->format.bytes, history, source, rows[r].position);
         if (cache->groups && w->shape.producer[source])
-            sign(key_row(cache, cache->group_of[source], key), cache->index_format.bytes, history, 100 + cache->group_of[source], rows[r].position);
+            sign(key_row(cache, cache->group_of[source], key), cache->index_format.bytes, history, 100 + cache->group_of[source],
+                 rows[r].position);
     }
 }
 
@@ -832,8 +878,9 @@ static void check_dense(World *w, const Row *rows, int n, int source) {
     const Cache *cache = &w->engine.cache;
     for (int r = 0; r < n && !w->broken; r++)
         for (int position = 0; position <= rows[r].position; position += position + 70 < rows[r].position ? between(1, 70) : 1)
-            REQUIRED_THAT(w, signed_so(pool_row(cache, source, ready_id(cache, rows[r].session, position / 64) * 64 + position % 64),
-                                       cache->format.bytes, w->model[rows[r].session].history[position], source, position),
+            REQUIRED_THAT(w,
+                          signed_so(pool_row(cache, source, ready_id(cache, rows[r].session, position / 64) * 64 + position % 64),
+                                    cache->format.bytes, w->model[rows[r].session].history[position], source, position),
                           "session %d, source %d: position %d is not in the map", rows[r].session, source, position);
 }
 
@@ -855,7 +902,8 @@ static void run_pass(World *w, const Row *rows, int n, int fails_at) {
         if (w->shape.dense) { check_dense(w, rows, n, w->layer); continue; }
         if (w->shape.producer[w->layer])
             for (int r = 0; r < n; r++) {
-                (w->select ? w->select : draw_selection)(w, rows[r].session, rows[r].position, state->selection.ids + r * cache->index_topk, cache->index_topk);
+                (w->select ? w->select : draw_selection)(w, rows[r].session, rows[r].position,
+                                                         state->selection.ids + r * cache->index_topk, cache->index_topk);
                 state->selection.count[r] = cache->index_topk;
             }
         if (w->shape.producer[w->layer]) w->n_runs = 0;
@@ -902,7 +950,9 @@ static void pass(World *w) {
     for (int s = 0; s < w->shape.sessions && !w->broken; s++) {
         Model *model = &w->model[s];
         if (!took[s]) continue;
-        int keeps = fails_at >= 0 ? 0 : took[s] > 1 && chance(40) ? between(1, took[s]) : took[s];     /* eq. 7: the anchor and A drafts */
+        int keeps = fails_at >= 0               ? 0
+                    : took[s] > 1 && chance(40) ? between(1, took[s])
+                                                : took[s]; /* eq. 7: the anchor and A drafts */
         seen.split_commits += keeps && keeps < took[s];
         model->committed += keeps;
         model->n_ids = larger(model->n_prompt, model->committed);
@@ -917,10 +967,19 @@ static void pass(World *w) {
 
 static Shape random_shape(void) {
     static const int widths[] = {4, 12, 16, 28, 64};
-    Shape shape = {.dense = chance(5), .sessions = between(1, MAX_SESSIONS), .context = chance(15) ? between(1, 80) : between(80, 640), .sources = between(1, 6),
-                   .staging_blocks = between(1, 3), .live_sources = between(1, 4), .mode = chance(15) ? MODE_RESIDENT : chance(30) ? MODE_HISPARSE : MODE_ADAPTIVE,
-                   .reclaim = chance(50) ? RECLAIM_WHOLE : RECLAIM_PROPORTIONAL, .lookup = chance(50) ? LOOKUP_DIRECT : LOOKUP_SCAN,
-                   .dtype = (KvDtype)random_below(3), .width = widths[random_below(5)]};
+    Shape shape = {.dense = chance(5),
+                   .sessions = between(1, MAX_SESSIONS),
+                   .context = chance(15) ? between(1, 80) : between(80, 640),
+                   .sources = between(1, 6),
+                   .staging_blocks = between(1, 3),
+                   .live_sources = between(1, 4),
+                   .mode = chance(15)   ? MODE_RESIDENT
+                           : chance(30) ? MODE_HISPARSE
+                                        : MODE_ADAPTIVE,
+                   .reclaim = chance(50) ? RECLAIM_WHOLE : RECLAIM_PROPORTIONAL,
+                   .lookup = chance(50) ? LOOKUP_DIRECT : LOOKUP_SCAN,
+                   .dtype = (KvDtype)random_below(3),
+                   .width = widths[random_below(5)]};
     shape.pass_rows = chance(50) ? 64 : between(1, shape.context);
     if (shape.pass_rows > shape.context) shape.pass_rows = shape.context;
     if (shape.pass_rows > MAX_PASS_ROWS) shape.pass_rows = MAX_PASS_ROWS;
@@ -954,7 +1013,8 @@ static void end_trace(World *w) {
                   cache->index_pages.n_free, cache->index_pages.n_pages - 1);
     REQUIRED_THAT(w, cache->mode == MODE_RESIDENT || cache->host_pages.n_free + idle == cache->host_pages.n_pages - 1,
                   "%d of %d host pages came back, %d are kept", cache->host_pages.n_free, cache->host_pages.n_pages - 1, idle);
-    REQUIRED_THAT(w, !w->n_copies && !cache->n_transfers && !cache->n_retired && !cache->n_recalled, "something is still under way");
+    REQUIRED_THAT(w, !w->n_copies && !cache->n_transfers && !cache->n_retired && !cache->n_recalled,
+                  "something is still under way");
 }
 
 static void play_round(World *w) {
@@ -964,7 +1024,9 @@ static void play_round(World *w) {
     if (chance(50)) let_bytes_move(w);
     if (model->admitted && chance(w->leaving)) { release(w, s); check_world(w, false); }
     else if (model->admitted && chance(8)) {
-        int n = chance(70) ? random_below(model->committed + 1) : chance(50) ? 64 * random_below(model->committed / 64 + 1) : model->committed;
+        int n = chance(70)   ? random_below(model->committed + 1)
+                : chance(50) ? 64 * random_below(model->committed / 64 + 1)
+                             : model->committed;
         truncate_session(w, s, n);
         check_world(w, false);
     } else if (model->admitted && w->asking < 0 && chance(4)) save_and_restore(w, s);
@@ -1018,13 +1080,16 @@ static bool run_trace(uint64_t seed, int rounds) {
 static void test_random_traces(void) {
     const char *wanted = getenv("TRACES"), *from = getenv("TRACE"), *rounds = getenv("ROUNDS");
     int traces = wanted ? atoi(wanted) : TRACES, failures = 0, most = getenv("FAILURES") ? atoi(getenv("FAILURES")) : 3;
-    for (uint64_t seed = from ? strtoull(from, NULL, 10) : 0; traces > 0 && failures < most; traces--, seed++) failures += !run_trace(seed, rounds ? atoi(rounds) : 8 + (int)(seed % 29));
-    printf("%ld traces, %ld passes; rows found in tail %ld, optional %ld, hot %ld, host %ld, of those staged %ld; pages lent %ld, "
-           "recalled %ld, populated %ld, shared %ld; admitted %ld, waits %ld, of tails %ld; truncated %ld, aborted %ld, failed passes %ld, imported %ld, "
-           "partly accepted %ld, copies asked for too early %ld\n",
-           seen.traces, seen.passes, seen.picked[TIER_TAIL], seen.picked[TIER_OPTIONAL], seen.picked[TIER_HOT], seen.picked[TIER_HOST],
-           seen.staged, seen.lent, seen.recalled, seen.populated, seen.shared, seen.admitted, seen.waits, seen.tail_waits, seen.truncated, seen.aborted, seen.failed,
-           seen.imported, seen.split_commits, seen.delayed);
+    for (uint64_t seed = from ? strtoull(from, NULL, 10) : 0; traces > 0 && failures < most; traces--, seed++)
+        failures += !run_trace(seed, rounds ? atoi(rounds) : 8 + (int)(seed % 29));
+    printf(
+        "%ld traces, %ld passes; rows found in tail %ld, optional %ld, hot %ld, host %ld, of those staged %ld; pages lent %ld, "
+        "recalled %ld, populated %ld, shared %ld; admitted %ld, waits %ld, of tails %ld; truncated %ld, aborted %ld, failed "
+        "passes %ld, imported %ld, "
+        "partly accepted %ld, copies asked for too early %ld\n",
+        seen.traces, seen.passes, seen.picked[TIER_TAIL], seen.picked[TIER_OPTIONAL], seen.picked[TIER_HOT],
+        seen.picked[TIER_HOST], seen.staged, seen.lent, seen.recalled, seen.populated, seen.shared, seen.admitted, seen.waits,
+        seen.tail_waits, seen.truncated, seen.aborted, seen.failed, seen.imported, seen.split_commits, seen.delayed);
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -1061,8 +1126,19 @@ static void test_random_traces(void) {
  */
 
 static Shape plain_shape(KvMode mode) {
-    return (Shape){.sessions = 3, .context = 320, .pass_rows = 64, .topk = 8, .hot = 16, .sources = 3, .producer = {true, false, true},
-                   .staging_blocks = 1, .live_sources = 1, .spare_pages = NEVER, .spare_host_pages = NEVER, .mode = mode, .width = 16};
+    return (Shape){.sessions = 3,
+                   .context = 320,
+                   .pass_rows = 64,
+                   .topk = 8,
+                   .hot = 16,
+                   .sources = 3,
+                   .producer = {true, false, true},
+                   .staging_blocks = 1,
+                   .live_sources = 1,
+                   .spare_pages = NEVER,
+                   .spare_host_pages = NEVER,
+                   .mode = mode,
+                   .width = 16};
 }
 
 static World *begin(Shape shape) {
@@ -1119,7 +1195,9 @@ static void prefill(World *w, int s, int until) {
         advance(w, s, left < w->shape.pass_rows ? left : w->shape.pass_rows, left);
 }
 
-static int host_rows(const World *w, int s, int page) { return w->engine.cache.host_info[host_id(&w->engine.cache, s, page)].rows; }
+static int host_rows(const World *w, int s, int page) {
+    return w->engine.cache.host_info[host_id(&w->engine.cache, s, page)].rows;
+}
 
 /* A6 1. Every source of every group, all tiers: the bytes that attention sees are the source's own (watched_attention), and so
  * is every byte in every tier (check_session). */
@@ -1191,7 +1269,8 @@ static void test_offsets_are_64_bit(void) {
     recall_pages(cache, 0, 5);                      /* to the host, and back through the hot cache */
     cache->waiting = true;
     for (int i = 0; i < 5 && !w->broken; i++) advance(w, 0, 8, 3), step(w);
-    CHECK(seen.picked[TIER_HOST] > 0 && cache->tables.hot[0].id * 64ll * (long long)cache->format.stride > 1ll << 32, "rows came from far out");
+    CHECK(seen.picked[TIER_HOST] > 0 && cache->tables.hot[0].id * 64ll * (long long)cache->format.stride > 1ll << 32,
+          "rows came from far out");
     cache->waiting = false;
     finish(w, __func__);
 }
@@ -1220,7 +1299,9 @@ static void test_pads_stay_pads(void) {
         int32_t before[16];
         memcpy(before, tag, sizeof before);
         advance(w, 0, 1, 1);
-        if (i == 2) CHECK(!memcmp(before, tag, sizeof before) && w->picked[TIER_HOST] + w->picked[TIER_HOT] + w->picked[TIER_TAIL] == 0, "only pads: nothing happens");
+        if (i == 2)
+            CHECK(!memcmp(before, tag, sizeof before) && w->picked[TIER_HOST] + w->picked[TIER_HOT] + w->picked[TIER_TAIL] == 0,
+                  "only pads: nothing happens");
         for (int rank = 0; rank < 8; rank++)
             CHECK((w->engine.state.locations[rank].id == -1) == (selections[i][rank] < 0), "selection %zu, rank %d", i, rank);
         step(w);
@@ -1236,7 +1317,8 @@ static void test_largest_pass_fits_its_workspace(void) {
     World *w = begin(shape);
     enter(w, 0, 1, 512, 512);
     const State *state = &w->engine.state;
-    CHECK(state->plan.capacity >= state->max_rows * 24 && state->max_rows >= MAX_PASS_ROWS, "the plan holds what the largest pass may miss");
+    CHECK(state->plan.capacity >= state->max_rows * 24 && state->max_rows >= MAX_PASS_ROWS,
+          "the plan holds what the largest pass may miss");
     while (w->model[0].committed < 512 && !w->broken) advance(w, 0, 512, 512), step(w);
     finish(w, __func__);
 }
@@ -1297,8 +1379,9 @@ static void test_any_hot_size(void) {
 static void test_victims_are_the_oldest_and_of_equals_the_lowest(void) {
     static const struct {
         int selects[2], slots[4];
-    } rounds[] = {{{10, 11}, {10, 11, -1, -1}}, {{12, 13}, {10, 11, 12, 13}}, {{11, 12}, {10, 11, 12, 13}}, {{20, 12}, {20, 11, 12, 13}},
-                  {{21, 20}, {20, 11, 12, 21}}, {{30, 31}, {20, 30, 31, 21}}, {{5, 40}, {5, 30, 31, 40}}, {{41, 5}, {5, 41, 31, 40}}};
+    } rounds[] = {{{10, 11}, {10, 11, -1, -1}}, {{12, 13}, {10, 11, 12, 13}}, {{11, 12}, {10, 11, 12, 13}},
+                  {{20, 12}, {20, 11, 12, 13}}, {{21, 20}, {20, 11, 12, 21}}, {{30, 31}, {20, 30, 31, 21}},
+                  {{5, 40}, {5, 30, 31, 40}},   {{41, 5}, {5, 41, 31, 40}}};
     for (Lookup lookup = LOOKUP_DIRECT; lookup <= LOOKUP_SCAN; lookup++) {
         Shape shape = plain_shape(MODE_HISPARSE);
         shape.topk = 2;
@@ -1314,8 +1397,9 @@ static void test_victims_are_the_oldest_and_of_equals_the_lowest(void) {
             chosen_at = w->model[0].committed;
             memcpy(chosen[0], rounds[i].selects, sizeof rounds[i].selects);
             advance(w, 0, 1, 1);
-            CHECK(!memcmp(w->engine.cache.tables.tag, rounds[i].slots, sizeof rounds[i].slots), "after %zu selections the slots hold %d %d %d %d", i + 1,
-                  w->engine.cache.tables.tag[0], w->engine.cache.tables.tag[1], w->engine.cache.tables.tag[2], w->engine.cache.tables.tag[3]);
+            CHECK(!memcmp(w->engine.cache.tables.tag, rounds[i].slots, sizeof rounds[i].slots),
+                  "after %zu selections the slots hold %d %d %d %d", i + 1, w->engine.cache.tables.tag[0],
+                  w->engine.cache.tables.tag[1], w->engine.cache.tables.tag[2], w->engine.cache.tables.tag[3]);
             step(w);
         }
         finish(w, __func__);
@@ -1387,11 +1471,15 @@ static void test_admission_initialises_everything(void) {
         release(w, 0);
         step(w), step(w);
         enter(w, 0, 2, 100, 320);
-        int stale = cache->tables.tail_base[0] != 0 || cache->session[0].committed || cache->session[0].placed || cache->session[0].n_tail;
-        for (int i = 0; i < cache->groups * cache->hot_rows; i++) stale += cache->tables.tag[i] != -1 || cache->tables.stamp[i] != 0;
+        int stale = cache->tables.tail_base[0] != 0 || cache->session[0].committed || cache->session[0].placed
+                    || cache->session[0].n_tail;
+        for (int i = 0; i < cache->groups * cache->hot_rows; i++)
+            stale += cache->tables.tag[i] != -1 || cache->tables.stamp[i] != 0;
         for (int i = 0; i < cache->groups && cache->hot_rows; i++) stale += cache->tables.clock[i] != 0;
-        for (int i = 0; i < cache->groups * cache->context_pages * 64 && cache->hot_rows; i++) stale += cache->tables.slot_of[i] != 0;
-        for (int page = 0; page < cache->context_pages; page++) stale += ready_id(cache, 0, page) != 0 || cache->session[0].pages[page].state != PAGE_ABSENT;
+        for (int i = 0; i < cache->groups * cache->context_pages * 64 && cache->hot_rows; i++)
+            stale += cache->tables.slot_of[i] != 0;
+        for (int page = 0; page < cache->context_pages; page++)
+            stale += ready_id(cache, 0, page) != 0 || cache->session[0].pages[page].state != PAGE_ABSENT;
         for (int i = 0; i < cache->tail_ring; i++) stale += cache->tables.tail[i].id != 0;
         CHECK(!stale, "mode %d: %d things are left of the session before", mode, stale);
         finish(w, __func__);
@@ -1401,7 +1489,11 @@ static void test_admission_initialises_everything(void) {
 /* A6 11, 12. The compiler keeps them apart. */
 static void test_ids_of_different_spaces_are_different_types(void) {
 #define DIFFER(a, b) _Static_assert(!__builtin_types_compatible_p(a, b), #a " and " #b)
-    DIFFER(SourceId, int); DIFFER(DevicePage, HostPage); DIFFER(DeviceRow, HostRow); DIFFER(DevicePage, DeviceRow); DIFFER(HostPage, HostRow);
+    DIFFER(SourceId, int);
+    DIFFER(DevicePage, HostPage);
+    DIFFER(DeviceRow, HostRow);
+    DIFFER(DevicePage, DeviceRow);
+    DIFFER(HostPage, HostRow);
     DIFFER(DevicePage, int32_t); DIFFER(HostPage, int32_t);
 #undef DIFFER
     CHECK(sizeof(((HostRow *)0)->id) == 8, "host rows are counted in 64 bits");
@@ -1583,7 +1675,8 @@ static void test_page_zero_is_never_touched(void) {
         int touched = 0;
         for (int source = 0; source < 3; source++)
             for (size_t i = 0; i < page; i++)
-                touched += pool_row(cache, source, 0)[i] != 0x77 || (mode != MODE_RESIDENT && host_row(cache, source, 0)[i] != 0x77);
+                touched += pool_row(cache, source, 0)[i] != 0x77
+                           || (mode != MODE_RESIDENT && host_row(cache, source, 0)[i] != 0x77);
         CHECK(!touched, "mode %d: %d bytes of page 0 were written", mode, touched);
         finish(w, __func__);
     }
@@ -1613,8 +1706,8 @@ static void test_strides_are_whole_lines(void) {
     for (KvDtype dtype = KV_F32; dtype <= KV_F8; dtype++)
         for (int values = 4; values < 700; values += 12) {
             RowFormat format = row_format(dtype, values, 64, 128);
-            CHECK(format.stride % 64 == 0 && format.stride >= format.bytes && format.stride < format.bytes + 64, "%d values: %zu bytes, stride %zu",
-                  values, format.bytes, format.stride);
+            CHECK(format.stride % 64 == 0 && format.stride >= format.bytes && format.stride < format.bytes + 64,
+                  "%d values: %zu bytes, stride %zu", values, format.bytes, format.stride);
         }
     RowFormat flash = row_format(KV_F8, 512, 64, 128);
     CHECK(flash.bytes == 656 && flash.stride == 704, "512 + 64 values in fp8 are 656 bytes, 704 apart");
@@ -1659,8 +1752,10 @@ static void test_equal_prompts_share_their_pages(void) {
         prefill(w, 0, 200);
         int tries = 0;
         for (; !enter(w, 1, 1, 200, 320) && tries < 20; tries++) step(w);
-        CHECK(w->model[1].committed == 192 && tries > (mode == MODE_ADAPTIVE ? 0 : -1), "%d rows are shared, after %d rounds", w->model[1].committed, tries);
-        CHECK(host_id(cache, 0, 2) == host_id(cache, 1, 2) && host_id(cache, 0, 3) != host_id(cache, 1, 3), "whole pages are the same ones");
+        CHECK(w->model[1].committed == 192 && tries > (mode == MODE_ADAPTIVE ? 0 : -1), "%d rows are shared, after %d rounds",
+              w->model[1].committed, tries);
+        CHECK(host_id(cache, 0, 2) == host_id(cache, 1, 2) && host_id(cache, 0, 3) != host_id(cache, 1, 3),
+              "whole pages are the same ones");
         prefill(w, 1, 220);
         release(w, 0);
         step(w);
@@ -1725,7 +1820,8 @@ static void test_recall_order(void) {
     static const int lengths[] = {200, 300, 200};
     for (int s = 0; s < 3; s++) enter(w, s, s, lengths[s], 320);
     for (int s = 2; s >= 0; s--) prefill(w, s, lengths[s]);
-    CHECK(optional_pages(cache, 0) == 3 && optional_pages(cache, 1) == 4 && optional_pages(cache, 2) == 3, "three, four and three pages are lent");
+    CHECK(optional_pages(cache, 0) == 3 && optional_pages(cache, 1) == 4 && optional_pages(cache, 2) == 3,
+          "three, four and three pages are lent");
     int first[3], n = 0;
     begin_backup(cache, 0, 0);                      /* a third of session 0 is clean: it is first */
     step(w), step(w);
@@ -1822,7 +1918,6 @@ static void test_a_page_is_not_found_behind_another_parent(void) {
     w->delay = 100;
     advance(w, 0, 60, 60);
     advance(w, 0, 60, 60);
-    int parent = host_id(cache, 0, 0);
     release(w, 0);
     w->delay = 0;
     step(w), step(w);
@@ -1839,7 +1934,6 @@ static void test_a_page_is_not_found_behind_another_parent(void) {
         release(w, 0);
         step(w), step(w);
     }
-    (void)parent;
     finish(w, __func__);
 }
 
@@ -1864,7 +1958,8 @@ static void test_rows_without_a_place_are_refused(void) {
             Row first = rows[refused[i].first];
             rows[refused[i].first].session = refused[i].session;
             CHECK(!cache_place(cache, rows + refused[i].first, refused[i].n, &failed, &error) && failed == refused[i].session
-                      && strstr(error.text, refused[i].says), "mode %d, rows %zu: \"%s\", session %d", mode, i, error.text, failed);
+                      && strstr(error.text, refused[i].says),
+                  "mode %d, rows %zu: \"%s\", session %d", mode, i, error.text, failed);
             rows[refused[i].first] = first;
             check_world(w, false);
         }
@@ -1875,11 +1970,12 @@ static void test_rows_without_a_place_are_refused(void) {
 
 /* The traces meet everything they are about. */
 static void test_traces_meet_everything(void) {
-    CHECK(seen.traces < 1000 || (seen.picked[TIER_HOT] > 10 * seen.traces && seen.picked[TIER_HOST] > 10 * seen.traces && seen.staged > seen.traces
-                                 && seen.recalled > seen.traces / 10 && seen.populated > seen.traces / 10 && seen.shared > seen.traces / 10
-                                 && seen.tail_waits > seen.traces / 20 && seen.truncated > seen.traces / 2 && seen.aborted > seen.traces / 2
-                                 && seen.failed > seen.traces / 4 && seen.imported > seen.traces / 10 && seen.split_commits > seen.traces
-                                 && seen.delayed > seen.traces),
+    CHECK(seen.traces < 1000
+              || (seen.picked[TIER_HOT] > 10 * seen.traces && seen.picked[TIER_HOST] > 10 * seen.traces
+                  && seen.staged > seen.traces && seen.recalled > seen.traces / 10 && seen.populated > seen.traces / 10
+                  && seen.shared > seen.traces / 10 && seen.tail_waits > seen.traces / 20 && seen.truncated > seen.traces / 2
+                  && seen.aborted > seen.traces / 2 && seen.failed > seen.traces / 4 && seen.imported > seen.traces / 10
+                  && seen.split_commits > seen.traces && seen.delayed > seen.traces),
           "the traces leave something out");
 }
 
