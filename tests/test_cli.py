@@ -1105,6 +1105,118 @@ def test_terminal_interrupts():
     check(process.returncode == 1 and err == b"tide: interrupted\n" and out.endswith(b"\n"), "generate: text so far, and exit 1", process.returncode, err)
 
 
+# ---- where the history lies
+
+PLACES = [("--kv", "resident"), ("--kv", "hisparse"), ("--kv", "adaptive"), ("--kv", "hisparse", "--hot", "16"), ("--kv", "adaptive", "--hot", "19", "--lookup", "scan"),
+          ("--kv", "adaptive", "--hot", "128", "--reclaim", "proportional"), ("--kv", "hisparse", "--lookup", "scan"), ("--kv", "adaptive", "--reclaim", "whole", "--lookup", "direct")]
+
+
+def least_bytes(option, *args):
+    """The least that a refusal asks for; one byte less is refused too."""
+    result = refused(1, option, *args, option, "1K")
+    found = re.search(rb"needs (\d+) bytes", result.err)
+    check(found, "the refusal says what would do", result.err)
+    least = int(found.group(1)) if found else 1
+    refused(1, option + "|needs %d bytes" % least, *args, option, str(least - 1))
+    return least
+
+
+def test_placement_refusals():
+    story = ("generate", "-m", RANDOM, "-p", "once upon a time", "-n", "40", "--temp", "1", "--seed", "4", "-c", "512")
+    wanted = run(*story, "--kv", "resident").out
+    for place in PLACES:
+        least = least_bytes("--kv-budget", *story, *place)
+        equal(run(*story, *place, "--kv-budget", str(least)).out, wanted, "the least device memory is enough: " + " ".join(place))
+        if "resident" in place:
+            continue
+        host = least_bytes("--host-budget", *story, *place)
+        equal(run(*story, *place, "--host-budget", str(host), "--kv-budget", str(least)).out, wanted, "and the least host memory: " + " ".join(place))
+    bare = os.path.join(HOME, "bare")
+    shutil.copytree(RANDOM, bare)
+    write(bare + "/model.safetensors", struct.pack("<Q", 2) + b"{}")             # no tensor to bind
+    refused(1, "--host-budget|" + bare, "generate", "-m", bare, "-p", "x", "--host-budget", "1K")      # before a weight is looked at
+    refused(1, "--kv-budget|" + bare, "generate", "-m", bare, "-p", "x", "--kv", "hisparse", "--kv-budget", "1K")
+    for command in (("generate", "-p", "x"), ("batch", write(HOME + "/p.txt", "x\n")), ("eval", "--ppl", "-p", "xy"), ("chat",), ("inspect",)):
+        if command[0] == "eval":
+            command = ("eval", "--ppl", "-f", write(HOME + "/xy", "xy"))
+        result = run(*command, "-m", RANDOM, "--hot", "15")
+        check(result.code == 1 and result.err.count(b"\n") == 1 and b"--hot 15" in result.err and b"16 rows" in result.err, command[0] + ": --hot below index_topk", result.code, result.err)
+    equal(run(*story, "--hot", "16").out, wanted, "--hot as large as index_topk")
+    refused(1, "--hot 65500", "generate", "-m", RANDOM, "-p", "x", "--hot", "65500")
+    equal(run("generate", "-m", RANDOM, "-p", "x", "-n", "3", "-c", "8", "--hot", "8", "--temp", "0").code, 0, "a context below index_topk needs no more than itself")
+
+
+def test_placement_does_not_show():
+    prompt = write(HOME + "/long", "The quick brown fox jumps over the lazy dog. " * 9)
+    story = ("generate", "-m", RANDOM, "-f", prompt, "-n", "150", "--temp", "1", "--seed", "4", "-c", "700")
+    wanted = run(*story, "--kv", "resident").out
+    check(len(wanted) > 20, "there is something to compare", wanted)
+    rows = []
+    for i in range(14):
+        rows.append({"prompt": ("common ground " * 20 if i % 2 else "") + "abc" * (3 * i) + str(i % 5), "n": 5 + 7 * i, "seed": i, "temp": 0 if i % 3 == 0 else 1})
+    prompts = write(HOME + "/rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    batch = ("batch", "-m", RANDOM, prompts, "-c", "512")
+    answers = run(*batch, "--kv", "resident", "--slots", "1").out
+    equal(answers.count(b'"error":null'), len(rows), "all rows are answered")
+    talk = "hello there\nand again, at some length: %s\n/regen\nbye\n" % ("x" * 200)
+    talked = chat(talk, "--temp", "0", "-n", "90", "--kv", "resident", model=RANDOM).out
+    for place in PLACES:
+        name = " ".join(place)
+        equal(run(*story, *place).out, wanted, "generate " + name)
+        equal(chat(talk, "--temp", "0", "-n", "90", *place, model=RANDOM).out, talked, "chat " + name)
+        for slots in ("1", "3", "32"):
+            tight = re.search(rb"needs (\d+) bytes", run(*batch, *place, "--slots", slots, "--kv-budget", "1K").err).group(1)
+            equal(run(*batch, *place, "--slots", slots).out, answers, "batch --slots %s %s" % (slots, name))
+            equal(run(*batch, *place, "--slots", slots, "--kv-budget", str(int(tight) * 5 // 4)).out, answers, "batch --slots %s %s, hardly any memory" % (slots, name))
+    ids = ",".join(str(3 + 7 * i % 300) for i in range(300))
+    dumps = []
+    for i, place in enumerate(PLACES):
+        dump = HOME + "/dump%d" % i
+        equal(run("eval", "-m", RANDOM, "--ids", ids, "--decode", "5,6,7", "--dump", dump, *place).code, 0, "eval --dump")
+        dumps.append(read(dump))
+    check(all(dump == dumps[0] for dump in dumps), "eval --dump writes the same bytes wherever rows lie")
+
+
+def test_placement_of_dense_attention():
+    for place in (("--kv", "adaptive"), ("--kv", "hisparse"), ("--hot", "1024"), ("--reclaim", "whole")):
+        result = generate("-p", "1", "-n", "2", *place, quiet=False)
+        check(b"qwen3" in result.err and place[0].encode() in result.err and b"resident: cache" in result.err and result.err.count(b"\n") == 2, "qwen3 runs resident, and says so", result.err)
+        equal((result.code, result.out), (0, b"23\n"), "qwen3 with " + " ".join(place))
+    equal(generate("-p", "1", "-n", "2").err, b"", "nothing to say where nothing was asked for")
+
+
+def test_prefix_sharing():
+    """Prompts of a batch that begin alike run what they share once."""
+    common = "A beginning that all of these prompts have, of several pages of sixty-four tokens each. " * 3
+    prompts = write(HOME + "/alike.txt", "".join(common + "and then, %d\n" % i for i in range(9)))
+    def rows(*place):
+        result = run("batch", "-m", RANDOM, prompts, "-c", "512", "--temp", "0", "-n", "6", "--stats", *place)
+        shared = re.search(rb"(\d+) shared", result.err)
+        return result.out, int(re.search(rb"rounds, (\d+) rows", result.err).group(1)), int(shared.group(1)) if shared else 0
+    text, alone, none = rows("--kv", "resident")
+    equal(none, 0, "a resident cache shares nothing")
+    for slots in ("1", "3", "32"):
+        for mode in ("hisparse", "adaptive"):
+            out, run_rows, shared = rows("--kv", mode, "--slots", slots)
+            equal(out, text, "the answers do not show it")
+            equal(run_rows, alone - 64 * shared, "each shared page saves 64 rows")
+            check(shared >= 8 * 4, "eight of nine prompts find four pages", mode, slots, shared)
+
+
+def test_placement_plan():
+    """What inspect and the first line on stderr say of the two memories."""
+    for place, words in [(("--kv", "resident"), b"resident: cache "), (("--kv", "hisparse", "--hot", "100"), b"hisparse: cache .*100 hot rows and 4 pages required of a session.*on the host"),
+                         (("--slots", "5"), b"5 x 4096 bf16 rows, adaptive: cache .*32 hot rows and 3 pages required of a session.*on the host"),
+                         (("--kv-dtype", "fp8", "-c", "1000"), b"1 x 1000 fp8 rows, adaptive")]:
+        result = run("inspect", "-m", RANDOM, *place)
+        check(result.code == 0 and re.search(words, result.out), "inspect prints the plan: " + " ".join(place), result.out[-300:])
+        check((b"on the host" in result.out) == (b"resident" not in words), "host memory where there is any", result.out[-300:])
+    for budget in (3 << 20, 5 << 20):
+        plan = run("inspect", "-m", RANDOM, "--slots", "16", "--kv-budget", str(budget)).out
+        used = float(re.search(rb"cache ([0-9.]+) MB", plan).group(1)) * 1e6
+        check(0.9 * budget < used <= budget + 1e5, "the pool fills its budget", used, budget)
+
+
 # ---- memory
 
 def address_space(bytes_):
@@ -1157,10 +1269,10 @@ def peak_memory(args, text):
 def test_memory_used():
     if SANITIZED:
         return
-    for model in [RANDOM] + ([MINI] if os.path.exists(MINI + "/config.json") else []):
+    for model, mode in [(model, mode) for model in [RANDOM, MINI] for mode in ("resident", "hisparse", "adaptive") if os.path.exists(model + "/config.json")]:
         text = write(HOME + "/text", "The quick brown fox jumps over the lazy dog. " * (200 if model == MINI else 60))
-        peak, cache = peak_memory(["eval", "-m", model, "-f", text, "--ppl", "-c", "4096" if model == MINI else "2048"], model)
-        check(0 < peak < cache + 64e6, "less than 64 MB beside weights and cache: %.1f MB (%s)" % ((peak - cache) / 1e6, model))
+        peak, cache = peak_memory(["eval", "-m", model, "-f", text, "--ppl", "-c", "4096" if model == MINI else "2048", "--kv", mode], model)
+        check(0 < peak < cache + 64e6, "less than 64 MB beside weights and cache: %.1f MB (%s, %s)" % ((peak - cache) / 1e6, model, mode))
 
 
     rows = 50000
