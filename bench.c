@@ -77,7 +77,6 @@ __attribute__((format(printf, 3, 4))) static void claim(bool holds, const char *
     vprintf(format, arguments);
     va_end(arguments);
     printf(")\n");
-    fflush(stdout);
 }
 
 static int compare_doubles(const void *a, const void *b) {
@@ -742,7 +741,6 @@ static void print_point(Point point, int mode, const Tally *tally, FILE *csv) {
            coverage, host, first, spacing);
     fprintf(csv, "%s,%d,%d,%.2f,%.2f,%.2f,%.3f,%.4f,%.3f\n", mode_names[mode], point.clients, factor, speed, active, coverage,
             host, first, spacing);
-    fflush(stdout);
 }
 
 static bool sweep_points(EngineOptions options, const char *directory, const char *name, const Point *points, int n,
@@ -905,7 +903,6 @@ static bool bench_cost(EngineOptions options, const char *directory, Error *erro
         ok = open_costs(options, &prefix, costs, counts[i], error) && take_turns(costs, counts[i], error);
         if (ok) share = print_costs(costs, counts[i], ratios[i], figure.csv);
         for (int j = 0; j < COST_SETUPS; j++) free_tally(&costs[j].tally), load_close(costs[j].load);
-        fflush(stdout);
     }
     free_prefix(&prefix);
     if (ok)
@@ -1059,7 +1056,6 @@ static double print_beds(Bed beds[RESOLVE_SIZES], int k, int context, FILE *csv)
         printf(" %7.2f\n", micros[RESOLVE_SIZES - 1] / micros[0]);
         if (!c) flat = micros[RESOLVE_SIZES - 1] / micros[0];
     }
-    fflush(stdout);
     return flat;
 }
 
