@@ -2079,7 +2079,8 @@ const Backend c_backend = {
  * Memory plan
  *
  * Owns: the cache and the activations, each one block whose size is known before a weight is read. A block is laid out by
- * the same function that measures it, so the plan printed is the plan used. Pages are touched only as they fill.
+ * the same function that measures it, so the plan printed is the plan used. Pages are touched only as they fill. The controller's
+ * own records, some hundred bytes for each page, are taken beside them.
  */
 
 typedef struct Arena {
@@ -2132,12 +2133,13 @@ static void lay_out_host(Cache *cache, Arena *arena) {
     cache->host_index = carve(arena, (size_t)cache->host_pages.n_pages, index_page_bytes(cache), 1);
 }
 
-static size_t cache_bytes(Cache *cache, int64_t pages, int64_t index_pages, bool *overflow) {
+/* The bytes of a cache with so many pages; they stay its numbers of pages, so the last call decides. */
+static size_t measure_cache(Cache *cache, int64_t pages, int64_t index_pages, bool *overflow) {
     Arena arena = {0};
     cache->device_pages.n_pages = pages < INT_MAX ? (int)pages : INT_MAX;
     cache->index_pages.n_pages = index_pages < INT_MAX ? (int)index_pages : INT_MAX;
     lay_out_cache(cache, &arena);
-    *overflow |= arena.overflow || pages > INT_MAX / PAGE_ROWS - QUERY_BLOCK * MAX_PASS_ROWS || index_pages > INT_MAX / PAGE_ROWS;
+    *overflow |= arena.overflow || pages > (INT_MAX - (int64_t)cache->staging_blocks * cache->staging_rows) / PAGE_ROWS || index_pages > INT_MAX / PAGE_ROWS;
     return arena.used;
 }
 
@@ -2242,14 +2244,15 @@ static bool size_hot_cache(Cache *cache, const EngineOptions *options, Error *er
     cache->context_pages = (cache->context + PAGE_ROWS - 1) / PAGE_ROWS;
     for (cache->tail_ring = 4; cache->tail_ring < TAIL_PAGES + cache->pass_rows / PAGE_ROWS + 1;) cache->tail_ring *= 2;
     if (cache->mode == MODE_RESIDENT) return true;
-    const int64_t wanted = options->hot_rows ? options->hot_rows : 2 * (int64_t)cache->index_topk;
+    const int64_t whole = (int64_t)cache->context_pages * PAGE_ROWS, twice = 2 * (int64_t)cache->index_topk,
+                  wanted = options->hot_rows ? options->hot_rows : twice < whole ? twice : whole;
     cache->staging_rows = QUERY_BLOCK * cache->index_topk;
     if (wanted < cache->index_topk)
         return fail(error, "--hot %" PRId64 ": one query selects %d rows, so the hot cache wants at least as many", wanted,
                     cache->index_topk);
-    if (wanted + cache->staging_rows >= UINT16_MAX)
-        return fail(error, "--hot %" PRId64 ": with %d staging rows that is more than %d slots", wanted, cache->staging_rows,
-                    UINT16_MAX - 1);
+    if (wanted >= UINT16_MAX)
+        return fail(error, "a hot cache of %" PRId64 " rows is more than the %d it can count: lower --hot or --index-topk, or take "
+                    "--kv resident", wanted, UINT16_MAX - 1);
     cache->hot_rows = (int)wanted;
     cache->hot_pages = (cache->hot_rows + PAGE_ROWS - 1) / PAGE_ROWS;
     cache->live_sources = cache->backend->live_sources;
@@ -2257,7 +2260,12 @@ static bool size_hot_cache(Cache *cache, const EngineOptions *options, Error *er
     return true;
 }
 
-/* How many pages the pools have, under the budgets. A session needs its required pages (resident: all of them) and index pages for its
+static bool refuse_pages(const Cache *cache, const EngineOptions *options, Error *error) {
+    return fail(error, "%s: %d sessions of %d rows are too many: the pages cannot be counted", options->model, cache->sessions,
+                cache->context);
+}
+
+/* How many pages the device pools have, under the budget. A session needs its required pages (resident: all of them) and index pages for its
  * whole context; with a budget, as many such sessions as it holds get their index pages and what is left is payload. The reserve M_res
  * is one session's required pages, or a hundredth of the pool if that is more. */
 static bool size_pools(Cache *cache, const EngineOptions *options, Error *error) {
@@ -2267,41 +2275,42 @@ static bool size_pools(Cache *cache, const EngineOptions *options, Error *error)
     bool overflow = false;
     all = sessions * (required + (adaptive ? context_pages : 0)) + reserve;
     if (adaptive && all / 100 > reserve) all += all / 100;
-    cache->least_bytes = cache_bytes(cache, required + reserve + 1, context_pages + 1, &overflow);
+    cache->least_bytes = measure_cache(cache, required + reserve + 1, context_pages + 1, &overflow);
     pages = all;
     if (options->kv_budget) {
         if (options->kv_budget < cache->least_bytes)
-            return fail(error, "%s: --kv-budget %zu: one session of %d rows needs %zu bytes; raise it, or lower -c or --slots",
-                        options->model, options->kv_budget, cache->context, cache->least_bytes);
+            return fail(error, "%s: --kv-budget %zu: one session of %d rows%s needs %zu bytes; raise it, or lower -c%s%s",
+                        options->model, options->kv_budget, cache->context, cache->sessions > 1 ? ", beside the tables of all slots," : "",
+                        cache->least_bytes, cache->sessions > 1 ? " or --slots" : "", resident ? "" : " or --hot");
         size_t one = (size_t)required * page_bytes(cache) + (size_t)context_pages * index_page_bytes(cache),
                room = (options->kv_budget - cache->least_bytes) / one;
         if (room + 1 < (size_t)sessions) sessions = (int64_t)room + 1;
-        size_t fixed = cache_bytes(cache, 1, sessions * context_pages + 1, &overflow);
+        size_t fixed = measure_cache(cache, 1, sessions * context_pages + 1, &overflow);
         if ((options->kv_budget - fixed) / page_bytes(cache) < (size_t)all)
             pages = (int64_t)((options->kv_budget - fixed) / page_bytes(cache));
     }
     index_pages = sessions * context_pages + 1;
+    cache->whole_sessions = (int)sessions;
     cache->ample = pages >= all;
     cache->reserve = (int)(adaptive && pages / 100 > reserve ? pages / 100 : reserve);
-    cache->bytes = cache_bytes(cache, pages + 1, index_pages, &overflow);
+    cache->bytes = measure_cache(cache, pages + 1, index_pages, &overflow);
+    return !overflow || refuse_pages(cache, options, error);
+}
 
-    Arena host_arena = {0};
-    if (!resident) {
-        cache->least_host_bytes = (size_t)(context_pages + 1) * page_image_bytes(cache);
-        all = cache->sessions * context_pages + 1;
-        if (options->host_budget && options->host_budget < cache->least_host_bytes)
-            return fail(error, "%s: --host-budget %zu: one session of %d rows needs %zu bytes; raise it, or lower -c",
-                        options->model, options->host_budget, cache->context, cache->least_host_bytes);
-        if (options->host_budget && options->host_budget / page_image_bytes(cache) < (size_t)all)
-            all = (int64_t)(options->host_budget / page_image_bytes(cache));
-        overflow |= all > INT_MAX;
-        cache->host_pages.n_pages = (int)all;
-        lay_out_host(cache, &host_arena);
-        cache->host_bytes = host_arena.used;
-    }
-    return (!overflow && !host_arena.overflow)
-           || fail(error, "%s: %d sessions of %d rows are too many: the pages cannot be counted", options->model, cache->sessions,
-                   cache->context);
+/* Pages for every session's whole context, or as many as the budget holds. */
+static bool size_host_pool(Cache *cache, const EngineOptions *options, Error *error) {
+    if (cache->mode == MODE_RESIDENT) return true;
+    size_t all = (size_t)cache->sessions * (size_t)cache->context_pages + 1, bytes = page_image_bytes(cache);
+    cache->least_host_bytes = (size_t)(cache->context_pages + 1) * bytes;
+    if (options->host_budget && options->host_budget < cache->least_host_bytes)
+        return fail(error, "%s: --host-budget %zu: one session of %d rows needs %zu bytes; raise it, or lower -c", options->model,
+                    options->host_budget, cache->context, cache->least_host_bytes);
+    if (options->host_budget && options->host_budget / bytes < all) all = options->host_budget / bytes;
+    cache->host_pages.n_pages = all < INT_MAX ? (int)all : INT_MAX;
+    Arena arena = {0};
+    lay_out_host(cache, &arena);
+    cache->host_bytes = arena.used;
+    return (all < INT_MAX && !arena.overflow) || refuse_pages(cache, options, error);
 }
 
 bool plan_memory(Engine *engine, const EngineOptions *options, Error *error) {
@@ -2321,7 +2330,9 @@ bool plan_memory(Engine *engine, const EngineOptions *options, Error *error) {
     state->logit_rows = larger(cache->sessions, 32);
     cache->pass_rows = state->max_rows;
     shape_cache(cache, config, options);
-    if (!size_hot_cache(cache, options, error) || !size_pools(cache, options, error)) return false;
+    if (!size_hot_cache(cache, options, error) || !size_pools(cache, options, error)
+        || !size_host_pool(cache, options, error))
+        return false;
     Arena arena = {0};
     lay_out_state(state, config, cache, &arena);
     state->bytes = arena.used;
@@ -2333,9 +2344,10 @@ bool check_memory(const Engine *engine, Error *error) {
     size_t available = available_memory(), wanted = cache->bytes + cache->host_bytes + engine->state.bytes;
     if (wanted <= available) return true;
     return fail(error, "%s: %d x %d rows need %zu MB (%zu MB of it host memory), %zu MB more than the free memory of %zu MB: lower "
-                "-c, --slots, --kv-budget or --host-budget, or take --kv resident",
-                engine->checkpoint.directory, cache->sessions, cache->context, wanted >> 20, cache->host_bytes >> 20,
-                ((wanted - available) >> 20) + 1, available >> 20);
+                "-c, --slots%s",
+                engine->checkpoint.directory, cache->sessions, cache->context, wanted / 1000000, cache->host_bytes / 1000000,
+                (wanted - available) / 1000000 + 1, available / 1000000,
+                cache->mode == MODE_RESIDENT ? " or --kv-budget" : ", --kv-budget or --host-budget, or take --kv resident");
 }
 
 void print_plan(FILE *out, const Engine *engine) {
@@ -2344,9 +2356,10 @@ void print_plan(FILE *out, const Engine *engine) {
                       *modes[] = {[MODE_RESIDENT] = "resident", [MODE_HISPARSE] = "hisparse", [MODE_ADAPTIVE] = "adaptive"};
     size_t mapped = 0, available = available_memory();
     for (size_t i = 0; i < arrlenu(engine->checkpoint.files); i++) mapped += engine->checkpoint.files[i].size;
-    fprintf(out, "tide: %s: %s, %.1f MB of weights; %d x %d %s rows, %s: cache %.1f MB in %d pages",
+    fprintf(out, "tide: %s: %s, %.1f MB of weights; %d x %d %s rows, %s: cache %.1f MB in %d pages, room for %d x the whole context",
             engine->checkpoint.directory, engine->config.model_type, (double)mapped / 1e6, cache->sessions, cache->context,
-            names[cache->format.dtype], modes[cache->mode], (double)cache->bytes / 1e6, cache->device_pages.n_pages - 1);
+            names[cache->format.dtype], modes[cache->mode], (double)cache->bytes / 1e6, cache->device_pages.n_pages - 1,
+            cache->whole_sessions);
     if (cache->mode != MODE_RESIDENT)
         fprintf(out, " (%d hot rows and %d pages required of a session), %.1f MB on the host", cache->hot_rows,
                 cache->hot_pages + TAIL_PAGES, (double)cache->host_bytes / 1e6);
@@ -2437,6 +2450,10 @@ static void free_cache(Cache *cache) {
  * Required storage (hot caches, tails) and an admission reserve come before optional history:
  *     M_req + M_opt + M_res <= M                                                                                   (eq. 3)
  * which holds because a session is admitted, and a page lent, only if the reserve stays free.
+ *
+ * Where the paper is silent, or other: completed pages of decoding are lent too, not only imported history; index pages are never lent;
+ * gives_first() is the order of recall; lent pages are backed up a little at a time before anything asks for them; staged rows
+ * are not promoted; a recalled page stays readable until its host copy is complete.
  */
 
 static int32_t take_page(PageList *list) { return list->free[--list->n_free]; }
@@ -2515,7 +2532,7 @@ static void check_hot_cache(const Cache *cache, int s, int g) {
 }
 
 /* Marks the pages one session holds on the device and checks each against the tables. */
-static void check_pages(const Cache *cache, int s, uint8_t *held, int *optional) {
+static void check_pages(const Cache *cache, int s, uint8_t *held, int *beyond) {
     const SessionPages *session = &cache->session[s];
     int base = cache->tables.tail_base[s] / PAGE_ROWS, tails = 0, lent = 0;
     for (int page = 0; page < cache->hot_pages; page++) held[cache->tables.hot[s * cache->hot_pages + page].id]++;
@@ -2537,7 +2554,7 @@ static void check_pages(const Cache *cache, int s, uint8_t *held, int *optional)
     }
     REQUIRE(tails == session->n_tail && lent == session->n_optional);
     REQUIRE(cache->mode == MODE_RESIDENT || tails + session->n_spare >= TAIL_PAGES);
-    *optional += lent + tails + session->n_spare;
+    *beyond += lent + tails + session->n_spare;
 }
 
 static void check_cache(const Cache *cache) {
@@ -2681,7 +2698,6 @@ static void withdraw(Cache *cache, int s, int page) {
     retire(cache, &cache->device_pages, history->device.id);
     cache->n_recalled -= history->recalled;
     *history = (HistoryPage){0};
-    cache->stats.pages_recalled++;
 }
 
 /* What follows from a copy that is complete. */
@@ -2704,10 +2720,10 @@ static void end_copy(Cache *cache, const Transfer *transfer) {
     drop_host_page(cache, transfer->host);
 }
 
-/* Copies end in the order they began. wait: for all of them. */
-static void end_copies(Cache *cache, bool wait) {
+/* Copies end in the order they began: at most `count` of them, waiting for each or only while they are complete. */
+static void end_copies(Cache *cache, int count, bool wait) {
     int done = 0;
-    while (done < cache->n_transfers && cache->backend->finish_copy(cache, &cache->transfers[done], wait))
+    while (done < count && done < cache->n_transfers && cache->backend->finish_copy(cache, &cache->transfers[done], wait))
         end_copy(cache, &cache->transfers[done++]);
     cache->n_transfers -= done;
     memmove(cache->transfers, cache->transfers + done, (size_t)cache->n_transfers * sizeof *cache->transfers);
@@ -2749,8 +2765,8 @@ int cache_room(Cache *cache, int s, int wanted) {
         while (page + session->n_spare <= last && may_lend(cache, 1))
             session->spare[session->n_spare++] = (DevicePage){take_page(&cache->device_pages)};
     for (; page + session->n_spare <= session->committed / PAGE_ROWS && page < session->reserved_pages; cache->stats.tail_waits++) {
-        end_copies(cache, true);                    /* both tail pages are full: their backup has to be awaited */
-        advance_tail(cache, s);
+        advance_tail(cache, s);                     /* both tail pages are full: the backup of one has to be awaited */
+        if (page + session->n_spare <= session->committed / PAGE_ROWS) end_copies(cache, 1, true);
     }
     int end = page + session->n_spare < session->reserved_pages ? page + session->n_spare : session->reserved_pages,
         room = end * PAGE_ROWS - session->committed;
@@ -2789,6 +2805,7 @@ bool cache_place(Cache *cache, const Row *rows, int n_rows, int *failed, Error *
 void cache_commit(Cache *cache, int s, int n) {
     SessionPages *session = &cache->session[s];
     double start = now();
+    REQUIRE(n >= session->committed && n <= session->placed);
     session->committed = n;
     advance_tail(cache, s);
     while (cache->mode == MODE_ADAPTIVE && session->n_spare && session->n_tail + session->n_spare > TAIL_PAGES)
@@ -2803,6 +2820,7 @@ void cache_commit(Cache *cache, int s, int n) {
 static void recall_page(Cache *cache, int s, int page) {
     HistoryPage *history = &cache->session[s].pages[page];
     history->recalled = true;
+    cache->stats.pages_recalled++;
     cache->session[s].n_optional--;
     cache->n_recalled++;
     if (history->in_flight) return;                 /* the end of the copy withdraws it */
@@ -2926,6 +2944,7 @@ static void adopt_prefix(Cache *cache, int s, int pages) {
         cache->backend->finish_copy(cache, &keys, true);
     }
     cache->session[s].committed = cache->session[s].placed = cache->tables.tail_base[s] = pages * PAGE_ROWS;
+    /* Resident-first: history that is imported comes to the device at once while pages are spare, unlike repopulation. */
     for (int page = pages - 1; page >= 0 && may_lend(cache, 1); page--) begin_population(cache, s, page);
     cache->stats.shared_pages += (uint64_t)pages;
 }
@@ -2943,8 +2962,8 @@ bool cache_admit(Cache *cache, int s, const int *ids, int n_ids, int rows, int *
              && (resident || free_host_pages(cache, pages - found));
     for (int page = 0; page < found; page++) cache->host_info[chain[page].id].refs--;
     if (!room) {
-        if (cache->mode == MODE_ADAPTIVE) recall(cache, deficit - pages_coming(cache));
-        cache->waiting = found >= 0;
+        cache->waiting = found >= 0 && deficit > 0;
+        if (cache->mode == MODE_ADAPTIVE && found >= 0) recall(cache, deficit - pages_coming(cache));
         cache->stats.admission_waits++;
         memset(chain, 0, (size_t)cache->context_pages * sizeof *chain);
         return false;
@@ -2969,7 +2988,7 @@ bool cache_admit(Cache *cache, int s, const int *ids, int n_ids, int rows, int *
     return true;
 }
 
-void cache_withdraw(Cache *cache) { cache->waiting = false; }
+void cache_stop_waiting(Cache *cache) { cache->waiting = false; }
 
 /* ---- the end of a stay */
 
@@ -3066,8 +3085,8 @@ static void back_up_wanted(Cache *cache) {
 
 void cache_step(Cache *cache) {
     double start = now();
-    cache->rounds_done = cache->rounds_begun;
-    end_copies(cache, false);
+    cache->rounds_done = cache->rounds_begun;       /* in C a pass is over when forward() returns; a GPU is some rounds behind */
+    end_copies(cache, INT_MAX, false);
     int kept = 0;
     for (int i = 0; i < cache->n_retired; i++) {
         Retired retired = cache->retired[i];
@@ -3077,8 +3096,12 @@ void cache_step(Cache *cache) {
         } else cache->retired[kept++] = retired;
     }
     cache->n_retired = kept;
-    for (int s = 0; s < cache->sessions; s++)
-        if (cache->session[s].admitted) advance_tail(cache, s);
+    for (int s = 0; s < cache->sessions; s++) {
+        if (!cache->session[s].admitted) continue;
+        advance_tail(cache, s);
+        cache->stats.history_pages += (uint64_t)(cache->tables.tail_base[s] / PAGE_ROWS);
+        cache->stats.lent_pages += (uint64_t)cache->session[s].n_optional;
+    }
     if (cache->mode == MODE_ADAPTIVE) {
         back_up_wanted(cache);
         if (!cache->waiting) repopulate(cache);
@@ -3164,8 +3187,8 @@ bool cache_truncate(Cache *cache, int s, int n) {
     for (int page = session->committed / PAGE_ROWS; cache->mode != MODE_RESIDENT && page < session->reserved_pages; page++)
         forget_key(cache, host_info(cache, s, page));   /* its prompt has not come so far, and may go on in another way now */
     if (n >= session->committed) return true;
-    end_copies(cache, true);
-    for (; cache->tables.tail_base[s] < first * PAGE_ROWS; end_copies(cache, true)) advance_tail(cache, s);
+    end_copies(cache, INT_MAX, true);
+    for (; cache->tables.tail_base[s] < first * PAGE_ROWS; end_copies(cache, INT_MAX, true)) advance_tail(cache, s);
     for (int page = first; cache->mode != MODE_RESIDENT && page < session->reserved_pages; page++)
         shared += host_info(cache, s, page)->refs > 1;
     if (shared && !free_host_pages(cache, shared)) return false;
@@ -3264,8 +3287,8 @@ static void split_runs(State *state, const Cache *cache, const Row *rows, int n_
     state->run_ends[state->n_runs++] = n_rows;
 }
 
-/* Cosines and sines of every row's position, and the places in the pools that they will be stored in. */
-static void place_rows(Engine *engine, const Row *rows, int n_rows) {
+/* Where each row of the pass is stored in the pools. */
+static void locate_rows(Engine *engine, const Row *rows, int n_rows) {
     State *state = &engine->state;
     const Cache *cache = &engine->cache;
     for (int r = 0; r < n_rows; r++) {
@@ -3273,8 +3296,6 @@ static void place_rows(Engine *engine, const Row *rows, int n_rows) {
         state->kv_rows[r] = row_of_page(*tail_page(cache, s, page), rows[r].position);
         state->index_rows[r] = row_of_page(*index_page(cache, s, page), rows[r].position);
     }
-    engine->backend->rotations(state->cosine, state->sine, rows, n_rows, state->inverse_frequency, rope_dim(&engine->config),
-                               engine->rope_attention_factor);
 }
 
 static void mlp(Engine *engine, const LayerWeights *layer, int n) {
@@ -3514,7 +3535,9 @@ bool forward(Engine *engine, const Row *rows, int n_rows, Error *error) {
     state->plan.staged = 0;
     allocation_forbidden = true;
     split_runs(state, &engine->cache, rows, n_rows);
-    place_rows(engine, rows, n_rows);
+    locate_rows(engine, rows, n_rows);
+    engine->backend->rotations(state->cosine, state->sine, rows, n_rows, state->inverse_frequency, rope_dim(&engine->config),
+                               engine->rope_attention_factor);
     engine->backend->embed(state->hidden, &engine->weights.embed_tokens, rows, n_rows);
     bool ok = has_latent_attention(config) ? forward_dsa(engine, rows, n_rows, error) : forward_qwen3(engine, rows, n_rows, error);
     if (ok && engine->probe.entering)
@@ -3794,6 +3817,11 @@ static int pack_rows(Runner *runner, Session **sessions, int n, int *n_finals) {
             if (session->finish != RUNNING || (pending > 1) != prefill || !room) continue;
             if (!runner->engine.cache.session[session->slot].admitted) continue;
             int take = session->in_pass = cache_room(&runner->engine.cache, session->slot, pending < room ? pending : room);
+            if (!take) {
+                fail(&session->error, "the session has used up the %d rows it was given", session->cached);
+                session_stop(session, FINISH_ERROR);
+                continue;
+            }
             for (int j = 0; j < take; j++) {
                 int position = session->cached + j;
                 runner->rows[n_rows++] = (Row){session->slot, position, session->ids[position]};
@@ -3832,10 +3860,10 @@ static void trace_round(Runner *runner, Session **sessions, int n_rows, int n_fi
 void run_round(Runner *runner, Session **sessions, int n) {
     Engine *engine = &runner->engine;
     const CacheStats before = engine->cache.stats;
+    double start = now();
     cache_step(&engine->cache);
     int n_finals, n_rows = pack_rows(runner, sessions, n, &n_finals);
     if (!n_rows) return;
-    double start = now();
     Error error;
     bool ok = forward(engine, runner->rows, n_rows, &error) && head(engine, runner->rows, runner->finals, n_finals, &error);
     if (!ok) {
@@ -3869,7 +3897,7 @@ void run_session(Runner *runner, Session *session) {
     while (session->finish == RUNNING) {
         if (interrupted) {
             session_stop(session, FINISH_INTERRUPTED);
-            cache_withdraw(&runner->engine.cache);
+            cache_stop_waiting(&runner->engine.cache);
         } else if (session_admit(runner, session)) run_round(runner, &session, 1);
         else cache_step(&runner->engine.cache);
     }
@@ -3924,8 +3952,8 @@ static const char session_magic[16] = "tide session 2\n";
 
 enum { HASH_BLOCK = 1 << 20 };
 
-/* Over names, dtypes, shapes and the first bytes of every vector (the norms differ between any two trainings): tells one
- * checkpoint from another without reading its weights. */
+/* Over config.json, and of every tensor but the experts' its name, dtype, shape and first bytes: tells one checkpoint from
+ * another without reading its weights. */
 static uint64_t fingerprint(const Checkpoint *checkpoint) {
     XXH3_state_t *hash = XXH3_createState();
     XXH3_64bits_reset(hash);
@@ -3934,7 +3962,15 @@ static uint64_t fingerprint(const Checkpoint *checkpoint) {
         char line[512], shape[128];
         snprintf(line, sizeof line, "%s %s %s\n", tensor->name, tensor->dtype_name, shape_text(shape, tensor->rank, tensor->shape));
         XXH3_64bits_update(hash, line, strlen(line));
-        if (tensor->rank == 1) XXH3_64bits_update(hash, tensor->data, tensor->size < 64 ? tensor->size : 64);
+        bool expert = strstr(tensor->name, ".experts.") != NULL;
+        if (!expert) XXH3_64bits_update(hash, tensor->data, tensor->size < 64 ? tensor->size : 64);
+    }
+    char path[PATH_MAX], *config;
+    size_t length;
+    Error error;
+    if (read_file(join(path, checkpoint->directory, "config.json"), MAX_JSON_FILE, &config, &length, &error)) {
+        XXH3_64bits_update(hash, config, length);
+        free(config);
     }
     uint64_t digest = XXH3_64bits_digest(hash);
     XXH3_freeState(hash);
@@ -4010,7 +4046,10 @@ bool session_save(const Runner *runner, const Session *session, const char *path
     snprintf(temporary, sizeof temporary, "%s.partial", path);
     char *text = cJSON_PrintUnformatted(header);
     cJSON_Delete(header);
+    unlink(temporary);
+    mode_t mask = umask(077);                       /* a conversation is its owner's */
     HashedFile out = {.file = fopen(temporary, "w"), .hash = XXH3_createState(), .ok = true};
+    umask(mask);
     XXH3_64bits_reset(out.hash);
     if (out.file) put_session(&out, runner, session, text);
     bool ok = out.file && out.ok && !fflush(out.file) && !fsync(fileno(out.file));
@@ -4066,12 +4105,17 @@ static bool check_header(const Runner *runner, const cJSON *header, const char *
                 field_failed(&fields, "ids", item, "ids of the vocabulary");
     int rows = read_int(&fields, "rows", 0, n < 0 ? 0 : n, REQUIRED);
     double image = read_number(&fields, "page_bytes", 0, 1e18, REQUIRED);
-    read_number(&fields, "stream", 0, 0x1p53, REQUIRED);
-    read_number(&fields, "seed", 0, 0x1p53, REQUIRED);
+    static const char *const whole[] = {"stream", "seed"};
+    for (int i = 0; i < 2; i++) {
+        size_t value;
+        const cJSON *number = field(&fields, whole[i]);
+        if (!number || !json_size(number, &value) || value > (uint64_t)1 << 53)
+            field_failed(&fields, whole[i], number, "an integer up to 2^53");
+    }
     read_number(&fields, "temperature", -1e9, 1e9, REQUIRED);
     read_number(&fields, "top_p", 0, 1, REQUIRED);
     read_number(&fields, "min_p", 0, 1, REQUIRED);
-    read_number(&fields, "repeat_penalty", 0, 1e9, REQUIRED);
+    read_number(&fields, "repeat_penalty", 1e-3, 1e3, REQUIRED);
     read_int(&fields, "top_k", 0, INT_MAX, REQUIRED);
     if (fields.failed) return false;
     if (n > engine->cache.context)
@@ -4092,7 +4136,8 @@ static cJSON *read_session_header(const Runner *runner, FILE *file, const char *
     if (memcmp(begin, session_magic, sizeof session_magic))
         return fail(error, "%s: a session of another version of tide; this one reads \"%.14s\"", path, session_magic), NULL;
     uint64_t length = load_u64(begin + sizeof session_magic);
-    if (size < fixed || length > size - fixed || length > MAX_JSON_FILE || !file_is_whole(file, size))
+    if (size < fixed || length > size - fixed || length > (16u << 20) + 16 * (uint64_t)runner->engine.cache.context
+        || !file_is_whole(file, size))
         return fail(error, "%s: the session is truncated or damaged: its check does not match its %" PRIu64 " bytes", path, size), NULL;
     char *text = allocate_zeroed((size_t)length + 1, 1);
     bool ok = !fseeko(file, sizeof begin, SEEK_SET) && fread(text, 1, (size_t)length, file) == length;
@@ -4129,7 +4174,7 @@ bool session_restore(Runner *runner, Session *session, const cJSON *header, FILE
                                    .temperature = (float)read_number(&fields, "temperature", -1e9, 1e9, 0),
                                    .top_p = (float)read_number(&fields, "top_p", 0, 1, 1),
                                    .min_p = (float)read_number(&fields, "min_p", 0, 1, 0),
-                                   .repeat_penalty = (float)read_number(&fields, "repeat_penalty", 0, 1e9, 1),
+                                   .repeat_penalty = (float)read_number(&fields, "repeat_penalty", 1e-3, 1e3, 1),
                                    .top_k = read_int(&fields, "top_k", 0, INT_MAX, 0)};
     cache_release(cache, session->slot);
     while (!cache_admit(cache, session->slot, NULL, 0, cache->context, &nothing)) cache_step(cache);

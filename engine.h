@@ -247,7 +247,7 @@ void weights_free(Weights *weights, const Config *config);
  * pages under the same numbers: a page id names a bundle, the same 64 rows in all sources at once, and bundles are what is lent,
  * copied and counted. On the device a session holds, for as long as it is admitted, a tail (the rows being written), a hot
  * cache (slots that selected rows are fetched into) and its index keys; while memory is spare, pages of its history too.
- * Host memory holds every complete row. A row never changes once it is complete, so any copy of it is as good as another.
+ * Every complete row is ready on the device or complete in host memory (in hisparse mode always the latter). A row never changes once it is complete, so any copy of it is as good as another.
  */
 
 enum {
@@ -313,7 +313,7 @@ typedef struct MissPlan {
     int staged;                 /* of the rows to copy: did not fit the hot cache */
 } MissPlan;
 
-/* What the device sees. Every entry names only bytes that have arrived. */
+/* What the device sees. `ready` names only pages whose bytes have arrived; the others name what a session owns. */
 typedef struct CacheTables {
     int *tail_base;             /* [sessions] the first row of the tail, a multiple of 64 */
     DevicePage *tail;           /* [sessions, tail_ring] page p of the session at p mod tail_ring */
@@ -328,6 +328,7 @@ typedef struct CacheTables {
 } CacheTables;
 
 /* One page of one session's history, as the controller sees it. */
+/* The order matters: from FILLING on a page is optional history. */
 typedef enum PageState {
     PAGE_ABSENT,                /* not on the device: on the host, or not written yet */
     PAGE_TAIL,                  /* being written, or complete and waiting for its host copy */
@@ -401,12 +402,13 @@ typedef struct CacheStats {     /* since the start */
     uint64_t pages_lent, pages_recalled;    /* bundles that became optional history, and that were taken back */
     uint64_t admissions, shared_pages;      /* sessions; host pages they found already there */
     uint64_t admission_waits, tail_waits;   /* rounds a session waited to be admitted; times a tail waited for its backup */
-    double resolve_seconds, fetch_seconds, control_seconds;     /* finding rows; copying missing ones; everything between passes */
+    uint64_t history_pages, lent_pages;     /* summed over rounds: whole pages below the tails, and those that were lent */
+    double resolve_seconds, fetch_seconds, control_seconds;     /* finding rows; copying missing ones; cache_step() and cache_commit() */
 } CacheStats;
 
 typedef struct Cache {
     const struct Backend *backend;
-    /* the shape: fixed by plan_cache() */
+    /* the shape: fixed by plan_memory() */
     KvMode mode;
     Reclaim reclaim;
     Lookup lookup;
@@ -419,6 +421,7 @@ typedef struct Cache {
     int live_sources;           /* chi: payloads that are staged at the same time */
     int staging_blocks, staging_rows;       /* blocks of several queries in a run, and K_max * k rows for each */
     int context_pages, hot_pages, tail_ring, reserve;       /* pages; reserve: M_res of eq. 3 */
+    int whole_sessions;         /* sessions of the whole context that fit at once, with nothing lent */
     int pass_rows;              /* rows of one pass at most */
     bool ample;                 /* the pool holds everything at once: nothing will ever be recalled */
     RowFormat format;           /* of kv: MLA latent | rope key, or qwen3's keys | values */
@@ -430,7 +433,7 @@ typedef struct Cache {
     uint8_t *host, *host_index; /* [sources, host pages, 64] rows; [groups, host pages, 64] index keys */
     CacheTables tables;
     PageList device_pages, index_pages, host_pages;
-    int *staging_owner;         /* [live_sources] the group whose rows an arena holds, or -1 */
+    int *staging_owner;         /* [live_sources] the group whose rows an arena holds, or -1; the debug build insists on it */
     uint64_t *bits;             /* [context_pages] scratch of a resolve: a bit per row of the session */
     int32_t *ranks;             /* [context_pages] bits set before the word */
     int32_t *missing;           /* [staging_rows] rows of the union, ascending */
@@ -449,7 +452,7 @@ typedef struct Cache {
     bool prefix_wanted;         /* some host page is wanted */
     long rounds_begun, rounds_done;
     int cursor;                 /* round robin over sessions */
-    bool waiting;               /* a session waits to be admitted: nothing is lent */
+    bool waiting;               /* a session waits for device pages: nothing is lent */
     CacheStats stats;
     uint8_t *block, *host_block;
     size_t bytes, host_bytes;   /* planned: under --kv-budget, and in host memory */
@@ -470,9 +473,9 @@ typedef struct RowPool {
 bool cache_admit(Cache *cache, int session, const int *ids, int n_ids, int rows, int *cached);
 
 /* The waiting session will not ask again. */
-void cache_withdraw(Cache *cache);
+void cache_stop_waiting(Cache *cache);
 
-/* How many rows the session may run in the next pass, at most `wanted` and at least 1. Takes pages for them. */
+/* How many rows the session may run in the next pass, at most `wanted` and at least 1 while its reservation lasts. Takes pages for them. */
 int cache_room(Cache *cache, int session, int wanted);
 
 /* Gives every row of the pass its place in a tail. False, with an error, for a row that has none: its session is not admitted, or it
@@ -563,7 +566,8 @@ typedef struct Backend {
     /* Copies the entries [begin, end) of the plan from the host to the hot cache and the staging of one source. */
     void (*fetch_rows)(Cache *cache, SourceId source, const MissPlan *plan, int begin, int end);
 
-    /* A copy between the tiers, beside the passes: started, and later asked for until it is complete. wait: until then. The bytes
+    /* A copy between the tiers, beside the passes: started, and later asked for until it is complete (the record may have moved; the
+     * device page tells it from others). wait: until then. The bytes
      * of a copy to the host are taken, and those of a copy to the device arrive, at any moment between the two. */
     void (*start_copy)(Cache *cache, const Transfer *transfer);
     bool (*finish_copy)(Cache *cache, const Transfer *transfer, bool wait);
@@ -631,7 +635,7 @@ typedef struct State {          /* [rows] stands for max_rows; everything lies i
     float *attended;            /* [rows, heads * value width] f32 */
     float *index_q, *index_k;   /* [rows, index_n_heads * index_head_dim], [rows, index_head_dim] f32 */
     float *index_weights;       /* [rows, index_n_heads] f32 */
-    float *index_scratch;       /* [scratch_rows, context] f32 */
+    float *index_scratch;       /* [scratch_rows, context_pages * 64] f32 */
     int scratch_rows;
     float *gate, *up;           /* [rows, widest inner size] f32 */
     float *router_logits;       /* [rows, n_routed_experts] f32 */
@@ -829,7 +833,8 @@ typedef struct Session {
     int slot;                   /* in the cache */
     uint64_t stream;            /* which noise it draws: stays the same wherever and beside whomever it runs */
     int *ids;                   /* stb_ds */
-    int cached;                 /* how many of them have their rows in the cache */
+    int cached;                 /* how many of them have their rows in the cache: at most the committed ones there, and fewer after
+                                 * a rollback, until session_begin() truncates */
     int in_pass;                /* how many more the pass in flight runs */
     bool continues;             /* more turns may follow: it is given room for the whole context */
     int prompt_length;          /* ids before this generation */

@@ -109,8 +109,8 @@ static const struct OptionSpec {
     {"--hot", COUNT, AT(engine.hot_rows), 1, UINT16_MAX},
     {"--reclaim", WORD, AT(reclaim), .words = "whole|proportional"},
     {"--lookup", WORD, AT(lookup), .words = "direct|scan"},
-    {"--stats", FLAG, AT(stats)},
-    {"--trace", TEXT, AT(trace)},
+    {"--stats", FLAG, AT(stats), .commands = "chat|generate|batch"},
+    {"--trace", TEXT, AT(trace), .commands = "chat|generate|batch"},
     {"--quiet", FLAG, AT(quiet)},
     {"--help", FLAG, AT(help)},
     {"-h", FLAG, AT(help)},
@@ -139,7 +139,7 @@ static const char usage_text[] =
     "  --kv resident|hisparse|adaptive (default adaptive)   where the history lies: all of it on the device; on the host behind a\n"
     "                    hot cache; on the host, with spare device memory lent to it\n"
     "  --kv-budget BYTES[K|M|G] --host-budget BYTES[K|M|G]   of the two memories (default: room for every session)\n"
-    "  --hot ROWS        of the hot cache (default 2 x index_topk)   --reclaim whole|proportional   --lookup direct|scan\n"
+    "  --hot ROWS        of the hot cache (default 2 x index_topk, at most the context)   --reclaim whole|proportional   --lookup direct|scan\n"
     "  --resume          batch: keep the finished rows of -o and go on after them\n"
     "  --stats --trace FILE.jsonl --quiet\n";
 
@@ -302,9 +302,15 @@ static bool start(Runner *runner, Options *options, bool need_tokenizer, int *st
     Error error;
     if (!runner_open(runner, &options->engine, need_tokenizer, options->quiet ? NULL : stderr, &error))
         return *status = report(&error), false;
-    if (!has_latent_attention(&runner->engine.config) && (options->kv_mode || options->engine.hot_rows || options->reclaim))
-        notice("--kv, --hot and --reclaim do not apply to %s, which attends to every row: it runs resident",
-               runner->engine.config.model_type);
+    const Config *config = &runner->engine.config;
+    bool hierarchy = options->engine.hot_rows || options->reclaim || options->lookup || options->engine.host_budget;
+    if (!has_latent_attention(config) && (options->kv_mode || hierarchy))
+        notice("--kv, --hot, --host-budget, --reclaim and --lookup do not apply to %s, which attends to every row: it runs resident",
+               config->model_type);
+    else if (options->engine.kv_mode == MODE_RESIDENT && hierarchy)
+        notice("--hot, --host-budget, --reclaim and --lookup do not apply to --kv resident");
+    else if (options->engine.kv_mode == MODE_HISPARSE && options->reclaim)
+        notice("--reclaim does not apply to --kv hisparse, which lends nothing");
     if (options->trace && !(runner->trace = options->trace_file = fopen(options->trace, "w"))) {
         fail(&error, "%s: %s", options->trace, strerror(errno));
         runner_close(runner);
@@ -325,13 +331,13 @@ static void print_cache_stats(const Runner *runner) {
                 100 * (double)stats->picked[TIER_HOT] / fmax(picks, 1), 100 * (double)stats->picked[TIER_HOST] / fmax(picks, 1));
     if (cache->mode == MODE_RESIDENT) return;
     fprintf(stderr,
-            "tide: coverage %.1f%%; %" PRIu64 " pages lent, %" PRIu64 " recalled, %" PRIu64 " shared; %.2f MB fetched (%" PRIu64
+            "tide: mean coverage %.1f%%; %" PRIu64 " pages lent, %" PRIu64 " recalled, %" PRIu64 " shared; %.2f MB fetched (%" PRIu64
             " rows, %" PRIu64 " staged), %.2f MB backed up, %.2f MB populated\n",
-            100 * cache_coverage(cache, -1), stats->pages_lent, stats->pages_recalled, stats->shared_pages,
+            stats->history_pages ? 100 * (double)stats->lent_pages / (double)stats->history_pages : 100, stats->pages_lent, stats->pages_recalled, stats->shared_pages,
             (double)stats->bytes_fetched / 1e6, stats->fetched, stats->staged, (double)stats->bytes_backed_up / 1e6,
             (double)stats->bytes_populated / 1e6);
     fprintf(stderr,
-            "tide: %" PRIu64 " rounds waited to admit, %" PRIu64 " for a backup; resolver %.2f%%, fetches %.2f%%, controller %.2f%% "
+            "tide: %" PRIu64 " rounds waited to admit, %" PRIu64 " times a tail waited for its backup; resolver %.2f%%, fetches %.2f%%, controller %.2f%% "
             "of the time\n",
             stats->admission_waits, stats->tail_waits, 100 * stats->resolve_seconds / seconds, 100 * stats->fetch_seconds / seconds,
             100 * stats->control_seconds / seconds);
@@ -1441,6 +1447,7 @@ static cJSON *chat_settings(const Chat *chat) {
 }
 
 static bool chat_save(Chat *chat, const char *path, Error *error) {
+    cache_truncate(&chat->runner->engine.cache, chat->session.slot, chat->session.cached);      /* rows of a turn taken back stay here */
     return session_save(chat->runner, &chat->session, path, chat_settings(chat), error);
 }
 
@@ -1495,8 +1502,8 @@ static void print_history(const Cache *cache) {
         }
         if (!session->admitted) fprintf(stderr, "tide: session %d: nothing is cached yet\n", s);
         else
-            fprintf(stderr, "tide: session %d [%s] %d rows, %.0f%% of the whole pages lent; = device, - host, > tail\n", s, bar,
-                    session->committed, 100 * cache_coverage(cache, s));
+            fprintf(stderr, "tide: session %d [%s] %d rows, %d whole pages below the tail, %.0f%% lent; = device, - host, > tail\n", s, bar,
+                    session->committed, cache->tables.tail_base[s] / PAGE_ROWS, 100 * cache_coverage(cache, s));
     }
 }
 
@@ -1597,7 +1604,7 @@ static int command_chat(Options *options) {
     if (chat.editor && !chat.leaving) putchar('\n');
     bool ok = chat.editor || !interrupted || fail(&error, "interrupted");       /* without an editor Ctrl-C ends the input */
     if (!resumed) ok = false;
-    else if (options->session && arrlen(chat.session.ids)) ok = chat_save(&chat, options->session, &error) && ok;
+    else if (options->session && (arrlen(chat.session.ids) || !access(options->session, F_OK))) ok = chat_save(&chat, options->session, &error) && ok;
     close_editor(&chat);
     arrfree(line);
     free(chat.system);
