@@ -98,6 +98,16 @@ bool fail(Error *error, const char *format, ...) {
     return false;
 }
 
+/* An invariant that the debug build insists on. */
+#ifdef TIDE_DEBUG
+#define REQUIRE(condition)                                                                                                      \
+    do {                                                                                                                        \
+        if (!(condition)) fprintf(stderr, "engine.c:%d: a rule is broken: %s\n", __LINE__, #condition), abort();    \
+    } while (0)
+#else
+#define REQUIRE(condition) ((void)0)
+#endif
+
 double now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -1953,22 +1963,25 @@ static DeviceRow hot_location(const Cache *cache, int session, int slot) {
     return row_of_page(cache->tables.hot[(size_t)session * (size_t)cache->hot_pages + (size_t)(slot / PAGE_ROWS)], slot);
 }
 
-/* Missing rows take the slots used least recently, ties to the lower slot: the i-th row, ascending, the i-th such slot. Rows that
- * find none are staged, those furthest on in the history, and forgotten after this block: there is no promotion into the hot
- * cache, since whose selection will matter next, the last accepted query's, is known only when all layers have run. */
+/* Missing rows take the slots used least recently, ties to the lower slot: the i-th row, ascending, the i-th such slot. Where there are
+ * more rows than slots the oldest of the history, which selections prefer least, are staged instead, and forgotten after this block:
+ * there is no promotion into the hot cache, since whose selection will matter next, the last accepted query's, is known only when
+ * all layers have run. */
 static void place_misses(Cache *cache, Block *block, int staging, MissPlan *plan) {
     const HostPage *host = cache->tables.host + (size_t)block->session * (size_t)cache->context_pages;
-    int missing = block->n - block->hits, open = cache->hot_rows - block->hits, room = missing < open ? missing : open, taken = 0;
+    int missing = block->n - block->hits, open = cache->hot_rows - block->hits, room = missing < open ? missing : open,
+        beyond = missing - room, taken = 0;
     if (room) oldest_slots(cache->victims, block->stamp, block->now, cache->hot_rows, room);
-    block->first_staged = plan->count + room;
+    block->first_staged = plan->count;
     for (int i = 0; i < block->n; i++) {
         if (cache->places[i] != NO_SLOT) continue;
-        int row = cache->missing[i], place = taken < room ? cache->victims[taken] : cache->hot_rows + taken - room;
-        DeviceRow staged = {cache->device_pages.n_pages * PAGE_ROWS + staging * cache->staging_rows + taken - room};
+        int row = cache->missing[i], place = taken < beyond ? cache->hot_rows + taken : cache->victims[taken - beyond];
+        DeviceRow staged = {cache->device_pages.n_pages * PAGE_ROWS + staging * cache->staging_rows + taken};
+        REQUIRE(plan->count < plan->capacity);
         plan->from[plan->count] = (HostRow){(int64_t)host[row / PAGE_ROWS].id * PAGE_ROWS + row % PAGE_ROWS};
-        plan->to[plan->count++] = taken < room ? hot_location(cache, block->session, place) : staged;
-        if (taken < room) replace_slot(block, place, row);
-        else plan->staged++;
+        plan->to[plan->count++] = taken < beyond ? staged : hot_location(cache, block->session, place);
+        if (taken < beyond) plan->staged++;
+        else replace_slot(block, place, row);
         cache->places[i] = ~place;                  /* negative: it comes from the host */
         taken++;
     }
@@ -2504,11 +2517,6 @@ static bool on_host(const Cache *cache, int session, int page) {
 /* ---- the invariants (A8.2), in the debug build */
 
 #ifdef TIDE_DEBUG
-#define REQUIRE(condition)                                                                                                      \
-    do {                                                                                                                        \
-        if (!(condition)) fprintf(stderr, "engine.c:%d: the hierarchy broke its rule: %s\n", __LINE__, #condition), abort();    \
-    } while (0)
-
 /* Freed rows become NaNs: what still reads them shows. */
 static void poison_page(Cache *cache, int32_t page) {
     for (int i = 0; i < cache->sources; i++)
@@ -2586,7 +2594,6 @@ static void check_cache(const Cache *cache) {
     free(refs);
 }
 #else
-#define REQUIRE(condition) ((void)0)
 #define poison_page(cache, page) ((void)0)
 #define check_cache(cache) ((void)0)
 #endif

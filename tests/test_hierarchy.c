@@ -260,12 +260,13 @@ static void model_block(World *w, int group, const Selection *selection, const R
         HostInfo *info = &cache->host_info[host_id(cache, s, page)];
         REQUIRED_THAT(w, host_id(cache, s, page) > 0 && info->rows > needed[i] % 64, "row %d is missing and not on the host",
                       needed[i]);
-        while (slot < cache->hot_rows && !victim[slot]) slot++;
-        if (slot < cache->hot_rows) {
+        if (staging < misses - victims) slot_for[i] = MAX_HOT + staging++;      /* the oldest rows find no slot */
+        else {
+            while (!victim[slot]) slot++;
             model->tag[group][slot] = needed[i];
             model->used[group][slot] = now;
             slot_for[i] = slot++;
-        } else slot_for[i] = MAX_HOT + staging++;
+        }
         wanted->from[wanted->count].id = (int64_t)host_id(cache, s, page) * 64 + needed[i] % 64;
         wanted->to[wanted->count++].id = slot_for[i] < MAX_HOT
             ? cache->tables.hot[s * cache->hot_pages + slot_for[i] / 64].id * 64 + slot_for[i] % 64
@@ -409,11 +410,11 @@ static bool open_world(World *w, const Shape *shape, Error *error) {
     cache->pass_rows = shape->pass_rows;
     if (!size_hot_cache(cache, &options, error)) return false;
     if (cache->hot_rows) cache->staging_blocks = shape->staging_blocks;
-    if (!size_pools(cache, &options, error)) return false;
+    if (!size_pools(cache, &options, error) || !size_host_pool(cache, &options, error)) return false;
     if (shape->spare_pages >= 0) options.kv_budget = cache->least_bytes + (size_t)shape->spare_pages * page_bytes(cache);
     if (shape->spare_host_pages >= 0 && cache->mode != MODE_RESIDENT)
         options.host_budget = cache->least_host_bytes + (size_t)shape->spare_host_pages * page_image_bytes(cache);
-    if (!size_pools(cache, &options, error) || !take_memory(engine, error)) return false;
+    if (!size_pools(cache, &options, error) || !size_host_pool(cache, &options, error) || !take_memory(engine, error)) return false;
     w->expected = allocate_zeroed((size_t)engine->state.max_rows * (size_t)larger(cache->index_topk, 1), sizeof *w->expected);
     w->free_before = allocate_zeroed((size_t)cache->device_pages.n_pages + 1, 1);
     w->index_free_before = allocate_zeroed((size_t)cache->index_pages.n_pages + 1, 1);
@@ -680,6 +681,21 @@ static void take_in(World *w, int s, int cached) {
     w->asking = -1;
 }
 
+/* Whether another session is computing a page that the prompt which asks would share: then it waits for that, and takes nothing.
+ * *perhaps: or such a page is still being copied, of a session that has gone. */
+static bool prefix_is_computed(const World *w, bool *perhaps) {
+    const Cache *cache = &w->engine.cache;
+    for (int i = 0; i < w->n_copies; i++)
+        *perhaps |= w->copies[i].transfer.to_host && keyed(&cache->host_info[w->copies[i].transfer.host.id]);
+    for (int s = 0; s < w->shape.sessions; s++)
+        for (int page = 0; w->model[s].admitted && (page + 1) * 64 < w->n_prompt && (page + 1) * 64 <= w->model[s].rows; page++) {
+            const HostInfo *info = &cache->host_info[host_id(cache, s, page)];
+            if (memcmp(w->model[s].ids + page * 64, w->prompt + page * 64, 64 * sizeof(int))) break;
+            if (keyed(info) && info->rows < 64) return true;
+        }
+    return false;
+}
+
 /* The session that asks, asks (again). */
 static bool try_admission(World *w) {
     Cache *cache = &w->engine.cache;
@@ -692,17 +708,19 @@ static bool try_admission(World *w) {
                 + (cache->session[i].admitted ? cache->hot_pages + cache->session[i].n_spare + cache->session[i].n_tail : 0);
     }
     int coming = cache->device_pages.n_pages - 1 - cache->device_pages.n_free - kept;
-    model_recall(w, deficit > 0 ? deficit - coming : 0, gives);
+    bool perhaps = false, computed = cache->mode != MODE_RESIDENT && prefix_is_computed(w, &perhaps);
+    model_recall(w, deficit > 0 && !computed ? deficit - coming : 0, gives);
     if (w->promised && !w->n_copies && !cache->n_retired)
         REQUIRED_THAT(w, deficit <= 0, "all that was recalled is back, and %d pages are missing", deficit);
     bool in = cache_admit(cache, s, w->n_prompt ? w->prompt : NULL, w->n_prompt, w->asks_rows, &cached);
     if (!in) check_refusal(w, w->n_prompt, deficit);
     if (in) REQUIRED_THAT(w, deficit <= 0, "admitted into the reserve");
     for (int i = 0; i < w->shape.sessions; i++)
-        if (i != s)
-            REQUIRED_THAT(w, before[i] - optional_pages(cache, i) == gives[i],
-                          "eq. 4: session %d gives %d of its %d pages, not %d", i, before[i] - optional_pages(cache, i),
-                          before[i], gives[i]);
+        if (i != s) {
+            int gave = before[i] - optional_pages(cache, i);
+            REQUIRED_THAT(w, gave == gives[i] || (perhaps && !in && !cache->waiting && !gave),
+                          "eq. 4: session %d gives %d of its %d pages, not %d", i, gave, before[i], gives[i]);
+        }
     seen.waits += !in;
     w->promised = false;
     for (int i = 0; i < w->shape.sessions; i++) coming += gives[i];
@@ -807,7 +825,7 @@ static void save_and_restore(World *w, int s) {
     w->asks_rows = saved.rows;
     step(w);
     bool in = try_admission(w);
-    if (!in) cache_withdraw(cache);
+    if (!in) cache_stop_waiting(cache);
     w->asking = -1;
     if (in) {
         memcpy(model->ids, saved.ids, sizeof saved.ids);
@@ -895,7 +913,7 @@ static void run_pass(World *w, const Row *rows, int n, int fails_at) {
     REQUIRED_THAT(w, placed, "%.200s", error.text);
     if (!placed) return;
     split_runs(state, cache, rows, n);
-    place_rows(engine, rows, n);
+    locate_rows(engine, rows, n);
     pass_rows = rows;
     for (w->layer = 0; w->layer < cache->sources && !w->broken && w->layer != fails_at; w->layer++) {
         sign_new_rows(w, rows, n, w->layer);
@@ -1035,7 +1053,7 @@ static void play_round(World *w) {
         if (w->asking < 0) break;
         try_admission(w);
         check_world(w, false);
-        if (w->asking >= 0 && chance(5)) { cache_withdraw(cache); w->asking = -1; }
+        if (w->asking >= 0 && chance(5)) { cache_stop_waiting(cache); w->asking = -1; }
     }
     if (!chance(10) && !w->broken) step(w);
     if (chance(20) && w->asking >= 0 && !w->broken) try_admission(w), check_world(w, false);
