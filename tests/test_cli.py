@@ -1295,6 +1295,21 @@ def test_mini():
     check(talk.code == 0 and talk.out.count(b"\n") >= 2 and b"re-used" in talk.err, "it talks", talk.out, talk.err)
 
 
+def test_bench_files():
+    """A measurement leaves a CSV, and an SVG where there is a gnuplot; without one it says so and keeps the rest."""
+    out = os.path.join(HOME, "measured")
+    os.mkdir(out)
+    result = run("bench", "memory", "-o", out)
+    equal((result.code, result.out.count(b"claim:"), b"falls short" in result.out), (0, 2, False), "the paper's table 1")
+    check(os.path.getsize(out + "/memory.csv") > 100, "memory.csv")
+    check(os.path.exists(out + "/memory.svg") == (shutil.which("gnuplot") is not None), "memory.svg where there is a gnuplot")
+    os.remove(out + "/memory.csv")
+    result = run("bench", "memory", "-o", out, env={"PATH": HOME})
+    equal((result.code, result.err.count(b"\n"), b"gnuplot" in result.err), (0, 1, True), "no gnuplot: one line")
+    check(os.path.exists(out + "/memory.csv"), "and the figures all the same")
+    refused(1, "/nonexistent", "bench", "memory", "-o", "/nonexistent")
+
+
 tests = [(name, function) for name, function in list(globals().items()) if name.startswith("test_") and (len(sys.argv) < 2 or any(word in name for word in sys.argv[1:]))]
 HOME = tempfile.mkdtemp(prefix="tide-cli-")
 CHAIN, RANDOM = os.path.join(HOME, "chain"), os.path.join(HOME, "random")
