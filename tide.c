@@ -138,8 +138,9 @@ static const char usage_text[] =
     "  --device auto|cpu --threads N --kv-dtype f32|bf16|fp8 (default bf16) --index-topk N\n"
     "  --kv resident|hisparse|adaptive (default adaptive)   where the history lies: all of it on the device; on the host behind a\n"
     "                    hot cache; on the host, with spare device memory lent to it\n"
-    "  --kv-budget BYTES[K|M|G] --host-budget BYTES[K|M|G]   of the two memories (default: room for every session)\n"
+    "  --kv-budget BYTES[K|M|G] --host-budget BYTES[K|M|G]   of the two memories, K 2^10 (default: room for every session)\n"
     "  --hot ROWS        of the hot cache (default 2 x index_topk, at most the context)   --reclaim whole|proportional   --lookup direct|scan\n"
+    "  --session FILE    chat, generate: take up the session in FILE where there is one, and write it there at the end\n"
     "  --resume          batch: keep the finished rows of -o and go on after them\n"
     "  --stats --trace FILE.jsonl --quiet\n";
 
