@@ -247,7 +247,8 @@ void weights_free(Weights *weights, const Config *config);
  * pages under the same numbers: a page id names a bundle, the same 64 rows in all sources at once, and bundles are what is lent,
  * copied and counted. On the device a session holds, for as long as it is admitted, a tail (the rows being written), a hot
  * cache (slots that selected rows are fetched into) and its index keys; while memory is spare, pages of its history too.
- * Every complete row is ready on the device or complete in host memory (in hisparse mode always the latter). A row never changes once it is complete, so any copy of it is as good as another.
+ * Every complete row is ready on the device or complete in host memory (in hisparse mode soon the latter). A row never changes once
+ * it is complete, so any copy of it is as good as another.
  */
 
 enum {
@@ -327,8 +328,7 @@ typedef struct CacheTables {
     uint16_t *slot_of;          /* [sessions, groups, context_pages * 64] slot + 1 of the row, or 0 */
 } CacheTables;
 
-/* One page of one session's history, as the controller sees it. */
-/* The order matters: from FILLING on a page is optional history. */
+/* One page of one session's history, as the controller sees it. The order matters: from FILLING on it is optional history. */
 typedef enum PageState {
     PAGE_ABSENT,                /* not on the device: on the host, or not written yet */
     PAGE_TAIL,                  /* being written, or complete and waiting for its host copy */
@@ -437,7 +437,7 @@ typedef struct Cache {
     uint64_t *bits;             /* [context_pages] scratch of a resolve: a bit per row of the session */
     int32_t *ranks;             /* [context_pages] bits set before the word */
     int32_t *missing;           /* [staging_rows] rows of the union, ascending */
-    int32_t *places;            /* [staging_rows] where each is: slot, or -1 */
+    int32_t *places;            /* [staging_rows] the slot of each; ~place if it comes from the host, staging behind the slots */
     int32_t *victims;           /* [hot_rows] */
     /* the controller */
     SessionPages *session;      /* [sessions] */
