@@ -228,6 +228,8 @@ def answers(args, log):
     order = np.lexsort((np.arange(len(lens)), lens // 4, new, kind, part == 0))    # held-out ones have batches of their own: they run on past their stop
     if args.limit:
         order = np.concatenate([order[part[order] == 0][::max(1, len(order) // args.limit)], order[part[order] > 0][::max(1, len(order) // args.limit)]])
+    if args.temp:                                   # the held-out prompts alone, sampled
+        order, z['temp'] = order[part[order] == HELD], np.full(len(part), args.temp)
     target, out, i, made = Target(dev), {}, 0, 0
     while i < len(order) and time.time() - args.began < args.wall - 25:
         held = part[order[i]] > 0
@@ -253,7 +255,7 @@ def answers(args, log):
         mine = [k for k in keys if z['kinds'][kind[k]] == name]
         log('%-12s %6d answers, mean length %.1f' % (name, len(mine), np.mean([len(out[k]) for k in mine] or [0])))
         for k in r.sample(mine, min(3, len(mine))):
-            log('   T=%d %r -> %r' % (z['temp'][k], tok.decode(ids[offs[k]:offs[k + 1]].tolist(), skip_special_tokens=False)[-110:], tok.decode(out[k].tolist(), skip_special_tokens=False)[:170]))
+            log('   T=%g %r -> %r' % (z['temp'][k], tok.decode(ids[offs[k]:offs[k + 1]].tolist(), skip_special_tokens=False)[-110:], tok.decode(out[k].tolist(), skip_special_tokens=False)[:170]))
 
 
 # ---- features and hidden states of everything, on the GPU
@@ -362,18 +364,17 @@ def rounds(net, store, part, tokens=96, keep=False):
     f, net.f = net.f, {k: getattr(D, k) for k in net.f}
     embed, head, T, A = store.target.net.embed, store.target.net.embed, 384, tokens
     cols, bits, out, kept = [store.taps.index(t) for t in c.taps], D.block_bits(A, c, dev), [], [[], [], [], [], []]
-    n_part = store.length
     for x in range(0, len(some), 16):
         mine = some[x:x + 16]
         s = torch.tensor([store.first[i] for i in mine], device=dev)
         j = torch.tensor([store.answer[i] - store.first[i] for i in mine], device=dev)[:, None] + torch.arange(A, device=dev)
-        idx = (s[:, None] + torch.arange(T, device=dev)).clamp(max=n_part - 1)
+        idx = (s[:, None] + torch.arange(T, device=dev)).clamp(max=store.length - 1)
         with torch.no_grad():
-            at = (s[:, None] + j).clamp(max=n_part - 1)
+            at = (s[:, None] + j).clamp(max=store.length - 1)
             anchor = store.tokens[at]
             h = net(store.feat[idx][:, :, cols].flatten(2), store.pos[idx], embed, anchor, store.pos[at], D.visible(store.doc[idx], j, c, bits))
             p = net.propose(h.flatten(0, 1), anchor.view(-1), head)
-            want = store.tokens[(at[..., None] + torch.arange(1, m + 1, device=dev)).clamp(max=n_part - 1)].view(-1, m)
+            want = store.tokens[(at[..., None] + torch.arange(1, m + 1, device=dev)).clamp(max=store.length - 1)].view(-1, m)
             acc = (p['drafts'] == want).int().cumprod(-1).sum(-1).view(-1, A).tolist()
             stream = anchor.tolist()
         stats = p['stats'].view(len(mine), A, m, 18).cpu() if keep else None
@@ -459,7 +460,7 @@ def train_one(spec, store, args, log):
     g = torch.Generator(device=dev).manual_seed(args.seed + step)
     embed = store.target.net.embed.detach()
     decay = torch.exp(-torch.arange(m, device=dev) / 4)
-    best, next_eval, next_save = 0.0, 0.2 * total, 60.0
+    next_eval, next_save = clock + 0.2 * total, clock + 60.0
 
     def one(frac):
         b = store.batch(R, T, A, m, g)
@@ -735,6 +736,7 @@ def main():
     ap.add_argument('--checkpoints', default='/tmp/drafters')
     ap.add_argument('--wall', type=float, default=570, help='seconds after which the process has ended')
     ap.add_argument('--limit', type=int, default=0)
+    ap.add_argument('--temp', type=float, default=0, help='with answers: the held-out prompts alone, at this temperature, for a report')
     ap.add_argument('--dvl', default='', help='with train: fit the predictor on the run of this name')
     ap.add_argument('--seed', type=int, default=1)
     args = ap.parse_args()
