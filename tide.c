@@ -736,11 +736,13 @@ static bool run_batch(Batch *batch, Error *error) {
         run_round(runner, sessions, running);
         if (interrupted)
             return fail(error, "interrupted with %zu of %zu rows written; --resume goes on from there", batch->written, n);
+        int ran = running;
         for (int i = 0; i < running; i++) {
             if (active[i]->session->finish == RUNNING) continue;
             end_row(batch, active[i], taken);
             active[i--] = active[--running];
         }
+        if (running < ran) cache_step(&runner->engine.cache);       /* what they held is free before the next is let in */
         if (!write_rows(batch, error)) return false;
         if (batch->bar) draw_bar(batch, false);
     }
