@@ -297,12 +297,9 @@ enum {
     PREFIX_PAGES = 92,
     SERVING_CONTEXT = 6144,
     LONG_TEXT = 9216,           /* ids that the text must have */
-    MODES = 3,
 };
 
 static const char text_path[] = "/usr/share/common-licenses/GPL-3";     /* a part of every Debian system */
-
-static const char *const mode_names[MODES] = {"resident", "hisparse", "adaptive"};
 
 typedef struct Prefix {         /* what every prompt begins with */
     int *text;                  /* stb_ds of ids; the prefix is its beginning */
@@ -560,7 +557,7 @@ static bool load_round(Load *load, int offered, Tally *tally, FILE *csv, Error *
     tally->least_coverage = fmin(tally->least_coverage, coverage);
     tally->rounds++;
     if (csv)
-        fprintf(csv, "%s,%ld,%.3f,%d,%d,%d,%.2f,%.3f\n", mode_names[cache->mode], load->rounds, load->clock, offered, active,
+        fprintf(csv, "%s,%ld,%.3f,%d,%d,%d,%.2f,%.3f\n", kv_mode_names[cache->mode], load->rounds, load->clock, offered, active,
                 waiting, 100 * coverage, host_share(picked));
     return !interrupted || fail(error, "interrupted");
 }
@@ -631,7 +628,7 @@ static bool run_steps(Load **loads, Step *steps, FILE *csv, Error *error) {
 }
 
 static void print_phase(const char *phase, int mode, const Tally *tally) {
-    printf("%-11s %-9s %8zu %7.1f %9.1f%% %9.2f%% %9.1f %12.1f %8.2f %8.2f\n", phase, mode_names[mode], arrlenu(tally->first),
+    printf("%-11s %-9s %8zu %7.1f %9.1f%% %9.2f%% %9.1f %12.1f %8.2f %8.2f\n", phase, kv_mode_names[mode], arrlenu(tally->first),
            mean_active(tally), mean_coverage(tally), host_share(tally->picked), tokens_per_second(tally),
            1 / mean(tally->spacing), mean(tally->first), mean(tally->wait));
 }
@@ -737,9 +734,9 @@ static void print_point(Point point, int mode, const Tally *tally, FILE *csv) {
     double speed = tokens_per_second(tally), active = mean_active(tally), coverage = mean_coverage(tally),
            host = host_share(tally->picked), first = tally->unanswered / (double)tally->firsts,
            spacing = 1e3 * tally->answering / (double)tally->tokens;
-    printf("%7d %5d %-9s %9.1f %8.1f %9.1f%% %9.2f%% %8.2f %8.2f\n", point.clients, factor, mode_names[mode], speed, active,
+    printf("%7d %5d %-9s %9.1f %8.1f %9.1f%% %9.2f%% %8.2f %8.2f\n", point.clients, factor, kv_mode_names[mode], speed, active,
            coverage, host, first, spacing);
-    fprintf(csv, "%s,%d,%d,%.2f,%.2f,%.2f,%.3f,%.4f,%.3f\n", mode_names[mode], point.clients, factor, speed, active, coverage,
+    fprintf(csv, "%s,%d,%d,%.2f,%.2f,%.2f,%.3f,%.4f,%.3f\n", kv_mode_names[mode], point.clients, factor, speed, active, coverage,
             host, first, spacing);
 }
 

@@ -143,6 +143,16 @@ static int larger(int a, int b) { return a > b ? a : b; }
 /* a * b, or false when that does not fit. */
 static bool multiply(size_t a, size_t b, size_t *product) { return !__builtin_mul_overflow(a, b, product); }
 
+uint64_t load_u64(const uint8_t in[8]) {
+    uint64_t value = 0;
+    for (int i = 0; i < 8; i++) value |= (uint64_t)in[i] << 8 * i;
+    return value;
+}
+
+void store_u64(uint8_t out[8], uint64_t value) {
+    for (int i = 0; i < 8; i++) out[i] = (uint8_t)(value >> 8 * i);
+}
+
 const char *join(char buffer[PATH_MAX], const char *directory, const char *name) {
     if (snprintf(buffer, PATH_MAX, "%s/%s", directory, name) >= PATH_MAX) buffer[0] = 0; /* too long to exist: opening it fails */
     return buffer;
@@ -200,6 +210,8 @@ static cJSON *json_read(const char *path, size_t limit, Error *error) {
     cJSON_Delete(json);
     return NULL;
 }
+
+cJSON *json_ids(const int *ids, int n) { return n ? cJSON_CreateIntArray(ids, n) : cJSON_CreateArray(); }
 
 bool json_size(const cJSON *item, size_t *value) {
     if (!cJSON_IsNumber(item) || !(item->valuedouble >= 0 && item->valuedouble <= 9007199254740992.0)) return false;
@@ -365,9 +377,8 @@ static bool add_tensors(Checkpoint *checkpoint, const cJSON *header, int file, s
 
 static bool parse_safetensors(Checkpoint *checkpoint, int file, Error *error) {
     const MappedFile *mapped = &checkpoint->files[file];
-    uint64_t header_length = 0;
     if (mapped->size < 8) return fail(error, "%s: %zu bytes are too few for a safetensors file", mapped->path, mapped->size);
-    for (int i = 0; i < 8; i++) header_length |= (uint64_t)mapped->data[i] << (8 * i);
+    uint64_t header_length = load_u64(mapped->data);
     if (header_length > mapped->size - 8 || header_length > SAFETENSORS_MAX_HEADER)
         return fail(error, "%s: not a safetensors file: a header of %" PRIu64 " bytes in a file of %zu", mapped->path,
                     header_length, mapped->size);
@@ -1857,21 +1868,53 @@ static RowPool row_pool(const Cache *cache, SourceId source) {
                      cache->device_pages.n_pages * PAGE_ROWS};
 }
 
+/* Where the tables say that a page of a session lies. */
+static HostPage *host_page(const Cache *cache, int session, int page) {
+    return &cache->tables.host[(size_t)session * (size_t)cache->context_pages + (size_t)page];
+}
+
+static DevicePage *index_page(const Cache *cache, int session, int page) {
+    return &cache->tables.index[(size_t)session * (size_t)cache->context_pages + (size_t)page];
+}
+
+static DevicePage *ready_page(const Cache *cache, int session, int page) {
+    return &cache->tables.ready[(size_t)session * (size_t)cache->context_pages + (size_t)page];
+}
+
+static DevicePage *tail_page(const Cache *cache, int session, int page) {
+    return &cache->tables.tail[session * cache->tail_ring + (page & (cache->tail_ring - 1))];
+}
+
+static DevicePage *hot_page(const Cache *cache, int session, int page) {
+    return &cache->tables.hot[(size_t)session * (size_t)cache->hot_pages + (size_t)page];
+}
+
 /* The device page that holds a position's row without any search: the tail by arithmetic, else optional history. */
 static DevicePage direct_page(const Cache *cache, int session, int position) {
-    const CacheTables *tables = &cache->tables;
     int page = position / PAGE_ROWS;
-    return position >= tables->tail_base[session]
-               ? tables->tail[session * cache->tail_ring + (page & (cache->tail_ring - 1))]
-               : tables->ready[(size_t)session * (size_t)cache->context_pages + (size_t)page];
+    return position >= cache->tables.tail_base[session] ? *tail_page(cache, session, page) : *ready_page(cache, session, page);
+}
+
+/* A session's hot cache in one plan group. */
+typedef struct HotCache {
+    int32_t *tag;               /* [hot_rows] */
+    uint32_t *stamp;            /* [hot_rows] */
+    uint16_t *slot_of;          /* [context_pages * 64] */
+    uint32_t *clock;
+} HotCache;
+
+static HotCache hot_cache(const Cache *cache, int session, int group) {
+    size_t state = (size_t)session * (size_t)cache->groups + (size_t)group;
+    return (HotCache){.tag = cache->tables.tag + state * (size_t)cache->hot_rows,
+                      .stamp = cache->tables.stamp + state * (size_t)cache->hot_rows,
+                      .slot_of = cache->tables.slot_of + state * (size_t)cache->context_pages * PAGE_ROWS,
+                      .clock = cache->tables.clock + state};
 }
 
 /* The queries of one session and one plan group while they are resolved together. */
 typedef struct Block {
     int session;
-    int32_t *tag;               /* these three: the group's tables for the session */
-    uint32_t *stamp;
-    uint16_t *slot_of;
+    HotCache hot;
     uint32_t now;               /* this resolve, as the stamps count */
     int low, high;              /* words of Cache.bits that hold the union; high < low: there is none */
     int n, hits;                /* rows of the union, and how many of them are hot */
@@ -1879,14 +1922,8 @@ typedef struct Block {
 } Block;
 
 static Block open_block(Cache *cache, int group, int session) {
-    size_t state = (size_t)session * (size_t)cache->groups + (size_t)group;
-    return (Block){.session = session,
-                   .tag = cache->tables.tag + state * (size_t)cache->hot_rows,
-                   .stamp = cache->tables.stamp + state * (size_t)cache->hot_rows,
-                   .slot_of = cache->tables.slot_of + state * (size_t)cache->context_pages * PAGE_ROWS,
-                   .now = ++cache->tables.clock[state],
-                   .low = INT_MAX,
-                   .high = -1};
+    HotCache hot = hot_cache(cache, session, group);
+    return (Block){.session = session, .hot = hot, .now = ++*hot.clock, .low = INT_MAX, .high = -1};
 }
 
 /* First look: tail and optional history. Rows that are in neither join the union, a bit each in Cache.bits. */
@@ -1931,14 +1968,14 @@ enum { NO_SLOT = INT32_MIN };
 static void find_hot_slots(Cache *cache, const Block *block) {
     if (cache->lookup == LOOKUP_DIRECT) {
         for (int i = 0; i < block->n; i++) {
-            int slot = block->slot_of[cache->missing[i]];
+            int slot = block->hot.slot_of[cache->missing[i]];
             cache->places[i] = slot ? slot - 1 : NO_SLOT;
         }
         return;
     }
     for (int i = 0; i < block->n; i++) cache->places[i] = NO_SLOT;
     for (int slot = 0; slot < cache->hot_rows; slot++) {
-        int row = block->tag[slot];
+        int row = block->hot.tag[slot];
         if (row >= 0 && cache->bits[row / PAGE_ROWS] >> row % PAGE_ROWS & 1) cache->places[rank_in_union(cache, row)] = slot;
     }
 }
@@ -1947,20 +1984,20 @@ static void find_hot_slots(Cache *cache, const Block *block) {
 static void protect_hits(Cache *cache, Block *block) {
     for (int i = 0; i < block->n; i++) {
         if (cache->places[i] == NO_SLOT) continue;
-        block->stamp[cache->places[i]] = block->now;
+        block->hot.stamp[cache->places[i]] = block->now;
         block->hits++;
     }
 }
 
 static void replace_slot(Block *block, int slot, int row) {
-    if (block->tag[slot] >= 0) block->slot_of[block->tag[slot]] = 0;
-    block->tag[slot] = row;
-    block->stamp[slot] = block->now;
-    block->slot_of[row] = (uint16_t)(slot + 1);
+    if (block->hot.tag[slot] >= 0) block->hot.slot_of[block->hot.tag[slot]] = 0;
+    block->hot.tag[slot] = row;
+    block->hot.stamp[slot] = block->now;
+    block->hot.slot_of[row] = (uint16_t)(slot + 1);
 }
 
 static DeviceRow hot_location(const Cache *cache, int session, int slot) {
-    return row_of_page(cache->tables.hot[(size_t)session * (size_t)cache->hot_pages + (size_t)(slot / PAGE_ROWS)], slot);
+    return row_of_page(*hot_page(cache, session, slot / PAGE_ROWS), slot);
 }
 
 /* Missing rows take the slots used least recently, ties to the lower slot: the i-th row, ascending, the i-th such slot. Where there are
@@ -1968,10 +2005,10 @@ static DeviceRow hot_location(const Cache *cache, int session, int slot) {
  * there is no promotion into the hot cache, since whose selection will matter next, the last accepted query's, is known only when
  * all layers have run. */
 static void place_misses(Cache *cache, Block *block, int staging, MissPlan *plan) {
-    const HostPage *host = cache->tables.host + (size_t)block->session * (size_t)cache->context_pages;
+    const HostPage *host = host_page(cache, block->session, 0);
     int missing = block->n - block->hits, open = cache->hot_rows - block->hits, room = missing < open ? missing : open,
         beyond = missing - room, taken = 0;
-    if (room) oldest_slots(cache->victims, block->stamp, block->now, cache->hot_rows, room);
+    if (room) oldest_slots(cache->victims, block->hot.stamp, block->now, cache->hot_rows, room);
     block->first_staged = plan->count;
     for (int i = 0; i < block->n; i++) {
         if (cache->places[i] != NO_SLOT) continue;
@@ -2152,7 +2189,8 @@ static size_t measure_cache(Cache *cache, int64_t pages, int64_t index_pages, bo
     cache->device_pages.n_pages = pages < INT_MAX ? (int)pages : INT_MAX;
     cache->index_pages.n_pages = index_pages < INT_MAX ? (int)index_pages : INT_MAX;
     lay_out_cache(cache, &arena);
-    *overflow |= arena.overflow || pages > (INT_MAX - (int64_t)cache->staging_blocks * cache->staging_rows) / PAGE_ROWS || index_pages > INT_MAX / PAGE_ROWS;
+    *overflow |= arena.overflow || index_pages > INT_MAX / PAGE_ROWS
+                 || pages > (INT_MAX - (int64_t)cache->staging_blocks * cache->staging_rows) / PAGE_ROWS;
     return arena.used;
 }
 
@@ -2231,6 +2269,10 @@ static size_t available_memory(void) {
     return available;
 }
 
+static const char *const kv_dtype_names[] = {[KV_F32] = "f32", [KV_BF16] = "bf16", [KV_F8] = "fp8"};
+
+const char *const kv_mode_names[MODES] = {[MODE_RESIDENT] = "resident", [MODE_HISPARSE] = "hisparse", [MODE_ADAPTIVE] = "adaptive"};
+
 /* What the model asks of the hierarchy: its rows, and which layers share a selection. */
 static void shape_cache(Cache *cache, const Config *config, const EngineOptions *options) {
     bool latent = has_latent_attention(config);
@@ -2278,12 +2320,15 @@ static bool refuse_pages(const Cache *cache, const EngineOptions *options, Error
                 cache->context);
 }
 
+/* Pages that every session needs for itself, whatever is lent. */
+static int required_pages(const Cache *cache) { return cache->hot_pages + TAIL_PAGES; }
+
 /* How many pages the device pools have, under the budget. A session needs its required pages (resident: all of them) and index pages for its
  * whole context; with a budget, as many such sessions as it holds get their index pages and what is left is payload. The reserve M_res
  * is one session's required pages, or a hundredth of the pool if that is more. */
 static bool size_pools(Cache *cache, const EngineOptions *options, Error *error) {
     const bool resident = cache->mode == MODE_RESIDENT, adaptive = cache->mode == MODE_ADAPTIVE;
-    const int64_t context_pages = cache->context_pages, required = resident ? context_pages : cache->hot_pages + TAIL_PAGES;
+    const int64_t context_pages = cache->context_pages, required = resident ? context_pages : required_pages(cache);
     int64_t sessions = cache->sessions, reserve = adaptive ? required : 0, pages, index_pages, all;
     bool overflow = false;
     all = sessions * (required + (adaptive ? context_pages : 0)) + reserve;
@@ -2365,17 +2410,15 @@ bool check_memory(const Engine *engine, Error *error) {
 
 void print_plan(FILE *out, const Engine *engine) {
     const Cache *cache = &engine->cache;
-    static const char *names[] = {[KV_F32] = "f32", [KV_BF16] = "bf16", [KV_F8] = "fp8"},
-                      *modes[] = {[MODE_RESIDENT] = "resident", [MODE_HISPARSE] = "hisparse", [MODE_ADAPTIVE] = "adaptive"};
     size_t mapped = 0, available = available_memory();
     for (size_t i = 0; i < arrlenu(engine->checkpoint.files); i++) mapped += engine->checkpoint.files[i].size;
     fprintf(out, "tide: %s: %s, %.1f MB of weights; %d x %d %s rows, %s: cache %.1f MB in %d pages, room for %d x the whole context",
             engine->checkpoint.directory, engine->config.model_type, (double)mapped / 1e6, cache->sessions, cache->context,
-            names[cache->format.dtype], modes[cache->mode], (double)cache->bytes / 1e6, cache->device_pages.n_pages - 1,
+            kv_dtype_names[cache->format.dtype], kv_mode_names[cache->mode], (double)cache->bytes / 1e6, cache->device_pages.n_pages - 1,
             cache->whole_sessions);
     if (cache->mode != MODE_RESIDENT)
         fprintf(out, " (%d hot rows and %d pages required of a session), %.1f MB on the host", cache->hot_rows,
-                cache->hot_pages + TAIL_PAGES, (double)cache->host_bytes / 1e6);
+                required_pages(cache), (double)cache->host_bytes / 1e6);
     fprintf(out, "; activations %.1f MB; %s, %d threads\n", (double)engine->state.bytes / 1e6, engine->backend->name,
             omp_get_max_threads());
     if (mapped > available)
@@ -2478,28 +2521,9 @@ static void retire(Cache *cache, PageList *list, int32_t page) {
     cache->retired[cache->n_retired++] = (Retired){list, page, cache->rounds_begun};
 }
 
-static HostPage *host_page(const Cache *cache, int session, int page) {
-    return &cache->tables.host[(size_t)session * (size_t)cache->context_pages + (size_t)page];
-}
-
-static DevicePage *index_page(const Cache *cache, int session, int page) {
-    return &cache->tables.index[(size_t)session * (size_t)cache->context_pages + (size_t)page];
-}
-
-static DevicePage *ready_page(const Cache *cache, int session, int page) {
-    return &cache->tables.ready[(size_t)session * (size_t)cache->context_pages + (size_t)page];
-}
-
-static DevicePage *tail_page(const Cache *cache, int session, int page) {
-    return &cache->tables.tail[session * cache->tail_ring + (page & (cache->tail_ring - 1))];
-}
-
 static HostInfo *host_info(const Cache *cache, int session, int page) {
     return &cache->host_info[host_page(cache, session, page)->id];
 }
-
-/* Pages that every session needs for itself, whatever is lent. */
-static int required_pages(const Cache *cache) { return cache->hot_pages + TAIL_PAGES; }
 
 /* Whether `pages` more may be lent to history. */
 static bool may_lend(const Cache *cache, int pages) {
@@ -2525,17 +2549,17 @@ static void poison_page(Cache *cache, int32_t page) {
 }
 
 static void check_hot_cache(const Cache *cache, int s, int g) {
-    size_t state = (size_t)s * (size_t)cache->groups + (size_t)g, held = 0, named = 0;
-    const int32_t *tag = cache->tables.tag + state * (size_t)cache->hot_rows;
-    const uint16_t *slot_of = cache->tables.slot_of + state * (size_t)cache->context_pages * PAGE_ROWS;
+    const HotCache hot = hot_cache(cache, s, g);
+    size_t held = 0, named = 0;
     for (int slot = 0; slot < cache->hot_rows; slot++) {
-        if (tag[slot] < 0) continue;
+        int row = hot.tag[slot];
+        if (row < 0) continue;
         held++;
-        REQUIRE(tag[slot] < cache->session[s].committed);
-        REQUIRE(tag[slot] % PAGE_ROWS < host_info(cache, s, tag[slot] / PAGE_ROWS)->rows);
-        REQUIRE(slot_of[tag[slot]] == slot + 1);
+        REQUIRE(row < cache->session[s].committed);
+        REQUIRE(row % PAGE_ROWS < host_info(cache, s, row / PAGE_ROWS)->rows);
+        REQUIRE(hot.slot_of[row] == slot + 1);
     }
-    for (int row = 0; row < cache->context_pages * PAGE_ROWS; row++) named += slot_of[row] != 0;
+    for (int row = 0; row < cache->context_pages * PAGE_ROWS; row++) named += hot.slot_of[row] != 0;
     REQUIRE(held == named);
 }
 
@@ -2543,7 +2567,7 @@ static void check_hot_cache(const Cache *cache, int s, int g) {
 static void check_pages(const Cache *cache, int s, uint8_t *held, int *beyond) {
     const SessionPages *session = &cache->session[s];
     int base = cache->tables.tail_base[s] / PAGE_ROWS, tails = 0, lent = 0;
-    for (int page = 0; page < cache->hot_pages; page++) held[cache->tables.hot[s * cache->hot_pages + page].id]++;
+    for (int page = 0; page < cache->hot_pages; page++) held[hot_page(cache, s, page)->id]++;
     for (int i = 0; i < session->n_spare; i++) held[session->spare[i].id]++;
     for (int page = 0; page < session->reserved_pages; page++) {
         const HistoryPage *history = &session->pages[page];
@@ -2983,8 +3007,7 @@ bool cache_admit(Cache *cache, int s, const int *ids, int n_ids, int rows, int *
         index_page(cache, s, page)->id = take_page(&cache->index_pages);
         if (!resident && page >= found) *host_page(cache, s, page) = take_host_page(cache);
     }
-    for (int page = 0; page < cache->hot_pages; page++)
-        cache->tables.hot[s * cache->hot_pages + page].id = take_page(&cache->device_pages);
+    for (int page = 0; page < cache->hot_pages; page++) hot_page(cache, s, page)->id = take_page(&cache->device_pages);
     while (session->n_spare < (resident ? pages : TAIL_PAGES))
         session->spare[session->n_spare++].id = take_page(&cache->device_pages);
     adopt_prefix(cache, s, found);
@@ -3001,15 +3024,13 @@ void cache_stop_waiting(Cache *cache) { cache->waiting = false; }
 
 void cache_forget_hot(Cache *cache, int s) {
     for (int g = 0; g < cache->groups; g++) {
-        size_t state = (size_t)s * (size_t)cache->groups + (size_t)g, hot_rows = (size_t)cache->hot_rows;
-        int32_t *tag = cache->tables.tag + state * hot_rows;
-        uint16_t *slot_of = cache->tables.slot_of + state * (size_t)cache->context_pages * PAGE_ROWS;
-        for (size_t slot = 0; slot < hot_rows; slot++) {
-            if (tag[slot] >= 0) slot_of[tag[slot]] = 0;
-            tag[slot] = -1;
-            cache->tables.stamp[state * hot_rows + slot] = 0;
+        HotCache hot = hot_cache(cache, s, g);
+        for (int slot = 0; slot < cache->hot_rows; slot++) {
+            if (hot.tag[slot] >= 0) hot.slot_of[hot.tag[slot]] = 0;
+            hot.tag[slot] = -1;
+            hot.stamp[slot] = 0;
         }
-        cache->tables.clock[state] = 0;
+        *hot.clock = 0;
     }
 }
 
@@ -3042,8 +3063,8 @@ void cache_release(Cache *cache, int s) {
         *host_page(cache, s, page) = (HostPage){0};
     }
     for (int page = 0; page < cache->hot_pages; page++) {
-        retire(cache, &cache->device_pages, cache->tables.hot[s * cache->hot_pages + page].id);
-        cache->tables.hot[s * cache->hot_pages + page] = (DevicePage){0};
+        retire(cache, &cache->device_pages, hot_page(cache, s, page)->id);
+        *hot_page(cache, s, page) = (DevicePage){0};
     }
     while (session->n_spare) retire(cache, &cache->device_pages, session->spare[--session->n_spare].id);
     memset(tail_page(cache, s, 0), 0, (size_t)cache->tail_ring * sizeof(DevicePage));
@@ -3986,16 +4007,14 @@ static uint64_t fingerprint(const Checkpoint *checkpoint) {
 
 /* What the rows depend on besides the ids, as a file names it. */
 static void row_identity(const Engine *engine, char text[128]) {
-    static const char *names[] = {[KV_F32] = "f32", [KV_BF16] = "bf16", [KV_F8] = "fp8"};
     snprintf(text, 128, "%016" PRIx64 ", %s rows, index_topk %d", fingerprint(&engine->checkpoint),
-             names[engine->cache.format.dtype], engine->config.index_topk);
+             kv_dtype_names[engine->cache.format.dtype], engine->config.index_topk);
 }
 
 static cJSON *session_header(const Runner *runner, const Session *session, cJSON *extra) {
     char identity[128];
     row_identity(&runner->engine, identity);
     cJSON *header = cJSON_CreateObject();
-    size_t n = arrlenu(session->ids);
     cJSON_AddStringToObject(header, "checkpoint", identity);
     cJSON_AddNumberToObject(header, "rows", session->cached);
     cJSON_AddNumberToObject(header, "page_bytes", (double)page_image_bytes(&runner->engine.cache));
@@ -4006,7 +4025,7 @@ static cJSON *session_header(const Runner *runner, const Session *session, cJSON
     cJSON_AddNumberToObject(header, "min_p", (double)session->sampling.min_p);
     cJSON_AddNumberToObject(header, "repeat_penalty", (double)session->sampling.repeat_penalty);
     cJSON_AddNumberToObject(header, "top_k", session->sampling.top_k);
-    cJSON_AddItemToObject(header, "ids", n ? cJSON_CreateIntArray(session->ids, (int)n) : cJSON_CreateArray());
+    cJSON_AddItemToObject(header, "ids", json_ids(session->ids, (int)arrlen(session->ids)));
     if (extra) cJSON_AddItemToObject(header, "chat", extra);
     return header;
 }
@@ -4020,10 +4039,6 @@ typedef struct HashedFile {
 static void put_bytes(HashedFile *out, const void *bytes, size_t n) {
     XXH3_64bits_update(out->hash, bytes, n);
     out->ok = out->ok && fwrite(bytes, 1, n, out->file) == n;
-}
-
-static void store_u64(uint8_t out[8], uint64_t value) {
-    for (int i = 0; i < 8; i++) out[i] = (uint8_t)(value >> 8 * i);
 }
 
 static void put_session(HashedFile *out, const Runner *runner, const Session *session, const char *header) {
@@ -4070,12 +4085,6 @@ bool session_save(const Runner *runner, const Session *session, const char *path
     return ok;
 }
 
-static uint64_t load_u64(const uint8_t in[8]) {
-    uint64_t value = 0;
-    for (int i = 0; i < 8; i++) value |= (uint64_t)in[i] << 8 * i;
-    return value;
-}
-
 /* Whether the file's last eight bytes are the hash of what stands before them. */
 static bool file_is_whole(FILE *file, uint64_t size) {
     uint8_t *block = allocate_zeroed(HASH_BLOCK, 1), number[8];
@@ -4094,7 +4103,23 @@ static bool file_is_whole(FILE *file, uint64_t size) {
     return ok;
 }
 
-static int rows_of_header(const cJSON *header) { return cJSON_GetObjectItemCaseSensitive(header, "rows")->valueint; }
+static uint64_t read_whole(Fields *fields, const char *key) {
+    const cJSON *item = field(fields, key);
+    size_t value = 0;
+    if (!item || !json_size(item, &value)) field_failed(fields, key, item, "an integer up to 2^53");
+    return value;
+}
+
+/* Which noise the session draws, and how. */
+static void read_settings(Session *session, Fields *fields) {
+    session->stream = read_whole(fields, "stream");
+    session->sampling = (Sampling){.seed = read_whole(fields, "seed"),
+                                   .temperature = (float)read_number(fields, "temperature", -1e9, 1e9, REQUIRED),
+                                   .top_p = (float)read_number(fields, "top_p", 0, 1, REQUIRED),
+                                   .min_p = (float)read_number(fields, "min_p", 0, 1, REQUIRED),
+                                   .repeat_penalty = (float)read_number(fields, "repeat_penalty", 1e-3, 1e3, REQUIRED),
+                                   .top_k = read_int(fields, "top_k", 0, INT_MAX, REQUIRED)};
+}
 
 /* The header's fields against this engine. A file that passes can be restored. */
 static bool check_header(const Runner *runner, const cJSON *header, const char *path, uint64_t page_bytes, Error *error) {
@@ -4112,18 +4137,8 @@ static bool check_header(const Runner *runner, const cJSON *header, const char *
                 field_failed(&fields, "ids", item, "ids of the vocabulary");
     int rows = read_int(&fields, "rows", 0, n < 0 ? 0 : n, REQUIRED);
     double image = read_number(&fields, "page_bytes", 0, 1e18, REQUIRED);
-    static const char *const whole[] = {"stream", "seed"};
-    for (int i = 0; i < 2; i++) {
-        size_t value;
-        const cJSON *number = field(&fields, whole[i]);
-        if (!number || !json_size(number, &value) || value > (uint64_t)1 << 53)
-            field_failed(&fields, whole[i], number, "an integer up to 2^53");
-    }
-    read_number(&fields, "temperature", -1e9, 1e9, REQUIRED);
-    read_number(&fields, "top_p", 0, 1, REQUIRED);
-    read_number(&fields, "min_p", 0, 1, REQUIRED);
-    read_number(&fields, "repeat_penalty", 1e-3, 1e3, REQUIRED);
-    read_int(&fields, "top_k", 0, INT_MAX, REQUIRED);
+    Session settings;
+    read_settings(&settings, &fields);
     if (fields.failed) return false;
     if (n > engine->cache.context)
         return fail(error, "%s: its %d tokens do not fit the context of %d: raise -c", path, n, engine->cache.context);
@@ -4171,18 +4186,12 @@ bool session_restore(Runner *runner, Session *session, const cJSON *header, FILE
     Cache *cache = &runner->engine.cache;
     Fields fields = {.object = header, .path = path, .error = error};
     const cJSON *item;
-    int rows = rows_of_header(header), nothing;
+    int rows = read_int(&fields, "rows", 0, INT_MAX, REQUIRED), nothing;
     size_t bytes = page_image_bytes(cache);
     uint8_t *image = allocate_zeroed(bytes, 1);
     arrsetlen(session->ids, 0);
     cJSON_ArrayForEach(item, field(&fields, "ids")) arrput(session->ids, item->valueint);
-    session->stream = (uint64_t)read_number(&fields, "stream", 0, 0x1p53, 0);
-    session->sampling = (Sampling){.seed = (uint64_t)read_number(&fields, "seed", 0, 0x1p53, 0),
-                                   .temperature = (float)read_number(&fields, "temperature", -1e9, 1e9, 0),
-                                   .top_p = (float)read_number(&fields, "top_p", 0, 1, 1),
-                                   .min_p = (float)read_number(&fields, "min_p", 0, 1, 0),
-                                   .repeat_penalty = (float)read_number(&fields, "repeat_penalty", 1e-3, 1e3, 1),
-                                   .top_k = read_int(&fields, "top_k", 0, INT_MAX, 0)};
+    read_settings(session, &fields);
     cache_release(cache, session->slot);
     while (!cache_admit(cache, session->slot, NULL, 0, cache->context, &nothing)) cache_step(cache);
     bool ok = true;

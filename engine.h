@@ -56,6 +56,10 @@ char *copy_string(const char *text);
 /* "DIRECTORY/NAME" in a buffer of the caller's; "" where that is too long to be a path. */
 const char *join(char buffer[PATH_MAX], const char *directory, const char *name);
 
+/* Numbers as files hold them: eight bytes, little-endian. */
+uint64_t load_u64(const uint8_t in[8]);
+void store_u64(uint8_t out[8], uint64_t value);
+
 /* Reads a whole file; the buffer has a NUL after its last byte. Refuses files larger than `limit` bytes.
  * The caller frees *data. */
 bool read_file(const char *path, size_t limit, char **data, size_t *length, Error *error);
@@ -72,6 +76,9 @@ struct cJSON *json_parse(const char *text, size_t length, const char *name, Erro
 
 /* A non-negative integer that a double holds exactly; false where the item (or NULL) is something else. */
 bool json_size(const struct cJSON *item, size_t *value);
+
+/* An array of n ids; cJSON by itself makes none of no numbers. */
+struct cJSON *json_ids(const int *ids, int n);
 
 typedef struct Fields {         /* typed access to one object; remembers its first failure, so many reads are checked once */
     const struct cJSON *object;
@@ -292,7 +299,10 @@ typedef enum KvMode {
     MODE_RESIDENT,              /* the whole history on the device; a session waits until there is room for all of it */
     MODE_HISPARSE,              /* a fixed hot cache, history on the host, copied there as it is written; nothing lent */
     MODE_ADAPTIVE,              /* spare pages are lent to history and recalled for new sessions */
+    MODES,
 } KvMode;
+
+extern const char *const kv_mode_names[MODES];      /* as --kv spells them */
 
 typedef enum Reclaim { RECLAIM_WHOLE, RECLAIM_PROPORTIONAL } Reclaim;   /* eq. 4, or a share from every session */
 typedef enum Lookup { LOOKUP_DIRECT, LOOKUP_SCAN } Lookup;  /* of hot rows: an array from row to slot, or the paper's scan */

@@ -409,10 +409,15 @@ static const char *finish_name(Finish finish) {
 
 /* ---- tide generate */
 
+/* Whether --session names a file that is there, or that cannot be looked at, which is for opening it to say. */
+static bool has_session(const Options *options) {
+    return options->session && (!access(options->session, F_OK) || errno != ENOENT);
+}
+
 /* Takes up the session in FILE where there is one. */
 static bool resume_session(Runner *runner, Session *session, const Options *options, Error *error) {
     FILE *file;
-    if (!options->session || (access(options->session, F_OK) && errno == ENOENT)) return true;
+    if (!has_session(options)) return true;
     cJSON *header = session_open(runner, options->session, &file, error);
     bool ok = header && session_restore(runner, session, header, file, options->session, error);
     if (header) fclose(file);
@@ -491,9 +496,6 @@ static char *json_safe(const char *text, size_t length) {
     arrput(safe, 0);
     return safe;
 }
-
-/* cJSON makes no array of no numbers. */
-static cJSON *json_ids(const int *ids, int n) { return n ? cJSON_CreateIntArray(ids, n) : cJSON_CreateArray(); }
 
 /* Everything but the output. */
 static void free_row(BatchRow *row) {
@@ -836,7 +838,7 @@ static bool write_safetensors(const char *path, const DumpTensor *tensors, size_
     cJSON_Delete(header);
     uint64_t length = strlen(text), padded = (length + 7) / 8 * 8;
     uint8_t size[8];
-    for (int i = 0; i < 8; i++) size[i] = (uint8_t)(padded >> (8 * i));
+    store_u64(size, padded);
     bool ok = fwrite(size, 1, 8, file) == 8 && fprintf(file, "%s%*s", text, (int)(padded - length), "") >= 0;
     cJSON_free(text);
     for (size_t i = 0; i < n && ok; i++) {
@@ -1592,8 +1594,7 @@ static int command_chat(Options *options) {
                              .stops = options->stops,
                              .emit = chat_emit,
                              .user = &chat};
-    bool resumed = !options->session || (access(options->session, F_OK) && errno == ENOENT)
-                || chat_load(&chat, options->session, &error);
+    bool resumed = !has_session(options) || chat_load(&chat, options->session, &error);
     if (resumed) override_sampling(&chat.session.sampling, options);
     chat.leaving = !resumed;
     open_editor(&chat);
@@ -1607,7 +1608,8 @@ static int command_chat(Options *options) {
     if (chat.editor && !chat.leaving) putchar('\n');
     bool ok = chat.editor || !interrupted || fail(&error, "interrupted");       /* without an editor Ctrl-C ends the input */
     if (!resumed) ok = false;
-    else if (options->session && (arrlen(chat.session.ids) || !access(options->session, F_OK))) ok = chat_save(&chat, options->session, &error) && ok;
+    else if (options->session && (arrlen(chat.session.ids) || has_session(options)))
+        ok = chat_save(&chat, options->session, &error) && ok;
     close_editor(&chat);
     arrfree(line);
     free(chat.system);

@@ -16,12 +16,12 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MUTANTS = [
     # the five that the issue names
     ("protect step: hits are not stamped before victims are chosen",
-     "        block->stamp[cache->places[i]] = block->now;\n", ""),
+     "        block->hot.stamp[cache->places[i]] = block->now;\n", ""),
     ("protect step: hits are stamped after victims were chosen",
-     "    if (room) oldest_slots(cache->victims, block->stamp, block->now, cache->hot_rows, room);",
-     "    for (int i = 0; i < block->n; i++)\n        if (cache->places[i] >= 0) block->stamp[cache->places[i]] = 0;\n"
-     "    if (room) oldest_slots(cache->victims, block->stamp, block->now, cache->hot_rows, room);\n"
-     "    for (int i = 0; i < block->n; i++)\n        if (cache->places[i] >= 0) block->stamp[cache->places[i]] = block->now;"),
+     "    if (room) oldest_slots(cache->victims, block->hot.stamp, block->now, cache->hot_rows, room);",
+     "    for (int i = 0; i < block->n; i++)\n        if (cache->places[i] >= 0) block->hot.stamp[cache->places[i]] = 0;\n"
+     "    if (room) oldest_slots(cache->victims, block->hot.stamp, block->now, cache->hot_rows, room);\n"
+     "    for (int i = 0; i < block->n; i++)\n        if (cache->places[i] >= 0) block->hot.stamp[cache->places[i]] = block->now;"),
     ("ready rule: a page is published when its copy begins",
      "    session->n_optional++;\n    session->populated = cache->rounds_begun;\n    begin_copy(",
      "    session->n_optional++;\n    session->populated = cache->rounds_begun;\n"
@@ -44,8 +44,8 @@ MUTANTS = [
      "    for (int i = 0, c = 0; i < n; i++)\n        if (taken[i]) picks[c++] = i;"),
     ("victims: two ages count as one", "(ages ? now - stamps[i] :", "(ages ? (now - stamps[i]) & ~1u :"),
     ("victims: first in, first out",
-     "        block->stamp[cache->places[i]] = block->now;\n",
-     "        if (!block->stamp[cache->places[i]]) block->stamp[cache->places[i]] = block->now;\n"),
+     "        block->hot.stamp[cache->places[i]] = block->now;\n",
+     "        if (!block->hot.stamp[cache->places[i]]) block->hot.stamp[cache->places[i]] = block->now;\n"),
     ("staging: blocks of one run share a place", "        staging += last - first > 1;", "        staging += 0;"),
     ("staging: a row too many goes over the first one", "staging * cache->staging_rows + taken};",
      "staging * cache->staging_rows};"),
@@ -54,14 +54,14 @@ MUTANTS = [
     ("staging: the arenas of a group begin together", "cache->staging + arena * rows * cache->format.stride",
      "cache->staging + 0 * arena * rows * cache->format.stride"),
     ("slot_of: names a slot whose row is gone",
-     "    if (block->tag[slot] >= 0) block->slot_of[block->tag[slot]] = 0;\n    block->tag", "    block->tag"),
+     "    if (block->hot.tag[slot] >= 0) block->hot.slot_of[block->hot.tag[slot]] = 0;\n    block->hot.tag", "    block->hot.tag"),
     ("pads: the last location stays", "        locations[i] = nowhere;\n        if (position < 0) continue;",
      "        if (position < 0) continue;"),
     ("plan: a follower replays the whole plan for each run",
      "&state->plan, planned, state->plan_ends[run]);", "&state->plan, 0, state->plan_ends[0]);"),
     ("plan: forgotten between two runs", "        planned = state->plan_ends[run];\n", ""),
     ("runs: a session twice in one run", "if (again || blocks", "if (blocks"),
-    ("tail: found by the page, not modulo the ring", "(page & (cache->tail_ring - 1))]\n               :", "page % 3]\n               :"),
+    ("tail: found by the page, not modulo the ring", "? *tail_page(cache, session, page) :", "? tail_page(cache, session, 0)[page % 3] :"),
     # the controller
     ("copies: do not hold their host page",
      "    drop_host_page(cache, transfer->host);\n}", "    settle_host_page(cache, transfer->host);\n}",
@@ -110,7 +110,7 @@ MUTANTS = [
     ("lending: what a waiting session needs", "cache->mode == MODE_ADAPTIVE && !cache->waiting &&", "cache->mode == MODE_ADAPTIVE &&"),
     ("lending: the reserve", "cache->device_pages.n_free - cache->reserve >= pages;", "cache->device_pages.n_free >= pages;"),
     ("tail: a page leaves it without a host copy", "        } else if (on_host(cache, s, page) && !history->in_flight) {", "        } else if (true) {"),
-    ("failed pass: hot slots keep what never came", "            tag[slot] = -1;\n", ""),
+    ("failed pass: hot slots keep what never came", "            hot.tag[slot] = -1;\n", ""),
 ]
 
 
