@@ -13,17 +13,17 @@ WARNINGS := -Wall -Wextra -Werror -Wno-psabi
 FLAGS := -std=gnu11 $(WARNINGS) -fopenmp -fno-math-errno
 LDLIBS := -lcjson -lpcre2-8 -lutf8proc -lxxhash -ledit -lm
 
-tide: build/engine.o build/tokenizer.o build/bench.o build/tide.o
+tide: build/engine.o build/backend.o build/tokenizer.o build/bench.o build/tide.o
 	$(CC) $(FLAGS) $(CFLAGS) $^ $(LDLIBS) -o $@
 
 build/%.o: %.c engine.h | build
 	$(CC) $(FLAGS) $(CFLAGS) -c $< -o $@
 
-# A test program includes engine.c, so that it reaches what is static there, and the hierarchy checks its invariants at every step.
+# A test program includes engine.c and backend.c, so that it reaches what is static there, and the hierarchy checks its invariants at every step.
 TEST_FLAGS := $(FLAGS) -DTIDE_DEBUG -Wno-unused-function -Wno-unused-variable -Wno-unused-const-variable
 TESTS := $(patsubst tests/%.c,build/%,$(wildcard tests/test_*.c))
 
-build/test_%: tests/test_%.c $(wildcard tests/*.h) engine.c engine.h build/tokenizer.o
+build/test_%: tests/test_%.c $(wildcard tests/*.h) engine.c backend.c engine.h build/tokenizer.o
 	$(CC) $(TEST_FLAGS) $(CFLAGS) $< build/tokenizer.o $(LDLIBS) -o $@
 
 test: tide $(TESTS)
@@ -32,11 +32,11 @@ test: tide $(TESTS)
 SANITIZE := -O1 -g -march=native -fsanitize=address,undefined -fno-sanitize-recover=all
 SANITIZED := $(patsubst tests/%.c,build/asan_%,$(wildcard tests/test_*.c))
 
-build/asan_%: tests/%.c $(wildcard tests/*.h) engine.c tokenizer.c engine.h | build
+build/asan_%: tests/%.c $(wildcard tests/*.h) engine.c backend.c tokenizer.c engine.h | build
 	$(CC) $(TEST_FLAGS) $(SANITIZE) $< tokenizer.c $(LDLIBS) -o $@
 
-build/asan_tide: engine.c tokenizer.c bench.c tide.c engine.h | build
-	$(CC) $(FLAGS) $(SANITIZE) engine.c tokenizer.c bench.c tide.c $(LDLIBS) -o $@
+build/asan_tide: engine.c backend.c tokenizer.c bench.c tide.c engine.h | build
+	$(CC) $(FLAGS) $(SANITIZE) engine.c backend.c tokenizer.c bench.c tide.c $(LDLIBS) -o $@
 
 test-asan: build/asan_tide $(SANITIZED)
 	TIDE=build/asan_tide OMP_NUM_THREADS=2 tests/run.sh $(SANITIZED) tests/test_cli.py
@@ -46,7 +46,7 @@ mutants: build/tokenizer.o
 
 FUZZERS := $(patsubst tests/%.c,build/%,$(wildcard tests/fuzz_*.c))
 
-build/fuzz_%: tests/fuzz_%.c engine.c tokenizer.c engine.h | build
+build/fuzz_%: tests/fuzz_%.c engine.c backend.c tokenizer.c engine.h | build
 	clang $(TEST_FLAGS) -Wno-unused-command-line-argument -O1 -g -march=native -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $< tokenizer.c $(LDLIBS) -o $@
 
 fuzz: $(FUZZERS)

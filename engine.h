@@ -9,11 +9,12 @@
  *     Weights      every tensor, bound once and checked (pointers into the checkpoint)
  *     Cache        the key/value history of every session, on the device and on the host
  *     State        activations of the pass in flight    (overwritten by each pass)
- *     Backend      the operations that work on them, in C (engine.c) or CUDA
+ *     Backend      the operations that work on them, in C (backend.c) or CUDA
  *     Session      one conversation or prompt: its ids and how far the cache has them
  *     Runner       an engine and its tokenizer, and the rounds that sessions share
  *
- * engine.c is the pipeline, tokenizer.c the text on both of its ends, tide.c the program around them, bench.c what it measures.
+ * engine.c is the pipeline, backend.c its operations in C, tokenizer.c the text on both of its ends, tide.c the program around
+ * them, bench.c what it measures.
  *
  * Conventions. Library functions return false and fill an Error with one line, which a command prints; only running out of
  * memory ends the program where it happens. Shapes in comments are row-major, outermost first. "rows" counts rows of the
@@ -23,11 +24,14 @@
 #define TIDE_ENGINE_H
 
 #include <limits.h>
+#include <math.h>
 #include <signal.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 /* ---------------------------------------------------------------------------------------------------------------------
  * Errors and memory
@@ -52,6 +56,16 @@ char *copy_string(const char *text);
 /* What stb_ds.h takes its memory by: every file includes this header first, so that all arrays have the same. */
 #define STBDS_REALLOC(context, block, size) checked_realloc(block, size)
 #define STBDS_FREE(context, block) free(block)
+
+/* An invariant that the debug build insists on. */
+#ifdef TIDE_DEBUG
+#define REQUIRE(condition)                                                                                                      \
+    do {                                                                                                                        \
+        if (!(condition)) fprintf(stderr, "%s:%d: a rule is broken: %s\n", __FILE__, __LINE__, #condition), abort();    \
+    } while (0)
+#else
+#define REQUIRE(condition) ((void)0)
+#endif
 
 /* "DIRECTORY/NAME" in a buffer of the caller's; "" where that is too long to be a path. */
 const char *join(char buffer[PATH_MAX], const char *directory, const char *name);
@@ -112,6 +126,16 @@ typedef enum DType {
 
 enum { TENSOR_MAX_RANK = 8 };
 
+/* Bytes of one stored value; 0 for a type that tide does not know. */
+static inline size_t dtype_size(DType dtype) {
+    static const uint8_t sizes[DTYPE_COUNT] = {
+        [DTYPE_BOOL] = 1,    [DTYPE_U8] = 1,      [DTYPE_I8] = 1,      [DTYPE_U16] = 2, [DTYPE_I16] = 2,  [DTYPE_U32] = 4,
+        [DTYPE_I32] = 4,     [DTYPE_U64] = 8,     [DTYPE_I64] = 8,     [DTYPE_F8_E4M3] = 1, [DTYPE_F8_E5M2] = 1,
+        [DTYPE_F8_E8M0] = 1, [DTYPE_F16] = 2,     [DTYPE_BF16] = 2,    [DTYPE_F32] = 4, [DTYPE_F64] = 8,
+    };
+    return sizes[dtype];
+}
+
 typedef struct Tensor {
     char *name;
     char dtype_name[16];        /* as the file spells it, also when tide does not know it */
@@ -151,7 +175,11 @@ const char *shape_text(char buffer[128], int rank, const int64_t *shape);
  * Config: the Hugging Face keys, one family at a time
  */
 
-enum { MAX_CONTEXT = 1 << 24 };                     /* largest max_position_embeddings */
+enum {
+    MAX_CONTEXT = 1 << 24,      /* largest max_position_embeddings */
+    MAX_ROW_WIDTH = 1024,       /* floats of one cached vector; bounds the tiles of the attention operations */
+    MAX_HEADS = 1024, MAX_EXPERTS = 4096,
+};
 
 typedef enum Family { FAMILY_QWEN3, FAMILY_GLM_MOE_DSA, FAMILY_DEEPSEEK_V32 } Family;
 
@@ -199,6 +227,34 @@ bool has_latent_attention(const Config *config);
 /* ---------------------------------------------------------------------------------------------------------------------
  * Weights: typed fields bound once; data stays in its stored format
  */
+
+enum { SCALE_BLOCK = 128 };     /* rows and columns that share one scale of an e4m3 matrix */
+
+static inline float bits_to_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
+static inline uint32_t float_to_bits(float f) { uint32_t bits; memcpy(&bits, &f, 4); return bits; }
+
+/* One stored value as f32. The fp8 and f16 forms shift the bits into f32's place and repair the exponent by a multiplication,
+ * which makes subnormals come out right by itself. */
+static inline float widen(const uint8_t *p, DType dtype) {
+    uint32_t bits = p[0];
+    switch (dtype) {
+    case DTYPE_F32: memcpy(&bits, p, 4); return bits_to_float(bits);
+    case DTYPE_BF16: return bits_to_float((uint32_t)(p[0] | p[1] << 8) << 16);
+    case DTYPE_F16: {
+        bits |= (uint32_t)p[1] << 8;
+        float magnitude = bits_to_float((bits & 0x7fff) << 13) * 0x1p112f;
+        uint32_t special = (bits & 0x7c00) == 0x7c00 ? 0x7f800000 : 0;
+        return bits_to_float(float_to_bits(magnitude) | special | (bits & 0x8000) << 16);
+    }
+    case DTYPE_F8_E4M3: {
+        float magnitude = bits_to_float((bits & 0x7f) << 20) * 0x1p120f;
+        uint32_t nan = (bits & 0x7f) == 0x7f ? 0x7fc00000 : 0;
+        return bits_to_float(float_to_bits(magnitude) | nan | (bits & 0x80) << 24);
+    }
+    case DTYPE_F8_E8M0: return bits == 255 ? NAN : ldexpf(1, (int)bits - 127);
+    default: return NAN;
+    }
+}
 
 typedef struct Matrix {         /* y = W x; row r, column c of W is data[r * cols + c] times its block's scale */
     const uint8_t *data;        /* [rows, cols] of dtype, any alignment */
@@ -476,6 +532,73 @@ typedef struct RowPool {
     int32_t n_rows;
 } RowPool;
 
+static inline DeviceRow row_of_page(DevicePage page, int position) { return (DeviceRow){page.id * PAGE_ROWS + position % PAGE_ROWS}; }
+
+static inline bool no_page(DevicePage page) { return page.id == 0; }
+
+/* Where the rows of one source, and the index keys of one group, begin in each tier. */
+static inline uint8_t *source_rows(const Cache *cache, SourceId source) {
+    return cache->device + (size_t)source.id * (size_t)cache->device_pages.n_pages * PAGE_ROWS * cache->format.stride;
+}
+
+static inline uint8_t *host_source_rows(const Cache *cache, SourceId source) {
+    return cache->host + (size_t)source.id * (size_t)cache->host_pages.n_pages * PAGE_ROWS * cache->format.stride;
+}
+
+static inline uint8_t *group_index_keys(const Cache *cache, int group) {
+    return cache->index_keys + (size_t)group * (size_t)cache->index_pages.n_pages * PAGE_ROWS * cache->index_format.stride;
+}
+
+static inline uint8_t *host_group_index_keys(const Cache *cache, int group) {
+    return cache->host_index + (size_t)group * (size_t)cache->host_pages.n_pages * PAGE_ROWS * cache->index_format.stride;
+}
+
+/* A source's rows as attention sees them. Its staging is the arena of its place in the group: those of a group live side by side
+ * as far as the backend keeps several payloads in flight, and one after the other where it does not. */
+static inline RowPool row_pool(const Cache *cache, SourceId source) {
+    size_t arena = cache->live_sources ? (size_t)(cache->member_of[source.id] % cache->live_sources) : 0;
+    size_t rows = (size_t)cache->staging_blocks * (size_t)cache->staging_rows;
+    return (RowPool){source_rows(cache, source), cache->staging + arena * rows * cache->format.stride,
+                     cache->device_pages.n_pages * PAGE_ROWS};
+}
+
+/* Where the tables say that a page of a session lies. */
+static inline HostPage *host_page(const Cache *cache, int session, int page) {
+    return &cache->tables.host[(size_t)session * (size_t)cache->context_pages + (size_t)page];
+}
+
+static inline DevicePage *index_page(const Cache *cache, int session, int page) {
+    return &cache->tables.index[(size_t)session * (size_t)cache->context_pages + (size_t)page];
+}
+
+static inline DevicePage *ready_page(const Cache *cache, int session, int page) {
+    return &cache->tables.ready[(size_t)session * (size_t)cache->context_pages + (size_t)page];
+}
+
+static inline DevicePage *tail_page(const Cache *cache, int session, int page) {
+    return &cache->tables.tail[session * cache->tail_ring + (page & (cache->tail_ring - 1))];
+}
+
+static inline DevicePage *hot_page(const Cache *cache, int session, int page) {
+    return &cache->tables.hot[(size_t)session * (size_t)cache->hot_pages + (size_t)page];
+}
+
+/* A session's hot cache in one plan group. */
+typedef struct HotCache {
+    int32_t *tag;               /* [hot_rows] */
+    uint32_t *stamp;            /* [hot_rows] */
+    uint16_t *slot_of;          /* [context_pages * 64] */
+    uint32_t *clock;
+} HotCache;
+
+static inline HotCache hot_cache(const Cache *cache, int session, int group) {
+    size_t state = (size_t)session * (size_t)cache->groups + (size_t)group;
+    return (HotCache){.tag = cache->tables.tag + state * (size_t)cache->hot_rows,
+                      .stamp = cache->tables.stamp + state * (size_t)cache->hot_rows,
+                      .slot_of = cache->tables.slot_of + state * (size_t)cache->context_pages * PAGE_ROWS,
+                      .clock = cache->tables.clock + state};
+}
+
 /* Takes a session in: its hot cache, tail, index and host pages for `rows` rows (prompt and all it may generate). `ids` [n_ids] is its
  * prompt; whole pages of it that the host already holds are taken over, and *cached says how many rows that is. False when it has to
  * wait: for memory that this call has begun to recall (eq. 3, 4), for a session to end, or for one that is just computing the
@@ -627,6 +750,9 @@ typedef struct Backend {
 } Backend;
 
 extern const Backend c_backend;
+
+/* The k best of n >= k scores, as ascending positions; equal scores: the lower position. Sampling filters by it too. */
+void top_k(int *picks, const float *scores, int n, int k);
 
 /* ---------------------------------------------------------------------------------------------------------------------
  * Engine: a loaded model with its cache and the activations of one pass

@@ -7,6 +7,7 @@
  * Run from the repository's root.
  */
 #include "../engine.c"
+#include "../backend.c"
 
 #define SEEDS "build/corpus-fuzz_config"
 

@@ -6,6 +6,7 @@
  * are all read), and the tensors are bound as a tiny qwen3 model. Run from the repository's root.
  */
 #include "../engine.c"
+#include "../backend.c"
 
 #define SEEDS "build/corpus-fuzz_safetensors"
 
@@ -42,7 +43,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
         for (size_t i = 0; i < sizeof tensors / sizeof *tensors; i++) {
             bool quantised = dtype == 3 && !strcmp(tensors[i].name, "model.layers.0.mlp.down_proj.weight");
             const char *type = quantised ? names[3] : names[dtype % 3];
-            size_t size = (size_t)(tensors[i].rows * (tensors[i].cols ? tensors[i].cols : 1)) * dtype_table[dtype_by_name(type)].size;
+            size_t size = (size_t)(tensors[i].rows * (tensors[i].cols ? tensors[i].cols : 1)) * dtype_size(dtype_by_name(type));
             char shape[32], entry[256];
             snprintf(shape, sizeof shape, tensors[i].cols ? "[%d,%d]" : "[%d]", tensors[i].rows, tensors[i].cols);
             snprintf(entry, sizeof entry, ",\"%s\":{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[%zu,%zu]}", tensors[i].name, type, shape, at, at + size);

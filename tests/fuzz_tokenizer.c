@@ -6,6 +6,7 @@
  * fixed tokenizer with every flag an added token can have. Run from the repository's root.
  */
 #include "../engine.c"
+#include "../backend.c"
 
 #include <stb/stb_ds.h>
 #include <stdio.h>

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""mutate.py: spoils one rule of the KV hierarchy at a time in a copy of engine.c and sees test_hierarchy fail.
+"""mutate.py: spoils one rule of the KV hierarchy at a time in a copy of the engine and sees test_hierarchy fail.
 
     tests/mutate.py [NAME...]        all of them, or those whose names contain one of these
 
-Each edit replaces a text that occurs exactly once; where it does not, engine.c has moved on and the edit has to follow. The copies
-are built without TIDE_DEBUG, so that engine.c does not notice by itself: the test has to."""
+Each edit replaces a text that occurs exactly once in engine.c, backend.c and engine.h together; where it does not, they have moved on
+and the edit has to follow. The copies are built without TIDE_DEBUG, so that the engine does not notice by itself: the test has to."""
 import concurrent.futures
 import os
 import subprocess
@@ -119,15 +119,16 @@ def read(name):
         return file.read()
 
 
-SOURCES = {name: read(name) for name in ("engine.c", "engine.h", "tests/test_hierarchy.c", "tests/check.h", "tests/scratch.h")}
+SOURCES = {name: read(name) for name in ("engine.c", "backend.c", "engine.h", "tests/test_hierarchy.c", "tests/check.h", "tests/scratch.h")}
 
 
 def build(directory, edits):
     sources = dict(SOURCES)
     for old, new in zip(edits[0::2], edits[1::2]):
-        if sources["engine.c"].count(old) != 1:
-            return None, f"engine.c has this {sources['engine.c'].count(old)} times, wanted 1:\n{old}"
-        sources["engine.c"] = sources["engine.c"].replace(old, new)
+        found = [name for name in ("engine.c", "backend.c", "engine.h") for _ in range(sources[name].count(old))]
+        if len(found) != 1:
+            return None, f"the engine has this {len(found)} times, wanted 1:\n{old}"
+        sources[found[0]] = sources[found[0]].replace(old, new)
     os.mkdir(os.path.join(directory, "tests"))
     for name, text in sources.items():
         with open(os.path.join(directory, name), "w") as file:

@@ -1,6 +1,7 @@
 /* test_backend.c: the operations of the C backend against the plainest double-precision forms of the same formulas; and that each
  * row's result is the same bits alone, in any batch, and with one thread or two. */
 #include "../engine.c"
+#include "../backend.c"
 #include "check.h"
 #include "scratch.h"
 
@@ -103,7 +104,7 @@ typedef struct TestMatrix {
 } TestMatrix;
 
 static TestMatrix make_matrix(DType dtype, int rows, int cols) {
-    size_t n = (size_t)rows * (size_t)cols, size = dtype_table[dtype].size, blocks_down = (size_t)(rows + 127) / 128,
+    size_t n = (size_t)rows * (size_t)cols, size = dtype_size(dtype), blocks_down = (size_t)(rows + 127) / 128,
            blocks_across = (size_t)(cols + 127) / 128;
     TestMatrix matrix = {.view = {.dtype = dtype, .rows = rows, .cols = cols}};
     matrix.values = allocate_zeroed(n, sizeof(double));
@@ -164,10 +165,10 @@ static void test_linear_once(DType dtype, int rows, int cols, int first, int cou
                 for (size_t o = (size_t)count; o < y_stride; o++) outside += y[(size_t)r * y_stride + o] != 77;
             }
         }
-    CHECK(!wrong, "linear %s [%d, %d] rows %d..%d: %d values are off", dtype_table[dtype].name, rows, cols, first, first + count,
+    CHECK(!wrong, "linear %s [%d, %d] rows %d..%d: %d values are off", dtype_names[dtype], rows, cols, first, first + count,
           wrong);
-    CHECK(!other, "linear %s [%d, %d]: %d rows have other bits in a batch", dtype_table[dtype].name, rows, cols, other);
-    CHECK(!outside, "linear %s [%d, %d]: nothing is written beside y", dtype_table[dtype].name, rows, cols);
+    CHECK(!other, "linear %s [%d, %d]: %d rows have other bits in a batch", dtype_names[dtype], rows, cols, other);
+    CHECK(!outside, "linear %s [%d, %d]: nothing is written beside y", dtype_names[dtype], rows, cols);
     free(x);
     free(y);
     free(alone);
@@ -213,7 +214,7 @@ static void test_embed(void) {
         int wrong = 0;
         for (int r = 0; r < VOCAB; r++)
             for (int j = 0; j < DIM; j++) wrong += y[r * DIM + j] != (float)matrix.values[rows[r].token * DIM + j];
-        CHECK(!wrong, "embed %s: %d values are wrong", dtype_table[dtypes[d]].name, wrong);
+        CHECK(!wrong, "embed %s: %d values are wrong", dtype_names[dtypes[d]], wrong);
         free(y);
         free_matrix(&matrix);
     }
@@ -703,7 +704,7 @@ static void test_latent_space(DType dtype, int heads, int nope, int tail, int v,
             wrong += !near(y[i * v + o], sum, terms, 1e-6);
         }
     }
-    CHECK(!wrong, "latent space, %s, %d heads, %d | %d, rank %d: %d values are off", dtype_table[dtype].name, heads, nope, v,
+    CHECK(!wrong, "latent space, %s, %d heads, %d | %d, rank %d: %d values are off", dtype_names[dtype], heads, nope, v,
           lora, wrong);
     for (int r = 0; r < ROWS; r++) {
         absorb_query(alone, q + r * heads * q_width, 1, &kv_b.view, &config);
@@ -855,7 +856,7 @@ static void test_experts(DType dtype) {
                 }
             wrong += !near(y[r * HIDDEN + o], sum, terms, 1e-5);
         }
-    CHECK(!wrong, "experts %s: %d values are off", dtype_table[dtype].name, wrong);
+    CHECK(!wrong, "experts %s: %d values are off", dtype_names[dtype], wrong);
     for (int r = 0; r < ROWS; r++) {
         float alone[HIDDEN];
         memcpy(alone, start + r * HIDDEN, sizeof alone);

@@ -4,13 +4,14 @@
  *     test_forward [DIR...]       DIR: checkpoints with a golden.safetensors beside them, instead of the usual ones
  */
 #include "../engine.c"
+#include "../backend.c"
 #include "check.h"
 #include "passes.h"
 #include "scratch.h"
 
 #include <sys/wait.h>
 
-static const char *dtype_names[] = {"f32", "bf16", "fp8"};
+static const char *kv_names[] = {"f32", "bf16", "fp8"};
 
 static bool open_engine(Engine *engine, const char *directory, int sessions, int context, KvDtype dtype) {
     Error error;
@@ -248,12 +249,12 @@ static void test_golden_rounded(const char *directory, KvDtype dtype, double bou
     size_t n = (size_t)freely.tokens * (size_t)freely.engine.config.vocab_size;
     bool over = imitation.mean > bound;
     printf("%s: %s rows: mean |logit difference| %.4f%s, %.4f with the exact pass's decisions held\n", directory,
-           dtype_names[dtype], freely.mean, freely.mean > bound ? " (over the bound: near ties that flip)" : "", held_run.mean);
+           kv_names[dtype], freely.mean, freely.mean > bound ? " (over the bound: near ties that flip)" : "", held_run.mean);
     if (over) printf("    over the bound of %g, as rounding to the format is by itself: %.4f\n", bound, imitation.mean);
-    CHECK(held_run.mean <= bound || over, "%s: %s rows differ by %g on average, the bound is %g", directory, dtype_names[dtype],
+    CHECK(held_run.mean <= bound || over, "%s: %s rows differ by %g on average, the bound is %g", directory, kv_names[dtype],
           held_run.mean, bound);
     CHECK(!memcmp(held_run.logits, imitation.logits, n * sizeof(float)),
-          "%s: %s rows hold the values an independent rounding gives", directory, dtype_names[dtype]);
+          "%s: %s rows hold the values an independent rounding gives", directory, kv_names[dtype]);
     golden_close(&freely);
     golden_close(&held_run);
     golden_close(&imitation);
@@ -372,7 +373,7 @@ static void test_schedules(const char *directory, KvDtype dtype, const int *leng
         while (ok && i && at < size && !memcmp(first + at, other + at, sizeof *first)) at++;
         CHECK(!ok || !i || at == size,
               "%s, %s rows, %d sessions, chunks of %d%s, %d threads: row %zu of %zu has other bits: %.9g, not %.9g", directory,
-              dtype_names[dtype], n, schedules[i].chunk, schedules[i].together ? " together" : "", schedules[i].threads,
+              kv_names[dtype], n, schedules[i].chunk, schedules[i].together ? " together" : "", schedules[i].threads,
               at / (size_t)engine.config.vocab_size, rows, (double)other[at], (double)first[at]);
     }
     free(first);
@@ -441,7 +442,7 @@ static bool runs_with(const char *fixture, const char *name, float value, int co
     if (!checkpoint_open(&checkpoint, directory, error)) exit(1);
     const Tensor tensor = *checkpoint_find(&checkpoint, name);
     checkpoint_close(&checkpoint);
-    size_t element = dtype_table[tensor.dtype].size, n = count ? (size_t)count : tensor.size / element;
+    size_t element = dtype_size(tensor.dtype), n = count ? (size_t)count : tensor.size / element;
     uint8_t *bytes = allocate_zeroed(n, element);
     for (size_t i = 0; i < n; i++) {
         uint16_t half = narrow_bf16(value);

@@ -8,6 +8,7 @@
  * between their beginning and their end. Nothing here calls what engine.c checks itself by under TIDE_DEBUG.
  */
 #include "../engine.c"
+#include "../backend.c"
 #include "check.h"
 #include "scratch.h"
 

@@ -1,6 +1,7 @@
 /* test_loader.c: files that are wrong. Every check in the code that reads safetensors, indices, config.json and the weights' names has
  * a file here that breaks it, and the refusal names the file and the thing in one line. And files that look odd but are right. */
 #include "../engine.c"
+#include "../backend.c"
 #include "check.h"
 #include "passes.h"
 #include "scratch.h"

@@ -5,6 +5,7 @@
  * prefixes, go back, end in the middle, fail, move, draft rows that are rejected; what a pass computes for a row of a script is
  * compared with the reference, bit by bit. Further schedules do the same with Sessions and run_round(). */
 #include "../engine.c"
+#include "../backend.c"
 #include "check.h"
 #include "passes.h"
 #include "scratch.h"
@@ -17,7 +18,7 @@ enum { SHARE = 8 };             /* a sanitizer takes ten times as long: one sche
 enum { SHARE = 1 };
 #endif
 
-static const char *dtype_names[] = {"f32", "bf16", "fp8"}, *mode_names[] = {"resident", "hisparse", "adaptive"};
+static const char *kv_names[] = {"f32", "bf16", "fp8"}, *mode_names[] = {"resident", "hisparse", "adaptive"};
 
 typedef struct Model {          /* one checkpoint with rows of one dtype, and what it says to each script */
     const char *directory;
@@ -150,7 +151,7 @@ static bool open_place(Place *place, const Model *model, KvMode mode) {
     seen.least += options->kv_budget == sizes.least_bytes;
     bool ok = engine_open(&place->engine, options, &error);
     snprintf(place->text, sizeof place->text, "schedule %ld: %s, %s rows, --kv %s --hot %d --slots %d -c %d --kv-budget %zu "
-             "--host-budget %zu, %s, %s", seen.schedules + seen.round_schedules, model->directory, dtype_names[model->dtype], mode_names[mode],
+             "--host-budget %zu, %s, %s", seen.schedules + seen.round_schedules, model->directory, kv_names[model->dtype], mode_names[mode],
              options->hot_rows, options->sessions, options->context, options->kv_budget, options->host_budget,
              options->reclaim ? "proportional" : "whole", options->lookup ? "scan" : "direct");
     CHECK(ok, "%s: %s", place->text, error.text);
@@ -560,7 +561,7 @@ static void test_model(const char *directory, KvDtype dtype, int context, int n_
             for (int i = 0; i < n_rounds && checks_failed == failed; i++) run_rounds(model, talks, turns(i), 2 * n_jobs);
         close_talks(talks);
     }
-    printf("%s: %s rows: %d schedules in %.1f s\n", directory, dtype_names[dtype], n_schedules + n_rounds, now() - start);
+    printf("%s: %s rows: %d schedules in %.1f s\n", directory, kv_names[dtype], n_schedules + n_rounds, now() - start);
     close_model(model);
     free(model);
 }

@@ -1,6 +1,7 @@
 /* test_sampling.c: the choice of a token from logits. Against the exact distribution (chi-square over 100,000 draws), the filters'
  * corner cases, and that a token depends on (seed, session, position) and nothing else. */
 #include "../engine.c"
+#include "../backend.c"
 #include "check.h"
 #include "scratch.h"
 

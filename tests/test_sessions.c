@@ -1,6 +1,7 @@
 /* test_sessions.c: sessions at rest. A session that was written and taken up again goes on as if it had never stopped, in any mode of the
  * hierarchy and at every place of the frontier in a page; a file that is wrong in any way is refused by name, and no load changes it. */
 #include "../engine.c"
+#include "../backend.c"
 #include "check.h"
 #include "scratch.h"
 

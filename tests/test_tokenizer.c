@@ -4,6 +4,7 @@
  *     test_tokenizer [DIR]        DIR: the published tokenizers, default ../shared/fixtures/tokenizers
  */
 #include "../engine.c"
+#include "../backend.c"
 #include "check.h"
 
 #include <cjson/cJSON.h>

@@ -1,0 +1,1145 @@
+/* backend.c: the operations of engine.h in plain C, the twin of engine.cu.
+ *
+ *     vectors and the two inner products . activations . cached rows, index selection, attention . mixture of experts .
+ *     the hierarchy's operations
+ *
+ * Every operation computes each row by itself and in an order that only the shapes decide, so that a token never depends on its
+ * neighbours. OpenMP shares out rows or output columns.
+ */
+#define _GNU_SOURCE
+#include "engine.h"
+
+#include <float.h>
+#include <math.h>
+#include <omp.h>
+#ifdef __FMA__
+#include <immintrin.h>
+#endif
+
+/* =====================================================================================================================
+ * Vectors of eight and the two inner products
+ *
+ * Owns: the arithmetic everything below is made of. It is written with the compiler's vector types, so the same lines become
+ * AVX2 on x86 and NEON pairs on Arm. Two kernels carry nearly all the work, and both keep one accumulator for each output:
+ *
+ *     dot_tile    y[r, c] = sum_k x[r, k] w[c, k]     eight lanes walk k; the lanes are added in a fixed tree at the end
+ *     axpy_panel  y[r, j] += sum_s p[r, s] v[s, j]    s in order, the lanes lie along j
+ *
+ * How many rows and columns are in flight changes which accumulators live side by side, never what one of them adds up,
+ * which is where row independence comes from.
+ */
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float f32x4 __attribute__((vector_size(16)));
+typedef float f32x8 __attribute__((vector_size(32)));
+typedef int32_t i32x8 __attribute__((vector_size(32)));
+typedef uint32_t u32x8 __attribute__((vector_size(32)));
+typedef uint16_t u16x8 __attribute__((vector_size(16)));
+typedef int8_t i8x8 __attribute__((vector_size(8)));
+
+enum {
+    REDUCTION_BLOCK = 1024,     /* k is summed in blocks of this many, the blocks' sums in order; a multiple of SCALE_BLOCK */
+    PANEL_COLUMNS = 48,         /* output columns whose weights are widened together: 48 * 1040 floats stay in the L2 cache */
+    PANEL_STRIDE = REDUCTION_BLOCK + 16,    /* off the power of two, or all columns would fall into the same cache sets */
+    TILE_ROWS = 6,              /* rows of x in flight: 6 x 2 accumulators, 2 weights and 1 x fill sixteen registers */
+    MAX_TILE = 12,              /* accumulators of any tile; array sizes have to be constants for them to be registers */
+    MAX_COLUMNS = 4,
+    KEY_TILE = PAGE_ROWS,       /* cached rows widened together in attention and index scoring: a tile of keys is a page */
+    QUERY_TILE = 16,            /* query heads that meet a tile of keys at once */
+    SHARED_WORK = 1 << 17,      /* multiply-adds from which handing work to other threads costs less than doing it */
+    SHARED_COPY = 1 << 18,      /* bytes likewise */
+};
+
+/* Where a thread widens weights or cached rows before it multiplies by them. */
+static _Thread_local float panel[KEY_TILE * MAX_ROW_WIDTH];
+static _Thread_local float second_panel[KEY_TILE * MAX_ROW_WIDTH];
+static _Thread_local float packed_rows[TILE_ROWS * REDUCTION_BLOCK];
+_Static_assert(PANEL_COLUMNS * PANEL_STRIDE <= KEY_TILE * MAX_ROW_WIDTH, "a panel holds either the weights or the keys of a tile");
+_Static_assert((int)MAX_ROW_WIDTH <= (int)REDUCTION_BLOCK, "a cached row is summed in one block");
+
+INLINE f32x8 load8(const float *p) { f32x8 v; memcpy(&v, p, sizeof v); return v; }
+INLINE void store8(float *p, f32x8 v) { memcpy(p, &v, sizeof v); }
+INLINE f32x8 splat8(float x) { return (f32x8){x, x, x, x, x, x, x, x}; }
+
+INLINE f32x8 fma8(f32x8 a, f32x8 b, f32x8 c) {
+#ifdef __FMA__
+    return (f32x8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+/* Keeps the compiler from reading a value from memory again at each use: loads are what the inner loop is short of. */
+INLINE void in_register(f32x8 *v) {
+#ifdef __AVX2__
+    __asm__("" : "+x"(*v));
+#else
+    (void)v;
+#endif
+}
+
+/* The sums of four vectors' lanes: neighbours first, then pairs, then halves. */
+INLINE f32x4 sum_lanes(f32x8 a, f32x8 b, f32x8 c, f32x8 d) {
+    f32x8 ab = __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14) + __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
+    f32x8 cd = __builtin_shufflevector(c, d, 0, 2, 8, 10, 4, 6, 12, 14) + __builtin_shufflevector(c, d, 1, 3, 9, 11, 5, 7, 13, 15);
+    f32x8 all = __builtin_shufflevector(ab, cd, 0, 2, 8, 10, 4, 6, 12, 14)
+                + __builtin_shufflevector(ab, cd, 1, 3, 9, 11, 5, 7, 13, 15);
+    return __builtin_shufflevector(all, all, 0, 1, 2, 3) + __builtin_shufflevector(all, all, 4, 5, 6, 7);
+}
+
+INLINE float sum8(f32x8 v) { return sum_lanes(v, v, v, v)[0]; }
+
+/* Eight halves as 32-bit numbers, and eight bytes with their sign spread over the upper bits. */
+INLINE u32x8 extend_halves(const uint8_t *p) {
+#ifdef __AVX2__
+    return (u32x8)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i_u *)p));
+#else
+    u16x8 half;
+    return memcpy(&half, p, sizeof half), __builtin_convertvector(half, u32x8);
+#endif
+}
+
+INLINE u32x8 extend_bytes(const uint8_t *p) {
+#ifdef __AVX2__
+    return (u32x8)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i_u *)p));
+#else
+    i8x8 byte;
+    return memcpy(&byte, p, sizeof byte), (u32x8)__builtin_convertvector(byte, i32x8);
+#endif
+}
+
+/* Eight stored values as f32: widen(), eight at a time. */
+INLINE f32x8 widen8(const uint8_t *p, DType dtype) {
+    if (dtype == DTYPE_F32) return load8((const float *)p);
+    if (dtype == DTYPE_F8_E4M3) {
+        u32x8 bits = extend_bytes(p) << 20 & 0x87f00000;            /* sign, exponent and mantissa in f32's places */
+        u32x8 nan = (u32x8)((bits & 0x07f00000) == 0x07f00000);     /* all ones is a NaN in f32 too */
+        return (f32x8)((u32x8)((f32x8)bits * splat8(0x1p120f)) | nan);
+    }
+    u32x8 bits = extend_halves(p);
+    if (dtype == DTYPE_BF16) return (f32x8)(bits << 16);
+    f32x8 value = (f32x8)((bits & 0x7fff) << 13) * splat8(0x1p112f);
+    u32x8 special = (u32x8)((bits & 0x7c00) == 0x7c00) & 0x7f800000;
+    return (f32x8)((u32x8)value | special | (bits & 0x8000) << 16);
+}
+
+/* The first n < 8 of them, zeros behind. */
+INLINE f32x8 widen_few(const uint8_t *p, DType dtype, int n) {
+    uint8_t padded[32] = {0};
+    memcpy(padded, p, (size_t)n * dtype_size(dtype));
+    return widen8(padded, dtype);
+}
+
+/* a where the mask is set, else b. */
+INLINE f32x8 select8(i32x8 mask, f32x8 a, f32x8 b) { return (f32x8)((mask & (i32x8)a) | (~mask & (i32x8)b)); }
+
+/* e^x for x held to [-87, 88], within 2.5 units in the last place (two with FMA): 2^n times a polynomial in the rest. NaN stays NaN. */
+INLINE f32x8 exp8(f32x8 x) {
+    x = select8(x < splat8(-87), splat8(-87), x);
+    x = select8(x > splat8(88), splat8(88), x);
+    f32x8 shifted = fma8(x, splat8(0x1.715476p0f), splat8(0x1.8p23f)), n = shifted - splat8(0x1.8p23f);
+    f32x8 r = fma8(n, splat8(-0x1.62e4p-1f), x);
+    r = fma8(n, splat8(-0x1.7f7d1cp-20f), r);
+    f32x8 y = splat8(1.0f / 720);
+    y = fma8(y, r, splat8(1.0f / 120));
+    y = fma8(y, r, splat8(1.0f / 24));
+    y = fma8(y, r, splat8(1.0f / 6));
+    y = fma8(y, r, splat8(0.5f));
+    y = fma8(y, r, splat8(1));
+    y = fma8(y, r, splat8(1));
+    return select8(x == x, (f32x8)((u32x8)y + ((u32x8)shifted << 23)), x);
+}
+
+/* sum[r * columns + c] = x[r] . w[c] over n <= REDUCTION_BLOCK values. x: value k of row r stands at r * x_stride + k * x_step
+ * for k a multiple of 8, its seven neighbours behind it. w: bytes of dtype, columns w_stride bytes apart;
+ * scale[c]: for e4m3, one value per SCALE_BLOCK of k. */
+INLINE void dot_tile(float *sum, const float *x, size_t x_stride, const size_t x_step, const uint8_t *w, size_t w_stride,
+                     const float *const *scale, int n, const DType dtype, const int rows, const int columns, const bool ahead) {
+    const bool scaled = dtype == DTYPE_F8_E4M3;
+    const size_t size = dtype_size(dtype);
+    f32x8 total[MAX_TILE], s[MAX_COLUMNS];
+    for (int i = 0; i < rows * columns; i++) total[i] = splat8(0);
+    for (int begin = 0; begin < n; begin += scaled ? SCALE_BLOCK : n) {
+        int end = scaled && begin + SCALE_BLOCK < n ? begin + SCALE_BLOCK : n, k = begin;
+        if (scaled) for (int c = 0; c < columns; c++) s[c] = splat8(scale[c][begin / SCALE_BLOCK]);
+        for (; k + 8 <= end; k += 8) {
+            f32x8 weight[MAX_COLUMNS];
+            for (int c = 0; c < columns; c++) weight[c] = widen8(w + (size_t)c * w_stride + (size_t)k * size, dtype);
+            if (ahead && (size_t)k * size % 64 == 0) /* four tiles ahead: the hardware loses the stream at each column's end */
+                for (int c = 0; c < columns; c++)
+                    __builtin_prefetch(w + (size_t)(4 * columns + c) * w_stride + (size_t)k * size, 0, 2);
+            if (scaled) for (int c = 0; c < columns; c++) weight[c] *= s[c];
+            for (int r = 0; r < rows; r++) {
+                f32x8 input = load8(x + (size_t)r * x_stride + (size_t)k * x_step);
+                in_register(&input);
+                for (int c = 0; c < columns; c++) total[r * columns + c] = fma8(input, weight[c], total[r * columns + c]);
+            }
+        }
+        if (k < end) for (int c = 0; c < columns; c++) {
+            f32x8 weight = widen_few(w + (size_t)c * w_stride + (size_t)k * size, dtype, end - k);
+            if (scaled) weight *= s[c];
+            for (int r = 0; r < rows; r++) {
+                f32x8 input = widen_few((const uint8_t *)(x + (size_t)r * x_stride + (size_t)k * x_step), DTYPE_F32, end - k);
+                total[r * columns + c] = fma8(input, weight, total[r * columns + c]);
+            }
+        }
+    }
+    int i = 0;
+    for (; i + 4 <= rows * columns; i += 4) {
+        f32x4 four = sum_lanes(total[i], total[i + 1], total[i + 2], total[i + 3]);
+        memcpy(sum + i, &four, sizeof four);
+    }
+    for (; i < rows * columns; i++) sum[i] = sum8(total[i]);
+}
+
+INLINE void dot_columns(float *y, size_t y_stride, const float *x, size_t x_stride, const size_t x_step, const float *w,
+                        size_t w_stride, int n, bool accumulate, const int rows, const int columns) {
+    float sum[MAX_TILE] = {0};
+    dot_tile(sum, x, x_stride, x_step, (const uint8_t *)w, w_stride * sizeof(float), NULL, n, DTYPE_F32, rows, columns, false);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) {
+            float *out = &y[(size_t)r * y_stride + (size_t)c];
+            *out = accumulate ? *out + sum[r * columns + c] : sum[r * columns + c];
+        }
+}
+
+INLINE void dot_strip(float *y, size_t y_stride, const float *x, size_t x_stride, const size_t x_step, const float *w,
+                      size_t w_stride, int columns, int n, bool accumulate, const int rows) {
+    const int width = rows <= 3 ? 4 : 2;            /* enough accumulators to hide the latency of one addition */
+    int c = 0;
+    for (; c + width <= columns; c += width)
+        dot_columns(y + c, y_stride, x, x_stride, x_step, w + (size_t)c * w_stride, w_stride, n, accumulate, rows, width);
+    for (; c < columns; c++)
+        dot_columns(y + c, y_stride, x, x_stride, x_step, w + (size_t)c * w_stride, w_stride, n, accumulate, rows, 1);
+}
+
+/* Six rows of x side by side, eight values of each in turn, so that the inner loop reads one stream whatever the rows' stride. */
+static void pack_rows_of_x(float *packed, const float *x, size_t x_stride, int n) {
+    for (int k = 0; k < n; k += 8)
+        for (int r = 0; r < TILE_ROWS; r++) {
+            const uint8_t *from = (const uint8_t *)(x + (size_t)r * x_stride + k);
+            store8(packed + k * TILE_ROWS + r * 8, n - k < 8 ? widen_few(from, DTYPE_F32, n - k) : widen8(from, DTYPE_F32));
+        }
+}
+
+/* y[r, c] (+)= x[r] . w[c] for any number of rows and f32 columns, n <= REDUCTION_BLOCK: six rows at a time, and what is left in
+ * two parts of about equal size. */
+static void dot_panel(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const float *w, size_t w_stride,
+                      int columns, int n, bool accumulate) {
+    for (int take; rows; rows -= take, x += (size_t)take * x_stride, y += (size_t)take * y_stride) {
+        take = rows >= 2 * TILE_ROWS || rows == TILE_ROWS ? TILE_ROWS : rows > TILE_ROWS ? (rows + 1) / 2 : rows;
+        switch (take) {
+        case 6:
+            pack_rows_of_x(packed_rows, x, x_stride, n);
+            dot_strip(y, y_stride, packed_rows, 8, TILE_ROWS, w, w_stride, columns, n, accumulate, TILE_ROWS);
+            break;
+        case 5: dot_strip(y, y_stride, x, x_stride, 1, w, w_stride, columns, n, accumulate, 5); break;
+        case 4: dot_strip(y, y_stride, x, x_stride, 1, w, w_stride, columns, n, accumulate, 4); break;
+        case 3: dot_strip(y, y_stride, x, x_stride, 1, w, w_stride, columns, n, accumulate, 3); break;
+        case 2: dot_strip(y, y_stride, x, x_stride, 1, w, w_stride, columns, n, accumulate, 2); break;
+        case 1: dot_strip(y, y_stride, x, x_stride, 1, w, w_stride, columns, n, accumulate, 1); break;
+        }
+    }
+}
+
+INLINE void axpy_tile(float *y, size_t y_stride, const float *p, size_t p_stride, const float *v, size_t v_stride, int n,
+                      const int rows, const int vectors) {
+    f32x8 total[MAX_TILE];
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < vectors; i++) total[r * vectors + i] = load8(y + (size_t)r * y_stride + 8 * i);
+    for (int s = 0; s < n; s++) {
+        f32x8 value[MAX_COLUMNS];
+        for (int i = 0; i < vectors; i++) value[i] = load8(v + (size_t)s * v_stride + 8 * i);
+        for (int r = 0; r < rows; r++) {
+            f32x8 factor = splat8(p[(size_t)r * p_stride + (size_t)s]);
+            for (int i = 0; i < vectors; i++) total[r * vectors + i] = fma8(factor, value[i], total[r * vectors + i]);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < vectors; i++) store8(y + (size_t)r * y_stride + 8 * i, total[r * vectors + i]);
+}
+
+/* y[r, j] += sum_s p[r, s] v[s, j] for j < columns, s < n. */
+static void axpy_panel(float *y, size_t y_stride, const float *p, size_t p_stride, int rows, const float *v, size_t v_stride,
+                       int n, int columns) {
+    int j = 0;
+    for (; j + 32 <= columns; j += 32) {
+        int r = 0;
+        for (; r + 3 <= rows; r += 3)
+            axpy_tile(y + (size_t)r * y_stride + j, y_stride, p + (size_t)r * p_stride, p_stride, v + j, v_stride, n, 3, 4);
+        if (r + 2 == rows)
+            axpy_tile(y + (size_t)r * y_stride + j, y_stride, p + (size_t)r * p_stride, p_stride, v + j, v_stride, n, 2, 4);
+        if (r + 1 == rows)
+            axpy_tile(y + (size_t)r * y_stride + j, y_stride, p + (size_t)r * p_stride, p_stride, v + j, v_stride, n, 1, 4);
+    }
+    for (; j + 8 <= columns; j += 8)
+        for (int r = 0; r < rows; r++)
+            axpy_tile(y + (size_t)r * y_stride + j, y_stride, p + (size_t)r * p_stride, p_stride, v + j, v_stride, n, 1, 1);
+    for (; j < columns; j++)
+        for (int r = 0; r < rows; r++) {
+            float *out = &y[(size_t)r * y_stride + (size_t)j];
+            for (int s = 0; s < n; s++) *out = fmaf(p[(size_t)r * p_stride + (size_t)s], v[(size_t)s * v_stride + (size_t)j], *out);
+        }
+}
+
+/* =====================================================================================================================
+ * matrix products, norms, rope
+ *
+ *     linear -> linear_columns -> up to six rows: direct_rows -> direct_columns -> direct_tile -> dot_tile on stored weights
+ *                              -> more:  panel_columns -> dot_panel -> dot_strip -> dot_columns -> dot_tile on widened ones
+ *
+ * Owns: y = W x with W in its stored format. For up to six rows the weights are widened in registers and read once: decode,
+ * bound by memory. For more, a panel of 48 columns by 1,024 values is widened into the cache and used by all rows:
+ * prefill, bound by arithmetic.
+ */
+
+/* w[row, first .. first + n) times its block scales, as f32. */
+static void widen_weights(float *out, const Matrix *w, int row, int first, int n) {
+    const uint8_t *data = w->data + ((size_t)row * (size_t)w->cols + (size_t)first) * dtype_size(w->dtype);
+    const float *scale = w->scale ? w->scale + (size_t)((w->first_row + row) / SCALE_BLOCK) * (size_t)w->scale_cols : NULL;
+    int k = 0;
+#define WIDEN_ALL(D) for (; k + 8 <= n; k += 8) store8(out + k, widen8(data + (size_t)k * dtype_size(D), D))
+    switch (w->dtype) {
+    case DTYPE_F32: WIDEN_ALL(DTYPE_F32); break;
+    case DTYPE_F16: WIDEN_ALL(DTYPE_F16); break;
+    case DTYPE_BF16: WIDEN_ALL(DTYPE_BF16); break;
+    default: WIDEN_ALL(DTYPE_F8_E4M3); break;
+    }
+#undef WIDEN_ALL
+    for (; k < n; k++) out[k] = widen(data + (size_t)k * dtype_size(w->dtype), w->dtype);
+    if (scale) for (k = 0; k < n; k++) out[k] *= scale[(first + k) / SCALE_BLOCK];
+}
+
+INLINE void direct_tile(float *y, size_t y_stride, const float *x, size_t x_stride, const Matrix *w, int o, const DType dtype,
+                        const int rows, const int columns) {
+    const size_t size = dtype_size(dtype), stride = (size_t)w->cols * size;
+    float total[MAX_TILE] = {0}, sum[MAX_TILE] = {0};
+    for (int k = 0; k < w->cols; k += REDUCTION_BLOCK) {
+        int n = w->cols - k < REDUCTION_BLOCK ? w->cols - k : REDUCTION_BLOCK;
+        const float *scale[MAX_COLUMNS] = {0};
+        for (int c = 0; c < columns; c++)
+            scale[c] = dtype == DTYPE_F8_E4M3
+                           ? w->scale + (size_t)((w->first_row + o + c) / SCALE_BLOCK) * (size_t)w->scale_cols + k / SCALE_BLOCK
+                           : NULL;
+        dot_tile(sum, x + k, x_stride, 1, w->data + (size_t)o * stride + (size_t)k * size, stride, scale, n, dtype, rows, columns,
+                 true);
+        for (int i = 0; i < rows * columns; i++) total[i] = k ? total[i] + sum[i] : sum[i];
+    }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) y[(size_t)r * y_stride + (size_t)(o + c)] = total[r * columns + c];
+}
+
+INLINE void direct_columns(float *y, size_t y_stride, const float *x, size_t x_stride, const Matrix *w, int begin, int end,
+                           const DType dtype, const int rows) {
+    const int columns = rows <= 3 ? 4 : 2;          /* enough accumulators to hide the latency of one addition */
+    int o = begin;
+    for (; o + columns <= end; o += columns) direct_tile(y, y_stride, x, x_stride, w, o, dtype, rows, columns);
+    for (; o < end; o++) direct_tile(y, y_stride, x, x_stride, w, o, dtype, rows, 1);
+}
+
+INLINE void direct_rows(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin, int end,
+                        const DType dtype) {
+    switch (rows) {
+    case 1: direct_columns(y, y_stride, x, x_stride, w, begin, end, dtype, 1); break;
+    case 2: direct_columns(y, y_stride, x, x_stride, w, begin, end, dtype, 2); break;
+    case 3: direct_columns(y, y_stride, x, x_stride, w, begin, end, dtype, 3); break;
+    case 4: direct_columns(y, y_stride, x, x_stride, w, begin, end, dtype, 4); break;
+    case 5: direct_columns(y, y_stride, x, x_stride, w, begin, end, dtype, 5); break;
+    case 6: direct_columns(y, y_stride, x, x_stride, w, begin, end, dtype, 6); break;
+    }
+}
+
+static void panel_columns(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin,
+                          int end) {
+    for (int o = begin; o < end; o += PANEL_COLUMNS) {
+        int columns = end - o < PANEL_COLUMNS ? end - o : PANEL_COLUMNS;
+        for (int k = 0; k < w->cols; k += REDUCTION_BLOCK) {
+            int n = w->cols - k < REDUCTION_BLOCK ? w->cols - k : REDUCTION_BLOCK;
+            for (int c = 0; c < columns; c++) widen_weights(panel + c * PANEL_STRIDE, w, o + c, k, n);
+            dot_panel(y + o, y_stride, x + k, x_stride, rows, panel, PANEL_STRIDE, columns, n, k > 0);
+        }
+    }
+}
+
+/* Output columns [begin, end) of y = W x, on the calling thread. */
+static void linear_columns(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin,
+                           int end) {
+    if (rows > TILE_ROWS) return panel_columns(y, y_stride, x, x_stride, rows, w, begin, end);
+    switch (w->dtype) {
+    case DTYPE_F32: direct_rows(y, y_stride, x, x_stride, rows, w, begin, end, DTYPE_F32); break;
+    case DTYPE_F16: direct_rows(y, y_stride, x, x_stride, rows, w, begin, end, DTYPE_F16); break;
+    case DTYPE_BF16: direct_rows(y, y_stride, x, x_stride, rows, w, begin, end, DTYPE_BF16); break;
+    default: direct_rows(y, y_stride, x, x_stride, rows, w, begin, end, DTYPE_F8_E4M3); break;
+    }
+}
+
+static void linear(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w) {
+    const size_t work = (size_t)w->rows * (size_t)w->cols * (size_t)n_rows;
+    if (n_rows > TILE_ROWS) {
+#pragma omp parallel for schedule(dynamic) if (work > SHARED_WORK)
+        for (int o = 0; o < w->rows; o += PANEL_COLUMNS)
+            panel_columns(y, y_stride, x, x_stride, n_rows, w, o, o + PANEL_COLUMNS < w->rows ? o + PANEL_COLUMNS : w->rows);
+        return;
+    }
+#pragma omp parallel if (work > SHARED_WORK)            /* one stretch of the matrix for each thread, read from end to end */
+    {
+        int threads = omp_get_num_threads(), me = omp_get_thread_num(), share = ((w->rows + threads - 1) / threads + 3) / 4 * 4;
+        int begin = me * share < w->rows ? me * share : w->rows;
+        int end = begin + share < w->rows ? begin + share : w->rows;
+        linear_columns(y, y_stride, x, x_stride, n_rows, w, begin, end);
+    }
+}
+
+static void embed(float *y, const Matrix *embedding, const Row *rows, int n_rows) {
+    for (int r = 0; r < n_rows; r++)
+        widen_weights(y + (size_t)r * (size_t)embedding->cols, embedding, rows[r].token, 0, embedding->cols);
+}
+
+/* The sum over i of a[i] * b[i], in eight lanes. */
+static float dot(const float *a, const float *b, int n) {
+    float sum = 0, part;
+    const float *none = NULL;
+    for (int k = 0; k < n; k += REDUCTION_BLOCK) {
+        dot_tile(&part, a + k, 0, 1, (const uint8_t *)(b + k), 0, &none, n - k < REDUCTION_BLOCK ? n - k : REDUCTION_BLOCK,
+                 DTYPE_F32, 1, 1, false);
+        sum += part;
+    }
+    return sum;
+}
+
+static void rms_norm(float *y, size_t y_stride, const float *x, size_t x_stride, const float *weight, int n, int dim, float eps) {
+#pragma omp parallel for if (n * dim > SHARED_WORK)
+    for (int i = 0; i < n; i++) {
+        const float *in = x + (size_t)i * x_stride;
+        float *out = y + (size_t)i * y_stride, scale = 1 / sqrtf(dot(in, in, dim) / (float)dim + eps);
+        for (int j = 0; j < dim; j++) out[j] = in[j] * scale * weight[j];
+    }
+}
+
+static void layer_norm(float *y, const float *x, const float *weight, const float *bias, int n, int dim, float eps) {
+    for (int i = 0; i < n; i++, x += dim, y += dim) {
+        double mean = 0, variance = 0;
+        for (int j = 0; j < dim; j++) mean += x[j];
+        mean /= dim;
+        for (int j = 0; j < dim; j++) variance += (x[j] - mean) * (x[j] - mean);
+        float scale = (float)(1 / sqrt(variance / dim + eps)), centre = (float)mean;
+        for (int j = 0; j < dim; j++) y[j] = (x[j] - centre) * scale * weight[j] + bias[j];
+    }
+}
+
+/* The angle is rounded to f32 before the cosine, as in the reference. */
+static void rotations(float *cosine, float *sine, const Row *rows, int n_rows, const float *inverse_frequency, int dim,
+                      float factor) {
+    for (int r = 0; r < n_rows; r++)
+        for (int i = 0; i < dim / 2; i++) {
+            float angle = (float)rows[r].position * inverse_frequency[i];
+            *cosine++ = cosf(angle) * factor;
+            *sine++ = sinf(angle) * factor;
+        }
+}
+
+static void rope(float *x, int n_rows, int heads, int head_stride, int offset, int dim, bool interleaved, const float *cosine,
+                 const float *sine) {
+    int half = dim / 2, near = interleaved ? 2 : 1, far = interleaved ? 1 : half;
+#pragma omp parallel for if (n_rows * heads * dim > SHARED_WORK)
+    for (int r = 0; r < n_rows; r++) {
+        const float *c = cosine + (size_t)r * (size_t)half, *s = sine + (size_t)r * (size_t)half;
+        for (int h = 0; h < heads; h++) {
+            float *v = x + ((size_t)r * (size_t)heads + (size_t)h) * (size_t)head_stride + offset;
+            for (int i = 0; i < half; i++) {
+                float a = v[i * near], b = v[i * near + far];
+                v[i * near] = a * c[i] - b * s[i];
+                v[i * near + far] = b * c[i] + a * s[i];
+            }
+        }
+    }
+}
+
+static void swiglu(float *y, const float *gate, const float *up, size_t n) {
+#pragma omp parallel for if (n > SHARED_WORK)
+    for (size_t i = 0; i < n / 8 * 8; i += 8) {
+        f32x8 g = load8(gate + i);
+        store8(y + i, g / (splat8(1) + exp8(-g)) * load8(up + i));
+    }
+    for (size_t i = n / 8 * 8; i < n; i++) y[i] = gate[i] / (1 + exp8(splat8(-gate[i]))[0]) * up[i];
+}
+
+static void zero(float *y, size_t n) { memset(y, 0, n * sizeof(float)); }
+
+static void gather_rows(float *y, const float *x, const int *indices, int n, int dim) {
+    for (int i = 0; i < n; i++)
+        memcpy(y + (size_t)i * (size_t)dim, x + (size_t)indices[i] * (size_t)dim, (size_t)dim * sizeof(float));
+}
+
+static void add(float *y, const float *x, size_t n) {
+    for (size_t i = 0; i < n; i++) y[i] += x[i];
+}
+
+static int first_not_finite(const float *x, int n_rows, int dim) {
+    for (int r = 0; r < n_rows; r++)
+        for (int j = 0; j < dim; j++)
+            if (!(fabsf(x[(size_t)r * (size_t)dim + (size_t)j]) <= FLT_MAX)) return r;
+    return -1;
+}
+
+/* =====================================================================================================================
+ * cached rows, index selection, attention
+ *
+ * Owns: the format of a cached row, the lightning indexer (DeepSeek-V3.2, eq. 1) with its top-k, and both attentions. They
+ * visit keys in tiles of 64 that are widened once, with the running maximum and sum of an online softmax; the tiling is by
+ * position (or by rank in the selection), so it is the same for every row whatever else is in the pass.
+ */
+
+/* Offsets are 64-bit: rows times bytes soon exceed what an int counts. */
+static uint8_t *row_at(const RowPool *pool, const RowFormat *format, DeviceRow row) {
+    return row.id < pool->n_rows ? pool->rows + (size_t)row.id * format->stride
+                                 : pool->staging + (size_t)(row.id - pool->n_rows) * format->stride;
+}
+
+static size_t element_size(KvDtype dtype) { return dtype == KV_F32 ? 4 : dtype == KV_BF16 ? 2 : 1; }
+
+/* Bytes before the plain values: the quantised ones and, in fp8, the scales of their groups. */
+static size_t quantised_bytes(const RowFormat *format) {
+    size_t n = (size_t)format->quantised, groups = (n + (size_t)format->group - 1) / (size_t)format->group;
+    return n * element_size(format->dtype) + (format->dtype == KV_F8 ? groups * sizeof(float) : 0);
+}
+
+RowFormat row_format(KvDtype dtype, int quantised, int plain, int group) {
+    RowFormat format = {.dtype = dtype, .quantised = quantised, .plain = plain, .group = group};
+    format.bytes = quantised_bytes(&format) + (size_t)plain * (dtype == KV_F32 ? 4 : 2);
+    format.stride = (format.bytes + 63) / 64 * 64;  /* a link reads whole 64 bytes: 656 at 656 costs as much as 704, or far more */
+    return format;
+}
+
+static uint16_t narrow_bf16(float x) {
+    uint32_t bits = float_to_bits(x);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);     /* NaN stays NaN */
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* To the nearest e4m3, ties to even, saturating at 448. */
+static uint8_t narrow_e4m3(float x) {
+    uint32_t bits = float_to_bits(x), magnitude = bits & 0x7fffffff, code;
+    if (magnitude > 0x7f800000) return 0x7f;
+    if (magnitude < 0x3c800000) code = (uint32_t)rintf(bits_to_float(magnitude) * 512); /* below 2^-6: subnormal, steps of 2^-9 */
+    else {
+        uint32_t rounded = magnitude + 0x7ffff + (magnitude >> 20 & 1);
+        code = (rounded >> 20) - (120 << 3);
+        if (code > 0x7e) code = 0x7e;
+    }
+    return (uint8_t)(code | (bits >> 31) << 7);
+}
+
+static void narrow_values(uint8_t *out, const float *x, int n, KvDtype dtype) {
+    if (dtype == KV_F32) memcpy(out, x, (size_t)n * sizeof(float));
+    else for (int i = 0; i < n; i++) {
+        uint16_t half = narrow_bf16(x[i]);
+        memcpy(out + 2 * i, &half, 2);
+    }
+}
+
+static void store_rows(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, const float *a, size_t a_stride,
+                       const float *b, size_t b_stride) {
+    for (int r = 0; r < n_rows; r++, a += a_stride, b += b_stride) {
+        uint8_t *row = base + (size_t)ids[r].id * format->stride;
+        KvDtype plain = format->dtype == KV_F32 ? KV_F32 : KV_BF16;
+        narrow_values(row + quantised_bytes(format), b, format->plain, plain);
+        if (format->dtype != KV_F8) { narrow_values(row, a, format->quantised, format->dtype); continue; }
+        for (int first = 0, group = 0; first < format->quantised; first += format->group, group++) {
+            int last = first + format->group < format->quantised ? first + format->group : format->quantised;
+            float largest = 0;
+            for (int i = first; i < last; i++) largest = fmaxf(largest, fabsf(a[i]));
+            float scale = largest > 448 * FLT_MIN ? largest / 448 : 1;      /* a scale of 0 would make 0 / 0 */
+            for (int i = first; i < last; i++) row[i] = narrow_e4m3(a[i] / scale);
+            memcpy(row + format->quantised + (size_t)group * sizeof(float), &scale, sizeof scale);
+        }
+    }
+}
+
+INLINE void widen_run(float *out, const uint8_t *data, int n, const DType dtype) {
+    int i = 0;
+    for (; i + 8 <= n; i += 8) store8(out + i, widen8(data + (size_t)i * dtype_size(dtype), dtype));
+    for (; i < n; i++) out[i] = widen(data + (size_t)i * dtype_size(dtype), dtype);
+}
+
+/* Quantised values [first, first + n) of a cached row, as f32. */
+static void widen_quantised(float *out, const uint8_t *row, const RowFormat *format, int first, int n) {
+    if (format->dtype == KV_F32) widen_run(out, row + 4 * (size_t)first, n, DTYPE_F32);
+    else if (format->dtype == KV_BF16) widen_run(out, row + 2 * (size_t)first, n, DTYPE_BF16);
+    else {
+        widen_run(out, row + first, n, DTYPE_F8_E4M3);
+        const uint8_t *scales = row + format->quantised;
+        for (int i = 0; i < n;) {
+            int group = (first + i) / format->group, end = (group + 1) * format->group - first;
+            float scale = widen(scales + (size_t)group * sizeof(float), DTYPE_F32);
+            for (; i < n && i < end; i++) out[i] *= scale;
+        }
+    }
+}
+
+/* A whole cached row as f32: quantised values, then plain ones. */
+static void widen_row(float *out, const uint8_t *row, const RowFormat *format) {
+    widen_quantised(out, row, format, 0, format->quantised);
+    widen_run(out + format->quantised, row + quantised_bytes(format), format->plain,
+              format->dtype == KV_F32 ? DTYPE_F32 : DTYPE_BF16);
+}
+
+/* A key whose unsigned order is the scores' order; -0 counts as 0. */
+INLINE uint32_t sortable(float score) {
+    uint32_t bits = float_to_bits(score + 0.0f);
+    return bits & 0x80000000 ? ~bits : bits | 0x80000000;
+}
+
+/* The k of n values with the highest keys, as ascending positions; equal keys: the lower position. Finds the k-th key byte by byte,
+ * from `shift` down, and then walks the values once. A key is the order of a score, or the age of a stamp. */
+INLINE void select_highest(int32_t *picks, const void *values, int n, int k, int shift, const bool ages, uint32_t now) {
+    const float *scores = values;
+    const uint32_t *stamps = values;
+#define KEY(i) (ages ? now - stamps[i] : sortable(scores[i]))
+    uint32_t threshold = 0, above = 0;
+    int wanted = k;                                 /* how many of the keys equal to the threshold's prefix are needed */
+    for (; shift >= 0; shift -= 8) {
+        int histogram[256] = {0};
+        for (int i = 0; i < n; i++) {
+            uint32_t key = KEY(i);
+            if ((key & above) == threshold) histogram[key >> shift & 255]++;
+        }
+        int bin = 255;
+        while (histogram[bin] < wanted) wanted -= histogram[bin--];
+        threshold |= (uint32_t)bin << shift;
+        above |= 255u << shift;
+    }
+    for (int i = 0, count = 0; count < k; i++) {
+        uint32_t key = KEY(i);
+        if (key > threshold || (key == threshold && wanted-- > 0)) picks[count++] = i;
+    }
+#undef KEY
+}
+
+/* The k best of n >= k scores. */
+void top_k(int *picks, const float *scores, int n, int k) { select_highest(picks, scores, n, k, 24, false, 0); }
+
+/* The k of n >= k slots whose last use is longest ago. No age is above `now`, so its higher bytes need no look. */
+static void oldest_slots(int32_t *picks, const uint32_t *stamps, uint32_t now, int n, int k) {
+    int shift = now < 1u << 8 ? 0 : now < 1u << 16 ? 8 : now < 1u << 24 ? 16 : 24;
+    select_highest(picks, stamps, n, k, shift, true, now);
+}
+
+/* out[0..n) = sum over heads of weight * relu(dot), n <= KEY_TILE. dots: [heads, KEY_TILE]. A NaN stays one. */
+static void weigh_heads(float *out, const float *dots, const float *head_weights, int heads, float scale, int n) {
+    f32x8 total[KEY_TILE / 8] = {0};
+    for (int h = 0; h < heads; h++) {
+        f32x8 weight = splat8(head_weights[h] * scale), zero = splat8(0);
+        for (int i = 0; i < KEY_TILE / 8; i++) {
+            f32x8 dot = load8(dots + h * KEY_TILE + 8 * i);
+            total[i] = fma8(weight, select8(dot < zero, zero, dot), total[i]);
+        }
+    }
+    memcpy(out, total, (size_t)n * sizeof(float));
+}
+
+/* Rows [begin, end) of the pass belong to one session, whose pages these are; scores: [end - begin, context]. A tile is a page. */
+static void index_scores(float *scores, const float *q, const float *head_weights, const uint8_t *keys, const RowFormat *format,
+                         const DevicePage *pages, int heads, int head_dim, const Row *rows, int begin, int end, int context) {
+    const int together = heads * TILE_ROWS <= MAX_ROW_WIDTH ? TILE_ROWS : 1;    /* rows whose heads fit one panel of products */
+    const size_t dim = (size_t)head_dim;
+    const float scale = 1 / sqrtf((float)head_dim * (float)heads);
+    const size_t work = (size_t)((end - begin) * heads) * dim * (size_t)(rows[end - 1].position + 1);
+#pragma omp parallel for schedule(dynamic) if (work > SHARED_WORK)
+    for (int first = 0; first <= rows[end - 1].position; first += KEY_TILE) {
+        int last = rows[end - 1].position, n = last + 1 - first < KEY_TILE ? last + 1 - first : KEY_TILE;
+        const uint8_t *tile = keys + (size_t)pages[first / PAGE_ROWS].id * PAGE_ROWS * format->stride;
+        for (int s = 0; s < n; s++) widen_row(panel + (size_t)s * dim, tile + (size_t)s * format->stride, format);
+        for (int r = begin, take; r < end; r += take) {
+            take = end - r < together ? end - r : together;
+            if (rows[r + take - 1].position < first) continue;
+            dot_panel(second_panel, KEY_TILE, q + (size_t)(r * heads) * dim, dim, take * heads, panel, dim, n, head_dim, false);
+            for (int i = r; i < r + take; i++)
+                if (rows[i].position >= first)
+                    weigh_heads(scores + (size_t)(i - begin) * (size_t)context + first,
+                                second_panel + (size_t)((i - r) * heads * KEY_TILE), head_weights + (size_t)i * (size_t)heads,
+                                heads, scale, n);
+        }
+    }
+}
+
+static void index_select(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
+                         const RowFormat *format, const DevicePage *pages, int context_pages, int heads, int head_dim,
+                         const Row *rows, int n_rows, float *scratch, int scratch_rows) {
+    const int context = context_pages * PAGE_ROWS;
+    for (int begin = 0, end; begin < n_rows; begin = end) {
+        bool scored = false;                        /* while everything fits, the selection is the whole history */
+        for (end = begin; end < n_rows && end - begin < scratch_rows && rows[end].session == rows[begin].session; end++)
+            scored |= rows[end].position >= selection->capacity;
+        if (scored)
+            index_scores(scratch, q, head_weights, keys, format, pages + (size_t)rows[begin].session * (size_t)context_pages, heads,
+                         head_dim, rows, begin, end, context);
+#pragma omp parallel for schedule(dynamic) if (scored && end - begin > 1)
+        for (int r = begin; r < end; r++) {
+            int visible = rows[r].position + 1, *ids = selection->ids + (size_t)r * (size_t)selection->capacity;
+            int count = visible < selection->capacity ? visible : selection->capacity;
+            if (count < visible) top_k(ids, scratch + (size_t)(r - begin) * (size_t)context, visible, count);
+            else for (int s = 0; s < count; s++) ids[s] = s;
+            for (int s = count; s < selection->capacity; s++) ids[s] = -1;
+            selection->count[r] = count;
+        }
+    }
+}
+
+/* One tile of an online softmax (Milakov and Gimelshein 2018). p: [heads, KEY_TILE] holds the dot products with n <= KEY_TILE
+ * keys and is overwritten; the running maximum, sum and unnormalised output of each head take the tile in. */
+static void attend_tile(float *y, size_t y_stride, float *maximum, float *sum, float *p, int heads, const float *values,
+                        size_t value_stride, int value_dim, int n, float scale) {
+    for (int h = 0; h < heads; h++) {
+        float *row = p + h * KEY_TILE, *out = y + (size_t)h * y_stride, largest = maximum[h], total = 0;
+        for (int s = 0; s < n; s++) {
+            row[s] *= scale;
+            largest = row[s] > largest ? row[s] : largest;
+        }
+        for (int s = 0; s < n; s += 8) store8(row + s, exp8(load8(row + s) - splat8(largest)));
+        for (int s = 0; s < n; s++) total += row[s];
+        float shrink = exp8(splat8(maximum[h] - largest))[0];
+        if (shrink != 1) for (int j = 0; j < value_dim; j++) out[j] *= shrink;
+        sum[h] = sum[h] * shrink + total;
+        maximum[h] = largest;
+    }
+    axpy_panel(y, y_stride, p, KEY_TILE, heads, values, value_stride, n, value_dim);
+}
+
+/* Starts and ends the softmax that attend_tile runs. */
+static void attend_begin(float *y, size_t y_stride, float *maximum, float *sum, int heads, int value_dim) {
+    for (int h = 0; h < heads; h++) {
+        memset(y + (size_t)h * y_stride, 0, (size_t)value_dim * sizeof(float));
+        maximum[h] = -FLT_MAX;
+        sum[h] = 0;
+    }
+}
+
+static void attend_end(float *y, size_t y_stride, const float *sum, int heads, int value_dim) {
+    for (int h = 0; h < heads; h++)
+        for (int j = 0; j < value_dim; j++) y[(size_t)h * y_stride + (size_t)j] /= sum[h];
+}
+
+static void sparse_attention(float *z, const float *q, const RowPool *pool, const RowFormat *format, const DeviceRow *locations,
+                             const int *counts, int capacity, int n_rows, int heads, float scale) {
+    const int latent = format->quantised, width = latent + format->plain, threads = omp_get_max_threads();
+    const size_t work = (size_t)(n_rows * heads) * (size_t)width * (size_t)(n_rows ? 2 * counts[n_rows - 1] : 0);
+    /* With few rows the heads are shared out, so that one decoding session keeps every thread busy. */
+    const int parts = n_rows >= threads ? 1 : (threads + n_rows - 1) / n_rows < heads ? (threads + n_rows - 1) / n_rows : heads;
+#pragma omp parallel for schedule(dynamic) if (work > SHARED_WORK)
+    for (int task = 0; task < n_rows * parts; task++) {
+        int r = task / parts, first = heads * (task % parts) / parts, last = heads * (task % parts + 1) / parts, n = last - first;
+        const DeviceRow *row = locations + (size_t)r * (size_t)capacity;
+        const int count = counts[r];
+        const float *query = q + ((size_t)r * (size_t)heads + (size_t)first) * (size_t)width;
+        float *out = z + ((size_t)r * (size_t)heads + (size_t)first) * (size_t)latent, maximum[MAX_HEADS], sum[MAX_HEADS];
+        float p[QUERY_TILE * KEY_TILE] = {0};
+        attend_begin(out, (size_t)latent, maximum, sum, n, latent);
+        for (int begin = 0; begin < count; begin += KEY_TILE) {
+            int keys = count - begin < KEY_TILE ? count - begin : KEY_TILE;
+            for (int s = 0; s < keys; s++) widen_row(panel + s * width, row_at(pool, format, row[begin + s]), format);
+            for (int h = 0; h < n; h += QUERY_TILE) {
+                int some = n - h < QUERY_TILE ? n - h : QUERY_TILE;
+                dot_panel(p, KEY_TILE, query + (size_t)h * (size_t)width, (size_t)width, some, panel, (size_t)width, keys, width,
+                          false);
+                attend_tile(out + (size_t)h * (size_t)latent, (size_t)latent, maximum + h, sum + h, p, some, panel, (size_t)width,
+                            latent, keys, scale);
+            }
+        }
+        attend_end(out, (size_t)latent, sum, n, latent);
+    }
+}
+
+/* Cached row: kv_heads keys, then kv_heads values, all in the quantised part. Up to eight rows of a session share the widened
+ * tiles of one key/value head; each keeps its own causal end. */
+static void dense_attention(float *y, const float *q, const RowPool *pool, const RowFormat *format, const DevicePage *pages,
+                            int context_pages, const Row *rows, int n_rows, int heads, int kv_heads, int head_dim, float scale) {
+    const int group = heads / kv_heads, block = group >= QUERY_TILE ? 1 : QUERY_TILE / group < 8 ? QUERY_TILE / group : 8;
+    const size_t dim = (size_t)head_dim, width = (size_t)heads * dim;
+    int starts[MAX_PASS_ROWS + 1], blocks = 0;
+    for (int r = 0; r < n_rows; r++)
+        if (!r || rows[r].session != rows[r - 1].session || r - starts[blocks - 1] == block) starts[blocks++] = r;
+    starts[blocks] = n_rows;
+    const size_t work = (size_t)n_rows * width * (size_t)(n_rows ? 2 * (rows[n_rows - 1].position + 1) : 0);
+#pragma omp parallel for schedule(dynamic) if (work > SHARED_WORK)
+    for (int task = 0; task < blocks * kv_heads; task++) {
+        const int begin = starts[task / kv_heads], n = starts[task / kv_heads + 1] - begin, head = task % kv_heads,
+                  last = rows[begin + n - 1].position;
+        const size_t offset = (size_t)begin * width + (size_t)(head * group) * dim;
+        float maximum[MAX_HEADS + QUERY_TILE], sum[MAX_HEADS + QUERY_TILE], p[QUERY_TILE * KEY_TILE] = {0};
+        for (int r = 0; r < n; r++)
+            attend_begin(y + offset + (size_t)r * width, dim, maximum + r * group, sum + r * group, group, head_dim);
+        for (int first = 0; first <= last; first += KEY_TILE) {
+            int keys = last + 1 - first < KEY_TILE ? last + 1 - first : KEY_TILE;
+            DevicePage page = pages[(size_t)rows[begin].session * (size_t)context_pages + (size_t)(first / PAGE_ROWS)];
+            for (int s = 0; s < keys; s++) {
+                const uint8_t *row = row_at(pool, format, row_of_page(page, s));
+                widen_quantised(panel + (size_t)s * dim, row, format, head * head_dim, head_dim);
+                widen_quantised(second_panel + (size_t)s * dim, row, format, (kv_heads + head) * head_dim, head_dim);
+            }
+            for (int r = 0; r < n; r++) {
+                int visible = rows[begin + r].position + 1 - first < keys ? rows[begin + r].position + 1 - first : keys;
+                for (int h = 0; h < group && visible > 0; h += QUERY_TILE) {
+                    int some = group - h < QUERY_TILE ? group - h : QUERY_TILE, state = r * group + h;
+                    size_t at = offset + (size_t)r * width + (size_t)h * dim;
+                    dot_panel(p, KEY_TILE, q + at, dim, some, panel, dim, visible, head_dim, false);
+                    attend_tile(y + at, dim, maximum + state, sum + state, p, some, second_panel, dim, head_dim, visible, scale);
+                }
+            }
+        }
+        for (int r = 0; r < n; r++) attend_end(y + offset + (size_t)r * width, dim, sum + r * group, group, head_dim);
+    }
+}
+
+/* Rows [first, first + count) of a matrix, for the heads stacked in it. */
+static Matrix matrix_rows(const Matrix *matrix, int first, int count) {
+    Matrix view = *matrix;
+    view.data += (size_t)first * (size_t)matrix->cols * dtype_size(matrix->dtype);
+    view.rows = count;
+    view.first_row += first;
+    return view;
+}
+
+/* q: [rows, heads, nope + rope]; q_absorbed: [rows, heads, lora + rope] = W_UK[h]^T q_nope | q_rope. */
+static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Matrix *kv_b, const Config *config) {
+    const int heads = config->num_attention_heads, nope = config->qk_nope_head_dim, tail = config->qk_rope_head_dim,
+              lora = config->kv_lora_rank;
+    const size_t q_stride = (size_t)(heads * (nope + tail)), out_stride = (size_t)heads * (size_t)(lora + tail);
+#pragma omp parallel for schedule(dynamic) if ((size_t)(n_rows * heads) * (size_t)nope * (size_t)lora > SHARED_WORK)
+    for (int h = 0; h < heads; h++) {
+        const float *in = q + h * (nope + tail);
+        float *out = q_absorbed + (size_t)h * (size_t)(lora + tail);
+        for (int r = 0; r < n_rows; r++) {
+            memset(out + (size_t)r * out_stride, 0, (size_t)lora * sizeof(float));
+            memcpy(out + (size_t)r * out_stride + lora, in + (size_t)r * q_stride + nope, (size_t)tail * sizeof(float));
+        }
+        for (int first = 0; first < nope; first += KEY_TILE) {
+            int n = nope - first < KEY_TILE ? nope - first : KEY_TILE;
+            for (int i = 0; i < n; i++) widen_weights(panel + i * lora, kv_b, h * (nope + config->v_head_dim) + first + i, 0, lora);
+            axpy_panel(out, out_stride, in + first, q_stride, n_rows, panel, (size_t)lora, n, lora);
+        }
+    }
+}
+
+/* z: [rows, heads, lora]; y: [rows, heads, v_head_dim] = W_UV[h] z[h]. */
+static void expand_value(float *y, const float *z, int n_rows, const Matrix *kv_b, const Config *config) {
+    const int heads = config->num_attention_heads, nope = config->qk_nope_head_dim, v = config->v_head_dim,
+              lora = config->kv_lora_rank;
+#pragma omp parallel for schedule(dynamic) if ((size_t)(n_rows * heads) * (size_t)v * (size_t)lora > SHARED_WORK)
+    for (int h = 0; h < heads; h++) {
+        Matrix w = matrix_rows(kv_b, h * (nope + v) + nope, v);
+        linear_columns(y + (size_t)h * (size_t)v, (size_t)(heads * v), z + (size_t)h * (size_t)lora, (size_t)(heads * lora),
+                       n_rows, &w, 0, v);
+    }
+}
+
+/* =====================================================================================================================
+ * mixture of experts
+ */
+
+/* The best of n values, some of which are not -inf; equal values: the lower index. Takes it out by setting it to -inf. */
+static int take_best(float *values, int n) {
+    int best = 0;
+    for (int i = 1; i < n; i++)
+        if (values[i] > values[best]) best = i;
+    values[best] = -INFINITY;
+    return best;
+}
+
+/* Keeps the topk_group groups whose two best choices add up highest; experts of the others become -inf, not 0, since a biased
+ * score may be negative (DeepSeek-V3, 2.1.2). */
+static void limit_groups(float *choice, const Config *config) {
+    int size = config->n_routed_experts / config->n_group;
+    float score[MAX_EXPERTS];
+    bool kept[MAX_EXPERTS] = {false};
+    for (int g = 0; g < config->n_group; g++) {
+        float first = -INFINITY, second = -INFINITY;
+        for (int e = g * size; e < (g + 1) * size; e++) {
+            if (choice[e] > first) { second = first; first = choice[e]; }
+            else if (choice[e] > second) second = choice[e];
+        }
+        score[g] = first + second;
+    }
+    for (int i = 0; i < config->topk_group; i++) kept[take_best(score, config->n_group)] = true;
+    for (int e = 0; e < config->n_routed_experts; e++)
+        if (!kept[e / size]) choice[e] = -INFINITY;
+}
+
+static void route(int *picks, float *weights, const float *logits, const float *bias, int n_rows, const Config *config) {
+    const int experts = config->n_routed_experts, per_token = config->num_experts_per_tok;
+    for (int r = 0; r < n_rows; r++, logits += experts, picks += per_token, weights += per_token) {
+        float score[MAX_EXPERTS], choice[MAX_EXPERTS], total = 0;
+        for (int e = 0; e < experts; e++) {
+            score[e] = 1 / (1 + expf(-logits[e]));
+            choice[e] = score[e] + bias[e];         /* the bias balances the load: it chooses, it does not weigh */
+            if (isnan(choice[e])) choice[e] = INFINITY, score[e] = NAN;     /* chosen, so that it shows */
+            if (choice[e] < -1e30f)
+                choice[e] = -1e30f; /* -inf marks what is out of the race, and take_best() needs someone in it */
+        }
+        if (config->n_group > 1) limit_groups(choice, config);
+        for (int i = 0; i < per_token; i++) {
+            picks[i] = take_best(choice, experts);
+            weights[i] = score[picks[i]];
+            total += weights[i];
+        }
+        for (int i = 0; i < per_token; i++)
+            weights[i] *= (config->norm_topk_prob ? 1 / (total + 1e-20f) : 1) * config->routed_scaling_factor;
+    }
+}
+
+/* Rows are gathered by expert, so that each expert's weights are read once a pass. */
+static void experts(float *y, const float *x, const int *picks, const float *weights, int n_rows, const LayerWeights *layer,
+                    const Config *config, float *scratch) {
+    const size_t hidden = (size_t)config->hidden_size, inter = (size_t)config->moe_intermediate_size;
+    const int per_token = config->num_experts_per_tok;
+    float *input = scratch, *output = input + (size_t)n_rows * hidden, *gate = output + (size_t)n_rows * hidden,
+          *up = gate + (size_t)n_rows * inter;
+    for (int e = 0; e < config->n_routed_experts; e++) {
+        int members[MAX_PASS_ROWS], n = 0;
+        float factor[MAX_PASS_ROWS];
+        for (int i = 0; i < n_rows * per_token; i++)
+            if (picks[i] == e) {
+                members[n] = i / per_token;
+                factor[n++] = weights[i];
+            }
+        if (!n) continue;
+        gather_rows(input, x, members, n, config->hidden_size);
+        linear(gate, inter, input, hidden, n, &layer->expert_gate[e]);
+        linear(up, inter, input, hidden, n, &layer->expert_up[e]);
+        swiglu(gate, gate, up, (size_t)n * inter);
+        linear(output, hidden, gate, inter, n, &layer->expert_down[e]);
+        for (int i = 0; i < n; i++)
+            for (size_t j = 0; j < hidden; j++) y[(size_t)members[i] * hidden + j] += factor[i] * output[(size_t)i * hidden + j];
+    }
+}
+
+/* =====================================================================================================================
+ * the hierarchy's operations
+ *
+ * Owns: where a cached row lies, the resolver (paper 3.2) and the copies between the tiers. A resolve looks in the tail, then in
+ * the ready pages of optional history, then in the hot cache; what is left comes from the host. It relies on the tables naming only
+ * bytes that have arrived, and on every row being complete on the host before it can be missing on the device.
+ */
+
+static const DeviceRow nowhere = {-1};
+
+/* The device page that holds a position's row without any search: the tail by arithmetic, else optional history. */
+static DevicePage direct_page(const Cache *cache, int session, int position) {
+    int page = position / PAGE_ROWS;
+    return position >= cache->tables.tail_base[session] ? *tail_page(cache, session, page) : *ready_page(cache, session, page);
+}
+
+/* The queries of one session and one plan group while they are resolved together. */
+typedef struct Block {
+    int session;
+    HotCache hot;
+    uint32_t now;               /* this resolve, as the stamps count */
+    int low, high;              /* words of Cache.bits that hold the union; high < low: there is none */
+    int n, hits;                /* rows of the union, and how many of them are hot */
+    int first_staged;           /* where in the plan the rows begin that do not fit the hot cache */
+} Block;
+
+static Block open_block(Cache *cache, int group, int session) {
+    HotCache hot = hot_cache(cache, session, group);
+    return (Block){.session = session, .hot = hot, .now = ++*hot.clock, .low = INT_MAX, .high = -1};
+}
+
+/* First look: tail and optional history. Rows that are in neither join the union, a bit each in Cache.bits. */
+static void locate_directly(Cache *cache, Block *block, const Selection *selection, size_t begin, size_t end, DeviceRow *locations,
+                            MissPlan *plan) {
+    const int tail_base = cache->tables.tail_base[block->session];
+    for (size_t i = begin; i < end; i++) {
+        int position = selection->ids[i], word = position / PAGE_ROWS;
+        locations[i] = nowhere;
+        if (position < 0) continue;
+        DevicePage page = direct_page(cache, block->session, position);
+        if (!no_page(page)) {
+            locations[i] = row_of_page(page, position);
+            plan->picked[position >= tail_base ? TIER_TAIL : TIER_OPTIONAL]++;
+            continue;
+        }
+        cache->bits[word] |= (uint64_t)1 << position % PAGE_ROWS;
+        block->low = word < block->low ? word : block->low;
+        block->high = word > block->high ? word : block->high;
+    }
+}
+
+/* What the block's queries still look for (eq. 6): ascending rows in `missing`, and for each word how many rows come before it, so
+ * that a row finds its place in the list again. */
+static void list_union(Cache *cache, Block *block) {
+    for (int word = block->low; word <= block->high; word++) {
+        cache->ranks[word] = block->n;
+        for (uint64_t left = cache->bits[word]; left; left &= left - 1)
+            cache->missing[block->n++] = word * PAGE_ROWS + __builtin_ctzll(left);
+    }
+}
+
+static int rank_in_union(const Cache *cache, int position) {
+    uint64_t below = cache->bits[position / PAGE_ROWS] & (((uint64_t)1 << position % PAGE_ROWS) - 1);
+    return cache->ranks[position / PAGE_ROWS] + __builtin_popcountll(below);
+}
+
+enum { NO_SLOT = INT32_MIN };
+
+/* Second look: places[i] = the hot slot of row missing[i], or NO_SLOT. Both ways find the same: each row asks the direct array, or
+ * each tag asks the union. */
+static void find_hot_slots(Cache *cache, const Block *block) {
+    if (cache->lookup == LOOKUP_DIRECT) {
+        for (int i = 0; i < block->n; i++) {
+            int slot = block->hot.slot_of[cache->missing[i]];
+            cache->places[i] = slot ? slot - 1 : NO_SLOT;
+        }
+        return;
+    }
+    for (int i = 0; i < block->n; i++) cache->places[i] = NO_SLOT;
+    for (int slot = 0; slot < cache->hot_rows; slot++) {
+        int row = block->hot.tag[slot];
+        if (row >= 0 && cache->bits[row / PAGE_ROWS] >> row % PAGE_ROWS & 1) cache->places[rank_in_union(cache, row)] = slot;
+    }
+}
+
+/* The whole union is protected before any victim is chosen: a slot stamped with this resolve is none. */
+static void protect_hits(Cache *cache, Block *block) {
+    for (int i = 0; i < block->n; i++) {
+        if (cache->places[i] == NO_SLOT) continue;
+        block->hot.stamp[cache->places[i]] = block->now;
+        block->hits++;
+    }
+}
+
+static void replace_slot(Block *block, int slot, int row) {
+    if (block->hot.tag[slot] >= 0) block->hot.slot_of[block->hot.tag[slot]] = 0;
+    block->hot.tag[slot] = row;
+    block->hot.stamp[slot] = block->now;
+    block->hot.slot_of[row] = (uint16_t)(slot + 1);
+}
+
+static DeviceRow hot_location(const Cache *cache, int session, int slot) {
+    return row_of_page(*hot_page(cache, session, slot / PAGE_ROWS), slot);
+}
+
+/* Missing rows take the slots used least recently, ties to the lower slot: the i-th row, ascending, the i-th such slot. Where there are
+ * more rows than slots the oldest of the history, which selections prefer least, are staged instead, and forgotten after this block:
+ * there is no promotion into the hot cache, since whose selection will matter next, the last accepted query's, is known only when
+ * all layers have run. */
+static void place_misses(Cache *cache, Block *block, int staging, MissPlan *plan) {
+    const HostPage *host = host_page(cache, block->session, 0);
+    int missing = block->n - block->hits, open = cache->hot_rows - block->hits, room = missing < open ? missing : open,
+        beyond = missing - room, taken = 0;
+    if (room) oldest_slots(cache->victims, block->hot.stamp, block->now, cache->hot_rows, room);
+    block->first_staged = plan->count;
+    for (int i = 0; i < block->n; i++) {
+        if (cache->places[i] != NO_SLOT) continue;
+        int row = cache->missing[i], place = taken < beyond ? cache->hot_rows + taken : cache->victims[taken - beyond];
+        DeviceRow staged = {cache->device_pages.n_pages * PAGE_ROWS + staging * cache->staging_rows + taken};
+        REQUIRE(plan->count < plan->capacity);
+        plan->from[plan->count] = (HostRow){(int64_t)host[row / PAGE_ROWS].id * PAGE_ROWS + row % PAGE_ROWS};
+        plan->to[plan->count++] = taken < beyond ? staged : hot_location(cache, block->session, place);
+        if (taken < beyond) plan->staged++;
+        else replace_slot(block, place, row);
+        cache->places[i] = ~place;                  /* negative: it comes from the host */
+        taken++;
+    }
+}
+
+/* The union's rows in the order of each query's own selection (eq. 12). */
+static void emit_locations(const Cache *cache, const Block *block, const Selection *selection, size_t begin, size_t end,
+                           DeviceRow *locations, MissPlan *plan) {
+    for (size_t i = begin; i < end; i++) {
+        int position = selection->ids[i];
+        if (position < 0 || locations[i].id >= 0) continue;
+        int place = cache->places[rank_in_union(cache, position)];
+        plan->picked[place < 0 ? TIER_HOST : TIER_HOT]++;
+        if (place < 0) place = ~place;
+        locations[i] = place < cache->hot_rows ? hot_location(cache, block->session, place)
+                                               : plan->to[block->first_staged + place - cache->hot_rows];
+    }
+}
+
+static void resolve_block(Cache *cache, int group, const Selection *selection, int session, int first, int last, int staging,
+                          DeviceRow *locations, MissPlan *plan) {
+    size_t begin = (size_t)first * (size_t)selection->capacity, end = (size_t)last * (size_t)selection->capacity;
+    Block block = open_block(cache, group, session);
+    locate_directly(cache, &block, selection, begin, end, locations, plan);
+    if (block.high < 0) return;
+    list_union(cache, &block);
+    find_hot_slots(cache, &block);
+    protect_hits(cache, &block);
+    place_misses(cache, &block, staging, plan);
+    emit_locations(cache, &block, selection, begin, end, locations, plan);
+    memset(cache->bits + block.low, 0, (size_t)(block.high - block.low + 1) * sizeof *cache->bits);
+}
+
+static void resolve(Cache *cache, int group, const Selection *selection, const Row *rows, int begin, int end,
+                    DeviceRow *locations, MissPlan *plan) {
+    for (int first = begin, last, staging = 0; first < end; first = last) {
+        for (last = first; last < end && rows[last].session == rows[first].session;) last++;
+        resolve_block(cache, group, selection, rows[first].session, first, last, staging, locations, plan);
+        staging += last - first > 1;
+    }
+}
+
+static void fetch_rows(Cache *cache, SourceId source, const MissPlan *plan, int begin, int end) {
+    const RowPool pool = row_pool(cache, source);
+    const uint8_t *host = host_source_rows(cache, source);
+    const RowFormat *format = &cache->format;
+#pragma omp parallel for if ((size_t)(end - begin) * format->bytes > SHARED_COPY)
+    for (int i = begin; i < end; i++)
+        memcpy(row_at(&pool, format, plan->to[i]), host + (size_t)plan->from[i].id * format->stride, format->bytes);
+}
+
+/* Nothing happens before finish_copy(): in C the bytes move at the last moment that the rules of ordering allow, so that a rule
+ * broken is a wrong byte. */
+static void start_copy(Cache *cache, const Transfer *transfer) {
+    (void)cache;
+    (void)transfer;
+}
+
+static void copy_run(uint8_t *device, uint8_t *host, size_t stride, int32_t device_page, int32_t host_page, const Transfer *transfer) {
+    device += ((size_t)device_page * PAGE_ROWS + (size_t)transfer->first) * stride;
+    host += ((size_t)host_page * PAGE_ROWS + (size_t)transfer->first) * stride;
+    memcpy(transfer->to_host ? host : device, transfer->to_host ? device : host, (size_t)transfer->count * stride);
+}
+
+static bool finish_copy(Cache *cache, const Transfer *transfer, bool wait) {
+    (void)wait;
+    for (int i = 0; i < cache->sources && !no_page(transfer->device); i++)
+        copy_run(source_rows(cache, (SourceId){i}), host_source_rows(cache, (SourceId){i}), cache->format.stride,
+                 transfer->device.id, transfer->host.id, transfer);
+    for (int g = 0; g < cache->groups && !no_page(transfer->index); g++)
+        copy_run(group_index_keys(cache, g), host_group_index_keys(cache, g), cache->index_format.stride, transfer->index.id,
+                 transfer->host.id, transfer);
+    return true;
+}
+
+static void copy_bytes(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); }
+
+const Backend c_backend = {
+    .name = "cpu",
+    .live_sources = 1,
+    .embed = embed,
+    .rms_norm = rms_norm,
+    .layer_norm = layer_norm,
+    .linear = linear,
+    .rotations = rotations,
+    .rope = rope,
+    .store_rows = store_rows,
+    .index_select = index_select,
+    .absorb_query = absorb_query,
+    .resolve = resolve,
+    .fetch_rows = fetch_rows,
+    .start_copy = start_copy,
+    .finish_copy = finish_copy,
+    .copy_bytes = copy_bytes,
+    .sparse_attention = sparse_attention,
+    .expand_value = expand_value,
+    .dense_attention = dense_attention,
+    .swiglu = swiglu,
+    .zero = zero,
+    .add = add,
+    .gather_rows = gather_rows,
+    .route = route,
+    .experts = experts,
+    .first_not_finite = first_not_finite,
+};
