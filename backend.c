@@ -1,7 +1,7 @@
 /* backend.c: the operations of engine.h in plain C, the twin of engine.cu.
  *
  *     vectors and the two inner products . activations . cached rows, index selection, attention . mixture of experts .
- *     the hierarchy's operations
+ *     the hierarchy's operations . sampling and acceptance . drafters' operations
  *
  * Every operation computes each row by itself and in an order that only the shapes decide, so that a token never depends on its
  * neighbours. OpenMP shares out rows or output columns.
@@ -40,9 +40,10 @@ typedef int8_t i8x8 __attribute__((vector_size(8)));
 
 enum {
     REDUCTION_BLOCK = 1024,     /* k is summed in blocks of this many, the blocks' sums in order; a multiple of SCALE_BLOCK */
-    PANEL_COLUMNS = 48,         /* output columns whose weights are widened together: 48 * 1040 floats stay in the L2 cache */
-    PANEL_STRIDE = REDUCTION_BLOCK + 16,    /* off the power of two, or all columns would fall into the same cache sets */
     TILE_ROWS = 6,              /* rows of x in flight: 6 x 2 accumulators, 2 weights and 1 x fill sixteen registers */
+    STRIP_COLUMNS = 48,         /* output columns whose weights meet all rows before the next: 48 * 1,024 of them stay in the L2 cache */
+    STRIP_ROWS = 12,            /* rows from which f16 and e4m3 weights are worth widening beforehand */
+    PANEL_STRIDE = REDUCTION_BLOCK + 16,    /* off the power of two, or all columns would fall into the same cache sets */
     MAX_TILE = 12,              /* accumulators of any tile; array sizes have to be constants for them to be registers */
     MAX_COLUMNS = 4,
     KEY_TILE = PAGE_ROWS,       /* cached rows widened together in attention and index scoring: a tile of keys is a page */
@@ -55,7 +56,7 @@ enum {
 static _Thread_local float panel[KEY_TILE * MAX_ROW_WIDTH];
 static _Thread_local float second_panel[KEY_TILE * MAX_ROW_WIDTH];
 static _Thread_local float packed_rows[TILE_ROWS * REDUCTION_BLOCK];
-_Static_assert(PANEL_COLUMNS * PANEL_STRIDE <= KEY_TILE * MAX_ROW_WIDTH, "a panel holds either the weights or the keys of a tile");
+_Static_assert(STRIP_COLUMNS * PANEL_STRIDE <= KEY_TILE * MAX_ROW_WIDTH, "a panel holds either the weights or the keys of a tile");
 _Static_assert((int)MAX_ROW_WIDTH <= (int)REDUCTION_BLOCK, "a cached row is summed in one block");
 
 INLINE f32x8 load8(const float *p) { f32x8 v; memcpy(&v, p, sizeof v); return v; }
@@ -193,6 +194,9 @@ INLINE void dot_tile(float *sum, const float *x, size_t x_stride, const size_t x
     for (; i < rows * columns; i++) sum[i] = sum8(total[i]);
 }
 
+/* Columns of a tile of so many rows: enough accumulators to hide the latency of one addition, few enough for the registers. */
+INLINE int tile_columns(const int rows) { return rows <= 2 ? 4 : rows == 3 ? 3 : 2; }
+
 INLINE void dot_columns(float *y, size_t y_stride, const float *x, size_t x_stride, const size_t x_step, const float *w,
                         size_t w_stride, int n, bool accumulate, const int rows, const int columns) {
     float sum[MAX_TILE] = {0};
@@ -206,7 +210,7 @@ INLINE void dot_columns(float *y, size_t y_stride, const float *x, size_t x_stri
 
 INLINE void dot_strip(float *y, size_t y_stride, const float *x, size_t x_stride, const size_t x_step, const float *w,
                       size_t w_stride, int columns, int n, bool accumulate, const int rows) {
-    const int width = rows <= 3 ? 4 : 2;            /* enough accumulators to hide the latency of one addition */
+    const int width = tile_columns(rows);
     int c = 0;
     for (; c + width <= columns; c += width)
         dot_columns(y + c, y_stride, x, x_stride, x_step, w + (size_t)c * w_stride, w_stride, n, accumulate, rows, width);
@@ -214,24 +218,29 @@ INLINE void dot_strip(float *y, size_t y_stride, const float *x, size_t x_stride
         dot_columns(y + c, y_stride, x, x_stride, x_step, w + (size_t)c * w_stride, w_stride, n, accumulate, rows, 1);
 }
 
-/* Six rows of x side by side, eight values of each in turn, so that the inner loop reads one stream whatever the rows' stride. */
-static void pack_rows_of_x(float *packed, const float *x, size_t x_stride, int n) {
+/* Up to six rows of x side by side, eight values of each in turn, so that the inner loop reads one stream whatever the rows' stride. */
+INLINE void pack_rows_of_x(float *packed, const float *x, size_t x_stride, const int rows, int n) {
     for (int k = 0; k < n; k += 8)
-        for (int r = 0; r < TILE_ROWS; r++) {
+        for (int r = 0; r < rows; r++) {
             const uint8_t *from = (const uint8_t *)(x + (size_t)r * x_stride + k);
-            store8(packed + k * TILE_ROWS + r * 8, n - k < 8 ? widen_few(from, DTYPE_F32, n - k) : widen8(from, DTYPE_F32));
+            store8(packed + k * rows + r * 8, n - k < 8 ? widen_few(from, DTYPE_F32, n - k) : widen8(from, DTYPE_F32));
         }
 }
 
-/* y[r, c] (+)= x[r] . w[c] for any number of rows and f32 columns, n <= REDUCTION_BLOCK: six rows at a time, and what is left in
- * two parts of about equal size. */
+/* How many of `rows` rows are taken next: six at a time, and what is left in two parts of about equal size; of more than six at least
+ * three. */
+static int take_rows(int rows) {
+    return rows >= 2 * TILE_ROWS || rows == TILE_ROWS ? TILE_ROWS : rows > TILE_ROWS ? (rows + 1) / 2 : rows;
+}
+
+/* y[r, c] (+)= x[r] . w[c] for any number of rows and f32 columns, n <= REDUCTION_BLOCK. */
 static void dot_panel(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const float *w, size_t w_stride,
                       int columns, int n, bool accumulate) {
     for (int take; rows; rows -= take, x += (size_t)take * x_stride, y += (size_t)take * y_stride) {
-        take = rows >= 2 * TILE_ROWS || rows == TILE_ROWS ? TILE_ROWS : rows > TILE_ROWS ? (rows + 1) / 2 : rows;
+        take = take_rows(rows);
         switch (take) {
         case 6:
-            pack_rows_of_x(packed_rows, x, x_stride, n);
+            pack_rows_of_x(packed_rows, x, x_stride, TILE_ROWS, n);
             dot_strip(y, y_stride, packed_rows, 8, TILE_ROWS, w, w_stride, columns, n, accumulate, TILE_ROWS);
             break;
         case 5: dot_strip(y, y_stride, x, x_stride, 1, w, w_stride, columns, n, accumulate, 5); break;
@@ -287,11 +296,13 @@ static void axpy_panel(float *y, size_t y_stride, const float *p, size_t p_strid
  * matrix products, norms, rope
  *
  *     linear -> linear_columns -> up to six rows: direct_rows -> direct_columns -> direct_tile -> dot_tile on stored weights
- *                              -> more:  panel_columns -> dot_panel -> dot_strip -> dot_columns -> dot_tile on widened ones
+ *                              -> more:  strip_columns -> strip_rows -> strip_tile -> dot_tile on stored weights
+ *                              -> more than twelve, f16 and e4m3:  panel_columns -> dot_panel -> ... -> dot_tile on widened ones
  *
- * Owns: y = W x with W in its stored format. For up to six rows the weights are widened in registers and read once: decode,
- * bound by memory. For more, a panel of 48 columns by 1,024 values is widened into the cache and used by all rows:
- * prefill, bound by arithmetic.
+ * Owns: y = W x with W in its stored format. For up to six rows the weights are widened in registers and read once, from end to end: decode,
+ * bound by memory. For more, strips of 48 columns by 1,024 values stay in the cache while all rows meet them: verification and prefill,
+ * bound by arithmetic. bf16 takes two instructions to widen, so it is done again for every six rows; f16 and e4m3 are widened into the
+ * cache once.
  */
 
 /* w[row, first .. first + n) times its block scales, as f32. */
@@ -311,6 +322,11 @@ static void widen_weights(float *out, const Matrix *w, int row, int first, int n
     if (scale) for (k = 0; k < n; k++) out[k] *= scale[(first + k) / SCALE_BLOCK];
 }
 
+INLINE const float *block_scales(const Matrix *w, int column, int first, const DType dtype) {
+    if (dtype != DTYPE_F8_E4M3) return NULL;
+    return w->scale + (size_t)((w->first_row + column) / SCALE_BLOCK) * (size_t)w->scale_cols + first / SCALE_BLOCK;
+}
+
 INLINE void direct_tile(float *y, size_t y_stride, const float *x, size_t x_stride, const Matrix *w, int o, const DType dtype,
                         const int rows, const int columns) {
     const size_t size = dtype_size(dtype), stride = (size_t)w->cols * size;
@@ -318,10 +334,7 @@ INLINE void direct_tile(float *y, size_t y_stride, const float *x, size_t x_stri
     for (int k = 0; k < w->cols; k += REDUCTION_BLOCK) {
         int n = w->cols - k < REDUCTION_BLOCK ? w->cols - k : REDUCTION_BLOCK;
         const float *scale[MAX_COLUMNS] = {0};
-        for (int c = 0; c < columns; c++)
-            scale[c] = dtype == DTYPE_F8_E4M3
-                           ? w->scale + (size_t)((w->first_row + o + c) / SCALE_BLOCK) * (size_t)w->scale_cols + k / SCALE_BLOCK
-                           : NULL;
+        for (int c = 0; c < columns; c++) scale[c] = block_scales(w, o + c, k, dtype);
         dot_tile(sum, x + k, x_stride, 1, w->data + (size_t)o * stride + (size_t)k * size, stride, scale, n, dtype, rows, columns,
                  true);
         for (int i = 0; i < rows * columns; i++) total[i] = k ? total[i] + sum[i] : sum[i];
@@ -332,7 +345,7 @@ INLINE void direct_tile(float *y, size_t y_stride, const float *x, size_t x_stri
 
 INLINE void direct_columns(float *y, size_t y_stride, const float *x, size_t x_stride, const Matrix *w, int begin, int end,
                            const DType dtype, const int rows) {
-    const int columns = rows <= 3 ? 4 : 2;          /* enough accumulators to hide the latency of one addition */
+    const int columns = tile_columns(rows);
     int o = begin;
     for (; o + columns <= end; o += columns) direct_tile(y, y_stride, x, x_stride, w, o, dtype, rows, columns);
     for (; o < end; o++) direct_tile(y, y_stride, x, x_stride, w, o, dtype, rows, 1);
@@ -350,10 +363,57 @@ INLINE void direct_rows(float *y, size_t y_stride, const float *x, size_t x_stri
     }
 }
 
+/* One block of the reduction, values [first, first + n): x is packed. */
+INLINE void strip_tile(float *y, size_t y_stride, const float *x, const Matrix *w, int o, int first, int n, const DType dtype, const int rows,
+                       const int columns) {
+    const size_t size = dtype_size(dtype), stride = (size_t)w->cols * size;
+    const float *scale[MAX_COLUMNS] = {0};
+    float sum[MAX_TILE] = {0};
+    for (int c = 0; c < columns; c++) scale[c] = block_scales(w, o + c, first, dtype);
+    dot_tile(sum, x, 8, (size_t)rows, w->data + (size_t)o * stride + (size_t)first * size, stride, scale, n, dtype, rows, columns, false);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) {
+            float *out = &y[(size_t)r * y_stride + (size_t)(o + c)];
+            *out = first ? *out + sum[r * columns + c] : sum[r * columns + c];
+        }
+}
+
+INLINE void strip_rows(float *y, size_t y_stride, const float *x, size_t x_stride, const Matrix *w, int begin, int end, int first, int n,
+                       const DType dtype, const int rows) {
+    const int columns = tile_columns(rows);
+    int o = begin;
+    pack_rows_of_x(packed_rows, x + first, x_stride, rows, n);
+    for (; o + columns <= end; o += columns) strip_tile(y, y_stride, packed_rows, w, o, first, n, dtype, rows, columns);
+    for (; o < end; o++) strip_tile(y, y_stride, packed_rows, w, o, first, n, dtype, rows, 1);
+}
+
+/* More than six rows: a strip of columns and a block of the reduction at a time, so that these weights stay in the cache while all rows
+ * meet them. */
+INLINE void strip_columns(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin, int end,
+                          const DType dtype) {
+    for (int o = begin, stop; o < end; o = stop) {
+        stop = end - o < STRIP_COLUMNS ? end : o + STRIP_COLUMNS;
+        for (int first = 0, n; first < w->cols; first += n) {
+            n = w->cols - first < REDUCTION_BLOCK ? w->cols - first : REDUCTION_BLOCK;
+            for (int r = 0, take; r < rows; r += take) {
+                float *out = y + (size_t)r * y_stride;
+                const float *in = x + (size_t)r * x_stride;
+                take = take_rows(rows - r);
+                switch (take) {
+                case 4: strip_rows(out, y_stride, in, x_stride, w, o, stop, first, n, dtype, 4); break;
+                case 5: strip_rows(out, y_stride, in, x_stride, w, o, stop, first, n, dtype, 5); break;
+                case 6: strip_rows(out, y_stride, in, x_stride, w, o, stop, first, n, dtype, 6); break;
+                default: strip_rows(out, y_stride, in, x_stride, w, o, stop, first, n, dtype, 3); break;
+                }
+            }
+        }
+    }
+}
+
 static void panel_columns(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin,
                           int end) {
-    for (int o = begin; o < end; o += PANEL_COLUMNS) {
-        int columns = end - o < PANEL_COLUMNS ? end - o : PANEL_COLUMNS;
+    for (int o = begin; o < end; o += STRIP_COLUMNS) {
+        int columns = end - o < STRIP_COLUMNS ? end - o : STRIP_COLUMNS;
         for (int k = 0; k < w->cols; k += REDUCTION_BLOCK) {
             int n = w->cols - k < REDUCTION_BLOCK ? w->cols - k : REDUCTION_BLOCK;
             for (int c = 0; c < columns; c++) widen_weights(panel + c * PANEL_STRIDE, w, o + c, k, n);
@@ -362,24 +422,41 @@ static void panel_columns(float *y, size_t y_stride, const float *x, size_t x_st
     }
 }
 
+/* A function for each dtype: in one large function the compiler would run out of registers in the innermost loops. */
+typedef void LinearColumns(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin, int end);
+#define FOR_DTYPE(name, inlined, dtype)                                                                                          \
+    static __attribute__((noinline)) void name(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w,   \
+                                               int begin, int end) {                                                             \
+        inlined(y, y_stride, x, x_stride, rows, w, begin, end, dtype);                                                           \
+    }
+FOR_DTYPE(direct_f32, direct_rows, DTYPE_F32)
+FOR_DTYPE(direct_f16, direct_rows, DTYPE_F16)
+FOR_DTYPE(direct_bf16, direct_rows, DTYPE_BF16)
+FOR_DTYPE(direct_e4m3, direct_rows, DTYPE_F8_E4M3)
+FOR_DTYPE(strips_f32, strip_columns, DTYPE_F32)
+FOR_DTYPE(strips_f16, strip_columns, DTYPE_F16)
+FOR_DTYPE(strips_bf16, strip_columns, DTYPE_BF16)
+FOR_DTYPE(strips_e4m3, strip_columns, DTYPE_F8_E4M3)
+#undef FOR_DTYPE
+
 /* Output columns [begin, end) of y = W x, on the calling thread. */
 static void linear_columns(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin,
                            int end) {
-    if (rows > TILE_ROWS) return panel_columns(y, y_stride, x, x_stride, rows, w, begin, end);
-    switch (w->dtype) {
-    case DTYPE_F32: direct_rows(y, y_stride, x, x_stride, rows, w, begin, end, DTYPE_F32); break;
-    case DTYPE_F16: direct_rows(y, y_stride, x, x_stride, rows, w, begin, end, DTYPE_F16); break;
-    case DTYPE_BF16: direct_rows(y, y_stride, x, x_stride, rows, w, begin, end, DTYPE_BF16); break;
-    default: direct_rows(y, y_stride, x, x_stride, rows, w, begin, end, DTYPE_F8_E4M3); break;
-    }
+    static LinearColumns *const direct[DTYPE_COUNT] = {[DTYPE_F32] = direct_f32, [DTYPE_F16] = direct_f16, [DTYPE_BF16] = direct_bf16,
+                                                       [DTYPE_F8_E4M3] = direct_e4m3};
+    static LinearColumns *const strips[DTYPE_COUNT] = {[DTYPE_F32] = strips_f32, [DTYPE_F16] = strips_f16, [DTYPE_BF16] = strips_bf16,
+                                                       [DTYPE_F8_E4M3] = strips_e4m3};
+    bool costly = w->dtype == DTYPE_F16 || w->dtype == DTYPE_F8_E4M3;   /* to widen: more instructions than the products of a few rows */
+    LinearColumns *columns = rows <= TILE_ROWS ? direct[w->dtype] : costly && rows > STRIP_ROWS ? panel_columns : strips[w->dtype];
+    columns(y, y_stride, x, x_stride, rows, w, begin, end);
 }
 
 static void linear(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w) {
     const size_t work = (size_t)w->rows * (size_t)w->cols * (size_t)n_rows;
-    if (n_rows > TILE_ROWS) {
-#pragma omp parallel for schedule(dynamic) if (work > SHARED_WORK)
-        for (int o = 0; o < w->rows; o += PANEL_COLUMNS)
-            panel_columns(y, y_stride, x, x_stride, n_rows, w, o, o + PANEL_COLUMNS < w->rows ? o + PANEL_COLUMNS : w->rows);
+    if (n_rows > TILE_ROWS && work > SHARED_WORK) {
+#pragma omp parallel for schedule(dynamic)
+        for (int o = 0; o < w->rows; o += STRIP_COLUMNS)
+            linear_columns(y, y_stride, x, x_stride, n_rows, w, o, o + STRIP_COLUMNS < w->rows ? o + STRIP_COLUMNS : w->rows);
         return;
     }
 #pragma omp parallel if (work > SHARED_WORK)            /* one stretch of the matrix for each thread, read from end to end */
@@ -1115,6 +1192,541 @@ static bool finish_copy(Cache *cache, const Transfer *transfer, bool wait) {
 
 static void copy_bytes(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); }
 
+/* =====================================================================================================================
+ * Sampling and acceptance
+ *
+ * Owns: the choice of a token from logits, and what becomes of drafts. Every (seed, session, position) has its own noise from a
+ * counter-based generator, so the token at a position is argmax(logit / T + Gumbel), an exact sample that no batch, order or speculation
+ * can change. Filters apply in transformers' order: repetition penalty, temperature, top-k, top-p, min-p.
+ *
+ * A drafter that draws with the same noise proposes what the target is likely to choose (coupled acceptance). Acceptance by rejection
+ * needs three numbers at a place that are independent of each other, so each has noise of its own kind.
+ */
+
+typedef enum Noise { NOISE_TOKEN, NOISE_DRAFT, NOISE_ACCEPT, NOISE_RESIDUAL } Noise;
+
+/* Philox 4x32 with ten rounds (Salmon et al. 2011): four random words of a counter under a key. */
+static void philox(uint32_t counter[4], uint64_t key) {
+    uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
+    for (int round = 0; round < 10; round++) {
+        uint64_t a = (uint64_t)counter[0] * 0xD2511F53u, b = (uint64_t)counter[2] * 0xCD9E8D57u;
+        uint32_t next[4] = {(uint32_t)(b >> 32) ^ counter[1] ^ k0, (uint32_t)b, (uint32_t)(a >> 32) ^ counter[3] ^ k1, (uint32_t)a};
+        memcpy(counter, next, sizeof next);
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+}
+
+/* Four random words at one place: of tokens 4 * four to 4 * four + 3. */
+static void noise_words(uint32_t words[4], Noise noise, uint64_t seed, uint64_t session, int position, uint32_t four) {
+    uint32_t counter[4] = {four, (uint32_t)position, (uint32_t)session, (uint32_t)(session >> 32)};
+    philox(counter, seed + (uint64_t)noise * 0x9E3779B97F4A7C15u);
+    memcpy(words, counter, sizeof counter);
+}
+
+/* Uniform in (0, 1) on a grid of 2^-32, and from it standard Gumbel noise: -log(-log u). */
+static double unit(uint32_t word) { return (word + 0.5) * 0x1p-32; }
+static double gumbel(uint32_t word) { return -log(-log(unit(word))); }
+
+Sampler sampler_open(int vocab) {
+    size_t n = (size_t)vocab;
+    return (Sampler){allocate_zeroed(n, sizeof(int)), allocate_zeroed(n, sizeof(float)), allocate_zeroed(n, sizeof(bool))};
+}
+
+void sampler_close(Sampler *sampler) {
+    free(sampler->picks);
+    free(sampler->weights);
+    free(sampler->seen);
+}
+
+int argmax(const float *values, int n) {
+    int best = 0;
+    for (int i = 1; i < n; i++)
+        if (values[i] > values[best]) best = i;
+    return best;
+}
+
+static bool is_greedy(const Sampling *sampling) { return !(sampling->temperature > 1e-6f); }
+
+static void penalise_repeats(Sampler *sampler, float *logits, const int *history, int n, float penalty) {
+    if (penalty == 1) return;
+    for (int i = 0; i < n; i++) {
+        if (sampler->seen[history[i]]) continue;
+        float *logit = &logits[history[i]];
+        *logit = *logit > 0 ? *logit / penalty : *logit * penalty;
+        sampler->seen[history[i]] = true;
+    }
+    for (int i = 0; i < n; i++) sampler->seen[history[i]] = false;
+}
+
+/* Lets heap[i] sink to its place in a heap whose best token, by logit and then by lower id, is on top. */
+static void sink(int *heap, int n, int i, const float *logits) {
+    for (int child; (child = 2 * i + 1) < n; i = child) {
+        int right = child + 1;
+        if (right < n
+            && (logits[heap[right]] > logits[heap[child]]
+                || (logits[heap[right]] == logits[heap[child]] && heap[right] < heap[child])))
+            child = right;
+        if (logits[heap[i]] > logits[heap[child]] || (logits[heap[i]] == logits[heap[child]] && heap[i] < heap[child])) return;
+        int held = heap[i];
+        heap[i] = heap[child];
+        heap[child] = held;
+    }
+}
+
+/* Cuts picks[0..n) down to the smallest set of best tokens whose probability among them reaches top_p; returns its size. */
+static int nucleus(int *picks, const float *logits, int n, float best, float top_p) {
+    double total = 0, mass = 0;
+    int left = n;
+    for (int i = 0; i < n; i++) total += exp((double)logits[picks[i]] - best);
+    for (int i = n / 2 - 1; i >= 0; i--) sink(picks, n, i, logits);
+    while (left > 0 && (left == n || mass < top_p * total)) {      /* the best of what is left goes behind it */
+        int token = picks[0];
+        picks[0] = picks[--left];
+        picks[left] = token;
+        sink(picks, left, 0, logits);
+        mass += exp((double)logits[token] - best);
+    }
+    memmove(picks, picks + left, (size_t)(n - left) * sizeof *picks);
+    return n - left;
+}
+
+/* The tokens that may follow `history` ([n] ids) into sampler->picks; returns how many. Penalises the logits and divides them by the
+ * temperature. *best: the largest of them. */
+static int filter_tokens(Sampler *sampler, float *logits, int vocab, const Sampling *sampling, const int *history, int n, float *best) {
+    penalise_repeats(sampler, logits, history, n, sampling->repeat_penalty);
+    int *picks = sampler->picks, first = argmax(logits, vocab), kept = sampling->top_k > 0 && sampling->top_k < vocab ? sampling->top_k : vocab;
+    *best = logits[first];
+    picks[0] = first;
+    if (is_greedy(sampling)) return 1;
+    for (int i = 0; i < vocab; i++) logits[i] /= sampling->temperature;
+    *best = logits[first];
+    if (kept < vocab) top_k(picks, logits, vocab, kept);
+    else for (int i = 0; i < vocab; i++) picks[i] = i;
+    if (sampling->top_p < 1) kept = nucleus(picks, logits, kept, *best, sampling->top_p);
+    if (!(sampling->min_p > 0)) return kept;
+    double floor_logit = *best + log(sampling->min_p);
+    int count = 0;
+    for (int i = 0; i < kept; i++)
+        if (logits[picks[i]] >= floor_logit) picks[count++] = picks[i];
+    if (!count) picks[count++] = first;             /* a min_p of 1 and rounding */
+    return count;
+}
+
+/* weights[i] = e^(logit of pick i - best). */
+static void weigh_picks(Sampler *sampler, const float *logits, int n, float best) {
+    float *weights = sampler->weights;
+    for (int i = 0; i < n; i++) weights[i] = logits[sampler->picks[i]] - best;
+    for (int i = 0; i + 8 <= n; i += 8) store8(weights + i, exp8(load8(weights + i)));
+    for (int i = n / 8 * 8; i < n; i++) weights[i] = exp8(splat8(weights[i]))[0];
+}
+
+/* The pick with the largest log(weight) + Gumbel noise; of equal ones, the lowest token. Since -log u >= 1 - u, a pick can only be
+ * ahead of value v if 1 - u <= weight * e^-v, which spares nearly all of them their logarithms. */
+static int draw_pick(const Sampler *sampler, const float *logits, int n, float best, const DraftBlock *block, int position, Noise noise) {
+    uint32_t words[4], four = UINT32_MAX;
+    double highest = -INFINITY, reach = INFINITY;
+    int choice = -1;
+    for (int i = 0; i < n; i++) {
+        int token = sampler->picks[i];
+        if (!(sampler->weights[i] > 0)) continue;
+        if ((uint32_t)token / 4 != four) noise_words(words, noise, block->sampling->seed, block->stream, position, four = (uint32_t)token / 4);
+        if (1 - unit(words[token % 4]) > sampler->weights[i] * reach) continue;
+        double value = (logits ? logits[token] - best : log(sampler->weights[i])) + gumbel(words[token % 4]);
+        if (value < highest || (value == highest && token > choice)) continue;
+        highest = value;
+        choice = token;
+        reach = exp(-highest) * 1.001;              /* weights are f32 */
+    }
+    return choice >= 0 ? choice : sampler->picks[0];
+}
+
+/* The target's own token behind `position`, where ids[0 .. position] stand. Changes the logits. */
+static int sample(Sampler *sampler, float *logits, int vocab, const DraftBlock *block, int position) {
+    float best;
+    int kept = filter_tokens(sampler, logits, vocab, block->sampling, block->ids, position + 1, &best);
+    if (kept == 1) return sampler->picks[0];
+    weigh_picks(sampler, logits, kept, best);
+    return draw_pick(sampler, logits, kept, best, block, position, NOISE_TOKEN);
+}
+
+/* Makes sampler->weights, of `kept` picks, the residual max(p - q, 0) after the draft of a slot was refused; p itself where rounding leaves
+ * nothing of it. p: the weights as they are; q: [CANDIDATES] of `ids`. Not normalised. */
+static void leave_residual(Sampler *sampler, int kept, const int *ids, const float *q) {
+    float *p = sampler->weights, left = 0;
+    for (int i = 0; i < kept; i++) {
+        float rest = p[i];
+        for (int c = 0; c < CANDIDATES; c++)
+            if (ids[c] == sampler->picks[i]) rest -= q[c];
+        left += rest > 0 ? rest : 0;
+    }
+    if (!(left > 1e-8f)) return;
+    for (int i = 0; i < kept; i++) {
+        for (int c = 0; c < CANDIDATES; c++)
+            if (ids[c] == sampler->picks[i]) p[i] -= q[c];
+        p[i] = p[i] > 0 ? p[i] : 0;
+    }
+}
+
+/* Whether a draft that was drawn with probability q and that the target gives p is accepted, for a uniform u in (0, 1). */
+static bool accepts(double u, double p, double q) { return u * q < p; }
+
+/* One block under acceptance by rejection. */
+static int accept_by_rejection(int *choices, float *logits, int vocab, const DraftBlock *block, const Drafts *drafts, size_t at,
+                               Sampler *sampler) {
+    for (int j = 0;; j++, logits += vocab) {
+        float best, total = 0, p = 0, q = 0;
+        int kept = filter_tokens(sampler, logits, vocab, block->sampling, block->ids, block->position + j + 1, &best);
+        weigh_picks(sampler, logits, kept, best);
+        if (j + 1 == block->count)
+            return choices[j] = draw_pick(sampler, NULL, kept, best, block, block->position + j, NOISE_TOKEN), j;
+        const int draft = drafts->tokens[at + (size_t)j], *ids = drafts->ids + (at + (size_t)j) * CANDIDATES;
+        const float *law = drafts->q + (at + (size_t)j) * CANDIDATES;
+        for (int i = 0; i < kept; i++) total += sampler->weights[i];
+        for (int i = 0; i < kept; i++) {
+            sampler->weights[i] /= total;
+            if (sampler->picks[i] == draft) p = sampler->weights[i];
+        }
+        for (int c = 0; c < CANDIDATES; c++)
+            if (ids[c] == draft) q = law[c];
+        uint32_t words[4];
+        noise_words(words, NOISE_ACCEPT, block->sampling->seed, block->stream, block->position + j, 0);
+        if (accepts(unit(words[0]), p, q)) { choices[j] = draft; continue; }
+        leave_residual(sampler, kept, ids, law);
+        return choices[j] = draw_pick(sampler, NULL, kept, best, block, block->position + j, NOISE_RESIDUAL), j;
+    }
+}
+
+static int accept_coupled(int *choices, float *logits, int vocab, const DraftBlock *block, const Drafts *drafts, size_t at,
+                          Sampler *sampler) {
+    for (int j = 0;; j++) {
+        choices[j] = sample(sampler, logits + (size_t)j * (size_t)vocab, vocab, block, block->position + j);
+        if (j + 1 == block->count || choices[j] != drafts->tokens[at + (size_t)j]) return j;
+    }
+}
+
+static void accept_drafts(int *choices, int *accepted, float *logits, int vocab, const DraftBlock *blocks, const Drafts *drafts, int n,
+                          AcceptRule rule, Sampler *samplers) {
+#pragma omp parallel for schedule(dynamic) if (n > 1)
+    for (int i = 0; i < n; i++) {
+        const DraftBlock *block = &blocks[i];
+        float *rows = logits + (size_t)block->first * (size_t)vocab;
+        size_t at = (size_t)i * (size_t)drafts->slots;
+        bool rejection = rule == ACCEPT_REJECTION && !is_greedy(block->sampling) && block->count > 1;
+        accepted[i] = (rejection ? accept_by_rejection : accept_coupled)(choices + block->first, rows, vocab, block, drafts, at,
+                                                                         &samplers[omp_get_thread_num()]);
+    }
+}
+
+/* =====================================================================================================================
+ * Drafters' operations
+ *
+ * Owns: what DFlash, DFlash 2 and DSpark need beyond a Qwen3's layers (attention over ring and block, the convolution, the candidates of
+ * a slot and the draw among them), and the division of a verification budget. Scores of candidates are f32 throughout.
+ */
+
+static void copy_rows(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, int dim, float factor) {
+    for (int r = 0; r < n_rows; r++)
+        for (int j = 0; j < dim; j++) y[(size_t)r * y_stride + (size_t)j] = x[(size_t)r * x_stride + (size_t)j] * factor;
+}
+
+/* The last row first: a row needs those before it as they were. */
+static void convolve(float *z, const float *base, const float *delta, size_t delta_stride, int n_rows, int block_size, int taps,
+                     int group, int dim) {
+    const size_t width = (size_t)dim, groups = (size_t)(dim / group);
+    for (int r = n_rows - 1; r >= 0; r--) {
+        const float *change = delta + (size_t)r * delta_stride;
+        float *row = z + (size_t)r * width;
+        for (size_t c = 0; c < width; c++) {
+            float sum = 0;
+            for (int t = 0; t < taps && t <= r % block_size; t++)
+                sum += (base[(size_t)t * width + c] + change[(size_t)t * groups + c / (size_t)group]) * row[c - (size_t)t * width];
+            row[c] = sum;
+        }
+    }
+}
+
+static _Thread_local float query_panel[KEY_TILE * MAX_ROW_WIDTH];
+static _Thread_local float output_panel[KEY_TILE * MAX_ROW_WIDTH];
+
+/* `keys` keys and values in the panels meet the queries of a block: row i sees those from from[i] to to[i]. Rows that see the same are
+ * taken together. */
+static void attend_block_tile(float *maximum, float *sum, const int *from, const int *to, int block_size, int group, int dim, float scale) {
+    float p[QUERY_TILE * KEY_TILE];
+    memset(p, 0, sizeof p);
+    for (int first = 0, last; first < block_size; first = last) {
+        for (last = first + 1; last < block_size && from[last] == from[first] && to[last] == to[first];) last++;
+        int begin = from[first], keys = to[first] - begin, end = last * group;
+        for (int h = first * group; h < end && keys > 0; h += QUERY_TILE) {
+            int some = end - h < QUERY_TILE ? end - h : QUERY_TILE;
+            dot_panel(p, KEY_TILE, query_panel + h * dim, (size_t)dim, some, panel + begin * dim, (size_t)dim, keys, dim, false);
+            attend_tile(output_panel + h * dim, (size_t)dim, maximum + h, sum + h, p, some, second_panel + begin * dim, (size_t)dim, dim, keys,
+                        scale);
+        }
+    }
+}
+
+static void block_attention(float *y, const float *q, const float *kv, const uint8_t *ring, const RowFormat *format, int ring_rows,
+                            const DraftBlock *blocks, int n_blocks, int block_size, int window, bool causal, int heads, int kv_heads,
+                            int head_dim, float scale) {
+    const int group = heads / kv_heads;
+    const size_t dim = (size_t)head_dim, q_width = (size_t)heads * dim, kv_width = (size_t)kv_heads * dim;
+#pragma omp parallel for schedule(dynamic)
+    for (int task = 0; task < n_blocks * kv_heads; task++) {
+        const DraftBlock *block = &blocks[task / kv_heads];
+        const int head = task % kv_heads, n = block->position;
+        const size_t row = (size_t)(task / kv_heads) * (size_t)block_size, column = (size_t)(head * group) * dim, part = (size_t)group * dim;
+        float maximum[MAX_BLOCK_QUERIES], sum[MAX_BLOCK_QUERIES];
+        int from[MAX_BLOCK], to[MAX_BLOCK], low = n >= window ? n - window + 1 : 0;
+        for (int i = 0; i < block_size; i++)
+            memcpy(query_panel + (size_t)i * part, q + (row + (size_t)i) * q_width + column, part * sizeof(float));
+        attend_begin(output_panel, dim, maximum, sum, block_size * group, head_dim);
+        for (int first = low > block->ring_first ? low : block->ring_first, keys; first < n; first += keys) {
+            keys = n - first < KEY_TILE ? n - first : KEY_TILE;
+            for (int s = 0; s < keys; s++) {
+                const uint8_t *cached = ring + ((size_t)block->session * (size_t)ring_rows + (size_t)((first + s) % ring_rows)) * format->stride;
+                widen_quantised(panel + (size_t)s * dim, cached, format, head * head_dim, head_dim);
+                widen_quantised(second_panel + (size_t)s * dim, cached, format, (kv_heads + head) * head_dim, head_dim);
+            }
+            for (int i = 0; i < block_size; i++) {
+                int oldest = n + i >= window ? n + i - window + 1 - first : 0;
+                from[i] = oldest < 0 ? 0 : oldest < keys ? oldest : keys;
+                to[i] = keys;
+            }
+            attend_block_tile(maximum, sum, from, to, block_size, group, head_dim, scale);
+        }
+        for (int i = 0; i < block_size; i++) {
+            const float *own = kv + (row + (size_t)i) * 2 * kv_width + (size_t)head * dim;
+            memcpy(panel + (size_t)i * dim, own, dim * sizeof(float));
+            memcpy(second_panel + (size_t)i * dim, own + kv_width, dim * sizeof(float));
+            from[i] = 0;
+            to[i] = causal ? i + 1 : block_size;
+        }
+        attend_block_tile(maximum, sum, from, to, block_size, group, head_dim, scale);
+        attend_end(output_panel, dim, sum, block_size * group, head_dim);
+        for (int i = 0; i < block_size; i++)
+            memcpy(y + (row + (size_t)i) * q_width + column, output_panel + (size_t)i * part, part * sizeof(float));
+    }
+}
+
+static void cap_logits(float *y, size_t n, float multiplier, float softcap) {
+    for (size_t i = 0; i < n; i++) y[i] = softcap > 0 ? softcap * tanhf(y[i] * multiplier / softcap) : y[i] * multiplier;
+}
+
+static void candidates(int *ids, float *values, size_t stride, const float *logits, int n, int vocab) {
+    const int count = vocab < CANDIDATES ? vocab : CANDIDATES;
+#pragma omp parallel for if ((size_t)n * (size_t)vocab > SHARED_WORK)
+    for (int r = 0; r < n; r++) {
+        const float *row = logits + (size_t)r * (size_t)vocab;
+        int *best = ids + (size_t)r * stride;
+        top_k(best, row, vocab, count);
+        for (int i = 1; i < count; i++)             /* insertion, and equal values stay in the order of their ids */
+            for (int j = i; j > 0 && row[best[j]] > row[best[j - 1]]; j--) {
+                int held = best[j];
+                best[j] = best[j - 1];
+                best[j - 1] = held;
+            }
+        for (int i = count; i < CANDIDATES; i++) best[i] = best[count - 1];
+        for (int i = 0; i < CANDIDATES; i++) values[(size_t)r * stride + (size_t)i] = row[best[i]];
+    }
+}
+
+static void length_features(float *features, size_t stride, const float *values, size_t values_stride, const float *logits, int n,
+                            int vocab) {
+#pragma omp parallel for if ((size_t)n * (size_t)vocab > SHARED_WORK / 8)
+    for (int r = 0; r < n; r++) {
+        const float *row = logits + (size_t)r * (size_t)vocab, *best = values + (size_t)r * values_stride;
+        float *out = features + (size_t)r * stride;
+        f32x8 total = splat8(0), moment = splat8(0);
+        double sum = 0, mean = 0;
+        for (int i = 0; i + 8 <= vocab; i += 8) {
+            f32x8 below = load8(row + i) - splat8(best[0]), weight = exp8(below);
+            total += weight;
+            moment += weight * below;
+        }
+        for (int lane = 0; lane < 8; lane++) sum += total[lane], mean += moment[lane];
+        for (int i = vocab / 8 * 8; i < vocab; i++) {
+            double weight = exp(row[i] - best[0]);
+            sum += weight;
+            mean += weight * (row[i] - best[0]);
+        }
+        out[0] = best[0];
+        for (int rank = 1; rank < CANDIDATES; rank++) out[rank] = best[0] - best[rank];
+        out[CANDIDATES] = (float)-log(sum);
+        out[CANDIDATES + 1] = (float)(log(sum) - mean / sum);
+    }
+}
+
+static void predict_lengths(float *scores, const float *features, int n, const LengthPredictor *predictor, float *scratch) {
+    const float *in = features;
+    for (int l = 0; l < predictor->layers; l++) {
+        const Matrix *weight = &predictor->weight[l];
+        bool last = l + 1 == predictor->layers;
+        float *out = last ? scores : scratch + (size_t)(l % 2) * (size_t)n * MAX_PREDICTOR_WIDTH;
+        linear(out, (size_t)weight->rows, in, (size_t)weight->cols, n, weight);
+        for (int r = 0; r < n; r++)
+            for (int o = 0; o < weight->rows; o++) {
+                float *x = &out[(size_t)r * (size_t)weight->rows + (size_t)o];
+                *x += predictor->bias[l][o];
+                if (last) *x = 1 / (1 + expf(-*x));
+                else *x = *x > 0 ? *x : 0;
+                if (last && o && x[-1] < *x) *x = x[-1];
+            }
+        in = out;
+    }
+}
+
+static bool occurs(const int *ids, int n, int id) {
+    for (int i = 0; i < n; i++)
+        if (ids[i] == id) return true;
+    return false;
+}
+
+/* Draws one of CANDIDATES tokens by their scores, in the way of the block's session; `position` is that of the row before it. The
+ * session's filters are applied to the candidates alone: of the whole vocabulary they hold nearly everything that could be drawn. q: the law
+ * that the draw followed, where the rule needs one. one_hot: under acceptance by rejection the best is taken, not drawn. */
+static int draw_candidate(const int *ids, const float *scores, float *q, const DraftBlock *block, int position, AcceptRule rule,
+                          bool one_hot) {
+    const Sampling *sampling = block->sampling;
+    const bool rejection = rule == ACCEPT_REJECTION, best_only = is_greedy(sampling) || (rejection && one_hot);
+    float s[CANDIDATES], weight[CANDIDATES], total = 0, mass = 0;
+    int order[CANDIDATES], kept = CANDIDATES, choice = 0;
+    for (int i = 0; i < CANDIDATES; i++) {
+        s[i] = scores[i];
+        if (sampling->repeat_penalty != 1 && occurs(block->ids, position + 1, ids[i]))
+            s[i] = s[i] > 0 ? s[i] / sampling->repeat_penalty : s[i] * sampling->repeat_penalty;
+        if (!best_only) s[i] /= sampling->temperature;
+        order[i] = i;
+        for (int j = i; j > 0 && s[order[j]] > s[order[j - 1]]; j--) {
+            int held = order[j];
+            order[j] = order[j - 1];
+            order[j - 1] = held;
+        }
+    }
+    for (int i = 0; i < CANDIDATES; i++) total += weight[i] = i && ids[order[i]] == ids[order[i - 1]] ? 0 : expf(s[order[i]] - s[order[0]]);
+    if (q) for (int i = 0; i < CANDIDATES; i++) q[order[i]] = best_only ? (float)!i : weight[i] / total;
+    if (best_only) return ids[order[0]];
+    if (!rejection) {
+        if (sampling->top_k > 0 && sampling->top_k < kept) kept = sampling->top_k;
+        total = 0;
+        for (int i = 0; i < kept; i++) total += weight[i];
+        int nucleus_size = 1;
+        for (mass = weight[0]; nucleus_size < kept && mass < sampling->top_p * total;) mass += weight[nucleus_size++];
+        for (kept = nucleus_size; kept > 1 && weight[kept - 1] < sampling->min_p;) kept--;
+    }
+    double highest = -INFINITY;
+    for (int i = 0; i < kept; i++) {
+        int token = ids[order[i]];
+        uint32_t words[4];
+        if (!(weight[i] > 0)) continue;
+        noise_words(words, rejection ? NOISE_DRAFT : NOISE_TOKEN, sampling->seed, block->stream, position, (uint32_t)token / 4);
+        double value = (double)s[order[i]] + gumbel(words[token % 4]);
+        if (value <= highest) continue;
+        highest = value;
+        choice = i;
+    }
+    return ids[order[choice]];
+}
+
+/* The draft of one slot, which joins the session's ids so that the next can follow it. */
+static void draw_slot(Drafts *drafts, int slot, int i, const DraftBlock *block, AcceptRule rule) {
+    size_t at = (size_t)i * (size_t)drafts->slots + (size_t)slot;
+    drafts->tokens[at] = draw_candidate(drafts->ids + at * CANDIDATES, drafts->scores + at * CANDIDATES,
+                                        rule == ACCEPT_REJECTION ? drafts->q + at * CANDIDATES : NULL, block, block->position + slot, rule,
+                                        drafts->one_hot);
+    block->ids[block->position + 1 + slot] = drafts->tokens[at];
+}
+
+static void draw_drafts(Drafts *drafts, int slot, const DraftBlock *blocks, int n, AcceptRule rule) {
+    for (int i = 0; i < n; i++) draw_slot(drafts, slot, i, &blocks[i], rule);
+}
+
+/* S(a, b) for the candidates b of one slot, into their scores. e: [rank]. */
+static void selector_scores(float *scores, const int *ids, int a, const float *e, const Matrix *predecessor, const Matrix *successor) {
+    int rank = predecessor->cols;
+    widen_weights(panel, predecessor, a, 0, rank);
+    for (int r = 0; r < rank; r++) panel[r] *= e[r];
+    for (int c = 0; c < CANDIDATES; c++) {
+        widen_weights(second_panel, successor, ids[c], 0, rank);
+        scores[c] += dot(panel, second_panel, rank);
+    }
+}
+
+static void select_path(Drafts *drafts, const float *e, const Matrix *predecessor, const Matrix *successor, const DraftBlock *blocks, int n,
+                        AcceptRule rule) {
+#pragma omp parallel for if (n > 1)
+    for (int i = 0; i < n; i++)
+        for (int slot = 0; slot < drafts->slots; slot++) {
+            size_t at = ((size_t)i * (size_t)drafts->slots + (size_t)slot) * CANDIDATES;
+            selector_scores(drafts->scores + at, drafts->ids + at, blocks[i].ids[blocks[i].position + slot],
+                            e + ((size_t)slot * (size_t)n + (size_t)i) * (size_t)predecessor->cols, predecessor, successor);
+            draw_slot(drafts, slot, i, &blocks[i], rule);
+        }
+}
+
+/* The next draft to verify, or the last one to drop: of the open ones the best, of the kept ones the worst. -1: there is none. Order: score
+ * descending, draft ascending, session ascending. */
+static int next_to_grow(const int *lengths, const float *scores, const int *limits, int n, int slots) {
+    int best = -1;
+    for (int i = 0; i < n; i++) {
+        if (lengths[i] >= limits[i]) continue;
+        float score = scores[i * slots + lengths[i] - 1];
+        if (best < 0 || score > scores[best * slots + lengths[best] - 1]
+            || (score == scores[best * slots + lengths[best] - 1] && lengths[i] < lengths[best]))
+            best = i;
+    }
+    return best;
+}
+
+static int next_to_shrink(const int *lengths, const float *scores, int n, int slots) {
+    int worst = -1;
+    for (int i = 0; i < n; i++) {
+        if (lengths[i] <= 1) continue;
+        float score = scores[i * slots + lengths[i] - 2];
+        if (worst < 0 || score < scores[worst * slots + lengths[worst] - 2]
+            || (score == scores[worst * slots + lengths[worst] - 2] && lengths[i] >= lengths[worst]))
+            worst = i;
+    }
+    return worst;
+}
+
+/* Moves lengths to the budget, a row at a time. */
+static void fit_budget(int *lengths, const float *scores, const int *limits, int n, int slots, int budget) {
+    int total = 0, i;
+    for (i = 0; i < n; i++) total += lengths[i];
+    for (; total < budget && (i = next_to_grow(lengths, scores, limits, n, slots)) >= 0; total++) lengths[i]++;
+    for (; total > budget && (i = next_to_shrink(lengths, scores, n, slots)) >= 0; total--) lengths[i]--;
+}
+
+/* Rows of a session do not increase in score, so its best open draft is always the next one, and taking the best of all n at each step is
+ * taking the budget - n best of all. */
+static void allocate(int *lengths, const float *scores, const int *limits, int n, int slots, int budget) {
+    for (int i = 0; i < n; i++) lengths[i] = 1;
+    fit_budget(lengths, scores, limits, n, slots, budget);
+}
+
+static void allocate_seeded(int *lengths, const float *scores, const int *limits, int n, int slots, int budget) {
+    for (int i = 0; i < n; i++) {
+        float sum = 0;
+        for (int j = 0; j < slots; j++) sum += scores[i * slots + j];
+        int seed = 1 + (int)rintf(sum);
+        lengths[i] = seed < 1 ? 1 : seed < limits[i] ? seed : limits[i];
+    }
+    fit_budget(lengths, scores, limits, n, slots, budget);
+}
+
+static int pack_blocks(Row *rows, DraftBlock *blocks, int n, int capacity) {
+    int used = 0;
+    for (int i = 0; i < n; i++) {
+        DraftBlock *block = &blocks[i];
+        block->first = used;
+        for (int j = 0; j < block->count; j++)
+            rows[used++] = (Row){block->session, block->position + j, block->ids[block->position + j]};
+    }
+    for (int r = used; r < capacity; r++) rows[r] = (Row){.session = -1};
+    return used;
+}
+
 const Backend c_backend = {
     .name = "cpu",
     .live_sources = 1,
@@ -1142,4 +1754,17 @@ const Backend c_backend = {
     .route = route,
     .experts = experts,
     .first_not_finite = first_not_finite,
+    .copy_rows = copy_rows,
+    .convolve = convolve,
+    .block_attention = block_attention,
+    .cap_logits = cap_logits,
+    .candidates = candidates,
+    .length_features = length_features,
+    .predict_lengths = predict_lengths,
+    .draw_drafts = draw_drafts,
+    .select_path = select_path,
+    .allocate = allocate,
+    .allocate_seeded = allocate_seeded,
+    .pack_blocks = pack_blocks,
+    .accept = accept_drafts,
 };

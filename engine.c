@@ -576,7 +576,6 @@ static void read_qwen3(Config *config, Fields *fields) {
     if (config->num_attention_heads % config->num_key_value_heads)
         field_failed(fields, "num_key_value_heads", field(fields, "num_key_value_heads"), "a divisor of num_attention_heads");
     if (config->head_dim % 2) field_failed(fields, "head_dim", field(fields, "head_dim"), "an even number");
-    require_bool(fields, "use_sliding_window", false);
 }
 
 static void read_dsa(Config *config, Fields *fields) {
@@ -648,6 +647,20 @@ static void read_eos(Config *config, Fields *fields) {
     }
 }
 
+/* What every family has. */
+static void read_shape(Config *config, Fields *fields) {
+    config->vocab_size = read_int(fields, "vocab_size", 1, MAX_VOCAB, REQUIRED);
+    config->hidden_size = read_int(fields, "hidden_size", 1, MAX_WIDTH, REQUIRED);
+    config->num_hidden_layers = read_int(fields, "num_hidden_layers", 1, MAX_LAYERS, REQUIRED);
+    config->num_attention_heads = read_int(fields, "num_attention_heads", 1, MAX_HEADS, REQUIRED);
+    config->rms_norm_eps = (float)read_number(fields, "rms_norm_eps", 0, 1, config->family == FAMILY_GLM_MOE_DSA ? 1e-5 : 1e-6);
+    config->tie_word_embeddings = read_bool(fields, "tie_word_embeddings", false);
+    require_bool(fields, "attention_bias", false);
+    require_string(fields, "hidden_act", "silu");
+    read_rope(config, fields);
+    check_quantization(fields);
+}
+
 static void read_config(Config *config, Fields *fields) {
     const cJSON *type = field(fields, "model_type");
     const char *name = cJSON_IsString(type) ? type->valuestring : "nothing";
@@ -655,20 +668,14 @@ static void read_config(Config *config, Fields *fields) {
         if (!strcmp(families[i].model_type, name))
             *config = (Config){.family = families[i].family, .model_type = families[i].model_type};
     if (!config->model_type) return field_failed(fields, "model_type", type, "qwen3, glm_moe_dsa or deepseek_v32");
-    config->vocab_size = read_int(fields, "vocab_size", 1, MAX_VOCAB, REQUIRED);
-    config->hidden_size = read_int(fields, "hidden_size", 1, MAX_WIDTH, REQUIRED);
-    config->num_hidden_layers = read_int(fields, "num_hidden_layers", 1, MAX_LAYERS, REQUIRED);
-    config->num_attention_heads = read_int(fields, "num_attention_heads", 1, MAX_HEADS, REQUIRED);
     config->max_position_embeddings = read_int(fields, "max_position_embeddings", 1, MAX_CONTEXT, REQUIRED);
-    config->rms_norm_eps = (float)read_number(fields, "rms_norm_eps", 0, 1, config->family == FAMILY_GLM_MOE_DSA ? 1e-5 : 1e-6);
-    config->tie_word_embeddings = read_bool(fields, "tie_word_embeddings", false);
-    require_bool(fields, "attention_bias", false);
-    require_string(fields, "hidden_act", "silu");
-    read_rope(config, fields);
-    check_quantization(fields);
+    read_shape(config, fields);
     read_eos(config, fields);
     if (has_latent_attention(config)) read_dsa(config, fields);
-    else read_qwen3(config, fields);
+    else {
+        read_qwen3(config, fields);
+        require_bool(fields, "use_sliding_window", false);
+    }
 }
 
 static void read_generation_config(Config *config, Fields *fields) {
@@ -720,6 +727,7 @@ typedef struct Binder {
     Weights *weights;
     Error *error;
     bool failed;                /* after the first failure the rest is skipped */
+    bool *used;                 /* [tensors] which were bound; NULL: nobody asks */
 } Binder;
 
 /* The tensor, if its rank and dims are the wanted ones and its dtype is one of `dtypes` (ended by DTYPE_UNKNOWN). */
@@ -738,6 +746,7 @@ static const Tensor *bind_tensor(Binder *binder, const char *name, const DType *
     }
     if (same && typed) {
         binder->weights->bytes += tensor->size;
+        if (binder->used) binder->used[tensor - binder->checkpoint->tensors] = true;
         return tensor;
     }
     shape_text(wanted_shape, rank, shape);
@@ -771,16 +780,21 @@ static const float *bind_vector(Binder *binder, const char *prefix, const char *
     return widen_tensor(binder, tensor, (size_t)n);
 }
 
+/* A matrix [rows, cols] by its whole name. */
+static Matrix bind_named_matrix(Binder *binder, const char *name, const DType *dtypes, int rows, int cols) {
+    const Tensor *tensor = bind_tensor(binder, name, dtypes, 2, (int64_t[]){rows, cols});
+    if (!tensor) return (Matrix){0};
+    binder->weights->parameters += (size_t)rows * (size_t)cols;
+    return (Matrix){.data = tensor->data, .dtype = tensor->dtype, .rows = rows, .cols = cols};
+}
+
 /* A matrix [rows, cols] by the name prefix + suffix + ".weight"; an e4m3 one brings its ".weight_scale_inv" (a multiplier,
  * whatever the name says), one value per block of 128 x 128, edge blocks included. */
 static Matrix bind_matrix(Binder *binder, const char *prefix, const char *suffix, int rows, int cols) {
     char name[256];
     snprintf(name, sizeof name, "%s%s.weight", prefix, suffix);
-    const Tensor *tensor = bind_tensor(binder, name, matrix_dtypes, 2, (int64_t[]){rows, cols});
-    if (!tensor) return (Matrix){0};
-    Matrix matrix = {.data = tensor->data, .dtype = tensor->dtype, .rows = rows, .cols = cols};
-    binder->weights->parameters += (size_t)rows * (size_t)cols;
-    if (tensor->dtype != DTYPE_F8_E4M3) return matrix;
+    Matrix matrix = bind_named_matrix(binder, name, matrix_dtypes, rows, cols);
+    if (matrix.dtype != DTYPE_F8_E4M3) return matrix;
     int64_t blocks[2] = {(rows + SCALE_BLOCK - 1) / SCALE_BLOCK, (cols + SCALE_BLOCK - 1) / SCALE_BLOCK};
     snprintf(name, sizeof name, "%s%s.weight_scale_inv", prefix, suffix);
     const Tensor *scale = bind_tensor(binder, name, float_dtypes, 2, blocks);
@@ -926,6 +940,7 @@ static void lay_out_cache(Cache *cache, Arena *arena) {
     cache->staging = carve(arena, (size_t)(cache->live_sources * cache->staging_blocks), (size_t)cache->staging_rows,
                            cache->format.stride);
     cache->index_keys = carve(arena, (size_t)cache->index_pages.n_pages, index_page_bytes(cache), 1);
+    cache->draft_ring = carve(arena, sessions * (size_t)cache->draft_rows, (size_t)cache->draft_layers, cache->draft_format.stride);
     tables->tail_base = carve(arena, sessions, 1, sizeof(int));
     tables->tail = carve(arena, sessions, (size_t)cache->tail_ring, sizeof(DevicePage));
     tables->ready = carve(arena, sessions, context_pages, sizeof(DevicePage));
@@ -1002,6 +1017,47 @@ static void lay_out_state(State *state, const Config *config, const Cache *cache
     state->expert_scratch = carve_floats(arena, rows, 2 * (hidden + config->moe_intermediate_size));
 }
 
+/* The drafter's activations; its logits are the target's. */
+static void lay_out_draft(Drafter *drafter, const Config *target, const State *target_state, int sessions, Arena *arena) {
+    const DraftConfig *draft = &drafter->config;
+    const Config *config = &draft->backbone;
+    DraftState *state = &drafter->state;
+    if (!draft->architecture) return;
+    int fit = target_state->logit_rows / (draft->slots + 1), hidden = config->hidden_size, feature = draft->n_taps * target->hidden_size;
+    state->max_blocks = fit < 1 ? 1 : fit < sessions ? fit : sessions;
+    state->max_rows = larger(state->max_blocks * draft->block_size, 64);
+    const int rows = state->max_rows, slots = draft->slots, q_width = config->num_attention_heads * config->head_dim;
+    state->rows = carve(arena, (size_t)rows, 1, sizeof(Row));
+    state->indices = carve(arena, (size_t)rows, 1, sizeof(int));
+    state->ring_rows = carve(arena, (size_t)rows, 1, sizeof(DeviceRow));
+    state->features = carve_floats(arena, target_state->max_rows, feature);
+    state->gathered = carve_floats(arena, rows, feature);
+    state->hidden = carve_floats(arena, rows, hidden);
+    state->normed = carve_floats(arena, rows, hidden);
+    state->branch = carve_floats(arena, rows, hidden);
+    state->q = carve_floats(arena, rows, q_width);
+    state->attended = carve_floats(arena, rows, q_width);
+    state->kv = carve_floats(arena, rows, 2 * config->num_key_value_heads * config->head_dim);
+    state->gate = carve_floats(arena, rows, config->intermediate_size);
+    state->up = carve_floats(arena, rows, config->intermediate_size);
+    state->delta = carve_floats(arena, rows, draft->conv_kernel_size ? 2 * draft->conv_kernel_size * (hidden / draft->conv_group_size) : 0);
+    state->cosine = carve_floats(arena, rows, config->head_dim / 2);
+    state->sine = carve_floats(arena, rows, config->head_dim / 2);
+    state->inverse_frequency = carve_floats(arena, 1, config->head_dim / 2);
+    state->ranks = carve_floats(arena, rows, larger(draft->selector_rank, draft->markov_rank));
+    state->bias = carve_floats(arena, draft->markov_rank ? state->max_blocks : 0, draft->draft_vocab_size);
+    state->joined = carve_floats(arena, state->max_blocks, hidden + draft->markov_rank);
+    state->scratch = carve_floats(arena, 2 * sessions, MAX_PREDICTOR_WIDTH);
+    state->drafts.slots = slots;
+    state->drafts.ids = carve(arena, (size_t)sessions, (size_t)(slots * CANDIDATES), sizeof(int));
+    state->drafts.scores = carve_floats(arena, sessions, slots * CANDIDATES);
+    state->drafts.q = carve_floats(arena, sessions, slots * CANDIDATES);
+    state->drafts.tokens = carve(arena, (size_t)sessions, (size_t)slots, sizeof(int));
+    state->drafts.features = carve_floats(arena, sessions, slots * DVL_FEATURES);
+    state->drafts.confidence = carve_floats(arena, sessions, slots);
+    state->drafts.survival = carve_floats(arena, sessions, slots);
+}
+
 /* The number in the first line of a file that starts with `label`, times `unit`; `otherwise` where there is none. */
 static size_t read_limit(const char *path, const char *label, size_t unit, size_t otherwise) {
     FILE *file = fopen(path, "r");
@@ -1051,6 +1107,20 @@ static void shape_cache(Cache *cache, const Config *config, const EngineOptions 
     cache->index_topk = !latent ? 0 : config->index_topk < cache->context ? config->index_topk : cache->context;
 }
 
+/* The drafter's ring: the rows its widest window sees, a block, and what alignment to pages adds (eq. 9). Draft rows are never narrower
+ * than bf16: at eight bits hardly a draft is accepted. */
+static void shape_ring(Cache *cache, const DraftConfig *draft, const EngineOptions *options) {
+    const Config *backbone = &draft->backbone;
+    int window = 0, block = larger(QUERY_BLOCK, draft->slots + 1);
+    if (!draft->architecture) return;
+    cache->draft_layers = backbone->num_hidden_layers;
+    for (int i = 0; i < cache->draft_layers; i++) window = larger(window, draft->window[i]);
+    if (window > cache->context) window = cache->context;
+    cache->draft_rows = (window + PAGE_ROWS - 1 + block + PAGE_ROWS - 1) / PAGE_ROWS * PAGE_ROWS;
+    cache->draft_format = row_format(options->kv_dtype == KV_F32 ? KV_F32 : KV_BF16,
+                                     2 * backbone->num_key_value_heads * backbone->head_dim, 0, 128);
+}
+
 /* The sizes that follow from the mode. */
 static bool size_hot_cache(Cache *cache, const EngineOptions *options, Error *error) {
     cache->mode = cache->index_topk ? options->kv_mode : MODE_RESIDENT;
@@ -1071,7 +1141,7 @@ static bool size_hot_cache(Cache *cache, const EngineOptions *options, Error *er
     cache->hot_rows = (int)wanted;
     cache->hot_pages = (cache->hot_rows + PAGE_ROWS - 1) / PAGE_ROWS;
     cache->live_sources = cache->backend->live_sources;
-    cache->staging_blocks = 1;                      /* without a drafter only a prompt brings several rows, one prompt a run */
+    cache->staging_blocks = cache->draft_layers ? cache->sessions : 1;  /* without a drafter only a prompt brings several rows */
     return true;
 }
 
@@ -1146,20 +1216,28 @@ bool plan_memory(Engine *engine, const EngineOptions *options, Error *error) {
         return fail(error, "%d sessions are too many: at most %d", cache->sessions, MAX_PASS_ROWS);
     state->max_rows = larger(cache->sessions, cache->context < MAX_PASS_ROWS ? cache->context : MAX_PASS_ROWS);
     state->logit_rows = larger(cache->sessions, 32);
+    if (engine->drafter.config.architecture) {      /* a whole block of every session, as far as a pass holds them */
+        int64_t rows = (int64_t)cache->sessions * (engine->drafter.config.slots + 1);
+        state->logit_rows = larger(state->logit_rows, rows < state->max_rows ? (int)rows : state->max_rows);
+    }
     cache->pass_rows = state->max_rows;
     shape_cache(cache, config, options);
+    shape_ring(cache, &engine->drafter.config, options);
     if (!size_hot_cache(cache, options, error) || !size_pools(cache, options, error)
         || !size_host_pool(cache, options, error))
         return false;
-    Arena arena = {0};
+    Arena arena = {0}, draft_arena = {0};
     lay_out_state(state, config, cache, &arena);
+    lay_out_draft(&engine->drafter, config, state, cache->sessions, &draft_arena);
     state->bytes = arena.used;
-    return !arena.overflow || fail(error, "%s: the memory plan overflows", options->model);
+    engine->drafter.state.bytes = draft_arena.used;
+    return (!arena.overflow && !draft_arena.overflow) || fail(error, "%s: the memory plan overflows", options->model);
 }
 
 bool check_memory(const Engine *engine, Error *error) {
     const Cache *cache = &engine->cache;
-    size_t available = available_memory(), wanted = cache->bytes + cache->host_bytes + engine->state.bytes;
+    size_t available = available_memory(),
+           wanted = cache->bytes + cache->host_bytes + engine->state.bytes + engine->drafter.state.bytes;
     if (wanted <= available) return true;
     return fail(error, "%s: %d x %d rows need %zu MB (%zu MB of it host memory), %zu MB more than the free memory of %zu MB: lower "
                 "-c, --slots%s",
@@ -1226,16 +1304,19 @@ static void start_cache(Cache *cache) {
 
 bool take_memory(Engine *engine, Error *error) {
     Cache *cache = &engine->cache;
-    Arena cache_arena = {0}, host_arena = {0}, state_arena = {0};
+    Arena cache_arena = {0}, host_arena = {0}, state_arena = {0}, draft_arena = {0};
     if (!take_block(&cache_arena.base, cache->bytes, "cache", error)) return false;
     cache->block = cache_arena.base;
     if (!take_block(&host_arena.base, cache->host_bytes, "cache's host tier", error)) return false;
     cache->host_block = host_arena.base;
     if (!take_block(&state_arena.base, engine->state.bytes, "activations", error)) return false;
     engine->state.block = state_arena.base;
+    if (engine->drafter.state.bytes && !take_block(&draft_arena.base, engine->drafter.state.bytes, "drafter's activations", error)) return false;
+    engine->drafter.state.block = draft_arena.base;
     lay_out_cache(cache, &cache_arena);
     lay_out_host(cache, &host_arena);
     lay_out_state(&engine->state, &engine->config, cache, &state_arena);
+    lay_out_draft(&engine->drafter, &engine->config, &engine->state, cache->sessions, &draft_arena);
     start_cache(cache);
     return true;
 }
@@ -1971,6 +2052,8 @@ static void drop_pages(Cache *cache, int s, int first) {
 bool cache_truncate(Cache *cache, int s, int n) {
     SessionPages *session = &cache->session[s];
     int first = n / PAGE_ROWS, shared = 0;
+    if (session->draft_end > n) session->draft_end = n;
+    if (session->draft_first > n) session->draft_first = n;
     if (!session->admitted) return true;
     for (int page = session->committed / PAGE_ROWS; cache->mode != MODE_RESIDENT && page < session->reserved_pages; page++)
         forget_key(cache, host_info(cache, s, page));   /* its prompt has not come so far, and may go on in another way now */
@@ -2025,11 +2108,9 @@ double cache_coverage(const Cache *cache, int session) {
  * reading the paper's section on the architecture.
  */
 
-/* theta^(-2i / dim); under yarn low frequencies are stretched by `factor` along a ramp (YaRN, Peng et al. 2023, 3.2; in
- * transformers' form). */
-void prepare_rope(Engine *engine) {
-    const RopeConfig *rope = &engine->config.rope;
-    int dim = rope_dim(&engine->config);
+/* theta^(-2i / dim), [dim / 2]; under yarn low frequencies are stretched by `factor` along a ramp (YaRN, Peng et al. 2023, 3.2; in
+ * transformers' form). Returns the factor on cosine and sine. */
+static float rope_frequencies(float *inverse_frequency, const RopeConfig *rope, int dim) {
     double low = 0, high = 0, log_factor = rope->yarn ? log(rope->factor) : 0;
     if (rope->yarn) {
         double turns = rope->original_max_position_embeddings / (2 * M_PI), span = 2 * log(rope->rope_theta);
@@ -2040,18 +2121,20 @@ void prepare_rope(Engine *engine) {
     for (int i = 0; i < dim / 2; i++) {
         double plain = pow(rope->rope_theta, -2.0 * i / dim);
         double ramp = rope->yarn ? fmin(fmax((i - low) / (high - low), 0), 1) : 0;
-        engine->state.inverse_frequency[i] = (float)(plain * (1 - ramp) + (rope->yarn ? plain / rope->factor * ramp : 0));
+        inverse_frequency[i] = (float)(plain * (1 - ramp) + (rope->yarn ? plain / rope->factor * ramp : 0));
     }
-    double factor = 1;
-    if (rope->attention_factor > 0) factor = rope->attention_factor;
-    else if (rope->mscale > 0 && rope->mscale_all_dim > 0)
-        factor = (0.1 * rope->mscale * log_factor + 1) / (0.1 * rope->mscale_all_dim * log_factor + 1);
-    else if (rope->yarn) factor = 0.1 * log_factor + 1;
-    engine->rope_attention_factor = (float)factor;
+    if (rope->attention_factor > 0) return (float)rope->attention_factor;
+    if (rope->mscale > 0 && rope->mscale_all_dim > 0)
+        return (float)((0.1 * rope->mscale * log_factor + 1) / (0.1 * rope->mscale_all_dim * log_factor + 1));
+    return (float)(0.1 * log_factor + 1);
+}
 
+void prepare_rope(Engine *engine) {
     const Config *config = &engine->config;
+    const RopeConfig *rope = &config->rope;
+    engine->rope_attention_factor = rope_frequencies(engine->state.inverse_frequency, rope, rope_dim(config));
     int width = has_latent_attention(config) ? config->qk_nope_head_dim + config->qk_rope_head_dim : config->head_dim;
-    double stretch = has_latent_attention(config) && rope->yarn ? 0.1 * rope->mscale_all_dim * log_factor + 1 : 1;
+    double stretch = has_latent_attention(config) && rope->yarn ? 0.1 * rope->mscale_all_dim * log(rope->factor) + 1 : 1;
     engine->softmax_scale = (float)(stretch * stretch / sqrt(width));
 }
 
@@ -2110,6 +2193,16 @@ static void mixture_of_experts(Engine *engine, const LayerWeights *layer, int n)
                      state->expert_scratch);
 }
 
+/* Copies the residual stream behind a layer (-1: the embedding) into the rows' features where the drafter taps it. */
+static void tap_layer(Engine *engine, int layer, int n) {
+    const DraftConfig *draft = &engine->drafter.config;
+    const size_t hidden = (size_t)engine->config.hidden_size;
+    for (int i = 0; i < draft->n_taps; i++)
+        if (draft->target_layer_ids[i] == layer)
+            engine->backend->copy_rows(engine->drafter.state.features + (size_t)i * hidden, (size_t)draft->n_taps * hidden, engine->state.hidden,
+                                       hidden, n, engine->config.hidden_size, 1);
+}
+
 static bool check_finite(Engine *engine, int layer, const char *what, const float *x, int dim, const Row *rows, int n,
                          Error *error) {
     int bad = engine->backend->first_not_finite(x, n, dim);
@@ -2144,6 +2237,7 @@ static bool finish_layer(Engine *engine, int i, const Row *rows, int n, Error *e
     if (config->mlp_sparse && config->mlp_sparse[i]) mixture_of_experts(engine, layer, n);
     else mlp(engine, layer, n);
     backend->add(state->hidden, state->branch, (size_t)n * hidden);
+    tap_layer(engine, i, n);
     return check_finite(engine, i, "hidden state", state->hidden, config->hidden_size, rows, n, error);
 }
 
@@ -2327,6 +2421,7 @@ bool forward(Engine *engine, const Row *rows, int n_rows, Error *error) {
     engine->backend->rotations(state->cosine, state->sine, rows, n_rows, state->inverse_frequency, rope_dim(&engine->config),
                                engine->rope_attention_factor);
     engine->backend->embed(state->hidden, &engine->weights.embed_tokens, rows, n_rows);
+    tap_layer(engine, -1, n_rows);
     bool ok = has_latent_attention(config) ? forward_dsa(engine, rows, n_rows, error) : forward_qwen3(engine, rows, n_rows, error);
     if (ok && engine->probe.entering)
         engine->probe.entering(engine->probe.user, config->num_hidden_layers, state->hidden, rows, n_rows);
@@ -2354,12 +2449,603 @@ bool head(Engine *engine, const Row *rows, const int *indices, int n, Error *err
                    rows[indices[bad]].position);
 }
 
+/* =====================================================================================================================
+ * Drafters
+ *
+ * Owns: a drafter's checkpoint (z-lab's, DeepSpec's and speculators' layouts), its ring of context rows, and the block pass that turns an
+ * anchor into proposals: DFlash, DFlash 2 and DSpark in one, with the parts that the file has. Relies on the features that a target
+ * pass leaves in the state. Everything about a drafter that is misread still gives the right text, only slowly; so what is not known by
+ * name is refused.
+ */
+
+static const struct { const char *spelling, *kind; } architectures[] = {
+    {"DFlashDraftModel", "dflash"}, {"DFlash2DraftModel", "dflash2"}, {"Qwen3DSparkModel", "dspark"}, {"DSparkDraftModel", "dspark"},
+};
+
+/* The object that has the key: dflash_config or dspark_config where they have it, else the file's own. */
+static Fields draft_fields(const Fields *top, const char *key) {
+    static const char *const nests[] = {"dflash_config", "dspark_config"};
+    Fields inner = *top;
+    for (int i = 0; i < 2; i++) {
+        inner.object = field(top, nests[i]);
+        if (cJSON_IsObject(inner.object) && field(&inner, key)) return inner;
+    }
+    return *top;
+}
+
+static int draft_int(Fields *top, const char *key, int low, int high, int fallback) {
+    Fields fields = draft_fields(top, key);
+    int value = read_int(&fields, key, low, high, fallback);
+    top->failed |= fields.failed;
+    return value;
+}
+
+static float draft_number(Fields *top, const char *key, double low, double high, double fallback) {
+    Fields fields = draft_fields(top, key);
+    double value = read_number(&fields, key, low, high, fallback);
+    top->failed |= fields.failed;
+    return (float)value;
+}
+
+static const cJSON *draft_item(const Fields *top, const char *key) {
+    Fields fields = draft_fields(top, key);
+    return field(&fields, key);
+}
+
+/* Which layers of the target are tapped. There is a rule for files without a list, which is wrong for most released ones. speculators
+ * names the layer whose input is tapped, everybody else the one whose output is. */
+static void read_taps(DraftConfig *config, Fields *fields, const Config *target, bool speculators) {
+    const char *key = speculators ? "aux_hidden_state_layer_ids" : "target_layer_ids";
+    const cJSON *list = draft_item(fields, key), *entry;
+    if (!cJSON_IsArray(list) || !list->child || cJSON_GetArraySize(list) > MAX_TAPS) return field_failed(fields, key, list, "a list of layers");
+    cJSON_ArrayForEach(entry, list) {
+        double id = cJSON_IsNumber(entry) ? entry->valuedouble - speculators : NAN;
+        if (!(id >= -1 && id < target->num_hidden_layers) || id != (int)id)
+            return field_failed(fields, key, list, "layers of the target");
+        config->target_layer_ids[config->n_taps++] = (int)id;
+    }
+}
+
+/* Windows and causality of each layer. Where the file does not say, a windowed layer of DFlash is causal inside the block, as the first
+ * ones were trained. */
+static void read_windows(DraftConfig *config, Fields *fields, const char *kind, bool speculators) {
+    int layers = config->backbone.num_hidden_layers;
+    bool *sliding = allocate_zeroed((size_t)layers, sizeof(bool)), legacy = strcmp(kind, "dspark") || speculators, any = false;
+    Fields shape = *fields;
+    if (speculators) shape.object = field(fields, "transformer_layer_config");
+    read_layer_words(&shape, "layer_types", "sliding_attention", "full_attention", sliding, layers);
+    for (int i = 0; i < layers; i++) any |= sliding[i];
+    int window = any ? read_int(&shape, "sliding_window", config->block_size, MAX_CONTEXT, REQUIRED) : 0;
+    fields->failed |= shape.failed;
+    const cJSON *said = field(fields, "is_causal") ? field(fields, "is_causal") : draft_item(fields, "causal");
+    bool non_causal = read_bool(fields, "sliding_window_non_causal", !strcmp(kind, "dflash2"));
+    if (said && !cJSON_IsBool(said)) field_failed(fields, "is_causal", said, "true or false");
+    config->window = allocate_zeroed((size_t)layers, sizeof(int));
+    config->causal = sliding;
+    for (int i = 0; i < layers; i++) {
+        config->window[i] = sliding[i] ? window : INT_MAX;
+        config->causal[i] = said ? cJSON_IsTrue(said) : sliding[i] && legacy && !non_causal;
+    }
+}
+
+/* Row k of a block predicts position n + k + 1 in DeepSpec's files and n + k in z-lab's; speculators has both. A file of it that does not
+ * say drafts as many tokens as it proposes to verify. */
+static int read_first_slot(DraftConfig *config, Fields *fields, const char *kind, bool speculators) {
+    bool dspark = !strcmp(kind, "dspark");
+    const cJSON *said = draft_item(fields, "sample_from_anchor");
+    if (said && !cJSON_IsBool(said)) field_failed(fields, "sample_from_anchor", said, "true or false");
+    if (said) return !cJSON_IsTrue(said);
+    if (!speculators) return !dspark;
+    const cJSON *methods = cJSON_GetObjectItemCaseSensitive(field(fields, "speculators_config"), "proposal_methods"),
+                *tokens = cJSON_GetObjectItemCaseSensitive(cJSON_GetArrayItem(methods, 0), "speculative_tokens");
+    return !(dspark && cJSON_IsNumber(tokens) && tokens->valuedouble == config->block_size);
+}
+
+static void read_draft_parts(DraftConfig *config, Fields *fields, const char *kind) {
+    if (!strcmp(kind, "dflash2")) {
+        config->conv_kernel_size = draft_int(fields, "conv_kernel_size", 1, config->block_size, 2);
+        config->conv_group_size = draft_int(fields, "conv_group_size", 1, config->backbone.hidden_size, 16);
+        config->selector_rank = draft_int(fields, "selector_rank", 1, MAX_ROW_WIDTH, REQUIRED);
+        if (draft_int(fields, "selector_top_k", 1, MAX_VOCAB, CANDIDATES) != CANDIDATES)
+            field_failed(fields, "selector_top_k", draft_item(fields, "selector_top_k"), "16");
+        if (config->backbone.hidden_size % config->conv_group_size)
+            field_failed(fields, "conv_group_size", draft_item(fields, "conv_group_size"), "a divisor of hidden_size");
+    }
+    if (!strcmp(kind, "dspark")) {
+        const cJSON *type = draft_item(fields, "markov_head_type");
+        config->markov_rank = draft_int(fields, "markov_rank", 0, MAX_ROW_WIDTH, 256);
+        if (type && strcmp(cJSON_IsString(type) ? type->valuestring : "", "vanilla"))
+            field_failed(fields, "markov_head_type", type, "\"vanilla\"");
+        const cJSON *with = draft_item(fields, "confidence_head_with_markov");
+        config->confidence_head_with_markov = config->markov_rank && (!with || cJSON_IsTrue(with));
+    }
+    config->final_logit_softcapping = draft_number(fields, "final_logit_softcapping", 0, 1e6, 0);
+    config->output_multiplier = draft_number(fields, "output_multiplier", 0, 1e6, 1);
+    config->input_embedding_scale = draft_number(fields, "input_embedding_scale", 0, 1e6, 1);
+}
+
+/* What the file must agree on with the target. */
+static void check_draft_config(DraftConfig *config, Fields *fields, const Config *target) {
+    const Config *backbone = &config->backbone;
+    const cJSON *layers = field(fields, "num_target_layers");
+    char wanted[80];
+    snprintf(wanted, sizeof wanted, "%d, the target's", target->num_hidden_layers);
+    if (layers && !(cJSON_IsNumber(layers) && layers->valuedouble == target->num_hidden_layers))
+        field_failed(fields, "num_target_layers", layers, wanted);
+    snprintf(wanted, sizeof wanted, "%d, the target's", target->vocab_size);
+    if (backbone->vocab_size != target->vocab_size) field_failed(fields, "vocab_size", field(fields, "vocab_size"), wanted);
+    snprintf(wanted, sizeof wanted, "%d, the target's", target->hidden_size);
+    if (backbone->hidden_size != target->hidden_size) field_failed(fields, "hidden_size", field(fields, "hidden_size"), wanted);
+    int queries = backbone->num_attention_heads / backbone->num_key_value_heads * config->block_size;
+    if (queries > MAX_BLOCK_QUERIES || queries * backbone->head_dim > PAGE_ROWS * MAX_ROW_WIDTH)
+        field_failed(fields, "num_attention_heads", field(fields, "num_attention_heads"), "fewer queries for each key/value head");
+    if (2 * backbone->num_key_value_heads * backbone->head_dim > MAX_WIDTH)
+        field_failed(fields, "num_key_value_heads", field(fields, "num_key_value_heads"), "narrower rows");
+}
+
+static void read_draft_config(DraftConfig *config, Fields *fields, const Config *target) {
+    const cJSON *names = field(fields, "architectures"), *first = cJSON_IsArray(names) ? names->child : NULL,
+                *layout = field(fields, "speculators_model_type"), *projector = draft_item(fields, "projector_type");
+    const char *name = cJSON_IsString(layout) ? layout->valuestring : cJSON_IsString(first) ? first->valuestring : "", *kind = NULL;
+    for (size_t i = 0; i < sizeof architectures / sizeof *architectures; i++)
+        if (!strcmp(name, layout ? architectures[i].kind : architectures[i].spelling)) {
+            config->architecture = architectures[i].spelling;
+            kind = architectures[i].kind;
+        }
+    if (!kind) return field_failed(fields, layout ? "speculators_model_type" : "architectures", layout ? layout : names,
+                                   "DFlash, DFlash 2 or DSpark");
+    if (cJSON_IsString(projector) && strcmp(projector->valuestring, "dflash")) {
+        if (strcmp(projector->valuestring, "dspark")) return field_failed(fields, "projector_type", projector, "\"dflash\" or \"dspark\"");
+        kind = "dspark";
+    }
+    Fields shape = *fields;
+    if (layout) shape.object = field(fields, "transformer_layer_config");
+    if (!cJSON_IsObject(shape.object)) return field_failed(fields, "transformer_layer_config", shape.object, "the layers' shape");
+    config->backbone = (Config){.family = FAMILY_QWEN3, .model_type = "qwen3"};
+    read_shape(&config->backbone, &shape);
+    read_qwen3(&config->backbone, &shape);
+    fields->failed |= shape.failed;
+    config->block_size = draft_int(fields, "block_size", 2, MAX_BLOCK, REQUIRED);
+    config->mask_token_id = draft_int(fields, "mask_token_id", 0, target->vocab_size - 1, REQUIRED);
+    config->draft_vocab_size = draft_int(fields, "draft_vocab_size", 1, target->vocab_size, target->vocab_size);
+    if (fields->failed) return;
+    config->first_slot = read_first_slot(config, fields, kind, layout);
+    config->slots = config->block_size - config->first_slot;
+    read_taps(config, fields, target, layout);
+    read_draft_parts(config, fields, kind);
+    read_windows(config, fields, kind, layout);
+    check_draft_config(config, fields, target);
+}
+
+static bool draft_config_read(DraftConfig *config, const char *directory, const Config *target, Error *error) {
+    char path[PATH_MAX];
+    cJSON *json = json_read(join(path, directory, "config.json"), MAX_JSON_FILE, error);
+    if (!json) return false;
+    Fields fields = {.object = json, .path = path, .error = error};
+    read_draft_config(config, &fields, target);
+    cJSON_Delete(json);
+    return !fields.failed;
+}
+
+/* Some floats by their whole name, of any shape with that many values. */
+static const float *bind_floats(Binder *binder, const char *name, int rank, const int64_t *shape) {
+    const Tensor *tensor = bind_tensor(binder, name, float_dtypes, rank, shape);
+    size_t count = 1;
+    for (int i = 0; i < rank; i++) count *= (size_t)shape[i];
+    if (!tensor) return NULL;
+    binder->weights->parameters += count;
+    return widen_tensor(binder, tensor, count);
+}
+
+static void bind_convolution(Binder *binder, const float **base, Matrix *kernel, const DraftConfig *config, const char *prefix,
+                             const char *part) {
+    char name[128];
+    int hidden = config->backbone.hidden_size, taps = config->conv_kernel_size;
+    snprintf(name, sizeof name, "%s%s.base_kernel", prefix, part);
+    *base = bind_floats(binder, name, 3, (int64_t[]){2, taps, hidden});
+    snprintf(name, sizeof name, "%s%s.kernel_projection", prefix, part);
+    *kernel = bind_matrix(binder, "", name, 2 * taps * (hidden / config->conv_group_size), hidden);
+}
+
+/* Which token of the target each of a smaller vocabulary is: its own id and an offset. */
+static void bind_vocabulary(Binder *binder, DraftWeights *weights, const DraftConfig *config) {
+    static const DType whole[] = {DTYPE_I64, DTYPE_UNKNOWN};
+    const Tensor *tensor = bind_tensor(binder, "d2t", whole, 1, (int64_t[]){config->draft_vocab_size});
+    if (!tensor) return;
+    weights->target_ids = allocate_zeroed((size_t)config->draft_vocab_size, sizeof(int));
+    for (int i = 0; i < config->draft_vocab_size && !binder->failed; i++) {
+        uint64_t offset = load_u64(tensor->data + 8 * (size_t)i), id = offset + (uint64_t)i;
+        if (id >= (uint64_t)config->backbone.vocab_size)
+            binder->failed = !fail(binder->error, "%s: tensor d2t: draft id %d is no token of the target",
+                                   binder->checkpoint->files[tensor->file].path, i);
+        weights->target_ids[i] = (int)id;
+    }
+}
+
+/* A tensor that nothing bound belongs to a part that tide does not know, and a drafter without it is a bad one. */
+static void refuse_unbound(Binder *binder) {
+    static const char *const harmless[] = {"t2d", "verifier_norm.weight", "verifier_lm_head.weight", "embed_tokens.weight", "lm_head.weight"};
+    for (size_t i = 0; i < arrlenu(binder->checkpoint->tensors) && !binder->failed; i++) {
+        const Tensor *tensor = &binder->checkpoint->tensors[i];
+        bool known = binder->used[i];
+        for (size_t j = 0; j < sizeof harmless / sizeof *harmless; j++) known |= !strcmp(tensor->name, harmless[j]);
+        if (!known)
+            binder->failed = !fail(binder->error, "%s: tensor %s: tide knows no such part of a drafter of this kind",
+                                   binder->checkpoint->files[tensor->file].path, tensor->name);
+    }
+}
+
+static void bind_draft_heads(Binder *binder, Drafter *drafter, const Weights *target) {
+    DraftConfig *config = &drafter->config;
+    DraftWeights *weights = &drafter->weights;
+    int hidden = config->backbone.hidden_size, vocab = config->backbone.vocab_size, rank = config->markov_rank;
+    bool own_embedding = checkpoint_find(&drafter->checkpoint, "embed_tokens.weight"),
+         own_head = checkpoint_find(&drafter->checkpoint, "lm_head.weight");
+    weights->backbone.embed_tokens = own_embedding ? bind_matrix(binder, "", "embed_tokens", vocab, hidden) : target->embed_tokens;
+    weights->backbone.lm_head = own_head ? bind_matrix(binder, "", "lm_head", config->draft_vocab_size, hidden) : target->lm_head;
+    if (!binder->failed && weights->backbone.lm_head.rows != config->draft_vocab_size)
+        binder->failed = !fail(binder->error, "%s: tensor lm_head.weight: found nothing, wanted one of %d rows, draft_vocab_size",
+                               drafter->checkpoint.directory, config->draft_vocab_size);
+    if (config->draft_vocab_size < vocab) bind_vocabulary(binder, weights, config);
+    if (config->selector_rank) {
+        weights->selector_hidden = bind_matrix(binder, "candidate_selector.", "hidden_projection", config->selector_rank, hidden);
+        weights->predecessor = bind_named_matrix(binder, "candidate_selector.predecessor_codebook", float_dtypes, vocab,
+                                                 config->selector_rank);
+        weights->successor = bind_named_matrix(binder, "candidate_selector.successor_codebook", float_dtypes, vocab,
+                                               config->selector_rank);
+    }
+    if (rank) {
+        weights->markov_w1 = bind_matrix(binder, "markov_head.", "markov_w1", vocab, rank);
+        weights->markov_w2 = bind_matrix(binder, "markov_head.", "markov_w2", config->draft_vocab_size, rank);
+    }
+    config->confidence_head = rank && checkpoint_find(&drafter->checkpoint, "confidence_head.proj.weight");
+    if (!config->confidence_head) return;
+    weights->confidence = bind_matrix(binder, "confidence_head.", "proj", 1, hidden + (config->confidence_head_with_markov ? rank : 0));
+    if (!checkpoint_find(&drafter->checkpoint, "confidence_head.proj.bias")) return;
+    const float *bias = bind_floats(binder, "confidence_head.proj.bias", 1, (int64_t[]){1});
+    weights->confidence_bias = bias ? *bias : 0;
+}
+
+static bool bind_drafter(Drafter *drafter, const Config *target_config, const Weights *target, Error *error) {
+    DraftConfig *config = &drafter->config;
+    const Config *backbone = &config->backbone;
+    DraftWeights *weights = &drafter->weights;
+    int layers = backbone->num_hidden_layers, hidden = backbone->hidden_size;
+    Binder binder = {.checkpoint = &drafter->checkpoint, .weights = &weights->backbone, .error = error,
+                     .used = allocate_zeroed(arrlenu(drafter->checkpoint.tensors), sizeof(bool))};
+    weights->fc = bind_matrix(&binder, "", "fc", hidden, config->n_taps * target_config->hidden_size);
+    weights->hidden_norm = bind_vector(&binder, "", "hidden_norm.weight", hidden);
+    weights->backbone.norm = bind_vector(&binder, "", "norm.weight", hidden);
+    weights->backbone.layers = allocate_zeroed((size_t)layers, sizeof(LayerWeights));
+    weights->layers = allocate_zeroed((size_t)layers, sizeof(DraftLayerWeights));
+    for (int i = 0; i < layers && !binder.failed; i++) {
+        char prefix[64], name[100];
+        LayerWeights *layer = &weights->backbone.layers[i];
+        snprintf(prefix, sizeof prefix, "layers.%d.", i);
+        snprintf(name, sizeof name, "%smlp.", prefix);
+        layer->input_layernorm = bind_vector(&binder, prefix, "input_layernorm.weight", hidden);
+        layer->post_attention_layernorm = bind_vector(&binder, prefix, "post_attention_layernorm.weight", hidden);
+        bind_qwen3_attention(&binder, layer, backbone, prefix);
+        bind_mlp(&binder, &layer->gate_proj, &layer->up_proj, &layer->down_proj, name, backbone->intermediate_size, hidden);
+        if (!config->conv_kernel_size) continue;
+        DraftLayerWeights *extra = &weights->layers[i];
+        bind_convolution(&binder, &extra->attention_conv, &extra->attention_kernel, config, prefix, "attention_conv");
+        bind_convolution(&binder, &extra->mlp_conv, &extra->mlp_kernel, config, prefix, "mlp_conv");
+    }
+    bind_draft_heads(&binder, drafter, target);
+    refuse_unbound(&binder);
+    free(binder.used);
+    return !binder.failed;
+}
+
+/* DVL's predictor, where the drafter has one: DIRECTORY/dvl/ *.safetensors with mlp.0, mlp.1, ... */
+static bool bind_predictor(Drafter *drafter, Error *error) {
+    char path[PATH_MAX], name[32];
+    LengthPredictor *predictor = &drafter->predictor;
+    if (access(join(path, drafter->checkpoint.directory, "dvl"), F_OK)) return true;
+    if (!checkpoint_open(&drafter->predictor_file, path, error)) return false;
+    Binder binder = {.checkpoint = &drafter->predictor_file, .weights = &drafter->weights.backbone, .error = error};
+    const Tensor *weight;
+    int in = drafter->config.slots * DVL_FEATURES, layers = 0;
+    for (; snprintf(name, sizeof name, "mlp.%d.weight", layers), weight = checkpoint_find(&drafter->predictor_file, name); layers++) {
+        int out = weight->rank == 2 && weight->shape[0] > 0 && weight->shape[0] <= MAX_PREDICTOR_WIDTH ? (int)weight->shape[0] : 1;
+        if (layers == MAX_PREDICTOR_LAYERS) return fail(error, "%s: more than %d layers", path, MAX_PREDICTOR_LAYERS);
+        predictor->weight[layers] = bind_named_matrix(&binder, name, float_dtypes, out, in);
+        snprintf(name, sizeof name, "mlp.%d.bias", layers);
+        predictor->bias[layers] = bind_floats(&binder, name, 1, (int64_t[]){out});
+        in = out;
+    }
+    if (binder.failed) return false;
+    if (!layers || in != drafter->config.slots)
+        return fail(error, "%s: found a predictor of %d lengths, wanted %d, one for each draft", path, layers ? in : 0,
+                    drafter->config.slots);
+    predictor->layers = layers;
+    return true;
+}
+
+/* DIRECTORY/temperatures.json, where a calibration has left it: what each slot's confidence is divided by. */
+static bool read_temperatures(Drafter *drafter, Error *error) {
+    char path[PATH_MAX];
+    for (int i = 0; i < MAX_BLOCK; i++) drafter->temperatures[i] = 1;
+    if (access(join(path, drafter->checkpoint.directory, "temperatures.json"), F_OK)) return true;
+    cJSON *json = json_read(path, MAX_JSON_FILE, error);
+    if (!json) return false;
+    Fields fields = {.object = json, .path = path, .error = error};
+    const cJSON *list = field(&fields, "temperatures"), *entry;
+    int n = 0;
+    if (!cJSON_IsArray(list) || cJSON_GetArraySize(list) != drafter->config.slots)
+        field_failed(&fields, "temperatures", list, "one for each draft");
+    else cJSON_ArrayForEach(entry, list) {
+        if (!cJSON_IsNumber(entry) || !(entry->valuedouble >= 1e-3 && entry->valuedouble <= 1e3))
+            field_failed(&fields, "temperatures", entry, "a number from 0.001 to 1000");
+        drafter->temperatures[n++] = (float)entry->valuedouble;
+    }
+    cJSON_Delete(json);
+    return !fields.failed;
+}
+
+static bool drafter_plan(Drafter *drafter, const char *directory, const Config *target, Error *error) {
+    return draft_config_read(&drafter->config, directory, target, error) && checkpoint_open(&drafter->checkpoint, directory, error);
+}
+
+static bool drafter_load(Drafter *drafter, const Config *target_config, const Weights *target, Error *error) {
+    const Config *backbone = &drafter->config.backbone;
+    if (!drafter->config.architecture) return true;
+    if (!bind_drafter(drafter, target_config, target, error) || !bind_predictor(drafter, error) || !read_temperatures(drafter, error))
+        return false;
+    drafter->state.drafts.one_hot = !drafter->config.selector_rank && !drafter->config.markov_rank;
+    drafter->rope_attention_factor = rope_frequencies(drafter->state.inverse_frequency, &backbone->rope, backbone->head_dim);
+    return true;
+}
+
+static void drafter_close(Drafter *drafter) {
+    if (drafter->state.block) munmap(drafter->state.block, drafter->state.bytes);
+    weights_free(&drafter->weights.backbone, &drafter->config.backbone);
+    free(drafter->weights.layers), free(drafter->weights.target_ids), free(drafter->config.window), free(drafter->config.causal);
+    checkpoint_close(&drafter->checkpoint);
+    checkpoint_close(&drafter->predictor_file);
+}
+
+/* ---- context rows: features of committed rows, projected once and kept in the ring (DFlash; eq. 9, 10) */
+
+static DeviceRow ring_row(const Cache *cache, int session, int position) {
+    return (DeviceRow){session * cache->draft_rows + position % cache->draft_rows};
+}
+
+static uint8_t *layer_ring(const Cache *cache, int layer) {
+    return cache->draft_ring + (size_t)layer * (size_t)cache->sessions * (size_t)cache->draft_rows * cache->draft_format.stride;
+}
+
+/* Norms and rotates the keys in rows of keys | values; rotations of their positions are in the state. */
+static void finish_keys(Engine *engine, const LayerWeights *layer, int n) {
+    const Config *config = &engine->drafter.config.backbone;
+    DraftState *state = &engine->drafter.state;
+    const int dim = config->head_dim, kv_heads = config->num_key_value_heads;
+    const size_t width = 2 * (size_t)(kv_heads * dim);
+    for (int h = 0; h < kv_heads; h++) {
+        float *k = state->kv + h * dim;
+        engine->backend->rms_norm(k, width, k, width, layer->k_norm, n, dim, config->rms_norm_eps);
+        engine->backend->rope(state->kv, n, 1, (int)width, h * dim, dim, false, state->cosine, state->sine);
+    }
+}
+
+static void project_keys_and_values(Engine *engine, const LayerWeights *layer, const float *x, int n) {
+    const Config *config = &engine->drafter.config.backbone;
+    DraftState *state = &engine->drafter.state;
+    const size_t hidden = (size_t)config->hidden_size, kv_width = (size_t)(config->num_key_value_heads * config->head_dim);
+    engine->backend->linear(state->kv, 2 * kv_width, x, hidden, n, &layer->k_proj);
+    engine->backend->linear(state->kv + kv_width, 2 * kv_width, x, hidden, n, &layer->v_proj);
+    finish_keys(engine, layer, n);
+}
+
+/* The rows state->rows [n], whose features are those of the pass's rows state->indices [n], enter the ring. */
+static void store_context(Engine *engine, int n) {
+    const Backend *backend = engine->backend;
+    Drafter *drafter = &engine->drafter;
+    DraftState *state = &drafter->state;
+    const Config *config = &drafter->config.backbone;
+    const size_t hidden = (size_t)config->hidden_size, width = 2 * (size_t)(config->num_key_value_heads * config->head_dim),
+                 feature = (size_t)drafter->weights.fc.cols;
+    backend->gather_rows(state->gathered, state->features, state->indices, n, (int)feature);
+    backend->linear(state->hidden, hidden, state->gathered, feature, n, &drafter->weights.fc);
+    backend->rms_norm(state->normed, hidden, state->hidden, hidden, drafter->weights.hidden_norm, n, config->hidden_size,
+                      config->rms_norm_eps);
+    backend->rotations(state->cosine, state->sine, state->rows, n, state->inverse_frequency, config->head_dim,
+                       drafter->rope_attention_factor);
+    for (int i = 0; i < n; i++) state->ring_rows[i] = ring_row(&engine->cache, state->rows[i].session, state->rows[i].position);
+    for (int l = 0; l < config->num_hidden_layers; l++) {
+        project_keys_and_values(engine, &drafter->weights.backbone.layers[l], state->normed, n);
+        backend->store_rows(layer_ring(&engine->cache, l), &engine->cache.draft_format, state->ring_rows, n, state->kv, width, state->kv, 0);
+    }
+}
+
+void draft_feed(Engine *engine, const Row *rows, const int *indices, int n) {
+    DraftState *state = &engine->drafter.state;
+    Cache *cache = &engine->cache;
+    for (int begin = 0, count; begin < n; begin += count) {
+        count = n - begin < state->max_rows ? n - begin : state->max_rows;
+        for (int i = 0; i < count; i++) {
+            Row row = state->rows[i] = rows[indices[begin + i]];
+            SessionPages *session = &cache->session[row.session];
+            state->indices[i] = indices[begin + i];
+            if (session->draft_end != row.position) session->draft_first = row.position;
+            session->draft_end = row.position + 1;
+            if (session->draft_end - session->draft_first > cache->draft_rows) session->draft_first = session->draft_end - cache->draft_rows;
+        }
+        store_context(engine, count);
+    }
+}
+
+/* ---- the block pass */
+
+/* A sublayer's input as the convolution leaves it, and what its output is changed by. Both sides' coefficients come from the input as it
+ * was (DFlash 2). Without a convolution nothing happens. */
+static void convolve_input(Engine *engine, const float *base, const Matrix *kernel, int n) {
+    const DraftConfig *config = &engine->drafter.config;
+    DraftState *state = &engine->drafter.state;
+    if (!config->conv_kernel_size) return;
+    engine->backend->linear(state->delta, (size_t)kernel->rows, state->normed, (size_t)kernel->cols, n, kernel);
+    engine->backend->convolve(state->normed, base, state->delta, (size_t)kernel->rows, n, config->block_size, config->conv_kernel_size,
+                              config->conv_group_size, kernel->cols);
+}
+
+static void convolve_output(Engine *engine, const float *base, const Matrix *kernel, int n) {
+    const DraftConfig *config = &engine->drafter.config;
+    DraftState *state = &engine->drafter.state;
+    if (!config->conv_kernel_size) return;
+    engine->backend->convolve(state->branch, base + config->conv_kernel_size * kernel->cols, state->delta + kernel->rows / 2,
+                              (size_t)kernel->rows, n, config->block_size, config->conv_kernel_size, config->conv_group_size, kernel->cols);
+}
+
+/* The blocks through every layer: afterwards state->normed holds their states behind the final norm (DFlash 1.4 in the spec). */
+static void run_draft_layers(Engine *engine, const DraftBlock *blocks, int n_blocks) {
+    const Backend *backend = engine->backend;
+    const Cache *cache = &engine->cache;
+    const Drafter *drafter = &engine->drafter;
+    const DraftConfig *draft = &drafter->config;
+    const Config *config = &draft->backbone;
+    const DraftState *state = &drafter->state;
+    const int dim = config->head_dim, heads = config->num_attention_heads, kv_heads = config->num_key_value_heads, size = draft->block_size,
+              n = n_blocks * size;
+    const size_t hidden = (size_t)config->hidden_size, q_width = (size_t)(heads * dim), inner = (size_t)config->intermediate_size;
+    for (int r = 0; r < n; r++) {
+        const DraftBlock *block = &blocks[r / size];
+        state->rows[r] = (Row){block->session, block->position + r % size, r % size ? draft->mask_token_id : block->ids[block->position]};
+    }
+    backend->rotations(state->cosine, state->sine, state->rows, n, state->inverse_frequency, dim, drafter->rope_attention_factor);
+    backend->embed(state->hidden, &drafter->weights.backbone.embed_tokens, state->rows, n);
+    if (draft->input_embedding_scale != 1)
+        backend->copy_rows(state->hidden, hidden, state->hidden, hidden, n, config->hidden_size, draft->input_embedding_scale);
+    for (int l = 0; l < config->num_hidden_layers; l++) {
+        const LayerWeights *layer = &drafter->weights.backbone.layers[l];
+        const DraftLayerWeights *extra = &drafter->weights.layers[l];
+        backend->rms_norm(state->normed, hidden, state->hidden, hidden, layer->input_layernorm, n, config->hidden_size, config->rms_norm_eps);
+        convolve_input(engine, extra->attention_conv, &extra->attention_kernel, n);
+        backend->linear(state->q, q_width, state->normed, hidden, n, &layer->q_proj);
+        backend->rms_norm(state->q, (size_t)dim, state->q, (size_t)dim, layer->q_norm, n * heads, dim, config->rms_norm_eps);
+        backend->rope(state->q, n, heads, dim, 0, dim, false, state->cosine, state->sine);
+        project_keys_and_values(engine, layer, state->normed, n);
+        backend->block_attention(state->attended, state->q, state->kv, layer_ring(cache, l), &cache->draft_format, cache->draft_rows, blocks,
+                                 n_blocks, size, draft->window[l], draft->causal[l], heads, kv_heads, dim, 1 / sqrtf((float)dim));
+        backend->linear(state->branch, hidden, state->attended, q_width, n, &layer->o_proj);
+        convolve_output(engine, extra->attention_conv, &extra->attention_kernel, n);
+        backend->add(state->hidden, state->branch, (size_t)n * hidden);
+
+        backend->rms_norm(state->normed, hidden, state->hidden, hidden, layer->post_attention_layernorm, n, config->hidden_size,
+                          config->rms_norm_eps);
+        convolve_input(engine, extra->mlp_conv, &extra->mlp_kernel, n);
+        backend->linear(state->gate, inner, state->normed, hidden, n, &layer->gate_proj);
+        backend->linear(state->up, inner, state->normed, hidden, n, &layer->up_proj);
+        backend->swiglu(state->gate, state->gate, state->up, (size_t)n * inner);
+        backend->linear(state->branch, hidden, state->gate, inner, n, &layer->down_proj);
+        convolve_output(engine, extra->mlp_conv, &extra->mlp_kernel, n);
+        backend->add(state->hidden, state->branch, (size_t)n * hidden);
+    }
+    backend->rms_norm(state->normed, hidden, state->hidden, hidden, drafter->weights.backbone.norm, n, config->hidden_size,
+                      config->rms_norm_eps);
+}
+
+/* Candidates of one slot of every block, from its rows of logits: in the target's ids. */
+static void find_candidates(Engine *engine, Drafts *drafts, int slot, const float *logits, int n) {
+    const Drafter *drafter = &engine->drafter;
+    const size_t stride = (size_t)drafts->slots * CANDIDATES, at = (size_t)slot * CANDIDATES;
+    engine->backend->candidates(drafts->ids + at, drafts->scores + at, stride, logits, n, drafter->config.draft_vocab_size);
+    for (int i = 0; drafter->weights.target_ids && i < n * CANDIDATES; i++) {
+        int *id = &drafts->ids[at + (size_t)(i / CANDIDATES) * stride + (size_t)(i % CANDIDATES)];
+        *id = drafter->weights.target_ids[*id];
+    }
+}
+
+/* DSpark: the token before a slot biases its logits, l = U + W2 W1[x], and says how sure the draft is: w . [h; W1[x]] + b. logits, states:
+ * of this slot, one row a block. */
+static void follow_markov(Engine *engine, Drafts *drafts, int slot, const DraftBlock *blocks, const float *logits, const float *states, int n) {
+    const Backend *backend = engine->backend;
+    const Drafter *drafter = &engine->drafter;
+    const DraftState *state = &drafter->state;
+    const size_t vocab = (size_t)drafter->config.draft_vocab_size, hidden = (size_t)drafter->config.backbone.hidden_size,
+                 rank = (size_t)drafter->config.markov_rank, joined = (size_t)drafter->weights.confidence.cols;
+    for (int i = 0; i < n; i++) state->rows[i].token = blocks[i].ids[blocks[i].position + slot];
+    backend->embed(state->ranks, &drafter->weights.markov_w1, state->rows, n);
+    backend->linear(state->bias, vocab, state->ranks, rank, n, &drafter->weights.markov_w2);
+    backend->add(state->bias, logits, (size_t)n * vocab);
+    find_candidates(engine, drafts, slot, state->bias, n);
+    if (!drafter->config.confidence_head) return;
+    backend->copy_rows(state->joined, joined, states, hidden, n, (int)hidden, 1);
+    if (joined > hidden) backend->copy_rows(state->joined + hidden, joined, state->ranks, rank, n, (int)rank, 1);
+    float *confidence = drafts->confidence + slot;
+    backend->linear(confidence, (size_t)drafts->slots, state->joined, joined, n, &drafter->weights.confidence);
+    for (int i = 0; i < n; i++) confidence[(size_t)i * (size_t)drafts->slots] += drafter->weights.confidence_bias;
+}
+
+/* From the blocks' states to their tokens. Rows are taken slot by slot: [slots, blocks]. */
+static void draft_tokens(Engine *engine, Drafts *drafts, DraftBlock *blocks, int n, AcceptRule rule, bool features) {
+    const Backend *backend = engine->backend;
+    const Drafter *drafter = &engine->drafter;
+    const DraftConfig *config = &drafter->config;
+    const DraftState *state = &drafter->state;
+    const int slots = config->slots;
+    const size_t hidden = (size_t)config->backbone.hidden_size, vocab = (size_t)config->draft_vocab_size, rows = (size_t)(n * slots);
+    float *logits = engine->state.logits;
+    for (int r = 0; r < n * slots; r++) state->indices[r] = r % n * config->block_size + config->first_slot + r / n;
+    backend->gather_rows(state->branch, state->normed, state->indices, n * slots, config->backbone.hidden_size);
+    backend->linear(logits, vocab, state->branch, hidden, n * slots, &drafter->weights.backbone.lm_head);
+    if (config->final_logit_softcapping > 0 || config->output_multiplier != 1)
+        backend->cap_logits(logits, rows * vocab, config->output_multiplier, config->final_logit_softcapping);
+    for (int slot = 0; slot < slots; slot++) {
+        const float *own = logits + (size_t)(slot * n) * vocab;
+        if (features || !config->markov_rank) find_candidates(engine, drafts, slot, own, n);
+        if (features)
+            backend->length_features(drafts->features + slot * DVL_FEATURES, (size_t)(slots * DVL_FEATURES), drafts->scores + slot * CANDIDATES,
+                                     (size_t)(slots * CANDIDATES), own, n, (int)vocab);
+        if (config->markov_rank) follow_markov(engine, drafts, slot, blocks, own, state->branch + (size_t)(slot * n) * hidden, n);
+        if (!config->selector_rank) backend->draw_drafts(drafts, slot, blocks, n, rule);
+    }
+    if (!config->selector_rank) return;
+    backend->linear(state->ranks, (size_t)config->selector_rank, state->branch, hidden, n * slots, &drafter->weights.selector_hidden);
+    backend->select_path(drafts, state->ranks, &drafter->weights.predecessor, &drafter->weights.successor, blocks, n, rule);
+}
+
+/* The part of the drafts that begins with that block. */
+static Drafts drafts_from(const Drafts *drafts, int block) {
+    size_t at = (size_t)block * (size_t)drafts->slots;
+    Drafts part = *drafts;
+    part.ids += at * CANDIDATES;
+    part.scores += at * CANDIDATES;
+    part.q += at * CANDIDATES;
+    part.tokens += at;
+    part.features += at * DVL_FEATURES;
+    part.confidence += at;
+    return part;
+}
+
+void draft_blocks(Engine *engine, DraftBlock *blocks, int n, AcceptRule rule, bool features) {
+    DraftState *state = &engine->drafter.state;
+    state->drafts.blocks = n;
+    for (int begin = 0, count; begin < n; begin += count) {
+        count = n - begin < state->max_blocks ? n - begin : state->max_blocks;
+        Drafts part = drafts_from(&state->drafts, begin);
+        for (int i = begin; i < begin + count; i++) {
+            const SessionPages *session = &engine->cache.session[blocks[i].session];
+            blocks[i].ring_first = session->draft_end == blocks[i].position ? session->draft_first : blocks[i].position;
+        }
+        run_draft_layers(engine, blocks + begin, count);
+        draft_tokens(engine, &part, blocks + begin, count, rule, features);
+    }
+}
+
+/* =====================================================================================================================
+ * Opening an engine
+ *
+ * Owns: the order in which a model, its drafter and their memory come to be, and go.
+ */
+
 bool engine_plan(Engine *engine, const EngineOptions *options, Error *error) {
     *engine = (Engine){.backend = &c_backend};
     bool ok = config_read(&engine->config, options->model, error);
     if (ok && options->index_topk && !has_latent_attention(&engine->config))
         ok = fail(error, "%s: %s has no indexer: --index-topk does not apply", options->model, engine->config.model_type);
     if (ok && options->index_topk) engine->config.index_topk = options->index_topk;
+    if (ok && options->draft) ok = drafter_plan(&engine->drafter, options->draft, &engine->config, error);
     ok = ok && plan_memory(engine, options, error) && checkpoint_open(&engine->checkpoint, options->model, error);
     if (!ok) engine_close(engine);
     return ok;
@@ -2367,7 +3053,7 @@ bool engine_plan(Engine *engine, const EngineOptions *options, Error *error) {
 
 bool engine_load(Engine *engine, Error *error) {
     bool ok = check_memory(engine, error) && weights_bind(&engine->weights, &engine->checkpoint, &engine->config, error)
-              && take_memory(engine, error);
+              && take_memory(engine, error) && drafter_load(&engine->drafter, &engine->config, &engine->weights, error);
     if (ok) prepare_rope(engine);
     else engine_close(engine);
     return ok;
@@ -2378,6 +3064,7 @@ bool engine_open(Engine *engine, const EngineOptions *options, Error *error) {
 }
 
 void engine_close(Engine *engine) {
+    drafter_close(&engine->drafter);
     free_cache(&engine->cache);
     if (engine->state.block) munmap(engine->state.block, engine->state.bytes);
     weights_free(&engine->weights, &engine->config);
@@ -2387,108 +3074,202 @@ void engine_close(Engine *engine) {
 }
 
 /* =====================================================================================================================
- * Sampling
+ * Lengths of verification
  *
- * Owns: the choice of a token from logits. Every (seed, session, position) has its own noise from a counter-based generator, so
- * the token at a position is argmax(logit / T + Gumbel), an exact sample that no batch, order or speculation can change.
- * Filters apply in transformers' order: repetition penalty, temperature, top-k, top-p, min-p.
+ * Owns: which sessions draft in a round and how many rows each verifies. Scores say how probable it is that the first j drafts are all
+ * accepted: predicted from the drafts (DVL), from the confidence head (DSpark 3.5), or what the session has shown so far. A budget is a
+ * width that was asked for, or the one that promises most tokens a second by measured costs:
+ *     tokens(x) / seconds(x) = (N + the x best scores) / (pass(N + x) + draft)
+ * Since no token depends on a length (coupled acceptance), any of this may be wrong and only costs time. Acceptance by rejection is
+ * exact if whether draft j is verified depends on nothing drawn after draft j - 1: DVL looks at unary logits alone, and the confidence
+ * scheduler stops at the first row that does not pay.
  */
 
-/* Philox 4x32 with ten rounds (Salmon et al. 2011): four random words of a counter under a key. */
-static void philox(uint32_t counter[4], uint64_t key) {
-    uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
-    for (int round = 0; round < 10; round++) {
-        uint64_t a = (uint64_t)counter[0] * 0xD2511F53u, b = (uint64_t)counter[2] * 0xCD9E8D57u;
-        uint32_t next[4] = {(uint32_t)(b >> 32) ^ counter[1] ^ k0, (uint32_t)b, (uint32_t)(a >> 32) ^ counter[3] ^ k1, (uint32_t)a};
-        memcpy(counter, next, sizeof next);
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
+const char *const verify_rule_names[VERIFY_RULES] = {[VERIFY_FULL] = "full", [VERIFY_DVL] = "dvl", [VERIFY_CONFIDENCE] = "confidence"};
+
+enum {
+    FIRST_WAIT = 16, LAST_WAIT = 512,   /* rounds without drafts after speculation did not pay: doubling from the one to the other */
+    FEED_AHEAD = 16,            /* rows that enter the ring before a session drafts again */
+    PLAIN_AGE = 256,            /* rounds after which the cost of a plain round is measured again */
+    FULL_ROUNDS = 3,            /* the first ones with drafts verify all of them, so that something is known */
+    TRY_ROWS = 3,               /* rows that a session verifies at least when it tries again */
+};
+
+static const double worth = 1.03;       /* what speculation has to promise over plain decoding */
+
+/* ---- measured costs */
+
+static int cost_bucket(int size) {
+    int bucket = size < 32 ? size : 32 + (int)(16 * log2(size / 32.0));
+    return bucket < COST_BUCKETS ? bucket : COST_BUCKETS - 1;
+}
+
+static double bucket_size(int bucket) { return bucket < 32 ? bucket : 32 * exp2((bucket - 32) / 16.0); }
+
+/* Between measured sizes by a straight line; beyond the largest along the last two, or, where there is one, gently upwards, so that wider
+ * rounds are tried. 0: nothing was measured yet. */
+static double cost_of(const CostCurve *curve, int size) {
+    int at = cost_bucket(size), low = at, high = at, below;
+    while (low >= 0 && !(curve->seconds[low] > 0)) low--;
+    while (high < COST_BUCKETS && !(curve->seconds[high] > 0)) high++;
+    if (low == at) return curve->seconds[at];
+    if (low < 0) return high == COST_BUCKETS ? 0 : curve->seconds[high];
+    if (high < COST_BUCKETS)
+        return curve->seconds[low] + (curve->seconds[high] - curve->seconds[low]) * (size - bucket_size(low)) / (bucket_size(high) - bucket_size(low));
+    for (below = low - 1; below > 0 && !(curve->seconds[below] > 0);) below--;
+    double slope = 0.15 * curve->seconds[low] / fmax(bucket_size(low), 1);
+    if (below > 0) slope = fmax(0, (curve->seconds[low] - curve->seconds[below]) / (bucket_size(low) - bucket_size(below)));
+    return curve->seconds[low] + slope * (size - bucket_size(low));
+}
+
+/* Takes in a measurement. What disturbs one only ever makes it longer, so the size's value follows a shorter one at once and a longer one
+ * slowly; the others move a little in the same proportion, since contexts and the machine's mood change all of them. */
+static void measure_cost(CostCurve *curve, int size, double seconds, long round) {
+    int at = cost_bucket(size);
+    double old = curve->seconds[at];
+    curve->round[at] = round + 1;
+    curve->times[at]++;
+    if (!(old > 0)) { curve->seconds[at] = seconds; return; }
+    if (seconds > 2 * old) seconds = 2 * old;
+    for (int i = 0; i < COST_BUCKETS; i++)
+        if (i != at) curve->seconds[i] *= 1 + 0.03 * (seconds / old - 1);
+    curve->seconds[at] += (seconds > old ? 0.1 : curve->times[at] > 3 ? 0.5 : 1) * (seconds - old);
+}
+
+/* ---- what a session has shown */
+
+/* survival[j]: that drafts 0..j are accepted, by the session's own rounds and, as long as these are few, by everybody's. */
+static void expect_acceptance(float *survival, const Session *session, const Speculation *all, int slots) {
+    double product = 1;
+    for (int j = 0; j < slots; j++) {
+        double common = (all->acceptance.accepted[j] + 1.5) / (all->acceptance.tried[j] + 2);
+        product *= (session->acceptance.accepted[j] + 2 * common) / (session->acceptance.tried[j] + 2);
+        survival[j] = (float)product;
     }
 }
 
-/* Standard Gumbel noise of one token at one place: -log(-log u), u in (0, 1) on a grid of 2^-32. */
-static double gumbel_noise(uint64_t seed, uint64_t session, int position, int token) {
-    uint32_t words[4] = {(uint32_t)token / 4, (uint32_t)position, (uint32_t)session, (uint32_t)(session >> 32)};
-    philox(words, seed);
-    return -log(-log((words[token % 4] + 0.5) * 0x1p-32));
+static void record_acceptance(Acceptance *acceptance, int verified, int accepted, double fade) {
+    for (int j = 0; j < verified; j++) {
+        if (j > accepted) break;
+        acceptance->tried[j] = acceptance->tried[j] * fade + 1;
+        acceptance->accepted[j] = acceptance->accepted[j] * fade + (j < accepted);
+    }
 }
 
-static const double largest_gumbel = 22.9;         /* -log(-log(1 - 2^-33)) */
+/* ---- lengths */
 
-static void penalise_repeats(Sampler *sampler, float *logits, const int *history, int n, float penalty) {
-    if (penalty == 1) return;
+static int compare_descending(const void *a, const void *b) {
+    float x = *(const float *)a, y = *(const float *)b;
+    return (x < y) - (x > y);
+}
+
+/* The budget for n sessions with drafts, beside `others` rows: of all scores in descending order the prefix with the most tokens a second.
+ * first_only: up to the first that does not raise it (DSpark's scheduler). *rate: those tokens a second. */
+static int best_budget(const Runner *runner, const float *scores, const int *limits, int n, int others, double draft_seconds, bool first_only,
+                       double *rate) {
+    const int slots = runner->engine.drafter.config.slots, room = runner->engine.state.max_rows - n - others;
+    const CostCurve *cost = &runner->speculation.pass_cost;
+    float *sorted = runner->sorted;
+    int count = 0, best = 0;
+    double tokens = n + others;
+    for (int i = 0; i < n; i++)
+        for (int j = 0; j + 1 < limits[i]; j++) sorted[count++] = scores[i * slots + j];
+    qsort(sorted, (size_t)count, sizeof *sorted, compare_descending);
+    *rate = tokens / (cost_of(cost, n + others) + draft_seconds);
+    for (int x = 1; x <= count && x <= room; x++) {
+        tokens += sorted[x - 1];
+        double wider = tokens / (cost_of(cost, n + others + x) + draft_seconds);
+        if (wider > *rate) *rate = wider, best = x;
+        else if (first_only) break;
+    }
+    return n + best;
+}
+
+/* Rows that the session's next block may have, the anchor's among them. DVL's width is a mean: one session may get more, another fewer. */
+static int block_limit(const Runner *runner, const Session *session) {
+    const Engine *engine = &runner->engine;
+    const Speculation *speculation = &runner->speculation;
+    int position = (int)arrlen(session->ids) - 1, limit = engine->cache.context - position - 1, left = session->max_new - tokens_generated(session),
+        width = speculation->width == 1 || speculation->verify != VERIFY_DVL ? speculation->width : 0;
+    if (!engine->drafter.config.architecture || session->plain) return 1;
+    if (engine->drafter.config.slots + 1 < limit) limit = engine->drafter.config.slots + 1;
+    if (session->max_new && left < limit) limit = left;
+    if (width && width < limit) limit = width;
+    return limit < 1 ? 1 : limit;
+}
+
+/* Under --width auto: which of the n decoding sessions draft, by what they have shown; the limits of the others become 1. Those for whom it
+ * does not pay wait, each time twice as long, and then try once whatever is expected. */
+static void choose_drafting(Runner *runner, Session **sessions, int *limits, int n) {
+    Speculation *speculation = &runner->speculation;
+    const int slots = runner->engine.drafter.config.slots;
+    float *survival = runner->engine.drafter.state.drafts.survival;
+    int able = 0, who[MAX_PASS_ROWS], allowed[MAX_PASS_ROWS];
+    long measured = speculation->pass_cost.round[cost_bucket(n)];
+    bool measure = !measured || runner->rounds - measured > PLAIN_AGE;
     for (int i = 0; i < n; i++) {
-        if (sampler->seen[history[i]]) continue;
-        float *logit = &logits[history[i]];
-        *logit = *logit > 0 ? *logit / penalty : *logit * penalty;
-        sampler->seen[history[i]] = true;
+        bool waits = measure || sessions[i]->wait > 0;
+        if (sessions[i]->wait > 0) sessions[i]->wait--;
+        if (waits) limits[i] = 1;
+        if (limits[i] == 1) continue;
+        expect_acceptance(survival + able * slots, sessions[i], speculation, slots);
+        allowed[able] = limits[i];
+        who[able++] = i;
     }
-    for (int i = 0; i < n; i++) sampler->seen[history[i]] = false;
-}
-
-/* Lets heap[i] sink to its place in a heap whose best token, by logit and then by lower id, is on top. */
-static void sink(int *heap, int n, int i, const float *logits) {
-    for (int child; (child = 2 * i + 1) < n; i = child) {
-        int right = child + 1;
-        if (right < n
-            && (logits[heap[right]] > logits[heap[child]]
-                || (logits[heap[right]] == logits[heap[child]] && heap[right] < heap[child])))
-            child = right;
-        if (logits[heap[i]] > logits[heap[child]] || (logits[heap[i]] == logits[heap[child]] && heap[i] < heap[child])) return;
-        int held = heap[i];
-        heap[i] = heap[child];
-        heap[child] = held;
+    if (!able) return;
+    double rate, plain = n / cost_of(&speculation->pass_cost, n), draft = cost_of(&speculation->draft_cost, able);
+    int budget = best_budget(runner, survival, allowed, able, n - able, draft, false, &rate);
+    runner->engine.backend->allocate(runner->lengths, survival, allowed, able, slots, budget);
+    for (int i = 0; i < able; i++) {
+        Session *session = sessions[who[i]];
+        bool pays = rate > worth * plain && runner->lengths[i] > 1;
+        session->trying = session->tries;
+        session->tries = !pays && !session->trying;
+        if (pays && !session->trying) session->backoff = 0;
+        if (!session->tries) continue;
+        session->wait = session->backoff = session->backoff ? session->backoff < LAST_WAIT ? 2 * session->backoff : LAST_WAIT : FIRST_WAIT;
+        limits[who[i]] = 1;
     }
 }
 
-/* Cuts picks[0..n) down to the smallest set of best tokens whose probability among them reaches top_p; returns its size. */
-static int nucleus(int *picks, const float *logits, int n, float best, float top_p) {
-    double total = 0, mass = 0;
-    int left = n;
-    for (int i = 0; i < n; i++) total += exp((double)logits[picks[i]] - best);
-    for (int i = n / 2 - 1; i >= 0; i--) sink(picks, n, i, logits);
-    while (left > 0 && (left == n || mass < top_p * total)) {      /* the best of what is left goes behind it */
-        int token = picks[0];
-        picks[0] = picks[--left];
-        picks[left] = token;
-        sink(picks, left, 0, logits);
-        mass += exp((double)logits[token] - best);
-    }
-    memmove(picks, picks + left, (size_t)(n - left) * sizeof *picks);
-    return n - left;
-}
-
-int argmax(const float *values, int n) {
-    int best = 0;
-    for (int i = 1; i < n; i++)
-        if (values[i] > values[best]) best = i;
-    return best;
-}
-
-/* The token that follows `history` ([n] ids). `position`: of the row whose logits these are, n - 1: it keys the noise. Changes
- * the logits. */
-static int sample(Sampler *sampler, float *logits, int vocab, const Sampling *sampling, uint64_t session, int position,
-                  const int *history, int n) {
-    penalise_repeats(sampler, logits, history, n, sampling->repeat_penalty);
-    if (!(sampling->temperature > 1e-6f)) return argmax(logits, vocab);
-    float best = logits[argmax(logits, vocab)] / sampling->temperature;
-    for (int i = 0; i < vocab; i++) logits[i] /= sampling->temperature;
-    int kept = sampling->top_k > 0 && sampling->top_k < vocab ? sampling->top_k : vocab;
-    if (kept < vocab) top_k(sampler->picks, logits, vocab, kept);
-    else for (int i = 0; i < vocab; i++) sampler->picks[i] = i;
-    if (sampling->top_p < 1) kept = nucleus(sampler->picks, logits, kept, best, sampling->top_p);
-    double highest = -INFINITY, floor_logit = sampling->min_p > 0 ? best + log(sampling->min_p) : -INFINITY;
-    int choice = -1;
-    for (int i = 0; i < kept; i++) {
-        int token = sampler->picks[i];
-        if (logits[token] < floor_logit || logits[token] + largest_gumbel < highest) continue;
-        double value = logits[token] + gumbel_noise(sampling->seed, session, position, token);
-        if (value > highest || (value == highest && token < choice)) {
-            highest = value;
-            choice = token;
+/* Scores of the drafts of the round's first n blocks, as the rule has them. */
+static void score_drafts(Runner *runner, int n) {
+    const Engine *engine = &runner->engine;
+    const Drafter *drafter = &engine->drafter;
+    const Drafts *drafts = &drafter->state.drafts;
+    const int slots = drafts->slots;
+    if (runner->speculation.verify == VERIFY_DVL)
+        engine->backend->predict_lengths(drafts->survival, drafts->features, n, &drafter->predictor, drafter->state.scratch);
+    for (int i = 0; i < n; i++) {
+        float *survival = drafts->survival + i * slots;
+        if (runner->speculation.verify == VERIFY_FULL) expect_acceptance(survival, runner->owners[i], &runner->speculation, slots);
+        double product = 1;
+        for (int j = 0; j < slots && runner->speculation.verify == VERIFY_CONFIDENCE; j++) {
+            product /= 1 + exp(-drafts->confidence[i * slots + j] / drafter->temperatures[j]);
+            survival[j] = (float)product;
         }
     }
-    return choice >= 0 ? choice : argmax(logits, vocab);
+}
+
+/* Rows for each of the round's first n blocks, which have drafts; `others` rows go to those that have none. */
+static void choose_lengths(Runner *runner, int n, int others) {
+    const Engine *engine = &runner->engine;
+    const Speculation *speculation = &runner->speculation;
+    const Drafts *drafts = &engine->drafter.state.drafts;
+    const int width = speculation->width, slots = drafts->slots, room = engine->state.max_rows - others;
+    double rate, draft = cost_of(&speculation->draft_cost, n);
+    score_drafts(runner, n);
+    int64_t budget = (int64_t)n * width;
+    if (!width) budget = best_budget(runner, drafts->survival, runner->limits, n, others, draft, speculation->verify == VERIFY_CONFIDENCE, &rate);
+    else if (speculation->verify == VERIFY_CONFIDENCE)
+        budget = best_budget(runner, drafts->survival, runner->limits, n, others, 0, true, &rate);
+    if (budget > room || (!width && speculation->stats.rounds < FULL_ROUNDS)) budget = room;
+    bool seeded = speculation->seeded && speculation->verify == VERIFY_DVL;
+    (seeded ? engine->backend->allocate_seeded : engine->backend->allocate)(runner->lengths, drafts->survival, runner->limits, n, slots, (int)budget);
+    for (int i = 0; i < n; i++) {
+        int least = !runner->owners[i]->trying ? 1 : runner->limits[i] < TRY_ROWS ? runner->limits[i] : TRY_ROWS;
+        if (runner->lengths[i] < least && budget + least <= room) runner->lengths[i] = least, budget += least;
+    }
 }
 
 /* =====================================================================================================================
@@ -2502,7 +3283,7 @@ static int sample(Sampler *sampler, float *logits, int vocab, const Sampling *sa
 volatile sig_atomic_t interrupted;
 
 void session_begin(Session *session, Engine *engine) {
-    arrsetcap(session->ids, (size_t)engine->cache.context + 1);
+    arrsetcap(session->ids, (size_t)engine->cache.context + 1 + MAX_BLOCK);     /* drafts are written behind the anchor */
     session->prompt_length = (int)arrlen(session->ids);
     if (session->cached >= session->prompt_length)
         session->cached = session->prompt_length - 1; /* the last row gives the logits */
@@ -2510,6 +3291,8 @@ void session_begin(Session *session, Engine *engine) {
     session->utf8 = (Utf8Stream){0};
     session->emitted = 0;
     session->finish = RUNNING;
+    session->wait = session->backoff = 0;
+    session->tries = session->trying = session->plain = false;
     if (!cache_truncate(&engine->cache, session->slot, session->cached)) {
         fail(&session->error, "the host memory for cached rows is full: raise --host-budget");
         session->finish = FINISH_ERROR;
@@ -2593,47 +3376,110 @@ static void session_stop(Session *session, Finish why) {
     session->finish = why;
 }
 
-/* Fills the runner's rows for one pass: first every session with a single id to run, then prompts, as far as there is room. */
-static int pack_rows(Runner *runner, Session **sessions, int n, int *n_finals) {
-    int n_rows = 0;
-    *n_finals = 0;
-    for (int prefill = 0; prefill < 2; prefill++)
-        for (int i = 0; i < n; i++) {
-            Session *session = sessions[i];
-            int pending = (int)arrlen(session->ids) - session->cached, room = runner->engine.state.max_rows - n_rows;
-            if (!prefill) session->in_pass = 0;
-            if (session->finish != RUNNING || (pending > 1) != prefill || !room) continue;
-            if (!runner->engine.cache.session[session->slot].admitted) continue;
-            int take = session->in_pass = cache_room(&runner->engine.cache, session->slot, pending < room ? pending : room);
-            if (!take) {
-                fail(&session->error, "the session has used up the %d rows it was given", session->cached);
-                session_stop(session, FINISH_ERROR);
-                continue;
-            }
-            for (int j = 0; j < take; j++) {
-                int position = session->cached + j;
-                runner->rows[n_rows++] = (Row){session->slot, position, session->ids[position]};
-            }
-            if (take < pending) continue;
-            runner->finals[*n_finals] = n_rows - 1;
-            runner->owners[(*n_finals)++] = i;
+static bool takes_part(const Runner *runner, const Session *session) {
+    return session->finish == RUNNING && runner->engine.cache.session[session->slot].admitted;
+}
+
+/* Places for rows of the session in the next pass; 0: it has none and ends. */
+static int take_room(Runner *runner, Session *session, int wanted) {
+    int room = cache_room(&runner->engine.cache, session->slot, wanted);
+    if (room) return room;
+    fail(&session->error, "the session has used up the %d rows it was given", session->cached);
+    session_stop(session, FINISH_ERROR);
+    return 0;
+}
+
+static void add_block(Runner *runner, Session *session, int at, int count) {
+    runner->owners[at] = session;
+    runner->blocks[at] = (DraftBlock){.session = session->slot, .position = (int)arrlen(session->ids) - 1, .ids = session->ids, .count = count,
+                                      .sampling = &session->sampling, .stream = session->stream};
+}
+
+/* The blocks of sessions that decode, those with drafts first: drafts them and chooses how many rows each verifies. Returns how many blocks there
+ * are, *drafted of them with drafts. */
+static int begin_blocks(Runner *runner, Session **sessions, int n, int *drafted) {
+    Engine *engine = &runner->engine;
+    Session *decoding[MAX_PASS_ROWS] = {0};
+    int limits[MAX_PASS_ROWS] = {0}, n_decoding = 0, n_blocks = 0;
+    for (int i = 0; i < n; i++) {
+        sessions[i]->in_pass = 0;
+        if (!takes_part(runner, sessions[i]) || arrlen(sessions[i]->ids) - sessions[i]->cached > 1) continue;
+        limits[n_decoding] = block_limit(runner, sessions[i]);
+        decoding[n_decoding++] = sessions[i];
+    }
+    if (engine->drafter.config.architecture && !runner->speculation.width) choose_drafting(runner, decoding, limits, n_decoding);
+    for (int plain = 0; plain < 2; plain++) {
+        for (int i = 0; i < n_decoding; i++) {
+            if ((limits[i] == 1) != plain) continue;
+            runner->limits[n_blocks] = limits[i];
+            add_block(runner, decoding[i], n_blocks++, 1);
         }
+        if (!plain) *drafted = n_blocks;
+    }
+    if (*drafted) {
+        SpeculationStats *stats = &runner->speculation.stats;
+        double start = now();
+        draft_blocks(engine, runner->blocks, *drafted, runner->speculation.accept, runner->speculation.verify == VERIFY_DVL);
+        double ready = now();
+        choose_lengths(runner, *drafted, n_decoding - *drafted);
+        stats->draft_seconds += ready - start;
+        stats->allocate_seconds += now() - ready;
+        stats->blocks += (uint64_t)*drafted;
+    }
+    int kept = 0, kept_drafted = 0;
+    for (int i = 0; i < n_blocks; i++) {
+        int room = take_room(runner, runner->owners[i], i < *drafted ? runner->lengths[i] : 1);
+        runner->blocks[i].count = runner->owners[i]->in_pass = room;
+        kept += room > 0;
+        kept_drafted += room > 0 && i < *drafted;
+    }
+    if (kept == n_blocks) return n_blocks;
+    *drafted = kept_drafted = 0;                    /* a session ended here: its neighbours go on without their drafts this once */
+    for (int i = kept = 0; i < n_blocks; i++) {
+        if (!runner->blocks[i].count) continue;
+        runner->owners[i]->in_pass = 1;
+        add_block(runner, runner->owners[i], kept++, 1);
+    }
+    return kept;
+}
+
+/* Pieces of prompts, as far as there is room behind the blocks' rows. Returns how many rows the pass has; a prompt that ends in it becomes a block
+ * of one row. */
+static int add_prompts(Runner *runner, Session **sessions, int n, int n_rows, int *n_blocks) {
+    int n_finals = n_rows;
+    for (int r = 0; r < n_rows; r++) runner->finals[r] = r;
+    for (int i = 0; i < n; i++) {
+        Session *session = sessions[i];
+        int pending = (int)arrlen(session->ids) - session->cached, room = runner->engine.state.max_rows - n_rows;
+        if (!takes_part(runner, session) || pending == 1 || !room) continue;
+        int take = session->in_pass = take_room(runner, session, pending < room ? pending : room);
+        for (int j = 0; j < take; j++) {
+            int position = session->cached + j;
+            runner->rows[n_rows++] = (Row){session->slot, position, session->ids[position]};
+        }
+        if (!take || take < pending) continue;
+        add_block(runner, session, *n_blocks, 1);
+        runner->blocks[(*n_blocks)++].first = n_finals;
+        runner->finals[n_finals++] = n_rows - 1;
+    }
     return n_rows;
 }
 
 /* One JSON line: what each session that took a token had and got, and what the round did to the hierarchy. */
-static void trace_round(Runner *runner, Session **sessions, int n_rows, int n_finals, double seconds, const CacheStats *before) {
+static void trace_round(Runner *runner, int n_rows, int n_blocks, int drafted, double seconds, const CacheStats *before) {
     FILE *out = runner->trace;
     const Cache *cache = &runner->engine.cache;
     const CacheStats *after = &cache->stats;
+    const Drafts *drafts = &runner->engine.drafter.state.drafts;
     fprintf(out, "{\"round\": %ld, \"rows\": %d, \"seconds\": %.6f, \"sessions\": [", runner->rounds, n_rows, seconds);
-    for (int i = 0; i < n_finals; i++) {
-        const Session *session = sessions[runner->owners[i]];
-        fprintf(out,
-                "%s{\"id\": %" PRIu64 ", \"anchor_pos\": %d, \"proposed\": [], \"accepted\": 0, \"successor\": %d, "
-                "\"frontier\": %d, \"coverage\": %.4f}",
-                i ? ", " : "", session->stream, (int)arrlen(session->ids) - 2, arrlast(session->ids),
-                cache->session[session->slot].committed, cache_coverage(cache, session->slot));
+    for (int i = 0; i < n_blocks; i++) {
+        const Session *session = runner->owners[i];
+        const DraftBlock *block = &runner->blocks[i];
+        fprintf(out, "%s{\"id\": %" PRIu64 ", \"anchor_pos\": %d, \"proposed\": [", i ? ", " : "", session->stream, block->position);
+        for (int j = 0; j < (i < drafted ? drafts->slots : 0); j++) fprintf(out, "%s%d", j ? ", " : "", drafts->tokens[i * drafts->slots + j]);
+        fprintf(out, "], \"verified\": %d, \"accepted\": %d, \"successor\": %d, \"frontier\": %d, \"coverage\": %.4f}", block->count - 1,
+                runner->accepted[i], arrlast(session->ids), cache->session[session->slot].committed,
+                cache_coverage(cache, session->slot));
     }
     PageCensus pages = cache_census(cache);
     fprintf(out, "], \"pages\": {\"free\": %d, \"hot\": %d, \"tail\": %d, \"ready\": %d, \"filling\": %d, \"leaving\": %d}",
@@ -2645,39 +3491,108 @@ static void trace_round(Runner *runner, Session **sessions, int n_rows, int n_fi
             after->staged - before->staged, cache->waiting ? "true" : "false");
 }
 
+/* What a block has won joins its session: the accepted drafts and their successor, or as many of them as the generation still takes. Sets
+ * accepted to the drafts among those. Committed are the anchor's row and the rows of accepted drafts (eq. 7, 8). */
+static void end_block(Runner *runner, int i, bool drafted) {
+    Session *session = runner->owners[i];
+    const DraftBlock *block = &runner->blocks[i];
+    SpeculationStats *stats = &runner->speculation.stats;
+    int verified = block->count - 1, won = runner->accepted[i], taken = 0;
+    if (drafted) {
+        record_acceptance(&session->acceptance, verified, won, 0.9);
+        record_acceptance(&runner->speculation.acceptance, verified, won, 0.98);
+        if (!verified) {                            /* the scores alone said no: that is an outcome too */
+            session->acceptance.tried[0] = session->acceptance.tried[0] * 0.9 + 1;
+            session->acceptance.accepted[0] = session->acceptance.accepted[0] * 0.9
+                                              + (double)runner->engine.drafter.state.drafts.survival[i * runner->engine.drafter.config.slots];
+        }
+        for (int j = 0; j < verified && j <= won; j++) stats->tried[j]++, stats->passed[j] += j < won;
+        stats->verified += (uint64_t)verified;
+        stats->accepted += (uint64_t)won;
+    }
+    for (; taken <= won && session->finish == RUNNING; taken++) {
+        session->accepted = taken < won;
+        accept_token(runner, session, runner->choices[block->first + taken]);
+    }
+    session->accepted = false;
+    runner->accepted[i] = taken - 1;
+    if (session->cached == block->position) session->in_pass = taken;   /* of a block; a prompt's rows are all committed */
+}
+
+/* How far back a drafter sees. */
+static int draft_window(const DraftConfig *config) {
+    int window = 0;
+    for (int i = 0; i < config->backbone.num_hidden_layers; i++) window = larger(window, config->window[i]);
+    return window;
+}
+
+/* Committed rows that a block to come may see enter the draft ring. prompt_ends: ids of the session before this round's tokens. */
+static void feed_drafter(Runner *runner, int n_rows) {
+    Engine *engine = &runner->engine;
+    const Speculation *speculation = &runner->speculation;
+    int n = 0, *indices = runner->indices, window = draft_window(&engine->drafter.config);
+    if (speculation->width == 1) return;
+    for (int r = 0; r < n_rows; r++) {
+        const Row *row = &runner->rows[r];
+        const Session *session = runner->in_slot[row->session];
+        if (row->position >= session->cached || session->wait > FEED_AHEAD) continue;
+        if (session->prompt_length - row->position < window) indices[n++] = r;
+    }
+    draft_feed(engine, runner->rows, indices, n);
+}
+
+static void fail_round(Runner *runner, Session **sessions, int n, int drafted, const Error *error) {
+    for (int i = 0; i < n; i++) {
+        Session *session = sessions[i];
+        session->plain = drafted > 0;               /* it may have been a draft's row: once more, without drafts */
+        if (drafted || session->finish != RUNNING || session->slot != runner->engine.failed_session) continue;
+        session->error = *error;
+        session_stop(session, FINISH_ERROR);
+    }
+}
+
 void run_round(Runner *runner, Session **sessions, int n) {
     Engine *engine = &runner->engine;
+    Speculation *speculation = &runner->speculation;
+    SpeculationStats *stats = &speculation->stats;
     const CacheStats before = engine->cache.stats;
-    double start = now();
+    const double start = now();
     cache_step(&engine->cache);
-    int n_finals, n_rows = pack_rows(runner, sessions, n, &n_finals);
+    int drafted = 0, n_blocks = begin_blocks(runner, sessions, n, &drafted), decoding = n_blocks;
+    int block_rows = engine->backend->pack_blocks(runner->rows, runner->blocks, n_blocks, engine->state.max_rows);
+    int n_rows = add_prompts(runner, sessions, n, block_rows, &n_blocks), n_finals = block_rows + n_blocks - decoding;
     if (!n_rows) return;
+    const double packed = now();
     Error error;
-    bool ok = forward(engine, runner->rows, n_rows, &error) && head(engine, runner->rows, runner->finals, n_finals, &error);
-    if (!ok) {
-        for (int i = 0; i < n; i++)
-            if (sessions[i]->finish == RUNNING && sessions[i]->slot == engine->failed_session) {
-                sessions[i]->error = error;
-                session_stop(sessions[i], FINISH_ERROR);
-            }
-        return;
-    }
+    if (!forward(engine, runner->rows, n_rows, &error) || !head(engine, runner->rows, runner->finals, n_finals, &error))
+        return fail_round(runner, sessions, n, drafted, &error);
+    const double passed = now();
+    engine->backend->accept(runner->choices, runner->accepted, engine->state.logits, engine->config.vocab_size, runner->blocks,
+                            &engine->drafter.state.drafts, n_blocks, speculation->accept, runner->samplers);
+    for (int i = 0; i < n_blocks; i++) end_block(runner, i, i < drafted);
     for (int i = 0; i < n; i++) {
+        sessions[i]->plain = false;
         if (!sessions[i]->in_pass) continue;
         sessions[i]->cached += sessions[i]->in_pass;
         cache_commit(&engine->cache, sessions[i]->slot, sessions[i]->cached);
+        runner->in_slot[sessions[i]->slot] = sessions[i];
     }
-    for (int i = 0; i < n_finals; i++) {
-        Session *session = sessions[runner->owners[i]];
-        int vocab = engine->config.vocab_size, length = (int)arrlen(session->ids);
-        int token = sample(&runner->sampler, engine->state.logits + (size_t)i * (size_t)vocab, vocab, &session->sampling,
-                           session->stream, length - 1, session->ids, length);
-        accept_token(runner, session, token);
+    const double accepted = now();
+    if (engine->drafter.config.architecture) feed_drafter(runner, n_rows);
+    const double end = now();
+    if (n_rows == block_rows) {                     /* a round of decoding alone tells what rounds cost */
+        measure_cost(&speculation->pass_cost, n_rows, accepted - packed, runner->rounds);
+        if (drafted) measure_cost(&speculation->draft_cost, drafted, packed - start + end - accepted, runner->rounds);
     }
-    double seconds = now() - start;
-    runner->seconds += seconds;
+    if (drafted) {
+        stats->rounds++;
+        stats->draft_seconds += end - accepted;
+        stats->verify_seconds += passed - packed;
+        stats->accept_seconds += accepted - passed;
+    } else stats->plain_rounds += block_rows > 0;
+    runner->seconds += end - start;
     runner->rows_run += n_rows;
-    if (runner->trace) trace_round(runner, sessions, n_rows, n_finals, seconds, &before);
+    if (runner->trace) trace_round(runner, n_rows, n_blocks, drafted, end - start, &before);
     runner->rounds++;
 }
 
@@ -2703,20 +3618,28 @@ bool runner_open(Runner *runner, const EngineOptions *options, bool need_tokeniz
         engine_close(&runner->engine);
         return false;
     }
-    size_t rows = (size_t)runner->engine.state.max_rows, vocab = (size_t)runner->engine.config.vocab_size;
-    runner->sampler = (Sampler){allocate_zeroed(vocab, sizeof(int)), allocate_zeroed(vocab, sizeof(bool))};
+    size_t rows = (size_t)runner->engine.state.max_rows, slots = (size_t)runner->engine.cache.sessions;
+    runner->n_samplers = omp_get_max_threads();
+    runner->samplers = allocate_zeroed((size_t)runner->n_samplers, sizeof(Sampler));
+    for (int i = 0; i < runner->n_samplers; i++) runner->samplers[i] = sampler_open(runner->engine.config.vocab_size);
     runner->rows = allocate_zeroed(rows, sizeof(Row));
-    runner->finals = allocate_zeroed(rows, sizeof(int));
-    runner->owners = allocate_zeroed(rows, sizeof(int));
+    int **lists[] = {&runner->finals, &runner->indices, &runner->lengths, &runner->limits, &runner->choices, &runner->accepted};
+    for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) *lists[i] = allocate_zeroed(rows, sizeof(int));
+    runner->blocks = allocate_zeroed(rows, sizeof(DraftBlock));
+    runner->owners = allocate_zeroed(rows, sizeof *runner->owners);
+    runner->in_slot = allocate_zeroed(slots, sizeof *runner->in_slot);
+    runner->sorted = allocate_zeroed(slots * MAX_BLOCK, sizeof(float));
+    const Drafter *drafter = &runner->engine.drafter;
+    runner->speculation.verify = drafter->predictor.layers         ? VERIFY_DVL
+                                 : drafter->config.confidence_head ? VERIFY_CONFIDENCE
+                                                                   : VERIFY_FULL;
     return true;
 }
 
 void runner_close(Runner *runner) {
-    free(runner->sampler.picks);
-    free(runner->sampler.seen);
-    free(runner->rows);
-    free(runner->finals);
-    free(runner->owners);
+    for (int i = 0; i < runner->n_samplers; i++) sampler_close(&runner->samplers[i]);
+    free(runner->samplers), free(runner->rows), free(runner->finals), free(runner->indices), free(runner->lengths), free(runner->limits);
+    free(runner->choices), free(runner->accepted), free(runner->blocks), free(runner->owners), free(runner->in_slot), free(runner->sorted);
     tokenizer_close(runner->tokenizer);
     engine_close(&runner->engine);
 }

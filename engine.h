@@ -421,6 +421,7 @@ typedef struct SessionPages {
     int n_optional;             /* a_r of eq. 4: pages FILLING or READY and not recalled */
     int backed;                 /* pages below it are on the host, as far as looking ahead has come */
     long populated;             /* the round that last lent it a page */
+    int draft_first, draft_end; /* positions whose rows lie in the draft ring; nothing is drafted from any other */
 } SessionPages;
 
 /* A page of a prompt is known by its own ids and the page before it, so equal keys are equal prefixes. */
@@ -492,10 +493,13 @@ typedef struct Cache {
     bool ample;                 /* the pool holds everything at once: nothing will ever be recalled */
     RowFormat format;           /* of kv: MLA latent | rope key, or qwen3's keys | values */
     RowFormat index_format;     /* of index keys */
+    int draft_layers, draft_rows;           /* of the drafter, 0 without one; R_d of eq. 9 */
+    RowFormat draft_format;     /* of a layer's keys | values */
     /* the tiers */
     uint8_t *device;            /* [sources, pages, 64] rows */
     uint8_t *staging;           /* [live_sources, staging_blocks * staging_rows] rows */
     uint8_t *index_keys;        /* [groups, index pages, 64] index keys; always on the device */
+    uint8_t *draft_ring;        /* [draft_layers, sessions, draft_rows] rows: position t of a session at t mod draft_rows (eq. 10) */
     uint8_t *host, *host_index; /* [sources, host pages, 64] rows; [groups, host pages, 64] index keys */
     CacheTables tables;
     PageList device_pages, index_pages, host_pages;
@@ -647,6 +651,149 @@ PageCensus cache_census(const Cache *cache);
 double cache_coverage(const Cache *cache, int session);
 
 /* ---------------------------------------------------------------------------------------------------------------------
+ * Sampling
+ */
+
+typedef struct Sampling {
+    float temperature;          /* 0 or below, or too small to divide by: argmax */
+    float top_p;                /* 1: off; 0: only the best */
+    float min_p;                /* 0: off; keeps tokens at least this likely relative to the best */
+    float repeat_penalty;       /* 1: off */
+    int top_k;                  /* 0: off */
+    uint64_t seed;
+} Sampling;
+
+typedef struct Sampler {        /* scratch of one choice */
+    int *picks;                 /* [vocab_size] tokens that the filters leave */
+    float *weights;             /* [vocab_size] e^(logit - best) */
+    bool *seen;                 /* [vocab_size], all false between calls */
+} Sampler;
+
+/* Takes and gives back the scratch of a vocabulary. */
+Sampler sampler_open(int vocab);
+void sampler_close(Sampler *sampler);
+
+/* The index of the largest of `n` values; of equal ones, the first. */
+int argmax(const float *values, int n);
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Drafters: DFlash, DFlash 2 and DSpark (paper 2.3, 3.4; the spec's drafters.md, 1 to 3)
+ *
+ * A small transformer of Qwen3's kind, run once a round on a block [anchor, MASK, MASK, ...] that stands at the true positions n,
+ * n + 1, ... It attends to its own block and, instead of keys of its own past, to keys and values made from the target's hidden states of
+ * committed rows. What turns the block's hidden states into tokens differs: nothing (DFlash), a walk through the 16 best of each slot
+ * (DFlash 2), a low-rank bias by the token before (DSpark).
+ */
+
+enum {
+    MAX_BLOCK = 32,             /* rows of a draft block */
+    MAX_BLOCK_QUERIES = 1024,   /* of a block and one key/value head */
+    MAX_TAPS = 32,              /* target layers that a feature is made of */
+    CANDIDATES = 16,            /* best tokens of a slot, among which it is drawn */
+    DVL_FEATURES = 2 + CANDIDATES,          /* numbers of a slot that its predictor of lengths looks at */
+    MAX_PREDICTOR_LAYERS = 8, MAX_PREDICTOR_WIDTH = 4096,
+};
+
+typedef struct DraftConfig {
+    Config backbone;            /* a Qwen3's, without its embedding */
+    const char *architecture;   /* as the file spells it, static; NULL: no drafter */
+    int block_size;             /* B: rows of a block, the anchor's among them */
+    int first_slot;             /* 0: row k predicts position n + k + 1 (DeepSpec); 1: row k predicts n + k, and row 0 nothing (z-lab) */
+    int slots;                  /* B - first_slot: tokens drafted a round */
+    int mask_token_id;
+    int target_layer_ids[MAX_TAPS], n_taps;     /* a feature: the residual stream behind each of these layers; -1: the embedding */
+    int *window;                /* [num_hidden_layers] W: rows at distance below W are seen; INT_MAX: all */
+    bool *causal;               /* [num_hidden_layers] inside the block */
+    int conv_kernel_size, conv_group_size;      /* 0: no convolution */
+    int selector_rank;          /* 0: no selector */
+    int markov_rank;            /* 0: no Markov head */
+    bool confidence_head, confidence_head_with_markov;
+    float input_embedding_scale, output_multiplier, final_logit_softcapping;    /* 1, 1, 0 where the file does not say */
+    int draft_vocab_size;       /* of the head: the target's, unless the file brings a smaller one */
+} DraftConfig;
+
+typedef struct DraftLayerWeights {              /* beside the backbone's; only with a convolution */
+    const float *attention_conv, *mlp_conv;     /* [2 sides, taps, hidden] f32, "base_kernel" */
+    Matrix attention_kernel, mlp_kernel;        /* [2 * taps * (hidden / group), hidden], "kernel_projection" */
+} DraftLayerWeights;
+
+typedef struct DraftWeights {
+    Weights backbone;           /* embed_tokens and lm_head are the target's where the file has none */
+    Matrix fc;                  /* [hidden, n_taps * target's hidden] */
+    const float *hidden_norm;   /* [hidden] f32 */
+    DraftLayerWeights *layers;  /* [num_hidden_layers] */
+    Matrix selector_hidden;     /* [selector_rank, hidden] */
+    Matrix predecessor, successor;              /* [vocab, selector_rank], "codebook" */
+    Matrix markov_w1, markov_w2;                /* [vocab, markov_rank], [draft_vocab_size, markov_rank] */
+    Matrix confidence;          /* [1, hidden + markov_rank, or hidden] */
+    float confidence_bias;
+    int *target_ids;            /* [draft_vocab_size] of the target, for each of the draft's ids, from "d2t"; NULL: they are the same */
+} DraftWeights;
+
+typedef struct LengthPredictor {                /* DVL: a small network over a block's features (DScale III-B) */
+    int layers, slots;          /* layers 0: none */
+    Matrix weight[MAX_PREDICTOR_LAYERS];        /* [out, in]; in of the first: slots * DVL_FEATURES; out of the last: slots */
+    const float *bias[MAX_PREDICTOR_LAYERS];    /* [out] f32 */
+} LengthPredictor;
+
+typedef struct DraftBlock {     /* one session's block of a round: drafted, then verified */
+    int session;                /* slot of the cache, and of the ring */
+    int position;               /* n: of the anchor, the newest committed token */
+    int *ids;                   /* the session's, ids[n] the anchor, drafts behind it; what is drafted is written there */
+    int ring_first;             /* the ring has the rows [ring_first, n) */
+    int first, count;           /* verification: its rows among the logits, K_r of them; 1: the anchor alone */
+    const Sampling *sampling;
+    uint64_t stream;            /* which noise the session draws */
+} DraftBlock;
+
+typedef struct Drafts {         /* what a draft pass proposes for each of its blocks, which stand first among those of the round */
+    int slots, blocks;
+    bool one_hot;               /* DFlash: the law of a draft under acceptance by rejection is its best token */
+    int *ids;                   /* [blocks, slots, CANDIDATES] the best tokens of each slot, by unary or Markov logits */
+    float *scores;              /* [blocks, slots, CANDIDATES] what the choice is made by */
+    float *q;                   /* [blocks, slots, CANDIDATES] the law a token was drawn from; accept by rejection only */
+    int *tokens;                /* [blocks, slots] */
+    float *features;            /* [blocks, slots, DVL_FEATURES] */
+    float *confidence;          /* [blocks, slots] logits of the confidence head */
+    float *survival;            /* [blocks, slots] scores for lengths, not increasing */
+} Drafts;
+
+typedef enum AcceptRule { ACCEPT_COUPLED, ACCEPT_REJECTION } AcceptRule;
+
+typedef struct DraftState {     /* activations of a draft pass; [rows] stands for max_rows */
+    int max_rows;               /* max_blocks * block_size, and at least 64 */
+    Row *rows;                  /* [rows] */
+    int *indices;               /* [rows] */
+    float *features;            /* [target's max_rows, n_taps * target's hidden] f32, of the target's pass */
+    float *gathered;            /* [rows, n_taps * target's hidden] f32 */
+    float *hidden, *normed, *branch;            /* [rows, hidden] f32 */
+    float *q, *attended;        /* [rows, heads * head_dim] f32 */
+    float *kv;                  /* [rows, 2 * kv_heads * head_dim] f32 */
+    float *gate, *up;           /* [rows, intermediate_size] f32 */
+    float *delta;               /* [rows, 2 * taps * hidden / group] f32 */
+    float *cosine, *sine, *inverse_frequency;   /* [rows, head_dim / 2] twice, [head_dim / 2] f32 */
+    float *ranks;               /* [rows, selector_rank or markov_rank] f32 */
+    float *bias;                /* [blocks, draft_vocab_size] f32, the Markov head's */
+    float *joined;              /* [blocks, hidden + markov_rank] f32, what the confidence head sees */
+    int max_blocks;             /* of one draft pass */
+    float *scratch;             /* [2, sessions, MAX_PREDICTOR_WIDTH] f32 */
+    DeviceRow *ring_rows;       /* [rows] */
+    Drafts drafts;              /* [sessions] blocks */
+    uint8_t *block;
+    size_t bytes;
+} DraftState;
+
+typedef struct Drafter {
+    Checkpoint checkpoint, predictor_file;
+    DraftConfig config;
+    DraftWeights weights;
+    LengthPredictor predictor;
+    float temperatures[MAX_BLOCK];              /* of the confidence head's logits, 1 where none were fitted */
+    DraftState state;
+    float rope_attention_factor;
+} Drafter;
+
+/* ---------------------------------------------------------------------------------------------------------------------
  * Backend: the operations, at the level a paper would name them
  *
  * x and y are f32 activations, [rows, dim], rows at the stride given where one is given. Every operation computes row r from
@@ -747,6 +894,69 @@ typedef struct Backend {
 
     /* The first row that holds a NaN or an infinity, or -1. */
     int (*first_not_finite)(const float *x, int n_rows, int dim);
+
+    /* y[r] = x[r] * factor for rows of `dim` at their strides: features out of the residual stream; embeddings by their scale. */
+    void (*copy_rows)(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, int dim, float factor);
+
+    /* The local dynamic convolution of DFlash 2 on one side of a sublayer, in place: z[i, c] = sum_t (base[t, c] + delta[i, t,
+     * c / group]) * z[i - t, c] over the taps, inside each block. z: [blocks * block_size, dim]; base: [taps, dim]; delta: rows of
+     * delta_stride values, this side's [taps, dim / group] first. */
+    void (*convolve)(float *z, const float *base, const float *delta, size_t delta_stride, int n_rows, int block_size, int taps,
+                     int group, int dim);
+
+    /* Attention of draft blocks (DFlash): row i of a block, at position n + i, sees the ring's rows of the positions from
+     * max(first, n + i - window + 1) to n - 1, and the rows of its own block: all, or, causal, those up to itself.
+     * q, y: [blocks * block_size, heads, head_dim]; kv: [blocks * block_size, 2 * kv_heads * head_dim], keys | values of the block; ring:
+     * [sessions, ring_rows] rows of this layer. */
+    void (*block_attention)(float *y, const float *q, const float *kv, const uint8_t *ring, const RowFormat *format, int ring_rows,
+                            const DraftBlock *blocks, int n_blocks, int block_size, int window, bool causal, int heads,
+                            int kv_heads, int head_dim, float scale);
+
+    /* Logits of a draft: y = softcap * tanh(multiplier * y / softcap); softcap 0: none. */
+    void (*cap_logits)(float *y, size_t n, float multiplier, float softcap);
+
+    /* The best CANDIDATES of each of n rows of logits, by value and then by lower id, row r at ids + r * stride and values + r * stride.
+     * Where the vocabulary is smaller the last are repeated. */
+    void (*candidates)(int *ids, float *values, size_t stride, const float *logits, int n, int vocab);
+
+    /* What DVL's predictor looks at, DVL_FEATURES numbers of each of n slots at features + r * stride: the best logit; how far ranks 2 to
+     * 16 lie below it (values + r * values_stride: its candidates'); the logarithm of its probability; the distribution's entropy in nats (DScale III-B). */
+    void (*length_features)(float *features, size_t stride, const float *values, size_t values_stride, const float *logits, int n,
+                            int vocab);
+
+    /* scores[i, j]: how probable it is that drafts 0..j of block i are all accepted: sigmoids, then their running minimum (DScale III-B,
+     * the first lines of Algorithm 1). features: [n, slots * DVL_FEATURES]; scores: [n, slots]; scratch: [2, n, MAX_PREDICTOR_WIDTH]. */
+    void (*predict_lengths)(float *scores, const float *features, int n, const LengthPredictor *predictor, float *scratch);
+
+    /* Draws slot `slot` of every block from its candidates, in the way of each block's session, into drafts->tokens. */
+    void (*draw_drafts)(Drafts *drafts, int slot, const DraftBlock *blocks, int n, AcceptRule rule);
+
+    /* The walk of DFlash 2's selector: slot by slot S(a, b) = U(b) + <Pred[a] * e, Succ[b]> over the candidates b, where a is the token
+     * chosen before (first the anchor) and e: [slots, n, rank] the projected hidden state; draws each slot from S, which replaces the
+     * candidates' scores. */
+    void (*select_path)(Drafts *drafts, const float *e, const Matrix *predecessor, const Matrix *successor, const DraftBlock *blocks,
+                        int n, AcceptRule rule);
+
+    /* Divides a budget of `budget` rows among n sessions (DScale, Algorithm 1, without its seed): one row each, then the budget - n
+     * largest scores; of equal ones the earlier draft, then the lower session. scores: [n, slots], no row increasing. limits[i]: rows of
+     * session i at most, at least 1. lengths: [n]. */
+    void (*allocate)(int *lengths, const float *scores, const int *limits, int n, int slots, int budget);
+
+    /* Algorithm 1 as the paper has it: starts from 1 + the rounded sum of each session's scores, then grows or shrinks one row at a
+     * time. The same arguments. */
+    void (*allocate_seeded)(int *lengths, const float *scores, const int *limits, int n, int slots, int budget);
+
+    /* The blocks' rows, count of each, one block behind the other: sets every block's `first`, and rows[first + j] to its row j. Behind them
+     * come inert rows (session -1) up to `capacity`. Returns how many are live. */
+    int (*pack_blocks)(Row *rows, DraftBlock *blocks, int n, int capacity);
+
+    /* Verification of n blocks. Coupled: choices[r] is the target's own token of each row, argmax(logit / T + noise) behind the session's
+     * filters, and accepted[i] is how many drafts of block i equal it from the first on. By rejection: draft j is accepted with
+     * probability min(1, p / q), and the first that is not is replaced by a draw from max(p - q, 0), or all are followed by a draw from p
+     * (Leviathan et al. 2023, algorithm 1). choices: [logit rows], up to row accepted[i] of each block; logits are overwritten.
+     * samplers: one for each thread. */
+    void (*accept)(int *choices, int *accepted, float *logits, int vocab, const DraftBlock *blocks, const Drafts *drafts, int n,
+                   AcceptRule rule, Sampler *samplers);
 } Backend;
 
 extern const Backend c_backend;
@@ -802,6 +1012,7 @@ typedef struct Probe {
 
 typedef struct EngineOptions {
     const char *model;          /* directory */
+    const char *draft;          /* directory of a drafter, or NULL */
     int sessions;               /* slots */
     int context;                /* rows a slot may hold; 0: min(max_position_embeddings, 8192) */
     int index_topk;             /* 0: as config.json says */
@@ -821,6 +1032,7 @@ typedef struct Engine {
     Weights weights;
     Cache cache;
     State state;
+    Drafter drafter;            /* config.architecture NULL: none */
     Probe probe;
     float rope_attention_factor;                    /* on cosine and sine; 1 without yarn */
     float softmax_scale;
@@ -858,29 +1070,16 @@ void prepare_rope(Engine *engine);
  * session and position, where a hidden state stops being finite; the cache then holds nothing new that counts. */
 bool forward(Engine *engine, const Row *rows, int n_rows, Error *error);
 
+/* The rows indices [n] of the pass just made are committed: their features become rows of the draft ring. Rows of one session come in
+ * ascending positions; one that does not follow what the ring has of it starts the ring anew. */
+void draft_feed(Engine *engine, const Row *rows, const int *indices, int n);
+
+/* One draft pass over the blocks of n sessions, which all have drafter.config.slots places behind their anchors: proposals into
+ * drafter.state.drafts and the blocks' ids. features: what the predictor of lengths needs is wanted too. Uses state.logits. */
+void draft_blocks(Engine *engine, DraftBlock *blocks, int n, AcceptRule rule, bool features);
+
 /* state.logits[i] = lm_head of row indices[i] of the pass just made; n <= state.logit_rows. Fails on a logit that is not finite. */
 bool head(Engine *engine, const Row *rows, const int *indices, int n, Error *error);
-
-/* ---------------------------------------------------------------------------------------------------------------------
- * Sampling
- */
-
-typedef struct Sampling {
-    float temperature;          /* 0 or below, or too small to divide by: argmax */
-    float top_p;                /* 1: off; 0: only the best */
-    float min_p;                /* 0: off; keeps tokens at least this likely relative to the best */
-    float repeat_penalty;       /* 1: off */
-    int top_k;                  /* 0: off */
-    uint64_t seed;
-} Sampling;
-
-typedef struct Sampler {        /* scratch of one choice */
-    int *picks;                 /* [vocab_size] */
-    bool *seen;                 /* [vocab_size], all false between calls */
-} Sampler;
-
-/* The index of the largest of `n` values; of equal ones, the first. */
-int argmax(const float *values, int n);
 
 /* ---------------------------------------------------------------------------------------------------------------------
  * Tokenizer (tokenizer.c)
@@ -963,6 +1162,44 @@ int chat_think_close(const Tokenizer *tokenizer);
  * Sessions and rounds
  */
 
+/* How wide a round verifies, and by what. */
+typedef enum VerifyRule {
+    VERIFY_FULL,                /* every session as many rows */
+    VERIFY_DVL,                 /* a budget divided by predicted lengths (DScale) */
+    VERIFY_CONFIDENCE,          /* prefixes by confidence and cost (DSpark's scheduler) */
+    VERIFY_RULES
+} VerifyRule;
+
+extern const char *const verify_rule_names[VERIFY_RULES];           /* as --verify spells them */
+
+enum { COST_BUCKETS = 128 };
+
+typedef struct CostCurve {      /* seconds by size: rows of a target pass, or blocks of a draft pass */
+    double seconds[COST_BUCKETS];           /* 0: not measured yet */
+    long round[COST_BUCKETS], times[COST_BUCKETS];      /* when it was last, and how often */
+} CostCurve;
+
+typedef struct Acceptance {     /* of draft j, given that those before it were accepted; old rounds fade */
+    double tried[MAX_BLOCK], accepted[MAX_BLOCK];
+} Acceptance;
+
+typedef struct SpeculationStats {           /* since the start */
+    uint64_t rounds, plain_rounds;          /* that decoded with drafts, and without any */
+    uint64_t blocks, verified, accepted;    /* drafts passes of sessions; drafts that were verified; and accepted */
+    uint64_t tried[MAX_BLOCK], passed[MAX_BLOCK];       /* draft j was reached by verification; and accepted */
+    double draft_seconds, allocate_seconds, verify_seconds, accept_seconds;     /* of rounds with drafts */
+} SpeculationStats;
+
+typedef struct Speculation {
+    int width;                  /* rows a session verifies a round, the anchor's among them; 0: chosen from what is measured */
+    VerifyRule verify;
+    AcceptRule accept;
+    bool seeded;                /* DVL allocates from the paper's seed */
+    CostCurve pass_cost, draft_cost;
+    Acceptance acceptance;      /* of all sessions: what is expected of a new one */
+    SpeculationStats stats;
+} Speculation;
+
 typedef enum Finish { RUNNING, FINISH_STOP, FINISH_LENGTH, FINISH_CONTEXT, FINISH_INTERRUPTED, FINISH_ERROR } Finish;
 
 typedef struct Session {
@@ -980,6 +1217,11 @@ typedef struct Session {
     Utf8Stream utf8;
     char *text;                 /* stb_ds, what was generated, cut at a stop string */
     size_t emitted;             /* of text: what the reader has seen; the rest might still become a stop string */
+    Acceptance acceptance;
+    int wait, backoff;          /* rounds without drafts: those that are left, and how many there were in this wait */
+    bool tries, trying;         /* after its wait it drafts once, whatever is expected; and that is this round */
+    bool plain;                 /* no drafts in the next round: the last one failed */
+    bool accepted;              /* the token that is being emitted was a draft */
     Finish finish;
     Error error;
     void (*emit)(struct Session *session, const char *text, size_t length);    /* may be NULL */
@@ -989,12 +1231,21 @@ typedef struct Session {
 typedef struct Runner {         /* an engine with everything a round needs */
     Engine engine;
     Tokenizer *tokenizer;       /* NULL: ids only */
-    Sampler sampler;
+    Sampler *samplers;          /* [threads] */
+    Speculation speculation;
     Row *rows;                  /* [max_rows] */
-    int *finals, *owners;       /* [max_rows] rows whose logits are wanted, and whose session they end */
+    int n_samplers;
+    int *finals;                /* [max_rows] rows whose logits are wanted */
+    int *indices;               /* [max_rows] rows that enter the draft ring */
+    DraftBlock *blocks;         /* [max_rows] whose they are; those with drafts first */
+    Session **owners;           /* [max_rows] of the blocks */
+    int *lengths, *limits;      /* [max_rows] rows of each block, and at most */
+    int *choices, *accepted;    /* [max_rows] a token for each row of logits; drafts accepted of each block */
+    Session **in_slot;          /* [sessions] who ran last in each slot of the cache */
+    float *sorted;              /* [sessions, MAX_BLOCK] scratch of a budget */
     FILE *trace;
     long rounds, rows_run, tokens;
-    double seconds;             /* in passes */
+    double seconds;             /* in rounds */
 } Runner;
 
 extern volatile sig_atomic_t interrupted;           /* set by Ctrl-C, cleared by whoever answers it */

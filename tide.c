@@ -46,6 +46,8 @@ typedef struct Options {
     EngineOptions engine;
     const char *prompt, *file, *ids, *decode, *jsonl, *output, *dump, *trace, *system, *session, *positional;
     const char *kv_dtype, *kv_mode, *reclaim, *lookup, *think, *special, *only;  /* only: of options that have one value so far */
+    const char *verify, *accept, *allocate;
+    int width;                  /* 0: auto; -1: not said */
     FILE *trace_file;
     char **stops;               /* stb_ds */
     int n_new;                  /* -1: the command's default */
@@ -56,7 +58,7 @@ typedef struct Options {
     bool seeded, ppl, stats, quiet, resume, chat, help;
 } Options;
 
-typedef enum OptionKind { TEXT, WORD, COUNT, NUMBER, BYTES, SEED, STOP, FLAG } OptionKind;
+typedef enum OptionKind { TEXT, WORD, COUNT, NUMBER, BYTES, SEED, STOP, WIDTH, FLAG } OptionKind;
 
 /* low, high: of a number. words: the values a WORD may have here. later: values the contract knows and this build lacks, which is
  * said in these words ("*": any other). commands: the only ones that can use it, where not all can; given to another it is a
@@ -101,10 +103,11 @@ static const struct OptionSpec {
     {"--kv-budget", BYTES, AT(engine.kv_budget), 1, 1e18},
     {"--index-topk", COUNT, AT(engine.index_topk), 1, MAX_CONTEXT},
     {"--exact", WORD, AT(only), .words = "on", .later = "off"},
-    {"--draft", WORD, AT(only), .words = "none", .later = "*"},
-    {"--accept", WORD, AT(only), .words = "", .later = "*"},
-    {"--verify", WORD, AT(only), .words = "", .later = "*"},
-    {"--width", WORD, AT(only), .words = "", .later = "*"},
+    {"--draft", TEXT, AT(engine.draft)},
+    {"--width", WIDTH, AT(width)},
+    {"--verify", WORD, AT(verify), .words = "full|dvl|confidence"},
+    {"--allocate", WORD, AT(allocate), .words = "select|seeded"},
+    {"--accept", WORD, AT(accept), .words = "coupled|rejection"},
     {"--host-budget", BYTES, AT(engine.host_budget), 1, 1e18},
     {"--hot", COUNT, AT(engine.hot_rows), 1, UINT16_MAX},
     {"--reclaim", WORD, AT(reclaim), .words = "whole|proportional"},
@@ -140,6 +143,10 @@ static const char usage_text[] =
     "                    hot cache; on the host, with spare device memory lent to it\n"
     "  --kv-budget BYTES[K|M|G] --host-budget BYTES[K|M|G]   of the two memories, K 2^10 (default: room for every session)\n"
     "  --hot ROWS        of the hot cache (default 2 x index_topk, at most the context)   --reclaim whole|proportional   --lookup direct|scan\n"
+    "  --draft DIR|none  drafter for speculative decoding (default: the shipped model's own)   --width N|max|auto   rows a session verifies\n"
+    "                    a round, the newest token's among them (default auto: chosen from what is measured)\n"
+    "  --verify full|dvl|confidence   who gets how many: all the same; by predicted lengths; by confidence (default: what the drafter has)\n"
+    "  --allocate select|seeded (of dvl)   --accept coupled|rejection (default coupled: the very text that decoding without drafts gives)\n"
     "  --session FILE    chat, generate: take up the session in FILE where there is one, and write it there at the end\n"
     "  --resume          batch: keep the finished rows of -o and go on after them\n"
     "  --stats --trace FILE.jsonl --quiet\n";
@@ -210,6 +217,13 @@ static bool set_number(const struct OptionSpec *option, void *field, const char 
     return ok;
 }
 
+static bool set_width(int *width, const char *value) {
+    char *end;
+    long number = strtol(value, &end, 10);
+    *width = !strcmp(value, "auto") ? 0 : !strcmp(value, "max") ? INT_MAX : number > 0 && number < INT_MAX && !*end ? (int)number : -1;
+    return *width >= 0 || (usage("--width: found %s, wanted a number of rows, max or auto", value), false);
+}
+
 static bool set_seed(Options *options, const char *value) {
     char *end;
     errno = 0;
@@ -227,6 +241,7 @@ static bool set_option(Options *options, const struct OptionSpec *option, const 
     case TEXT: *(const char **)field = value; return true;
     case WORD: return set_word(option, field, value);
     case SEED: return set_seed(options, value);
+    case WIDTH: return set_width(field, value);
     case STOP:
         if (*value) arrput(options->stops, (char *)value);
         return *value || (usage("--stop wants a text that is not empty"), false);
@@ -299,6 +314,25 @@ static void print_ids(const int *ids, size_t n) {
     putchar('\n');
 }
 
+/* How the drafter is used: what was asked for, else what it has. */
+static bool set_speculation(Speculation *speculation, const Drafter *drafter, const Options *options, Error *error) {
+    const bool asked = options->width >= 0 || options->verify || options->accept || options->allocate;
+    if (!drafter->config.architecture) {
+        if (asked) notice("--width, --verify, --allocate and --accept do not apply without a drafter: --draft DIR names one");
+        return true;
+    }
+    const char *directory = options->engine.draft;
+    speculation->verify = (VerifyRule)word_index("full|dvl|confidence", options->verify, (int)speculation->verify);
+    speculation->accept = (AcceptRule)word_index("coupled|rejection", options->accept, ACCEPT_COUPLED);
+    speculation->seeded = word_index("select|seeded", options->allocate, 0);
+    if (options->width >= 0) speculation->width = options->width < drafter->config.slots + 1 ? options->width : drafter->config.slots + 1;
+    if (speculation->verify == VERIFY_DVL && !drafter->predictor.layers)
+        return fail(error, "%s: --verify dvl wants a predictor of lengths in %s/dvl", directory, directory);
+    if (speculation->verify == VERIFY_CONFIDENCE && !drafter->config.confidence_head)
+        return fail(error, "%s: --verify confidence wants a confidence head, which %s has not here", directory, drafter->config.architecture);
+    return true;
+}
+
 static bool start(Runner *runner, Options *options, bool need_tokenizer, int *status) {
     Error error;
     if (!runner_open(runner, &options->engine, need_tokenizer, options->quiet ? NULL : stderr, &error))
@@ -312,6 +346,10 @@ static bool start(Runner *runner, Options *options, bool need_tokenizer, int *st
         notice("--hot, --host-budget, --reclaim and --lookup do not apply to --kv resident");
     else if (options->engine.kv_mode == MODE_HISPARSE && options->reclaim)
         notice("--reclaim does not apply to --kv hisparse, which lends nothing");
+    if (!set_speculation(&runner->speculation, &runner->engine.drafter, options, &error)) {
+        runner_close(runner);
+        return *status = report(&error), false;
+    }
     if (options->trace && !(runner->trace = options->trace_file = fopen(options->trace, "w"))) {
         fail(&error, "%s: %s", options->trace, strerror(errno));
         runner_close(runner);
@@ -344,10 +382,32 @@ static void print_cache_stats(const Runner *runner) {
             100 * stats->control_seconds / seconds);
 }
 
+/* What drafting brought and what it took. */
+static void print_speculation_stats(const Runner *runner) {
+    const SpeculationStats *stats = &runner->speculation.stats;
+    const CacheStats *cache = &runner->engine.cache.stats;
+    double seconds = stats->draft_seconds + stats->allocate_seconds + stats->verify_seconds + stats->accept_seconds;
+    if (!runner->engine.drafter.config.architecture) return;
+    fprintf(stderr, "tide: %" PRIu64 " rounds with drafts, %" PRIu64 " without; %" PRIu64 " blocks, %.2f of %.2f drafts accepted of each, %.2f rows a token; by place",
+            stats->rounds, stats->plain_rounds, stats->blocks, (double)stats->accepted / fmax((double)stats->blocks, 1),
+            (double)stats->verified / fmax((double)stats->blocks, 1),
+            (double)(stats->verified + stats->blocks) / fmax((double)(stats->accepted + stats->blocks), 1));
+    for (int j = 0; j < runner->engine.drafter.config.slots; j++)
+        fprintf(stderr, " %.0f%%", 100 * (double)stats->passed[j] / fmax((double)stats->tried[j], 1));
+    fprintf(stderr, "\ntide: of these rounds' time draft %.1f%%, allocate %.1f%%, verify %.1f%%, accept %.1f%%", 100 * stats->draft_seconds / fmax(seconds, 1e-9),
+            100 * stats->allocate_seconds / fmax(seconds, 1e-9), 100 * stats->verify_seconds / fmax(seconds, 1e-9),
+            100 * stats->accept_seconds / fmax(seconds, 1e-9));
+    if (cache->picked[TIER_HOST])
+        fprintf(stderr, "; rows that several queries share saved %.1f%% of host fetches",
+                100 - 100 * (double)cache->fetched / (double)cache->picked[TIER_HOST]);
+    fputc('\n', stderr);
+}
+
 static void print_stats(const Runner *runner) {
     fprintf(stderr, "tide: %ld rounds, %ld rows, %ld tokens generated in %.2f s: %.1f rows/s, %.1f tokens/s\n", runner->rounds,
             runner->rows_run, runner->tokens, runner->seconds, (double)runner->rows_run / fmax(runner->seconds, 1e-9),
             (double)runner->tokens / fmax(runner->seconds, 1e-9));
+    print_speculation_stats(runner);
     print_cache_stats(runner);
 }
 
@@ -1153,6 +1213,8 @@ static int command_inspect(Options *options) {
  * conversation as it was.
  */
 
+static const char plain_style[] = "\033[0m";
+
 typedef struct Chat {
     Runner *runner;
     Options *options;
@@ -1161,7 +1223,8 @@ typedef struct Chat {
     int answer_start;           /* ids before the last answer; -1: there is none to regenerate */
     char *system;               /* or NULL */
     bool think, colour;
-    bool grey;                  /* the text being printed is reasoning */
+    bool shades;                /* accepted drafts are shown */
+    const char *style;          /* what the terminal was last told about colours */
     bool leaving, ended;        /* by command; because the input ended */
     bool dumb;                  /* the terminal knows no escape sequences */
     EditLine *editor;           /* NULL: input is not a terminal */
@@ -1363,16 +1426,23 @@ static bool read_message(Chat *chat, char **line) {
     return got;
 }
 
+/* Reasoning is grey until its closing tag has been sampled; accepted drafts are cyan where that was asked for. */
+static const char *text_style(const Chat *chat, const Session *session) {
+    int close = chat_think_close(chat->runner->tokenizer);
+    bool reasoning = chat->colour && chat->think;
+    if (chat->shades && session->accepted) return "\033[36m";
+    for (int i = session->prompt_length; i < arrlen(session->ids); i++) reasoning &= session->ids[i] != close;
+    return reasoning ? "\033[90m" : plain_style;
+}
+
+static void chat_style(Chat *chat, const char *style) {
+    if (strcmp(chat->style, style)) fputs(style, stdout);
+    chat->style = style;
+}
+
 static void chat_emit(Session *session, const char *text, size_t length) {
     Chat *chat = session->user;
-    bool grey = chat->colour && chat->think;
-    if (grey) {                                     /* reasoning is grey until its closing tag has been sampled */
-        int close = chat_think_close(chat->runner->tokenizer);
-        bool reasoning = true;
-        for (int i = session->prompt_length; i < arrlen(session->ids); i++) reasoning &= session->ids[i] != close;
-        if (reasoning != chat->grey) fputs(reasoning ? "\033[90m" : "\033[0m", stdout);
-        chat->grey = reasoning;
-    }
+    chat_style(chat, text_style(chat, session));
     emit_to_stdout(session, text, length);
 }
 
@@ -1391,8 +1461,7 @@ static void chat_answer(Chat *chat) {
     int evaluated = session->prompt_length - session->cached;
     double begin = now();
     run_session(runner, session);
-    if (chat->grey) fputs("\033[0m", stdout);
-    chat->grey = false;
+    chat_style(chat, plain_style);
     putchar('\n');
     fflush(stdout);
     if (ferror(stdout)) chat->leaving = true;       /* main() says why */
@@ -1516,7 +1585,7 @@ static const char chat_help[] =
     "/clear           forget the conversation        /system TEXT   set the system message and start anew\n"
     "/think on|off    reason before answering        /temp T        sampling temperature, 0 is greedy\n"
     "/regen           answer the last message again  /stats         what was computed so far\n"
-    "/kv              where the history lies\n"
+    "/kv              where the history lies         /draft         show accepted drafts in another shade, or no longer\n"
     "/save FILE  /load FILE   the conversation        /quit          leave (so does Ctrl-D)\n"
     "Ctrl-C stops an answer; a second one ends the program. Text pasted over several lines is one message.\n";
 
@@ -1534,6 +1603,15 @@ static void chat_set_temperature(Chat *chat, const char *argument) {
     else chat->session.sampling.temperature = (float)value;
 }
 
+static void chat_toggle_shades(Chat *chat) {
+    if (!chat->runner->engine.drafter.config.architecture) notice("/draft: there is no drafter");
+    else if (!chat->colour) notice("/draft: this terminal has no colours");
+    else {
+        chat->shades = !chat->shades;
+        notice("accepted drafts are shown %s", chat->shades ? "in another shade" : "like the rest");
+    }
+}
+
 static void chat_command(Chat *chat, char *line) {
     for (size_t n = strlen(line); n && isspace((unsigned char)line[n - 1]);) line[--n] = 0;
     char *argument = line + strcspn(line, " \t");
@@ -1547,6 +1625,7 @@ static void chat_command(Chat *chat, char *line) {
     else if (!strcmp(line, "/regen")) chat_regenerate(chat);
     else if (!strcmp(line, "/kv")) print_history(&chat->runner->engine.cache);
     else if (!strcmp(line, "/temp")) chat_set_temperature(chat, argument);
+    else if (!strcmp(line, "/draft")) chat_toggle_shades(chat);
     else if (!strcmp(line, "/stats")) {
         fprintf(stderr, "tide: %d of %d tokens in use\n", (int)arrlen(chat->session.ids), chat->runner->engine.cache.context);
         print_stats(chat->runner);
@@ -1585,6 +1664,7 @@ static int command_chat(Options *options) {
                  .options = options,
                  .answer_start = -1,
                  .think = thinking(options),
+                 .style = plain_style,
                  .colour = colour,
                  .dumb = dumb,
                  .system = options->system ? copy_string(options->system) : NULL};
@@ -1641,19 +1721,19 @@ static char *program_path(char buffer[PATH_MAX]) {
     return buffer;
 }
 
-/* weights/mini beside the program. */
-static const char *shipped_model(char buffer[PATH_MAX]) {
+/* A checkpoint in the folder of the program. */
+static const char *shipped(char buffer[PATH_MAX], const char *name) {
     char program[PATH_MAX];
     char *slash = strrchr(program_path(program), '/');
     if (slash) *slash = 0;
-    return join(buffer, slash ? program : ".", "weights/mini");
+    return join(buffer, slash ? program : ".", name);
 }
 
 static void *checked_malloc(size_t size) { return checked_realloc(NULL, size); }    /* for cJSON */
 
 static int run_command(int argc, char **argv) {
     cJSON_InitHooks(&(cJSON_Hooks){checked_malloc, free});
-    char model[PATH_MAX];
+    char model[PATH_MAX], draft[PATH_MAX];
     if (argc < 2) {
         fputs(usage_text, stderr);
         return EXIT_USAGE;
@@ -1663,7 +1743,7 @@ static int run_command(int argc, char **argv) {
         return EXIT_DONE;
     }
     Options options = {.n_new = -1, .top_k = -1, .temperature = NAN, .top_p = NAN, .min_p = NAN, .repeat_penalty = NAN,
-                       .engine = {.model = shipped_model(model), .sessions = 1}};
+                       .width = -1, .engine = {.model = shipped(model, "weights/mini"), .draft = "", .sessions = 1}};
     int (*run)(Options *) = NULL;
     for (size_t i = 0; i < sizeof commands / sizeof *commands; i++)
         if (!strcmp(commands[i].name, argv[1])) run = commands[i].run;
@@ -1672,6 +1752,9 @@ static int run_command(int argc, char **argv) {
     if (!status && options.help) fputs(usage_text, stdout);
     else if (!status) {
         options.chat |= options.system || options.think;
+        bool ours = options.engine.model == model;  /* its drafter is shipped too */
+        if (!*options.engine.draft) options.engine.draft = ours ? shipped(draft, "weights/draft-dflash2") : "none";
+        if (!strcmp(options.engine.draft, "none")) options.engine.draft = NULL;
         if (!options.seeded && getrandom(&options.seed, sizeof options.seed, 0) != sizeof options.seed)
             options.seed = (uint64_t)time(NULL);
         if (!options.seeded) options.seed >>= 11;   /* 53 bits, so that a drawn seed survives JSON */
