@@ -931,7 +931,9 @@ static size_t index_page_bytes(const Cache *cache) { return (size_t)cache->group
 
 size_t page_image_bytes(const Cache *cache) { return page_bytes(cache) + index_page_bytes(cache); }
 
-/* The device tier: pool, staging, index keys and the tables. */
+size_t ring_bytes(const Cache *cache) { return (size_t)cache->draft_layers * (size_t)cache->draft_rows * cache->draft_format.stride; }
+
+/* The device tier: pool, staging, index keys, draft rings and the tables. */
 static void lay_out_cache(Cache *cache, Arena *arena) {
     CacheTables *tables = &cache->tables;
     size_t sessions = (size_t)cache->sessions, states = sessions * (size_t)cache->groups, hot_rows = (size_t)cache->hot_rows,
@@ -940,7 +942,7 @@ static void lay_out_cache(Cache *cache, Arena *arena) {
     cache->staging = carve(arena, (size_t)(cache->live_sources * cache->staging_blocks), (size_t)cache->staging_rows,
                            cache->format.stride);
     cache->index_keys = carve(arena, (size_t)cache->index_pages.n_pages, index_page_bytes(cache), 1);
-    cache->draft_ring = carve(arena, sessions * (size_t)cache->draft_rows, (size_t)cache->draft_layers, cache->draft_format.stride);
+    cache->draft_ring = carve(arena, sessions, ring_bytes(cache), 1);
     tables->tail_base = carve(arena, sessions, 1, sizeof(int));
     tables->tail = carve(arena, sessions, (size_t)cache->tail_ring, sizeof(DevicePage));
     tables->ready = carve(arena, sessions, context_pages, sizeof(DevicePage));
@@ -1259,6 +1261,14 @@ void print_plan(FILE *out, const Engine *engine) {
                 required_pages(cache), (double)cache->host_bytes / 1e6);
     fprintf(out, "; activations %.1f MB; %s, %d threads\n", (double)engine->state.bytes / 1e6, engine->backend->name,
             omp_get_max_threads());
+    const DraftConfig *draft = &engine->drafter.config;
+    if (draft->architecture) {
+        size_t size = 0;
+        for (size_t i = 0; i < arrlenu(engine->drafter.checkpoint.files); i++) size += engine->drafter.checkpoint.files[i].size;
+        fprintf(out, "tide: %s: %s, %.1f MB of weights, %d drafts a block; a ring of %d rows, %.2f MB of the cache for each session; activations %.1f MB\n",
+                engine->drafter.checkpoint.directory, draft->architecture, (double)size / 1e6, draft->slots, cache->draft_rows,
+                (double)ring_bytes(cache) / 1e6, (double)engine->drafter.state.bytes / 1e6);
+    }
     if (mapped > available)
         fprintf(out, "tide: the weights are more than the %.1f MB of free memory: they will be read from disk again and again\n",
                 (double)available / 1e6);
@@ -2788,14 +2798,17 @@ static bool drafter_plan(Drafter *drafter, const char *directory, const Config *
     return draft_config_read(&drafter->config, directory, target, error) && checkpoint_open(&drafter->checkpoint, directory, error);
 }
 
-static bool drafter_load(Drafter *drafter, const Config *target_config, const Weights *target, Error *error) {
+static bool drafter_bind(Drafter *drafter, const Config *target_config, const Weights *target, Error *error) {
+    return !drafter->config.architecture
+           || (bind_drafter(drafter, target_config, target, error) && bind_predictor(drafter, error) && read_temperatures(drafter, error));
+}
+
+/* What the memory holds from the start. */
+static void drafter_prepare(Drafter *drafter) {
     const Config *backbone = &drafter->config.backbone;
-    if (!drafter->config.architecture) return true;
-    if (!bind_drafter(drafter, target_config, target, error) || !bind_predictor(drafter, error) || !read_temperatures(drafter, error))
-        return false;
+    if (!drafter->config.architecture) return;
     drafter->state.drafts.one_hot = !drafter->config.selector_rank && !drafter->config.markov_rank;
     drafter->rope_attention_factor = rope_frequencies(drafter->state.inverse_frequency, &backbone->rope, backbone->head_dim);
-    return true;
 }
 
 static void drafter_close(Drafter *drafter) {
@@ -3051,11 +3064,17 @@ bool engine_plan(Engine *engine, const EngineOptions *options, Error *error) {
     return ok;
 }
 
+bool engine_bind(Engine *engine, Error *error) {
+    return weights_bind(&engine->weights, &engine->checkpoint, &engine->config, error)
+        && drafter_bind(&engine->drafter, &engine->config, &engine->weights, error);
+}
+
 bool engine_load(Engine *engine, Error *error) {
-    bool ok = check_memory(engine, error) && weights_bind(&engine->weights, &engine->checkpoint, &engine->config, error)
-              && take_memory(engine, error) && drafter_load(&engine->drafter, &engine->config, &engine->weights, error);
-    if (ok) prepare_rope(engine);
-    else engine_close(engine);
+    bool ok = check_memory(engine, error) && engine_bind(engine, error) && take_memory(engine, error);
+    if (ok) {
+        prepare_rope(engine);
+        drafter_prepare(&engine->drafter);
+    } else engine_close(engine);
     return ok;
 }
 

@@ -643,6 +643,9 @@ size_t page_image_bytes(const Cache *cache);
 void cache_read_page(const Cache *cache, int session, int page, uint8_t *image);
 void cache_append_page(Cache *cache, int session, const uint8_t *image, int rows);
 
+/* Bytes of one session's draft ring. */
+size_t ring_bytes(const Cache *cache);
+
 /* Where the pages of the device are. */
 typedef struct PageCensus { int free, hot, tail, ready, filling, leaving; } PageCensus;
 PageCensus cache_census(const Cache *cache);
@@ -1041,6 +1044,9 @@ typedef struct Engine {
 
 /* Reads config.json and the headers of the weights and plans the memory; the sizes are in engine->cache and engine->state. */
 bool engine_plan(Engine *engine, const EngineOptions *options, Error *error);
+
+/* Binds every tensor of the model and of its drafter; reads no weight. */
+bool engine_bind(Engine *engine, Error *error);
 
 /* Refuses a plan that does not fit, binds the weights and takes the planned memory. */
 bool engine_load(Engine *engine, Error *error);

@@ -1184,20 +1184,43 @@ static void print_config(const Config *config) {
            (double)config->top_p, config->top_k, (double)config->min_p, (double)config->repetition_penalty);
 }
 
+static void print_draft_config(const DraftConfig *config) {
+    const Config *backbone = &config->backbone;
+    printf("drafter %s\nnum_hidden_layers %d\nnum_attention_heads %d\nnum_key_value_heads %d\nhead_dim %d\nintermediate_size %d\nblock_size %d\n",
+           config->architecture, backbone->num_hidden_layers, backbone->num_attention_heads, backbone->num_key_value_heads, backbone->head_dim,
+           backbone->intermediate_size, config->block_size);
+    printf("row k of a block predicts position n + k%s\ntarget_layer_ids", config->first_slot ? ", row 0 nothing" : " + 1");
+    for (int i = 0; i < config->n_taps; i++) printf(" %d", config->target_layer_ids[i]);
+    printf("\nwindows");
+    for (int i = 0; i < backbone->num_hidden_layers; i++)
+        if (config->window[i] == INT_MAX) printf(" all%s", config->causal[i] ? " (causal)" : "");
+        else printf(" %d%s", config->window[i], config->causal[i] ? " (causal)" : "");
+    printf("\nmask_token_id %d\nconv_kernel_size %d\nselector_rank %d\nmarkov_rank %d\ndraft_vocab_size %d\n", config->mask_token_id,
+           config->conv_kernel_size, config->selector_rank, config->markov_rank, config->draft_vocab_size);
+}
+
+static void print_tensors(const Checkpoint *checkpoint) {
+    for (size_t i = 0; i < arrlenu(checkpoint->tensors); i++) {
+        const Tensor *tensor = &checkpoint->tensors[i];
+        char shape[128], line[512];
+        snprintf(line, sizeof line, "%-60s %-8s %-20s %12zu bytes", tensor->name, tensor->dtype_name,
+                 shape_text(shape, tensor->rank, tensor->shape), tensor->size);
+        puts(replace_controls(line));
+    }
+}
+
 static int command_inspect(Options *options) {
     Engine engine;
     Error error;
     if (options->slots) options->engine.sessions = options->slots;
     bool ok = engine_plan(&engine, &options->engine, &error);
     if (ok) print_config(&engine.config);
-    for (size_t i = 0; ok && i < arrlenu(engine.checkpoint.tensors); i++) {
-        const Tensor *tensor = &engine.checkpoint.tensors[i];
-        char shape[128], line[512];
-        snprintf(line, sizeof line, "%-60s %-8s %-20s %12zu bytes", tensor->name, tensor->dtype_name,
-                 shape_text(shape, tensor->rank, tensor->shape), tensor->size);
-        puts(replace_controls(line));
+    if (ok) print_tensors(&engine.checkpoint);
+    if (ok && engine.drafter.config.architecture) {
+        print_draft_config(&engine.drafter.config);
+        print_tensors(&engine.drafter.checkpoint);
     }
-    ok = ok && weights_bind(&engine.weights, &engine.checkpoint, &engine.config, &error);
+    ok = ok && engine_bind(&engine, &error);
     if (ok)
         printf("%.1f M parameters in use, %.1f MB\n", (double)engine.weights.parameters / 1e6,
                (double)engine.weights.bytes / 1e6);

@@ -215,8 +215,7 @@ def test_values():
 
 def test_later_issues():
     """What the contract promises for later is refused by a sentence, never as an unknown option."""
-    for option, value in [("--device", "cuda"), ("--draft", "/tmp"), ("--exact", "off"), ("--width", "4"), ("--width", "max"), ("--verify", "dvl"),
-                          ("--accept", "rejection")]:
+    for option, value in [("--device", "cuda"), ("--exact", "off")]:
         refused(2, option + "|this build does not have", "generate", "-m", CHAIN, "-p", "x", option, value)
     for option, value in [("--device", "cpu"), ("--device", "auto"), ("--kv", "resident"), ("--draft", "none"), ("--exact", "on")]:
         equal(generate("-p", "1", "-n", "2", option, value).out, b"23\n", option + " " + value)
@@ -1282,6 +1281,63 @@ def test_memory_used():
     process.returncode = status >> 8
     equal((status >> 8, read(HOME + "/rows.jsonl").count(b"\n")), (3, rows), "a file of many rows")
     check(usage.ru_maxrss < 40000, "a waiting row takes little", usage.ru_maxrss)
+
+
+DFLASH2, DSPARK = os.path.join(ROOT, "weights", "draft-dflash2"), os.path.join(ROOT, "weights", "draft-dspark")
+
+
+def test_draft_refusals():
+    """Every mistake about drafters is one line."""
+    for value in ("0", "-1", "two", "4x", ""):
+        refused(2, "--width", "generate", "-m", CHAIN, "-p", "x", "--width", value)
+    refused(2, "--verify", "generate", "-m", CHAIN, "-p", "x", "--verify", "some")
+    refused(2, "--accept", "generate", "-m", CHAIN, "-p", "x", "--accept", "all")
+    refused(1, "config.json", "generate", "-m", MINI, "-p", "x", "--draft", "/nowhere")
+    refused(1, "config.json", "generate", "-m", CHAIN, "-p", "x", "--draft", DFLASH2)
+    refused(1, "--verify dvl|predictor", "generate", "-m", MINI, "-p", "x", "--draft", DSPARK, "--verify", "dvl")
+    refused(1, "--verify confidence|DFlash2DraftModel", "generate", "-m", MINI, "-p", "x", "--draft", DFLASH2, "--verify", "confidence")
+    result = run("generate", "-m", CHAIN, "-p", "1", "-n", "2", "--width", "4", quiet=False)
+    check(result.code == 0 and result.out == b"23\n" and b"do not apply without a drafter" in result.err, "a width without a drafter", result.err)
+
+
+def test_drafts():
+    """The text with drafts is the text without, whoever drafts and however much is verified."""
+    prompt = ("-m", MINI, "-p", "The king of the", "-n", "40")
+    for sampling in (("--temp", "0"), ("--temp", "0.9", "--top-p", "0.95", "--seed", "7"), ("--temp", "1", "--top-k", "30", "--seed", "8")):
+        wanted = run("generate", *prompt, *sampling, "--draft", "none").out
+        for how in (("--draft", DFLASH2), ("--draft", DFLASH2, "--width", "max", "--verify", "full"), ("--draft", DSPARK, "--width", "3"),
+                    ("--draft", DFLASH2, "--width", "4", "--verify", "dvl", "--allocate", "seeded"), ("--draft", DSPARK, "--width", "max")):
+            equal(run("generate", *prompt, *sampling, *how).out, wanted, "text with " + " ".join(how + sampling))
+    once = [run("generate", *prompt, "--temp", "0.8", "--seed", "3", "--draft", DSPARK, "--accept", "rejection", "--width", "5", "--verify", "full").out for _ in range(2)]
+    check(once[0] == once[1] and once[0], "acceptance by rejection repeats itself where no length hangs on time", *once)
+
+
+def test_draft_reports():
+    trace = os.path.join(HOME, "drafts.jsonl")
+    result = run("generate", "-m", MINI, "--draft", DFLASH2, "-p", "The king of the", "-n", "60", "--temp", "0", "--width", "max", "--trace", trace,
+                 "--stats", quiet=False)
+    rounds = [json.loads(line) for line in read(trace).splitlines()]
+    blocks = [session for entry in rounds for session in entry["sessions"] if session["proposed"]]
+    check(blocks and all(len(b["proposed"]) == 7 for b in blocks), "a block proposes seven tokens", blocks[:1])
+    check(all(0 <= b["accepted"] <= b["verified"] <= 7 for b in blocks), "accepted drafts are among the verified ones")
+    check(any(b["accepted"] for b in blocks), "some draft is accepted")
+    check(all(b["frontier"] == b["anchor_pos"] + 1 + b["accepted"] for b in blocks), "the frontier moves by the anchor and the accepted drafts")
+    equal(sum(s["accepted"] + 1 for entry in rounds for s in entry["sessions"]), 60, "tokens of all rounds")
+    for words in (b"DFlash2DraftModel", b"a ring of 384 rows, 1.18 MB", b"drafts accepted", b"draft ", b"allocate ", b"verify ", b"accept "):
+        check(words in result.err, "plan and statistics say", words, result.err)
+    inspected = run("inspect", "-m", MINI, "--draft", DSPARK)
+    for words in (b"drafter Qwen3DSparkModel", b"markov_head.markov_w1.weight", b"target_layer_ids 2 4 6", b"a ring of 384 rows"):
+        check(inspected.code == 0 and words in inspected.out, "inspect prints", words, inspected.err)
+
+
+def test_draft_batch():
+    prompts = "\n".join(json.dumps({"prompt": text, "n": 24 + i}) for i, text in enumerate(["The king", "Add 4 and 5.", "apt-get", "She was", "A", "Once"] * 3))
+    path = write(os.path.join(HOME, "draft-prompts.jsonl"), prompts)
+    wanted = run("batch", "-m", MINI, path, "--slots", "6", "--temp", "0.7", "--seed", "4", "--draft", "none")
+    for how in (("--draft", DFLASH2), ("--draft", DSPARK, "--verify", "full", "--width", "5"), ("--draft", DFLASH2, "--kv", "hisparse", "--width", "4")):
+        found = run("batch", "-m", MINI, path, "--slots", "6", "--temp", "0.7", "--seed", "4", *how)
+        equal(found.out, wanted.out, "batch with " + " ".join(how))
+    check(wanted.code == 0, "batch runs", wanted.err)
 
 
 def test_mini():

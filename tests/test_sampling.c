@@ -10,12 +10,13 @@ enum { VOCAB = 200, DRAWS = 100000 };
 static Sampler sampler;
 static const Sampling plain = {.temperature = 1, .top_p = 1, .repeat_penalty = 1, .seed = 1234};
 
-/* One choice from a copy of the logits. */
+/* One choice from a copy of the logits. Repeats are looked for in what stands up to the position, which then is that of the last of history. */
 static int draw(const float *logits, int vocab, const Sampling *sampling, uint64_t session, int position, const int *history,
                 int n) {
     static float copy[1 << 17];
     memcpy(copy, logits, (size_t)vocab * sizeof(float));
-    return sample(&sampler, copy, vocab, sampling, session, position, history, n);
+    DraftBlock block = {.sampling = sampling, .stream = session, .ids = (int *)history};
+    return sample(&sampler, copy, vocab, &block, sampling->repeat_penalty == 1 ? position : n - 1);
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -315,7 +316,7 @@ static void test_streams(const char *fixture) {
 }
 
 int main(void) {
-    sampler = (Sampler){allocate_zeroed(1 << 17, sizeof(int)), allocate_zeroed(1 << 17, sizeof(bool))};
+    sampler = sampler_open(1 << 17);
     Sampling top_k = plain, top_p = plain, min_p = plain, hot = plain, all = plain;
     top_k.top_k = 12;
     top_p.top_p = 0.8f;
@@ -340,7 +341,6 @@ int main(void) {
     test_key();
     test_streams("tests/fixtures/qwen3-a");
     test_streams("tests/fixtures/glm_moe_dsa-a");
-    free(sampler.picks);
-    free(sampler.seen);
+    sampler_close(&sampler);
     return check_report();
 }
