@@ -2,6 +2,7 @@
 """Trains the drafters of weights/mini, and the predictor of accepted lengths (DVL).
 
     python3 train_drafters.py prompts                          prompts of all kinds -> build/draft/prompts.npz (needs corpus.xz, facts.json)
+    python3 train_drafters.py heldout                          40 held-out prompts of each reported kind -> heldout.jsonl, for `tide bench`
     python3 train_drafters.py answers                          on the GPU: the target answers -> DATA/answers.npz
     python3 train_drafters.py train SPEC ... [--out DIR]       one run after the other; SPEC is dflash2,layers=3,seconds=295,... or dspark,...
     python3 train_drafters.py dvl DRAFTER_DIR OUT_DIR          fits the predictor on full-width rounds (train does it too, with --dvl NAME)
@@ -116,6 +117,18 @@ def prompts():
                         part=np.array([p[2] for p in out], dtype=np.uint8), temp=np.array([p[3] for p in out], dtype=np.uint8), new=np.array([p[4] for p in out], dtype=np.uint16), kinds=np.array(kinds),
                         stops=np.array([tok.token_to_id(s) for s in STOPS]))
     print(len(out), 'prompts,', len(held), 'of them apart;', sum(len(p[0]) for p in out), 'tokens;', os.path.getsize(BUILD + '/draft/prompts.npz'), 'bytes')
+
+
+def heldout(n=40):
+    """Of each reported kind n prompts that no training saw, evenly from all that were held out: {"kind", "chat", "ids"} a line."""
+    z = dict(np.load(BUILD + '/draft/prompts.npz'))
+    po = np.concatenate([[0], np.cumsum(z['lens'].astype(np.int64))])
+    with open(HERE + '/heldout.jsonl', 'w') as f:
+        for kind in REPORTED:
+            mine = [k for k in np.flatnonzero(z['part'] == HELD) if z['kinds'][z['kind'][k]] == kind]
+            for k in (mine[i * len(mine) // n] for i in range(n)):
+                line = {'kind': kind, 'chat': kind not in ('prose', 'tech'), 'ids': z['ids'][po[k]:po[k + 1]].tolist()}
+                f.write(json.dumps(line, separators=(',', ':')) + '\n')
 
 
 # ---- the target answers
@@ -656,7 +669,7 @@ def golden(folder, log):
     os.makedirs(folder, exist_ok=True)
     chosen = [(str(z['kinds'][z['kind'][k]]), z['ids'][po[k]:po[k + 1]].tolist()) for k in np.flatnonzero(z['part'] == HELD) if 14 <= z['lens'][k] <= 60]
     stops = set(z['stops'].tolist())
-    predictor = load_file(HERE + '/dvl/dvl.safetensors')
+    predictor = load_file(HERE + '/draft-dflash2/dvl/dvl.safetensors')
 
     def forward(ids):
         taps = []
@@ -729,7 +742,7 @@ def golden(folder, log):
 
 def main():
     ap = argparse.ArgumentParser()
-    ap.add_argument('what', nargs='+', help='prompts | answers | train SPEC ... | dvl DRAFTER OUT | report DRAFTER [DVL]')
+    ap.add_argument('what', nargs='+', help='prompts | heldout | answers | train SPEC ... | dvl DRAFTER OUT | report DRAFTER [DVL]')
     ap.add_argument('--data', default=BUILD + '/draft')
     ap.add_argument('--prompts', default=BUILD + '/draft/prompts.npz')
     ap.add_argument('--out', default='')
@@ -752,6 +765,8 @@ def main():
         logfile.flush()
     if args.what[0] == 'prompts':
         return prompts()
+    if args.what[0] == 'heldout':
+        return heldout()
     if args.what[0] == 'answers':
         return answers(args, log)
     if args.what[0] == 'golden':
@@ -771,7 +786,7 @@ def main():
             net = train_one(spec, store, args, log)
             name = dict(x.split('=') for x in spec.split(',')[1:]).get('name', spec.split(',')[0])
             if args.dvl == name:
-                dvl(D_rounded(net), store, args.out + '/dvl', log)
+                dvl(D_rounded(net), store, '%s/%s/dvl' % (args.out, name), log)
     else:
         net = D.load(args.what[1]).to(dev)
         if args.what[0] == 'dvl':
