@@ -1406,8 +1406,8 @@ static int accept_coupled(int *choices, float *logits, int vocab, const DraftBlo
 }
 
 static void accept_drafts(int *choices, int *accepted, float *logits, int vocab, const DraftBlock *blocks, const Drafts *drafts, int n,
-                          AcceptRule rule, Sampler *samplers) {
-#pragma omp parallel for schedule(dynamic) if (n > 1)
+                          AcceptRule rule, Sampler *samplers, int n_samplers) {
+#pragma omp parallel for schedule(dynamic) num_threads(n_samplers) if (n > 1)
     for (int i = 0; i < n; i++) {
         const DraftBlock *block = &blocks[i];
         float *rows = logits + (size_t)block->first * (size_t)vocab;
@@ -1430,20 +1430,25 @@ static void copy_rows(float *y, size_t y_stride, const float *x, size_t x_stride
         for (int j = 0; j < dim; j++) y[(size_t)r * y_stride + (size_t)j] = x[(size_t)r * x_stride + (size_t)j] * factor;
 }
 
-/* The last row first: a row needs those before it as they were. */
+/* The last row of a block first: a row needs those before it as they were. */
 static void convolve(float *z, const float *base, const float *delta, size_t delta_stride, int n_rows, int block_size, int taps,
                      int group, int dim) {
     const size_t width = (size_t)dim, groups = (size_t)(dim / group);
-    for (int r = n_rows - 1; r >= 0; r--) {
-        const float *change = delta + (size_t)r * delta_stride;
-        float *row = z + (size_t)r * width;
-        for (size_t c = 0; c < width; c++) {
-            float sum = 0;
-            for (int t = 0; t < taps && t <= r % block_size; t++)
-                sum += (base[(size_t)t * width + c] + change[(size_t)t * groups + c / (size_t)group]) * row[c - (size_t)t * width];
-            row[c] = sum;
+#pragma omp parallel for if ((size_t)(n_rows * taps) * width > SHARED_WORK)
+    for (int block = 0; block < n_rows / block_size; block++)
+        for (int i = block_size - 1; i >= 0; i--) {
+            const size_t r = (size_t)(block * block_size + i);
+            const float *change = delta + r * delta_stride;
+            for (size_t g = 0; g < groups; g++) {
+                const size_t first = g * (size_t)group;
+                float *row = z + r * width + first;
+                for (int j = 0; j < group; j++) row[j] *= base[first + (size_t)j] + change[g];
+                for (int t = 1; t < taps && t <= i; t++) {
+                    const float *before = row - (size_t)t * width, *kernel = base + (size_t)t * width + first;
+                    for (int j = 0; j < group; j++) row[j] += (kernel[j] + change[(size_t)t * groups + g]) * before[j];
+                }
+            }
         }
-    }
 }
 
 static _Thread_local float query_panel[KEY_TILE * MAX_ROW_WIDTH];
@@ -1513,20 +1518,38 @@ static void cap_logits(float *y, size_t n, float multiplier, float softcap) {
     for (size_t i = 0; i < n; i++) y[i] = softcap > 0 ? softcap * tanhf(y[i] * multiplier / softcap) : y[i] * multiplier;
 }
 
-static void candidates(int *ids, float *values, size_t stride, const float *logits, int n, int vocab) {
+/* Takes logit i among the best so far, sorted: behind those that are not smaller. */
+static void insert_candidate(int *best, const float *row, int count, int i) {
+    int at = count - 1;
+    for (; at > 0 && row[i] > row[best[at - 1]]; at--) best[at] = best[at - 1];
+    best[at] = i;
+}
+
+/* Few of a vocabulary come near the best, so stretches of 64 are passed over by their maximum. */
+static void best_candidates(int *best, const float *row, int vocab) {
     const int count = vocab < CANDIDATES ? vocab : CANDIDATES;
+    for (int i = 0; i < count; i++) insert_candidate(best, row, i + 1, i);
+    for (int first = count, last; first < vocab; first = last) {
+        last = vocab - first < 64 ? vocab : first + 64;
+        f32x8 largest = splat8(-INFINITY);
+        for (int i = first; i + 8 <= last; i += 8) {
+            f32x8 v = load8(row + i);
+            largest = select8(v > largest, v, largest);
+        }
+        bool near = (last - first) % 8 != 0;
+        for (int lane = 0; lane < 8; lane++) near |= largest[lane] > row[best[count - 1]];
+        for (int i = first; i < last && near; i++)
+            if (row[i] > row[best[count - 1]]) insert_candidate(best, row, count, i);
+    }
+    for (int i = count; i < CANDIDATES; i++) best[i] = best[count - 1];
+}
+
+static void candidates(int *ids, float *values, size_t stride, const float *logits, int n, int vocab) {
 #pragma omp parallel for if ((size_t)n * (size_t)vocab > SHARED_WORK)
     for (int r = 0; r < n; r++) {
         const float *row = logits + (size_t)r * (size_t)vocab;
         int *best = ids + (size_t)r * stride;
-        top_k(best, row, vocab, count);
-        for (int i = 1; i < count; i++)             /* insertion, and equal values stay in the order of their ids */
-            for (int j = i; j > 0 && row[best[j]] > row[best[j - 1]]; j--) {
-                int held = best[j];
-                best[j] = best[j - 1];
-                best[j - 1] = held;
-            }
-        for (int i = count; i < CANDIDATES; i++) best[i] = best[count - 1];
+        best_candidates(best, row, vocab);
         for (int i = 0; i < CANDIDATES; i++) values[(size_t)r * stride + (size_t)i] = row[best[i]];
     }
 }

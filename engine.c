@@ -3039,6 +3039,7 @@ void draft_blocks(Engine *engine, DraftBlock *blocks, int n, AcceptRule rule, bo
         Drafts part = drafts_from(&state->drafts, begin);
         for (int i = begin; i < begin + count; i++) {
             const SessionPages *session = &engine->cache.session[blocks[i].session];
+            REQUIRE(session->committed == blocks[i].position && session->draft_end <= session->committed);
             blocks[i].ring_first = session->draft_end == blocks[i].position ? session->draft_first : blocks[i].position;
         }
         run_draft_layers(engine, blocks + begin, count);
@@ -3587,7 +3588,7 @@ void run_round(Runner *runner, Session **sessions, int n) {
         return fail_round(runner, sessions, n, drafted, &error);
     const double passed = now();
     engine->backend->accept(runner->choices, runner->accepted, engine->state.logits, engine->config.vocab_size, runner->blocks,
-                            &engine->drafter.state.drafts, n_blocks, speculation->accept, runner->samplers);
+                            &engine->drafter.state.drafts, n_blocks, speculation->accept, runner->samplers, runner->n_samplers);
     for (int i = 0; i < n_blocks; i++) end_block(runner, i, i < drafted);
     for (int i = 0; i < n; i++) {
         sessions[i]->plain = false;
@@ -3675,6 +3676,8 @@ void runner_close(Runner *runner) {
  *      8 bytes  length of the header, little-endian
  *     header    one JSON object
  *     pages     page_image_bytes() each, as many as `rows` fills or begins
+ *     draft     `draft_rows` rows of the draft ring, the last ones before `rows`: [draft_rows, draft_layers]. Another drafter, or none,
+ *               passes them over
  *      8 bytes  XXH3 of everything before, little-endian
  */
 
@@ -3713,6 +3716,29 @@ static void row_identity(const Engine *engine, char text[128]) {
              kv_dtype_names[engine->cache.format.dtype], engine->config.index_topk);
 }
 
+/* Of one position, in every layer of the drafter. */
+static size_t draft_row_bytes(const Cache *cache) { return (size_t)cache->draft_layers * cache->draft_format.stride; }
+
+/* Which drafter the rows of a ring are of. */
+static void draft_identity(const Engine *engine, char text[128]) {
+    snprintf(text, 128, "%016" PRIx64 ", %s rows", fingerprint(&engine->drafter.checkpoint), kv_dtype_names[engine->cache.draft_format.dtype]);
+}
+
+/* How many rows of the ring go with a session. */
+static int saved_draft_rows(const Cache *cache, const Session *session) {
+    const SessionPages *pages = &cache->session[session->slot];
+    return pages->draft_end == session->cached ? pages->draft_end - pages->draft_first : 0;
+}
+
+/* One position's rows, out of the ring or into it. */
+static void copy_draft_row(const Cache *cache, int session, int position, uint8_t *image, bool into_ring) {
+    const size_t stride = cache->draft_format.stride, at = (size_t)ring_row(cache, session, position).id * stride;
+    for (int l = 0; l < cache->draft_layers; l++, image += stride) {
+        uint8_t *row = layer_ring(cache, l) + at;
+        cache->backend->copy_bytes(into_ring ? row : image, into_ring ? image : row, stride);
+    }
+}
+
 static cJSON *session_header(const Runner *runner, const Session *session, cJSON *extra) {
     char identity[128];
     row_identity(&runner->engine, identity);
@@ -3720,6 +3746,13 @@ static cJSON *session_header(const Runner *runner, const Session *session, cJSON
     cJSON_AddStringToObject(header, "checkpoint", identity);
     cJSON_AddNumberToObject(header, "rows", session->cached);
     cJSON_AddNumberToObject(header, "page_bytes", (double)page_image_bytes(&runner->engine.cache));
+    int draft_rows = saved_draft_rows(&runner->engine.cache, session);
+    if (draft_rows) {
+        draft_identity(&runner->engine, identity);
+        cJSON_AddStringToObject(header, "drafter", identity);
+        cJSON_AddNumberToObject(header, "draft_rows", draft_rows);
+        cJSON_AddNumberToObject(header, "draft_row_bytes", (double)draft_row_bytes(&runner->engine.cache));
+    }
     cJSON_AddNumberToObject(header, "stream", (double)session->stream);
     cJSON_AddNumberToObject(header, "seed", (double)session->sampling.seed);
     cJSON_AddNumberToObject(header, "temperature", (double)session->sampling.temperature);
@@ -3754,6 +3787,12 @@ static void put_session(HashedFile *out, const Runner *runner, const Session *se
         cache_read_page(cache, session->slot, page, image);
         put_bytes(out, image, page_image_bytes(cache));
     }
+    uint8_t *row = allocate_zeroed(draft_row_bytes(cache), 1);
+    for (int t = session->cached - saved_draft_rows(cache, session); t < session->cached && cache->draft_layers && out->ok; t++) {
+        copy_draft_row(cache, session->slot, t, row, false);
+        put_bytes(out, row, draft_row_bytes(cache));
+    }
+    free(row);
     store_u64(number, XXH3_64bits_digest(out->hash));
     put_bytes(out, number, sizeof number);
     free(image);
@@ -3839,12 +3878,14 @@ static bool check_header(const Runner *runner, const cJSON *header, const char *
                 field_failed(&fields, "ids", item, "ids of the vocabulary");
     int rows = read_int(&fields, "rows", 0, n < 0 ? 0 : n, REQUIRED);
     double image = read_number(&fields, "page_bytes", 0, 1e18, REQUIRED);
+    int draft_rows = read_int(&fields, "draft_rows", 0, rows, 0), row_bytes = read_int(&fields, "draft_row_bytes", 0, INT_MAX, 0);
     Session settings;
     read_settings(&settings, &fields);
     if (fields.failed) return false;
     if (n > engine->cache.context)
         return fail(error, "%s: its %d tokens do not fit the context of %d: raise -c", path, n, engine->cache.context);
-    uint64_t wanted = (uint64_t)((rows + PAGE_ROWS - 1) / PAGE_ROWS) * page_image_bytes(&engine->cache);
+    uint64_t wanted = (uint64_t)((rows + PAGE_ROWS - 1) / PAGE_ROWS) * page_image_bytes(&engine->cache)
+                      + (uint64_t)draft_rows * (uint64_t)row_bytes;
     return (image == (double)page_image_bytes(&engine->cache) && page_bytes == wanted)
         || fail(error, "%s: holds %" PRIu64 " bytes of rows, wanted %" PRIu64 " for its %d rows", path, page_bytes, wanted, rows);
 }
@@ -3883,6 +3924,28 @@ cJSON *session_open(const Runner *runner, const char *path, FILE **file, Error *
     return header;
 }
 
+/* The rows of the draft ring behind the pages, where they are of this drafter. */
+static bool restore_ring(Engine *engine, const Session *session, Fields *fields, FILE *file) {
+    Cache *cache = &engine->cache;
+    char identity[128];
+    const cJSON *mark = field(fields, "drafter");
+    int n = read_int(fields, "draft_rows", 0, INT_MAX, 0);
+    size_t bytes = (size_t)read_int(fields, "draft_row_bytes", 0, INT_MAX, 0);
+    if (!engine->drafter.config.architecture || !cJSON_IsString(mark) || bytes != draft_row_bytes(cache) || n > cache->draft_rows) return true;
+    draft_identity(engine, identity);
+    if (strcmp(identity, mark->valuestring)) return true;
+    uint8_t *row = allocate_zeroed(bytes, 1);
+    bool ok = true;
+    for (int t = session->cached - n; t < session->cached && ok; t++) {
+        ok = fread(row, 1, bytes, file) == bytes;
+        if (ok) copy_draft_row(cache, session->slot, t, row, true);
+    }
+    free(row);
+    if (ok) cache->session[session->slot].draft_first = session->cached - n;
+    if (ok) cache->session[session->slot].draft_end = session->cached;
+    return ok;
+}
+
 /* Everything was checked; only reading can still fail, and then the session is empty. */
 bool session_restore(Runner *runner, Session *session, const cJSON *header, FILE *file, const char *path, Error *error) {
     Cache *cache = &runner->engine.cache;
@@ -3904,6 +3967,7 @@ bool session_restore(Runner *runner, Session *session, const cJSON *header, FILE
         session->cached += ok ? n : 0;
     }
     free(image);
+    ok = ok && restore_ring(&runner->engine, session, &fields, file);
     if (ok) return true;
     cache_release(cache, session->slot);
     session->cached = 0;

@@ -957,9 +957,9 @@ typedef struct Backend {
      * filters, and accepted[i] is how many drafts of block i equal it from the first on. By rejection: draft j is accepted with
      * probability min(1, p / q), and the first that is not is replaced by a draw from max(p - q, 0), or all are followed by a draw from p
      * (Leviathan et al. 2023, algorithm 1). choices: [logit rows], up to row accepted[i] of each block; logits are overwritten.
-     * samplers: one for each thread. */
+     * samplers: one for each thread that takes part. */
     void (*accept)(int *choices, int *accepted, float *logits, int vocab, const DraftBlock *blocks, const Drafts *drafts, int n,
-                   AcceptRule rule, Sampler *samplers);
+                   AcceptRule rule, Sampler *samplers, int n_samplers);
 } Backend;
 
 extern const Backend c_backend;

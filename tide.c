@@ -1040,6 +1040,7 @@ static bool eval_perplexity(Runner *runner, const int *ids, Error *error) {
 }
 
 static int command_eval(Options *options) {
+    options->engine.draft = NULL;                   /* nothing is drafted */
     if (count_sources(options) != 1 || options->prompt) return usage("eval wants one of -f FILE and --ids LIST");
     if (!options->dump && !options->ppl) return usage("eval wants --dump OUT.safetensors, --ppl or both");
     if (options->decode && !options->dump) return usage("--decode wants --dump OUT.safetensors");
