@@ -615,6 +615,894 @@ static void test_fixtures_below(const char *root) {
     CHECK(found > 0, "%s has fixtures", root);
 }
 
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Files of drafters, changed
+ */
+
+typedef struct Piece {          /* a tensor to be written */
+    char name[96];
+    const char *dtype;
+    int rank;
+    int64_t shape[4];
+    const void *data;           /* NULL: zeros */
+    size_t size;
+} Piece;
+
+/* The tensors of a checkpoint as pieces (stb_ds), which name its bytes. */
+static Piece *pieces_of(const Checkpoint *checkpoint) {
+    Piece *pieces = NULL;
+    for (size_t i = 0; i < arrlenu(checkpoint->tensors); i++) {
+        const Tensor *tensor = &checkpoint->tensors[i];
+        Piece piece = {.dtype = dtype_names[tensor->dtype], .rank = tensor->rank, .data = tensor->data, .size = tensor->size};
+        snprintf(piece.name, sizeof piece.name, "%s", tensor->name);
+        memcpy(piece.shape, tensor->shape, (size_t)tensor->rank * sizeof *piece.shape);
+        arrput(pieces, piece);
+    }
+    return pieces;
+}
+
+static Piece *find_piece(Piece *pieces, const char *name) {
+    for (size_t i = 0; i < arrlenu(pieces); i++)
+        if (!strcmp(pieces[i].name, name)) return &pieces[i];
+    fprintf(stderr, "no piece %s\n", name);
+    exit(1);
+}
+
+static void remove_piece(Piece *pieces, const char *name) {
+    arrdel(pieces, find_piece(pieces, name) - pieces);
+}
+
+static Piece piece_of(const char *name, const char *dtype, const void *data, int rank, const int64_t *shape) {
+    Piece piece = {.dtype = dtype, .rank = rank, .data = data, .size = dtype_size(dtype_by_name(dtype))};
+    snprintf(piece.name, sizeof piece.name, "%s", name);
+    for (int i = 0; i < rank; i++) piece.size *= (size_t)(piece.shape[i] = shape[i]);
+    return piece;
+}
+
+static void write_pieces(const char *directory, const char *name, const Piece *pieces) {
+    cJSON *header = cJSON_CreateObject();
+    size_t at = 0;
+    for (size_t i = 0; i < arrlenu(pieces); at += pieces[i++].size) {
+        cJSON *entry = cJSON_AddObjectToObject(header, pieces[i].name), *shape = cJSON_AddArrayToObject(entry, "shape"),
+              *offsets = cJSON_AddArrayToObject(entry, "data_offsets");
+        cJSON_AddStringToObject(entry, "dtype", pieces[i].dtype);
+        for (int d = 0; d < pieces[i].rank; d++) cJSON_AddItemToArray(shape, cJSON_CreateNumber((double)pieces[i].shape[d]));
+        cJSON_AddItemToArray(offsets, cJSON_CreateNumber((double)at));
+        cJSON_AddItemToArray(offsets, cJSON_CreateNumber((double)(at + pieces[i].size)));
+    }
+    char *text = cJSON_PrintUnformatted(header), path[PATH_MAX];
+    uint8_t length[8];
+    size_t written = strlen(text), padded = (written + 7) / 8 * 8;
+    store_u64(length, padded);
+    FILE *file = fopen(join(path, directory, name), "wb");
+    bool ok = file && fwrite(length, 1, 8, file) == 8 && fwrite(text, 1, written, file) == written
+              && fwrite("        ", 1, padded - written, file) == padded - written;
+    for (size_t i = 0; ok && i < arrlenu(pieces); i++)
+        ok = pieces[i].data ? fwrite(pieces[i].data, 1, pieces[i].size, file) == pieces[i].size
+                            : !fseek(file, (long)pieces[i].size, SEEK_CUR);         /* a hole */
+    if (!ok || fflush(file) || ftruncate(fileno(file), (off_t)(8 + padded + at)) || fclose(file)) perror(path), exit(1);
+    cJSON_free(text);
+    cJSON_Delete(header);
+}
+
+static cJSON *read_config_json(const char *directory) {
+    char path[PATH_MAX];
+    Error error;
+    cJSON *json = json_read(join(path, directory, "config.json"), MAX_JSON_FILE, &error);
+    if (!json) fprintf(stderr, "%s\n", error.text), exit(1);
+    return json;
+}
+
+/* Sets a key, possibly inside an object ("dflash_config.block_size"), to a JSON value; NULL removes it. */
+static void set_key(cJSON *json, const char *key, const char *value) {
+    const char *dot = strchr(key, '.');
+    if (dot) {
+        char outer[64];
+        snprintf(outer, sizeof outer, "%.*s", (int)(dot - key), key);
+        if (!cJSON_GetObjectItemCaseSensitive(json, outer)) cJSON_AddObjectToObject(json, outer);
+        json = cJSON_GetObjectItemCaseSensitive(json, outer);
+        key = dot + 1;
+    }
+    cJSON_DeleteItemFromObjectCaseSensitive(json, key);
+    cJSON *item = value ? cJSON_Parse(value) : NULL;
+    if (value && !item) fprintf(stderr, "the test's own JSON: %s\n", value), exit(1);
+    if (item) cJSON_AddItemToObject(json, key, item);
+}
+
+static void write_config(const char *directory, cJSON *json) {
+    char *text = cJSON_Print(json);
+    write_text(directory, "config.json", text);
+    cJSON_free(text);
+    cJSON_Delete(json);
+}
+
+/* A failure's message is one line and names the thing. */
+static void check_refused(bool ok, const Error *error, const char *thing, const char *what) {
+    CHECK(!ok, "%s: refused", what);
+    if (!ok) CHECK(strstr(error->text, thing) && !strchr(error->text, '\n'), "%s: wanted \"%s\" in: %s", what, thing, error->text);
+}
+
+/* A copy of a fixture's drafter with one key changed; the caller frees the name. */
+static char *draft_with(const char *fixture, const char *key, const char *value) {
+    char path[PATH_MAX], *directory = copy_checkpoint(join(path, fixture, "draft"));
+    cJSON *json = read_config_json(directory);
+    if (key) set_key(json, key, value);
+    write_config(directory, json);
+    return directory;
+}
+
+/* Whether the fixture's target opens with the drafter in `directory`, which may take long names. */
+static bool opens_with(const char *fixture, const char *directory, Engine *engine, Error *error) {
+    char model[PATH_MAX];
+    return open_drafter(engine, join(model, fixture, "target"), directory, 1, 256, MODE_RESIDENT, KV_F32, error);
+}
+
+static void check_config(const char *fixture, const char *key, const char *value, const char *thing) {
+    Engine engine;
+    Error error;
+    char what[256], *directory = draft_with(fixture, key, value);
+    snprintf(what, sizeof what, "%s with %s %s", fixture + strlen(FIXTURES), key, value ? value : "missing");
+    bool ok = opens_with(fixture, directory, &engine, &error);
+    if (thing) check_refused(ok, &error, thing, what);
+    else CHECK(ok, "%s: %s", what, error.text);
+    if (ok) engine_close(&engine);
+    free(directory);
+}
+
+static void test_configs(void) {
+    const char *dflash = FIXTURES "qwen3-dflash-a", *dflash2 = FIXTURES "qwen3-dflash2-a", *dspark = FIXTURES "qwen3-dspark-a",
+               *glm = FIXTURES "glm_moe_dsa-dspark-a";
+    static const struct { int which; const char *key, *value, *thing; } refusals[] = {
+        {0, "dflash_config.target_layer_ids", NULL, "target_layer_ids: found nothing"},
+        {0, "dflash_config.target_layer_ids", "[]", "target_layer_ids"},
+        {0, "dflash_config.target_layer_ids", "7", "target_layer_ids"},
+        {0, "dflash_config.target_layer_ids", "[0,2,5]", "target_layer_ids: found [0,2,5]"},
+        {0, "dflash_config.target_layer_ids", "[0,2,-2]", "target_layer_ids"},
+        {0, "dflash_config.target_layer_ids", "[0,2,1.5]", "target_layer_ids"},
+        {0, "dflash_config.target_layer_ids", "[0,2,\"3\"]", "target_layer_ids"},
+        {0, "dflash_config.target_layer_ids", "[0,2]", "fc.weight"},
+        {2, "target_layer_ids", NULL, "target_layer_ids"},
+        {2, "target_layer_ids", "[0,1,99]", "target_layer_ids"},
+        {0, "num_target_layers", "4", "num_target_layers: found 4, wanted 5"},
+        {0, "num_target_layers", "\"5\"", "num_target_layers"},
+        {0, "vocab_size", "95", "vocab_size: found 95, wanted 96"},
+        {0, "hidden_size", "32", "hidden_size: found 32, wanted 64"},
+        {0, "architectures", "[\"Eagle3LlamaForCausalLM\"]", "Eagle3LlamaForCausalLM"},
+        {0, "architectures", "[\"DFlashSomething\"]", "DFlashSomething"},
+        {0, "architectures", "[]", "architectures"},
+        {0, "architectures", NULL, "architectures"},
+        {0, "dflash_config.projector_type", "\"domino\"", "projector_type: found \"domino\""},
+        {0, "projector_type", "\"domino\"", "projector_type"},
+        {2, "markov_head_type", "\"gated\"", "markov_head_type: found \"gated\""},
+        {2, "markov_head_type", "\"rnn\"", "markov_head_type: found \"rnn\""},
+        {2, "markov_head_type", "3", "markov_head_type"},
+        {2, "markov_rank", "9", "markov_w1"},
+        {2, "markov_rank", "-1", "markov_rank"},
+        {2, "confidence_head_with_markov", "false", "confidence_head.proj.weight"},
+        {1, "dflash_config.selector_top_k", "8", "selector_top_k: found 8, wanted 16"},
+        {1, "dflash_config.selector_rank", NULL, "selector_rank"},
+        {1, "dflash_config.selector_rank", "16", "candidate_selector."},
+        {1, "dflash_config.conv_group_size", "24", "conv_group_size"},
+        {1, "dflash_config.conv_group_size", "0", "conv_group_size"},
+        {1, "dflash_config.conv_kernel_size", "3", "attention_conv"},
+        {1, "dflash_config.conv_kernel_size", "9", "conv_kernel_size"},
+        {1, "dflash_config.block_size", NULL, "block_size: found nothing"},
+        {1, "dflash_config.block_size", "1", "block_size: found 1"},
+        {1, "dflash_config.block_size", "64", "block_size: found 64"},
+        {0, "block_size", "1", "block_size"},
+        {0, "block_size", "33", "block_size"},
+        {2, "block_size", "64", "block_size"},
+        {2, "block_size", "4.5", "block_size"},
+        {1, "sliding_window", "7", "sliding_window: found 7"},
+        {1, "sliding_window", "0", "sliding_window"},
+        {1, "sliding_window", "null", "sliding_window: found nothing"},
+        {1, "sliding_window", NULL, "sliding_window"},
+        {1, "layer_types", "[\"sliding_attention\"]", "layer_types"},
+        {1, "layer_types", "[\"sliding_attention\",\"linear_attention\"]", "layer_types"},
+        {1, "layer_types", "\"sliding_attention\"", "layer_types"},
+        {1, "is_causal", "\"no\"", "is_causal"},
+        {0, "dflash_config.mask_token_id", NULL, "mask_token_id"},
+        {0, "dflash_config.mask_token_id", "96", "mask_token_id: found 96"},
+        {0, "dflash_config.mask_token_id", "-1", "mask_token_id"},
+        {2, "sample_from_anchor", "\"yes\"", "sample_from_anchor"},
+        {2, "draft_vocab_size", "97", "draft_vocab_size"},
+        {2, "draft_vocab_size", "64", "lm_head.weight"},
+        {0, "head_dim", "31", "head_dim"},
+        {0, "num_key_value_heads", "3", "num_key_value_heads"},
+        {0, "num_hidden_layers", "3", "layer_types"},
+        {0, "num_hidden_layers", "1", "layers.1."},
+        {1, "num_hidden_layers", "1", "layers.1."},
+        {0, "hidden_act", "\"gelu\"", "hidden_act"},
+        {0, "attention_bias", "true", "attention_bias"},
+        {0, "rope_theta", NULL, "rope_theta"},
+        {0, "rope_scaling", "{\"rope_type\":\"llama3\",\"factor\":8}", "rope_type"},
+        {1, "dflash_config.final_logit_softcapping", "-3", "final_logit_softcapping"},
+        {1, "dflash_config.output_multiplier", "\"2\"", "output_multiplier"},
+        {0, "speculators_model_type", "\"eagle3\"", "speculators_model_type: found \"eagle3\""},
+        {0, "speculators_model_type", "\"dflash\"", "transformer_layer_config"},
+    };
+    const char *fixtures[] = {dflash, dflash2, dspark};
+    for (size_t i = 0; i < sizeof refusals / sizeof *refusals; i++)
+        check_config(fixtures[refusals[i].which], refusals[i].key, refusals[i].value, refusals[i].thing);
+    check_config(glm, "num_target_layers", "78", "num_target_layers");
+    /* What files may leave out, or say in another place. */
+    check_config(dflash, "num_target_layers", NULL, NULL);
+    check_config(dflash, "layer_types", NULL, NULL);
+    check_config(dflash, "dflash_config.block_size", "4", NULL);
+    check_config(dflash, "dflash_config.projector_type", "\"dflash\"", NULL);
+    check_config(dflash2, "dflash_config.selector_top_k", NULL, NULL);
+    check_config(dflash2, "dflash_config.conv_group_size", NULL, NULL);
+    check_config(dspark, "markov_head_type", NULL, NULL);
+    check_config(dspark, "confidence_head_with_markov", NULL, NULL);
+    check_config(dspark, "dspark_config.mask_token_id", "94", NULL);
+    check_config(dspark, "architectures", "[\"DSparkDraftModel\"]", NULL);
+
+    /* A config that is no object, and none at all. */
+    Engine engine;
+    Error error;
+    char *directory = draft_with(dflash, NULL, NULL), path[PATH_MAX];
+    write_text(directory, "config.json", "[1, 2]");
+    check_refused(opens_with(dflash, directory, &engine, &error), &error, "config.json", "a list for a config");
+    write_text(directory, "config.json", "{\"architectures\": [\"DFlashDraftModel\"");
+    check_refused(opens_with(dflash, directory, &engine, &error), &error, "config.json", "half a config");
+    unlink(join(path, directory, "config.json"));
+    check_refused(opens_with(dflash, directory, &engine, &error), &error, "config.json", "no config");
+    free(directory);
+    directory = draft_with(dflash, NULL, NULL);
+    unlink(join(path, directory, "model.safetensors"));
+    check_refused(opens_with(dflash, directory, &engine, &error), &error, directory, "no weights");
+    free(directory);
+}
+
+/* What the six configs say. */
+static void test_config_meaning(void) {
+    static const struct { const char *name; int block, first, slots, window, conv, selector, markov, taps[3]; float cap, multiplier, scale; } known[] = {
+        {"qwen3-dflash-a", 8, 1, 7, INT_MAX, 0, 0, 0, {0, 2, 3}, 0, 1, 1},
+        {"qwen3-dflash2-a", 8, 1, 7, 24, 2, 8, 0, {0, 2, 3}, 0, 1, 1},
+        {"qwen3-dspark-a", 5, 0, 5, INT_MAX, 0, 0, 8, {0, 2, 3}, 0, 1, 1},
+        {"glm_moe_dsa-dflash-a", 8, 1, 7, INT_MAX, 0, 0, 0, {0, 1, 3}, 0, 1, 1},
+        {"glm_moe_dsa-dflash2-a", 8, 1, 7, 24, 2, 8, 0, {0, 1, 3}, 20, 1.25f, 0.5f},
+        {"glm_moe_dsa-dspark-a", 5, 0, 5, INT_MAX, 0, 0, 8, {0, 1, 3}, 0, 1, 1},
+    };
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
+        Engine engine;
+        Error error;
+        char fixture[96], path[PATH_MAX];
+        snprintf(fixture, sizeof fixture, FIXTURES "%s", known[i].name);
+        bool ok = opens_with(fixture, join(path, fixture, "draft"), &engine, &error);
+        CHECK(ok, "%s opens: %s", fixture, error.text);
+        if (!ok) continue;
+        const DraftConfig *config = &engine.drafter.config;
+        CHECK(config->block_size == known[i].block && config->first_slot == known[i].first && config->slots == known[i].slots
+                  && config->conv_kernel_size == known[i].conv && config->selector_rank == known[i].selector
+                  && config->markov_rank == known[i].markov && config->confidence_head == (known[i].markov > 0) && config->mask_token_id == 94,
+              "%s: its block and heads", fixture);
+        CHECK(config->n_taps == 3 && !memcmp(config->target_layer_ids, known[i].taps, sizeof known[i].taps), "%s: its taps", fixture);
+        for (int l = 0; l < 2; l++) CHECK(config->window[l] == known[i].window && !config->causal[l], "%s: its windows", fixture);
+        CHECK(config->final_logit_softcapping == known[i].cap && config->output_multiplier == known[i].multiplier
+                  && config->input_embedding_scale == known[i].scale && config->backbone.rope.rope_theta == 500000
+                  && config->backbone.rms_norm_eps == 1e-5f, "%s: its numbers", fixture);
+        CHECK(engine.drafter.state.drafts.one_hot == (strstr(fixture, "dflash-") != NULL), "%s: whether its law is its best token", fixture);
+        engine_close(&engine);
+    }
+}
+
+/* Causality inside the block: said for all layers, or, where DFlash's files do not say, windowed layers are causal. */
+static void test_causality(void) {
+    static const struct { const char *fixture, *key, *value; bool causal; } cases[] = {
+        {FIXTURES "qwen3-dflash-a", NULL, NULL, true},
+        {FIXTURES "qwen3-dflash-a", "is_causal", "false", false},
+        {FIXTURES "qwen3-dflash-a", "dflash_config.causal", "false", false},
+        {FIXTURES "qwen3-dflash-a", "is_causal", "true", true},
+        {FIXTURES "qwen3-dspark-a", NULL, NULL, false},
+        {FIXTURES "qwen3-dspark-a", "is_causal", "true", true},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        Engine engine;
+        Error error;
+        char *directory = draft_with(cases[i].fixture, "layer_types", "[\"sliding_attention\",\"full_attention\"]");
+        cJSON *json = read_config_json(directory);
+        set_key(json, "sliding_window", "24");
+        if (cases[i].key) set_key(json, cases[i].key, cases[i].value);
+        write_config(directory, json);
+        bool ok = opens_with(cases[i].fixture, directory, &engine, &error);
+        CHECK(ok, "a windowed and a full layer: %s", error.text);
+        if (ok) {
+            const DraftConfig *config = &engine.drafter.config;
+            bool everywhere = cases[i].key && cases[i].causal;
+            CHECK(config->window[0] == 24 && config->window[1] == INT_MAX && config->causal[0] == cases[i].causal
+                      && config->causal[1] == everywhere, "case %zu: windows and causality of each layer", i);
+            engine_close(&engine);
+        }
+        free(directory);
+    }
+}
+
+/* ---- tensors */
+
+/* Whether a drafter with these pieces opens (the pieces are freed). */
+static bool opens_with_pieces(const char *fixture, Piece *pieces, Error *error) {
+    char *directory = draft_with(fixture, NULL, NULL);
+    Engine engine;
+    write_pieces(directory, "model.safetensors", pieces);
+    bool ok = opens_with(fixture, directory, &engine, error);
+    if (ok) engine_close(&engine);
+    free(directory);
+    arrfree(pieces);
+    return ok;
+}
+
+/* Every tensor of each kind of drafter: missing, of another shape, of integers. */
+static void test_tensors(const char *fixture) {
+    char path[PATH_MAX], what[256];
+    Checkpoint checkpoint;
+    Error error;
+    if (!checkpoint_open(&checkpoint, join(path, fixture, "draft"), &error)) fprintf(stderr, "%s\n", error.text), exit(1);
+    CHECK(opens_with_pieces(fixture, pieces_of(&checkpoint), &error), "%s, written again: %s", fixture, error.text);
+    for (size_t i = 0; i < arrlenu(checkpoint.tensors); i++) {
+        const char *name = checkpoint.tensors[i].name;
+        for (int spoil = 0; spoil < 3; spoil++) {
+            Piece *pieces = pieces_of(&checkpoint), *piece = find_piece(pieces, name);
+            snprintf(what, sizeof what, "%s: %s %s", fixture + strlen(FIXTURES), name,
+                     spoil == 0 ? "missing" : spoil == 1 ? "of another shape" : "of integers");
+            if (spoil == 0) remove_piece(pieces, name);
+            if (spoil == 1) piece->shape[0]++, piece->size += piece->size / (size_t)(piece->shape[0] - 1), piece->data = NULL;
+            if (spoil == 2) piece->dtype = "I16";
+            /* The target's embedding and head stand in for the drafter's own; without a confidence head nothing is confident. */
+            bool optional = spoil == 0 && (!strcmp(name, "embed_tokens.weight") || !strcmp(name, "lm_head.weight")
+                                           || !strcmp(name, "confidence_head.proj.bias"));
+            bool ok = opens_with_pieces(fixture, pieces, &error);
+            if (optional) CHECK(ok, "%s: %s", what, error.text);
+            else check_refused(ok, &error, !strcmp(name, "confidence_head.proj.weight") && spoil == 0 ? "confidence_head" : name, what);
+        }
+    }
+    static const char *const strangers[] = {"mask_embedding", "layers.0.self_attn.q_proj.bias", "layers.2.input_layernorm.weight",
+                                            "markov_head.gate_proj.weight", "markov_head.joint_proj.weight", "prefix_gru.weight_ih_l0",
+                                            "model.norm.weight", "d2t"};
+    for (size_t i = 0; i < sizeof strangers / sizeof *strangers; i++) {
+        Piece *pieces = pieces_of(&checkpoint), stranger = piece_of(strangers[i], "BF16", NULL, 1, (int64_t[]){64});
+        arrput(pieces, stranger);
+        check_refused(opens_with_pieces(fixture, pieces, &error), &error, strangers[i], strangers[i]);
+    }
+    static const char *const harmless[] = {"verifier_norm.weight", "verifier_lm_head.weight", "t2d"};
+    for (size_t i = 0; i < sizeof harmless / sizeof *harmless; i++) {
+        Piece *pieces = pieces_of(&checkpoint), extra = piece_of(harmless[i], "BF16", NULL, 1, (int64_t[]){64});
+        arrput(pieces, extra);
+        CHECK(opens_with_pieces(fixture, pieces, &error), "%s is not looked at: %s", harmless[i], error.text);
+    }
+    checkpoint_close(&checkpoint);
+}
+
+/* ---- published shapes */
+
+typedef struct Shape { int hidden, inner, layers, heads, kv_heads, dim, vocab, taps, block, selector; } Shape;
+
+/* A checkpoint of that shape in z-lab's layout, all zeros and hardly on the disk. Returns the bytes of its tensors. */
+static size_t write_shape(const char *directory, const Shape *s, int *tensors) {
+    Piece *pieces = NULL;
+    const int64_t h = s->hidden, q = s->heads * s->dim, kv = s->kv_heads * s->dim;
+    size_t bytes = 0;
+#define PUT(name, rank, ...) do { Piece put = piece_of(name, "BF16", NULL, rank, (int64_t[]){__VA_ARGS__}); arrput(pieces, put); } while (0)
+    PUT("fc.weight", 2, h, s->taps * h);
+    PUT("hidden_norm.weight", 1, h);
+    PUT("norm.weight", 1, h);
+    for (int l = 0; l < s->layers; l++) {
+        char name[96];
+#define LAYER(part, rank, ...) do { snprintf(name, sizeof name, "layers.%d.%s", l, part); PUT(name, rank, __VA_ARGS__); } while (0)
+        LAYER("input_layernorm.weight", 1, h);
+        LAYER("post_attention_layernorm.weight", 1, h);
+        LAYER("self_attn.q_proj.weight", 2, q, h);
+        LAYER("self_attn.k_proj.weight", 2, kv, h);
+        LAYER("self_attn.v_proj.weight", 2, kv, h);
+        LAYER("self_attn.o_proj.weight", 2, h, q);
+        LAYER("self_attn.q_norm.weight", 1, s->dim);
+        LAYER("self_attn.k_norm.weight", 1, s->dim);
+        LAYER("mlp.gate_proj.weight", 2, s->inner, h);
+        LAYER("mlp.up_proj.weight", 2, s->inner, h);
+        LAYER("mlp.down_proj.weight", 2, h, s->inner);
+        for (int side = 0; side < 2 && s->selector; side++) {
+            LAYER(side ? "mlp_conv.base_kernel" : "attention_conv.base_kernel", 3, 2, 2, h);
+            LAYER(side ? "mlp_conv.kernel_projection.weight" : "attention_conv.kernel_projection.weight", 2, h / 4, h);
+        }
+    }
+    if (s->selector) {
+        PUT("candidate_selector.hidden_projection.weight", 2, s->selector, h);
+        PUT("candidate_selector.predecessor_codebook", 2, s->vocab, s->selector);
+        PUT("candidate_selector.successor_codebook", 2, s->vocab, s->selector);
+    }
+    *tensors = (int)arrlen(pieces);
+    for (size_t i = 0; i < arrlenu(pieces); i++) bytes += pieces[i].size;
+    write_pieces(directory, "model.safetensors", pieces);
+    arrfree(pieces);
+    return bytes;
+}
+
+/* Binds the drafter in `directory` to a target of that size, of which nothing but the size is there. */
+static bool binds_to(const char *directory, int hidden, int vocab, int layers, Drafter *drafter, Error *error) {
+    Config target = {.family = FAMILY_QWEN3, .hidden_size = hidden, .vocab_size = vocab, .num_hidden_layers = layers};
+    Weights weights = {.embed_tokens = {.rows = vocab, .cols = hidden}, .lm_head = {.rows = vocab, .cols = hidden}};
+    *drafter = (Drafter){0};
+    return drafter_plan(drafter, directory, &target, error) && bind_drafter(drafter, &target, &weights, error);
+}
+
+static void test_published_shapes(void) {
+    Drafter drafter;
+    Error error;
+    int tensors;
+    /* GLM-5.3-DFlash2: 96 tensors of 4,918,848,512 bytes. */
+    char *directory = scratch_directory();
+    write_text(directory, "config.json",
+               "{\"architectures\":[\"DFlash2DraftModel\"],\"model_type\":\"qwen3\",\"hidden_size\":6144,\"intermediate_size\":12288,"
+               "\"num_hidden_layers\":6,\"num_attention_heads\":64,\"num_key_value_heads\":8,\"head_dim\":128,\"vocab_size\":154880,"
+               "\"rms_norm_eps\":1e-5,\"hidden_act\":\"silu\",\"is_causal\":false,\"num_target_layers\":78,\"sliding_window\":2048,"
+               "\"use_sliding_window\":true,\"max_window_layers\":6,\"rope_parameters\":{\"rope_theta\":1e6,\"rope_type\":\"default\"},"
+               "\"layer_types\":[\"sliding_attention\",\"sliding_attention\",\"sliding_attention\",\"sliding_attention\","
+               "\"sliding_attention\",\"sliding_attention\"],\"dflash_config\":{\"block_size\":8,\"conv_group_size\":16,"
+               "\"conv_kernel_size\":2,\"mask_token_id\":154856,\"selector_rank\":256,\"selector_top_k\":16,"
+               "\"target_layer_ids\":[5,19,33,47,61,75]}}");
+    size_t bytes = write_shape(directory, &(Shape){6144, 12288, 6, 64, 8, 128, 154880, 6, 8, 256}, &tensors);
+    bool ok = binds_to(directory, 6144, 154880, 78, &drafter, &error);
+    CHECK(tensors == 96 && bytes == 4918848512, "the shape is the published one: %d tensors of %zu bytes", tensors, bytes);
+    CHECK(ok, "GLM-5.3-DFlash2 binds: %s", error.text);
+    if (ok) CHECK(drafter.weights.backbone.bytes == bytes && drafter.config.slots == 7 && drafter.config.window[5] == 2048, "all of it");
+    /* Its ring at 100,000 rows of context is that of a window: eq. 9 (paper 3.4). */
+    Cache cache = {.context = 100000};
+    shape_ring(&cache, &drafter.config, &(EngineOptions){.kv_dtype = KV_F8});
+    CHECK(cache.draft_rows == 2176, "W 2048, p 64 and K 8 make %d rows", cache.draft_rows);
+    CHECK(cache.draft_format.dtype == KV_BF16, "draft rows are no narrower than bf16");
+    drafter_close(&drafter);
+    free(directory);
+
+    /* Qwen3-4B-DFlash-b16: 58 tensors, block_size at the top, no layer_types. */
+    directory = scratch_directory();
+    write_text(directory, "config.json",
+               "{\"architectures\":[\"DFlashDraftModel\"],\"model_type\":\"qwen3\",\"hidden_size\":2560,\"intermediate_size\":9728,"
+               "\"num_hidden_layers\":5,\"num_attention_heads\":32,\"num_key_value_heads\":8,\"head_dim\":128,\"vocab_size\":151936,"
+               "\"rms_norm_eps\":1e-6,\"rope_theta\":1000000,\"rope_scaling\":null,\"sliding_window\":null,\"num_target_layers\":36,"
+               "\"block_size\":16,\"dflash_config\":{\"mask_token_id\":151669,\"target_layer_ids\":[1,9,17,25,33]}}");
+    write_shape(directory, &(Shape){2560, 9728, 5, 32, 8, 128, 151936, 5, 16, 0}, &tensors);
+    ok = binds_to(directory, 2560, 151936, 36, &drafter, &error);
+    CHECK(tensors == 58, "58 tensors, not %d", tensors);
+    CHECK(ok && drafter.config.slots == 15 && drafter.config.window[0] == INT_MAX && !drafter.config.causal[0], "Qwen3-4B-DFlash-b16 binds: %s",
+          error.text);
+    drafter_close(&drafter);
+    free(directory);
+
+    /* RedHatAI/GLM-5.2-speculator.dspark: no sample_from_anchor, seven tokens of a block of eight: row 0 predicts nothing. */
+    directory = scratch_directory();
+    write_text(directory, "config.json",
+               "{\"architectures\":[\"DSparkDraftModel\"],\"speculators_model_type\":\"dspark\",\"block_size\":8,\"draft_vocab_size\":154880,"
+               "\"mask_token_id\":154856,\"markov_rank\":256,\"markov_head_type\":\"vanilla\",\"aux_hidden_state_layer_ids\":[8,23,39,55,70],"
+               "\"speculators_config\":{\"algorithm\":\"dspark\",\"proposal_methods\":[{\"proposal_type\":\"greedy\",\"speculative_tokens\":7}]},"
+               "\"transformer_layer_config\":{\"hidden_size\":6144,\"intermediate_size\":12288,\"num_hidden_layers\":5,"
+               "\"num_attention_heads\":64,\"num_key_value_heads\":64,\"head_dim\":64,\"vocab_size\":154880,\"rms_norm_eps\":1e-5,"
+               "\"rope_parameters\":{\"rope_theta\":1e6,\"rope_type\":\"default\"}}}");
+    Config target = {.family = FAMILY_GLM_MOE_DSA, .hidden_size = 6144, .vocab_size = 154880, .num_hidden_layers = 78};
+    static const int taps[] = {7, 22, 38, 54, 69};
+    drafter = (Drafter){0};
+    ok = draft_config_read(&drafter.config, directory, &target, &error);
+    CHECK(ok && drafter.config.first_slot == 1 && drafter.config.slots == 7 && !memcmp(drafter.config.target_layer_ids, taps, sizeof taps)
+              && drafter.config.markov_rank == 256 && drafter.config.backbone.num_key_value_heads == 64,
+          "GLM-5.2-speculator.dspark is read: %s", error.text);
+    drafter_close(&drafter);
+    free(directory);
+}
+
+/* ---- speculators' layout */
+
+typedef struct Proposal {       /* of a fixture's first round */
+    int slots, tokens[MAX_BLOCK];
+    float best[MAX_BLOCK];      /* what each was chosen by */
+    int calls;
+    float unary[2 * MAX_BLOCK]; /* the best value of each list of candidates */
+    float hidden[8 * 64];       /* the block's first states */
+    bool causal, reduced;
+    int window;
+} Proposal;
+
+static bool propose(const char *fixture, const char *directory, Proposal *proposal, Error *error) {
+    Engine engine;
+    Checkpoint golden;
+    int ids[512], P;
+    if (!opens_with(fixture, directory, &engine, error)) return false;
+    if (!checkpoint_open(&golden, fixture, error)) fprintf(stderr, "%s\n", error->text), exit(1);
+    P = extent(&golden, "prompt_ids", 0);
+    memcpy(ids, ints(&golden, "prompt_ids"), (size_t)P * sizeof(int));
+    ids[P] = *ints(&golden, "round.anchor_id");
+    checkpoint_close(&golden);
+    watch(&engine);
+    if (!run_prompt(&engine, 0, ids, 0, P, 0, NULL, error)) return engine_close(&engine), false;
+    DraftBlock block = {.position = P, .ids = ids, .sampling = &greedy};
+    draft(&engine, &block, true);
+    const Drafts *drafts = &engine.drafter.state.drafts;
+    *proposal = (Proposal){.slots = drafts->slots, .causal = engine.drafter.config.causal[0], .window = engine.drafter.config.window[0],
+                           .reduced = engine.drafter.weights.target_ids != NULL, .calls = record.calls};
+    memcpy(proposal->tokens, drafts->tokens, (size_t)drafts->slots * sizeof(int));
+    for (int k = 0; k < drafts->slots; k++)
+        for (int c = 0; c < CANDIDATES; c++)
+            if (drafts->ids[k * CANDIDATES + c] == drafts->tokens[k]) proposal->best[k] = drafts->scores[k * CANDIDATES + c];
+    for (int i = 0; i < record.calls; i++) proposal->unary[i] = record.values[i][0];
+    memcpy(proposal->hidden, engine.drafter.state.normed, sizeof proposal->hidden);
+    engine_close(&engine);
+    return true;
+}
+
+/* A fixture's drafter as speculators would have saved it; *json is its config, to be changed and written. */
+static char *as_speculators(const char *fixture, const char *kind, cJSON **json) {
+    char path[PATH_MAX], *directory = copy_checkpoint(join(path, fixture, "draft"));
+    cJSON *original = read_config_json(directory), *inner = cJSON_GetObjectItemCaseSensitive(original, "dflash_config"), *taps;
+    static const char *const flat[] = {"mask_token_id", "block_size", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
+                                       "final_logit_softcapping", "output_multiplier", "input_embedding_scale", "markov_rank",
+                                       "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"};
+    *json = cJSON_CreateObject();
+    cJSON_AddStringToObject(*json, "speculators_model_type", kind);
+    cJSON_AddItemToObject(*json, "architectures", cJSON_Parse(!strcmp(kind, "dspark") ? "[\"DSparkDraftModel\"]" : "[\"DFlash2DraftModel\"]"));
+    taps = cJSON_GetObjectItemCaseSensitive(inner ? inner : original, "target_layer_ids");
+    cJSON *aux = cJSON_AddArrayToObject(*json, "aux_hidden_state_layer_ids"), *tap;
+    cJSON_ArrayForEach(tap, taps) cJSON_AddItemToArray(aux, cJSON_CreateNumber(tap->valuedouble + 1));
+    for (size_t i = 0; i < sizeof flat / sizeof *flat; i++) {
+        const cJSON *item = cJSON_GetObjectItemCaseSensitive(inner, flat[i]);
+        if (!item) item = cJSON_GetObjectItemCaseSensitive(original, flat[i]);
+        if (item) cJSON_AddItemToObject(*json, flat[i], cJSON_Duplicate(item, true));
+    }
+    static const char *const dropped[] = {"dflash_config", "architectures", "num_target_layers", "target_layer_ids", "is_causal", "block_size",
+                                          "mask_token_id", "markov_rank", "markov_head_type", "num_anchors"};
+    cJSON_AddItemToObject(*json, "draft_vocab_size", cJSON_Duplicate(cJSON_GetObjectItemCaseSensitive(original, "vocab_size"), true));
+    for (size_t i = 0; i < sizeof dropped / sizeof *dropped; i++) cJSON_DeleteItemFromObjectCaseSensitive(original, dropped[i]);
+    cJSON_AddItemToObject(*json, "transformer_layer_config", original);
+    return directory;
+}
+
+/* Proposes with a fixture in speculators' layout after up to two changes of its config. */
+static bool propose_as_speculators(const char *fixture, const char *kind, const char *key, const char *value, const char *other,
+                                   const char *other_value, Proposal *proposal, Error *error) {
+    cJSON *json;
+    char *directory = as_speculators(fixture, kind, &json);
+    if (key) set_key(json, key, value);
+    if (other) set_key(json, other, other_value);
+    write_config(directory, json);
+    bool ok = propose(fixture, directory, proposal, error);
+    free(directory);
+    return ok;
+}
+
+static bool same_proposal(const Proposal *a, const Proposal *b) {
+    return a->slots == b->slots && !memcmp(a->tokens, b->tokens, (size_t)a->slots * sizeof(int))
+           && !memcmp(a->best, b->best, (size_t)a->slots * sizeof(float)) && !memcmp(a->hidden, b->hidden, sizeof a->hidden);
+}
+
+static void test_speculators_dspark(const char *fixture) {
+    Proposal original, other;
+    Error error;
+    char path[PATH_MAX];
+    CHECK(propose(fixture, join(path, fixture, "draft"), &original, &error), "%s: %s", fixture, error.text);
+    const char *five = "[{\"proposal_type\":\"greedy\",\"speculative_tokens\":5}]", *four = "[{\"speculative_tokens\":4}]";
+    /* sample_from_anchor is DeepSpec's alignment; without the key the number of tokens tells. */
+    CHECK(propose_as_speculators(fixture, "dspark", "sample_from_anchor", "true", NULL, NULL, &other, &error)
+              && same_proposal(&original, &other), "%s: sample_from_anchor: the same drafts: %s", fixture, error.text);
+    CHECK(propose_as_speculators(fixture, "dspark", "speculators_config.proposal_methods", five, NULL, NULL, &other, &error)
+              && same_proposal(&original, &other), "%s: as many tokens as rows: the same drafts: %s", fixture, error.text);
+    Proposal aligned;
+    CHECK(propose_as_speculators(fixture, "dspark", "sample_from_anchor", "false", NULL, NULL, &aligned, &error), "%s: %s", fixture, error.text);
+    CHECK(aligned.slots == 4 && !memcmp(aligned.hidden, original.hidden, sizeof original.hidden),
+          "%s: without it the block is the same, and its row 0 drafts nothing", fixture);
+    for (int k = 0; k < aligned.slots; k++)
+        CHECK(aligned.unary[2 * k] == original.unary[2 * (k + 1)], "%s: slot %d is row %d before the chain", fixture, k, k + 1);
+    CHECK(propose_as_speculators(fixture, "dspark", "speculators_config.proposal_methods", four, NULL, NULL, &other, &error)
+              && same_proposal(&aligned, &other), "%s: one token less than rows: %s", fixture, error.text);
+    CHECK(propose_as_speculators(fixture, "dspark", NULL, NULL, NULL, NULL, &other, &error) && same_proposal(&aligned, &other),
+          "%s: where nothing is said row 0 drafts nothing: %s", fixture, error.text);
+    /* Tap 0 there is the embedding, which nobody else can spell but as -1. */
+    CHECK(propose_as_speculators(fixture, "dspark", "aux_hidden_state_layer_ids", "[0, 1, 5]", NULL, NULL, &other, &error), "taps from the "
+          "embedding to behind the last layer: %s", error.text);
+    CHECK(!propose_as_speculators(fixture, "dspark", "aux_hidden_state_layer_ids", "[0, 1, 6]", NULL, NULL, &other, &error)
+              && strstr(error.text, "aux_hidden_state_layer_ids"), "a tap behind it: %s", error.text);
+    CHECK(!propose_as_speculators(fixture, "dspark", "aux_hidden_state_layer_ids", NULL, NULL, NULL, &other, &error)
+              && strstr(error.text, "aux_hidden_state_layer_ids"), "no taps: %s", error.text);
+    CHECK(!propose_as_speculators(fixture, "dspark", "markov_head_type", "\"rnn\"", NULL, NULL, &other, &error)
+              && strstr(error.text, "markov_head_type"), "a head that is not there: %s", error.text);
+    CHECK(!propose_as_speculators(fixture, "dspark", "transformer_layer_config.hidden_size", "60", NULL, NULL, &other, &error)
+              && strstr(error.text, "hidden_size"), "another width: %s", error.text);
+    CHECK(!propose_as_speculators(fixture, "dspark", "projector_type", "\"domino\"", NULL, NULL, &other, &error)
+              && strstr(error.text, "projector_type"), "domino: %s", error.text);
+    /* Windows: causal inside the block unless the file says otherwise. */
+    static const char *const types = "[\"sliding_attention\",\"sliding_attention\"]";
+    for (int non_causal = -1; non_causal < 2; non_causal++) {
+        cJSON *json;
+        char *directory = as_speculators(fixture, "dspark", &json);
+        set_key(json, "transformer_layer_config.layer_types", types);
+        set_key(json, "transformer_layer_config.sliding_window", "24");
+        set_key(json, "sample_from_anchor", "true");
+        if (non_causal >= 0) set_key(json, "sliding_window_non_causal", non_causal ? "true" : "false");
+        write_config(directory, json);
+        bool ok = propose(fixture, directory, &other, &error);
+        CHECK(ok && other.window == 24 && other.causal == (non_causal != 1), "sliding_window_non_causal %d: %s", non_causal, error.text);
+        free(directory);
+    }
+}
+
+static void test_speculators_dflash2(const char *fixture) {
+    Proposal original, other;
+    Error error;
+    char path[PATH_MAX];
+    CHECK(propose(fixture, join(path, fixture, "draft"), &original, &error), "%s: %s", fixture, error.text);
+    CHECK(propose_as_speculators(fixture, "dflash2", NULL, NULL, NULL, NULL, &other, &error) && same_proposal(&original, &other),
+          "%s: the same drafts: %s", fixture, error.text);
+    CHECK(propose_as_speculators(fixture, "dflash2", "sliding_window_non_causal", "true", "sample_from_anchor", "false", &other, &error)
+              && same_proposal(&original, &other), "%s: as published: %s", fixture, error.text);
+    CHECK(propose_as_speculators(fixture, "dflash2", "sliding_window_non_causal", "false", NULL, NULL, &other, &error) && other.causal
+              && memcmp(original.hidden, other.hidden, sizeof other.hidden), "%s: a causal block is another one: %s", fixture, error.text);
+}
+
+/* A vocabulary of the draft's own: every second token and the proposed ones, so that the proposals are those of the whole. change: what is
+ * wrong with it. */
+static bool propose_reduced(const char *fixture, const Proposal *original, int change, Proposal *proposal, Error *error) {
+    enum { VOCAB = 96 };
+    cJSON *json;
+    char *directory = as_speculators(fixture, "dspark", &json), path[PATH_MAX], number[16];
+    Checkpoint checkpoint;
+    if (!checkpoint_open(&checkpoint, join(path, fixture, "draft"), error)) fprintf(stderr, "%s\n", error->text), exit(1);
+    uint8_t member[VOCAB];
+    int64_t offsets[VOCAB];
+    int kept = 0;
+    for (int id = 0; id < VOCAB; id++) member[id] = id % 2 == 0 || occurs(original->tokens, original->slots, id);
+    Piece *pieces = pieces_of(&checkpoint);
+    Piece *head = find_piece(pieces, "lm_head.weight"), *bias = find_piece(pieces, "markov_head.markov_w2.weight");
+    size_t head_row = head->size / VOCAB, bias_row = bias->size / VOCAB;
+    char *head_data = allocate_zeroed(1, head->size), *bias_data = allocate_zeroed(1, bias->size);
+    for (int id = 0; id < VOCAB; id++) {
+        if (!member[id]) continue;
+        memcpy(head_data + (size_t)kept * head_row, (const char *)head->data + (size_t)id * head_row, head_row);
+        memcpy(bias_data + (size_t)kept * bias_row, (const char *)bias->data + (size_t)id * bias_row, bias_row);
+        offsets[kept] = id - kept;
+        kept++;
+    }
+    *head = piece_of("lm_head.weight", "BF16", head_data, 2, (int64_t[]){kept, (int64_t)head_row / 2});
+    *bias = piece_of("markov_head.markov_w2.weight", "BF16", bias_data, 2, (int64_t[]){kept, (int64_t)bias_row / 2});
+    if (change == 1) offsets[kept - 1] = VOCAB;
+    if (change == 2) offsets[3] = -4;
+    if (change == 3) offsets[0] = INT64_MIN;
+    Piece d2t = piece_of("d2t", change == 5 ? "F64" : "I64", offsets, 1, (int64_t[]){change == 6 ? kept - 1 : kept}),
+          t2d = piece_of("t2d", "BOOL", member, 1, (int64_t[]){VOCAB});
+    if (change != 4) arrput(pieces, d2t);
+    arrput(pieces, t2d);
+    if (change == 7) remove_piece(pieces, "lm_head.weight");
+    write_pieces(directory, "model.safetensors", pieces);
+    snprintf(number, sizeof number, "%d", kept);
+    set_key(json, "draft_vocab_size", number);
+    set_key(json, "sample_from_anchor", "true");
+    write_config(directory, json);
+    bool ok = propose(fixture, directory, proposal, error);
+    checkpoint_close(&checkpoint);
+    free(head_data), free(bias_data), free(directory);
+    arrfree(pieces);
+    return ok;
+}
+
+static void test_reduced_vocabulary(const char *fixture) {
+    Proposal original, reduced;
+    Error error;
+    char path[PATH_MAX];
+    CHECK(propose(fixture, join(path, fixture, "draft"), &original, &error), "%s: %s", fixture, error.text);
+    bool ok = propose_reduced(fixture, &original, 0, &reduced, &error);
+    CHECK(ok && reduced.reduced && same_proposal(&original, &reduced), "%s: a smaller vocabulary with the best tokens in it: %s", fixture,
+          error.text);
+    static const char *const things[] = {"", "d2t: draft id", "d2t: draft id 3", "d2t: draft id 0", "tensor d2t: found nothing", "d2t: found F64",
+                                         "d2t", "lm_head.weight"};
+    for (int change = 1; change < 8; change++)
+        check_refused(propose_reduced(fixture, &original, change, &reduced, &error), &error, things[change], "a reduced vocabulary that is wrong");
+}
+
+/* ---- what lies beside the weights */
+
+/* A predictor of lengths in a drafter's directory: `layers` matrices from widths[0] to widths[layers]. */
+static void write_predictor(const char *directory, const int *widths, int layers, int without_bias) {
+    char path[PATH_MAX], name[32];
+    Piece *pieces = NULL;
+    for (int l = 0; l < layers; l++) {
+        snprintf(name, sizeof name, "mlp.%d.weight", l);
+        Piece weight = piece_of(name, "F32", NULL, 2, (int64_t[]){widths[l + 1], widths[l]});
+        snprintf(name, sizeof name, "mlp.%d.bias", l);
+        Piece bias = piece_of(name, "F32", NULL, 1, (int64_t[]){widths[l + 1]});
+        arrput(pieces, weight);
+        if (l != without_bias) arrput(pieces, bias);
+    }
+    if (!layers) {
+        Piece other = piece_of("layers.0.weight", "F32", NULL, 1, (int64_t[]){4});
+        arrput(pieces, other);
+    }
+    mkdir(join(path, directory, "dvl"), 0700);
+    write_pieces(path, "dvl.safetensors", pieces);
+    arrfree(pieces);
+}
+
+static void test_companions(void) {
+    const char *fixture = FIXTURES "qwen3-dflash2-a";
+    static const struct { int layers, widths[11], without_bias; const char *thing; } predictors[] = {
+        {2, {126, 10, 7}, -1, NULL},
+        {1, {126, 7}, -1, NULL},
+        {3, {126, 4096, 10, 7}, -1, NULL},
+        {2, {125, 10, 7}, -1, "mlp.0.weight"},
+        {2, {90, 10, 5}, -1, "mlp.0.weight"},
+        {2, {126, 10, 6}, -1, "dvl: found a predictor of 6 lengths, wanted 7"},
+        {2, {126, 10, 8}, -1, "dvl: found a predictor of 8 lengths"},
+        {2, {126, 10, 7}, 0, "mlp.0.bias"},
+        {2, {126, 10, 7}, 1, "mlp.1.bias"},
+        {2, {126, 4097, 7}, -1, "mlp.0.weight"},
+        {2, {126, 0, 7}, -1, "mlp."},
+        {9, {126, 10, 10, 10, 10, 10, 10, 10, 10, 7}, -1, "more than 8 layers"},
+        {0, {0}, -1, "dvl: found a predictor of 0 lengths"},
+    };
+    for (size_t i = 0; i < sizeof predictors / sizeof *predictors; i++) {
+        Engine engine;
+        Error error;
+        char *directory = draft_with(fixture, NULL, NULL), what[64];
+        write_predictor(directory, predictors[i].widths, predictors[i].layers, predictors[i].without_bias);
+        snprintf(what, sizeof what, "predictor %zu", i);
+        bool ok = opens_with(fixture, directory, &engine, &error);
+        if (predictors[i].thing) check_refused(ok, &error, predictors[i].thing, what);
+        else CHECK(ok && engine.drafter.predictor.layers == predictors[i].layers, "%s: %s", what, error.text);
+        if (ok) engine_close(&engine);
+        free(directory);
+    }
+    static const struct { const char *text, *thing; } temperatures[] = {
+        {"{\"temperatures\": [0.5, 1, 2, 1.25, 0.001]}", NULL},
+        {"{\"temperatures\": [0.5, 1, 2, 1.25]}", "temperatures: found [0.5,1,2,1.25], wanted one for each draft"},
+        {"{\"temperatures\": [0.5, 1, 2, 1.25, 1, 1]}", "temperatures"},
+        {"{\"temperatures\": [0.5, 1, 2, 1.25, 0]}", "temperatures"},
+        {"{\"temperatures\": [0.5, 1, 2, 1.25, -1]}", "temperatures: found -1"},
+        {"{\"temperatures\": [0.5, 1, 2, 1.25, 1e30]}", "temperatures"},
+        {"{\"temperatures\": [0.5, 1, 2, 1.25, \"1\"]}", "temperatures: found \"1\""},
+        {"{\"temperatures\": [0.5, 1, 2, 1.25, null]}", "temperatures"},
+        {"{\"temperatures\": 1}", "temperatures: found 1"},
+        {"{}", "temperatures: found nothing"},
+        {"[1, 1, 1, 1, 1]", "temperatures.json"},
+        {"{\"temperatures\": [1, 1,", "temperatures.json"},
+        {"", "temperatures.json"},
+    };
+    fixture = FIXTURES "qwen3-dspark-a";
+    for (size_t i = 0; i < sizeof temperatures / sizeof *temperatures; i++) {
+        Engine engine;
+        Error error;
+        char *directory = draft_with(fixture, NULL, NULL);
+        write_text(directory, "temperatures.json", temperatures[i].text);
+        bool ok = opens_with(fixture, directory, &engine, &error);
+        if (temperatures[i].thing) check_refused(ok, &error, temperatures[i].thing, temperatures[i].text);
+        else CHECK(ok && engine.drafter.temperatures[0] == 0.5f && engine.drafter.temperatures[3] == 1.25f, "temperatures: %s", error.text);
+        if (ok) engine_close(&engine);
+        free(directory);
+    }
+}
+
+/* ---- files spoiled at random */
+
+/* An object of the config at random: itself, or one inside it. */
+static cJSON *random_object(cJSON *json) {
+    cJSON *entry, *object = json;
+    int seen = 1;
+    cJSON_ArrayForEach(entry, json)
+        if (cJSON_IsObject(entry) && random_below(++seen) == 0) object = entry;
+    return object;
+}
+
+static void spoil_config(cJSON *json) {
+    static const char *const values[] = {"null", "true", "false", "0", "-1", "1", "2", "3", "7", "16", "31", "32", "33", "64", "96", "1000", "4096", "65536",
+                                         "16777216", "2147483647", "2147483648", "-2147483648", "1e300", "-1e300", "0.5", "1e-9", "\"\"",
+                                         "\"dspark\"", "\"sliding_attention\"", "[]", "[1]", "[0,1,2]", "[-1,0,4]", "[null]", "[[1]]", "{}",
+                                         "{\"rope_theta\":10000}", "[\"sliding_attention\",\"sliding_attention\"]", "[\"DSparkDraftModel\"]",
+                                         "[\"DFlash2DraftModel\"]", "[\"DFlashDraftModel\"]", "[1e9]", "\"dflash2\""};
+    static const char *const names[] = {"speculators_model_type", "transformer_layer_config", "sample_from_anchor", "draft_vocab_size",
+                                        "aux_hidden_state_layer_ids", "dspark_config", "projector_type", "sliding_window_non_causal",
+                                        "speculators_config", "is_causal", "causal", "final_logit_softcapping", "output_multiplier",
+                                        "input_embedding_scale", "rope_scaling", "quantization_config", "sliding_window", "layer_types"};
+    const int n_values = sizeof values / sizeof *values;
+    for (int changes = 1 + random_below(3); changes > 0; changes--) {
+        cJSON *object = random_object(json);
+        int size = cJSON_GetArraySize(object), pick = size ? random_below(size) : 0;
+        const cJSON *entry = cJSON_GetArrayItem(object, pick);
+        char key[64];
+        snprintf(key, sizeof key, "%s", !entry || random_below(5) == 0 ? names[random_below(sizeof names / sizeof *names)] : entry->string);
+        cJSON_DeleteItemFromObjectCaseSensitive(object, key);
+        if (random_below(6)) cJSON_AddItemToObject(object, key, cJSON_Parse(values[random_below(n_values)]));
+    }
+}
+
+/* What is accepted has to work: a short prompt and a draft pass. */
+static void exercise(Engine *engine) {
+    int ids[8 + MAX_BLOCK] = {5, 17, 40, 3, 81};
+    Error error;
+    CHECK(run_prompt(engine, 0, ids, 0, 4, 0, NULL, &error), "a prompt: %s", error.text);
+    DraftBlock block = {.position = 4, .ids = ids, .sampling = &greedy};
+    draft_blocks(engine, &block, 1, ACCEPT_COUPLED, true);
+    bool inside = true;
+    for (int k = 0; k < engine->drafter.config.slots; k++) inside &= ids[5 + k] >= 0 && ids[5 + k] < engine->config.vocab_size;
+    CHECK(inside, "drafts are tokens of the target");
+}
+
+/* One spoiled drafter: it is refused in one line, or drafts. Returns whether it was accepted. */
+static bool survive(const char *fixture, const char *directory, int trial) {
+    char model[PATH_MAX];
+    EngineOptions options = {.model = join(model, fixture, "target"), .draft = directory, .sessions = 1, .context = 64, .kv_mode = MODE_RESIDENT,
+                             .kv_dtype = KV_F32};
+    Engine engine;
+    Error error;
+    bool ok = engine_plan(&engine, &options, &error);
+    if (ok && engine.drafter.state.bytes + engine.cache.bytes > (size_t)1 << 30) return engine_close(&engine), false;
+    ok = ok && engine_load(&engine, &error);
+    if (!ok) CHECK(*error.text && !strchr(error.text, '\n'), "trial %d: refused in one line: %s", trial, error.text);
+    if (!ok) return false;
+    exercise(&engine);
+    engine_close(&engine);
+    return true;
+}
+
+static void test_spoiled_files(void) {
+    static const char *const fixtures[] = {FIXTURES "qwen3-dflash-a", FIXTURES "qwen3-dflash2-a", FIXTURES "qwen3-dspark-a"};
+    int accepted = 0, tried = 0;
+    random_state = 5;
+    for (int f = 0; f < 4; f++) {
+        const char *fixture = fixtures[f < 3 ? f : 2];
+        cJSON *json, *copy;
+        char *directory;
+        if (f < 3) {
+            directory = draft_with(fixture, NULL, NULL);
+            json = read_config_json(directory);
+        } else directory = as_speculators(fixture, "dspark", &json);
+        for (int trial = 0; trial < 700; trial++, tried++) {
+            copy = cJSON_Duplicate(json, true);
+            spoil_config(copy);
+            write_config(directory, copy);
+            accepted += survive(fixture, directory, trial);
+        }
+        cJSON_Delete(json);
+        free(directory);
+    }
+    CHECK(accepted > tried / 50 && accepted < tried, "%d of %d spoiled configs are accepted", accepted, tried);
+
+    /* Bytes of the header, which hold names, shapes and offsets; and files cut short. */
+    accepted = tried = 0;
+    for (int f = 0; f < 3; f++) {
+        char path[PATH_MAX], *bytes, *directory = draft_with(fixtures[f], NULL, NULL);
+        size_t size;
+        Error error;
+        if (!read_file(join(path, directory, "model.safetensors"), (size_t)1 << 30, &bytes, &size, &error)) fprintf(stderr, "%s\n", error.text), exit(1);
+        const size_t header = 8 + (size_t)load_u64((const uint8_t *)bytes);
+        for (int trial = 0; trial < 500; trial++, tried++) {
+            char *copy = allocate_zeroed(size, 1);
+            memcpy(copy, bytes, size);
+            for (int changes = 1 + random_below(3); changes > 0; changes--) {
+                char *at = copy + (random_below(20) ? 8 + random_below((int)header - 8) : random_below(8));
+                if (*at >= '0' && *at <= '9' && random_below(4)) *at = (char)('0' + random_below(10));
+                else *at = random_below(3) ? (char)random_word() : "{}[],:\"0 .-"[random_below(11)];
+            }
+            write_bytes(directory, "model.safetensors", copy, random_below(8) ? size : (size_t)random_below((int)size));
+            accepted += survive(fixtures[f], directory, trial);
+            free(copy);
+        }
+        free(bytes);
+        free(directory);
+    }
+    CHECK(accepted < tried, "%d of %d spoiled files are accepted", accepted, tried);
+}
+
+/* Weights that are not numbers make drafts that are tokens nevertheless: the target has the last word. */
+static void test_bad_numbers(void) {
+    static const char *const fixtures[] = {FIXTURES "qwen3-dflash-a", FIXTURES "qwen3-dflash2-a", FIXTURES "qwen3-dspark-a"};
+    static const uint16_t nan = 0x7fc0, infinity = 0x7f80;
+    for (int f = 0; f < 3; f++)
+        for (int bad = 0; bad < 2; bad++)
+            for (int part = 0; part < 2; part++) {
+                char *directory = draft_with(fixtures[f], NULL, NULL);
+                Engine engine;
+                Error error;
+                patch_tensor(directory, part ? "layers.1.mlp.down_proj.weight" : "norm.weight", 0, bad ? &infinity : &nan, 2);
+                bool ok = opens_with(fixtures[f], directory, &engine, &error);
+                CHECK(ok, "%s", error.text);
+                if (ok) exercise(&engine), engine_close(&engine);
+                free(directory);
+            }
+}
+
 /* main-mark */
 int main(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
@@ -627,5 +1515,20 @@ int main(int argc, char **argv) {
     test_fixtures_below("../shared/fixtures/drafters");
     test_shipped();
     test_division();
+    test_config_meaning();
+    test_configs();
+    test_causality();
+    test_tensors(FIXTURES "qwen3-dflash-a");
+    test_tensors(FIXTURES "glm_moe_dsa-dflash2-a");
+    test_tensors(FIXTURES "qwen3-dspark-a");
+    test_published_shapes();
+    test_speculators_dspark(FIXTURES "qwen3-dspark-a");
+    test_speculators_dspark(FIXTURES "glm_moe_dsa-dspark-a");
+    test_speculators_dflash2(FIXTURES "qwen3-dflash2-a");
+    test_speculators_dflash2(FIXTURES "glm_moe_dsa-dflash2-a");
+    test_reduced_vocabulary(FIXTURES "qwen3-dspark-a");
+    test_companions();
+    test_bad_numbers();
+    test_spoiled_files();
     return check_report();
 }
