@@ -63,8 +63,11 @@ static bool open_drafter(Engine *engine, const char *model, const char *draft, i
 static bool pass_rows(Engine *engine, int session, const int *ids, int at, int count, Row *rows, Error *error) {
     int room = 0;
     for (int tries = 0; tries < 100 && room < count; tries++) {     /* a tail page may have to be copied to the host first */
+        const SessionPages *pages = &engine->cache.session[session];
         cache_step(&engine->cache);
-        room = prepare_rows(engine, session, at, count, error);
+        /* Where it goes straight on nothing is taken back: not even the keys of its prompt's pages. */
+        room = pages->admitted && pages->committed == at ? cache_room(&engine->cache, session, count)
+                                                         : prepare_rows(engine, session, at, count, error);
     }
     if (room < count || count < 1) return fail(error, "room for %d rows, not %d", room, count);
     for (int r = 0; r < count; r++) rows[r] = (Row){session, at + r, ids[at + r]};
@@ -561,7 +564,7 @@ static void test_division(void) {
             float score = 1;
             for (int j = 0; j < slots; j++) {
                 float next = (float)random_below(grain + 1) / (float)grain;
-                scores[i * slots + j] = score = trial % 3 == 0 ? fminf(score, next) : score * 0.5f + 0.5f * fminf(score, next) < score ? fminf(score, next) : score;
+                scores[i * slots + j] = score = fminf(score, random_below(3) ? next : 1);
             }
             limits[i] = random_below(3) ? slots + 1 : 1 + random_below(slots + 1);
             room += limits[i];
@@ -1503,7 +1506,549 @@ static void test_bad_numbers(void) {
             }
 }
 
-/* main-mark */
+/* ---------------------------------------------------------------------------------------------------------------------
+ * The ring
+ */
+
+/* The plan of a fixture with another window and another longest context; nothing is loaded. */
+static bool plan_with(const char *draft_fixture, int window, int slots_wanted, int context, KvDtype dtype, Engine *engine) {
+    char path[PATH_MAX], number[16], *model = copy_checkpoint(join(path, draft_fixture, "target")),
+         *directory = draft_with(draft_fixture, NULL, NULL);
+    cJSON *json = read_config_json(model);
+    Error error;
+    set_key(json, "max_position_embeddings", "65536");
+    write_config(model, json);
+    json = read_config_json(directory);
+    snprintf(number, sizeof number, "%d", window);
+    if (window) set_key(json, "sliding_window", number);
+    snprintf(number, sizeof number, "%d", slots_wanted + 1);
+    if (slots_wanted) set_key(json, "dflash_config.block_size", number);
+    write_config(directory, json);
+    EngineOptions options = {.model = model, .draft = directory, .sessions = 3, .context = context, .kv_dtype = dtype};
+    bool ok = engine_plan(engine, &options, &error);
+    CHECK(ok, "%s", error.text);
+    free(model), free(directory);
+    return ok;
+}
+
+static void test_ring_size(void) {
+    const char *windowed = FIXTURES "glm_moe_dsa-dflash2-a", *full = FIXTURES "qwen3-dflash-a";
+    static const struct { int window, slots, context, rows; } sizes[] = {
+        {2048, 0, 32768, 2176}, {256, 0, 32768, 384}, {24, 0, 4096, 128}, {24, 0, 65536, 128}, {64, 0, 4096, 192}, {57, 0, 4096, 128},
+        {58, 0, 4096, 192}, {64, 15, 4096, 192}, {4096, 0, 1024, 1152},
+    };
+    Engine engine;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        if (!plan_with(windowed, sizes[i].window, sizes[i].slots, sizes[i].context, KV_BF16, &engine)) continue;
+        int window = sizes[i].window < sizes[i].context ? sizes[i].window : sizes[i].context, block = sizes[i].slots + 1 > 8 ? sizes[i].slots + 1 : 8;
+        CHECK(engine.cache.draft_rows == sizes[i].rows, "window %d: %d rows, wanted %d", sizes[i].window, engine.cache.draft_rows, sizes[i].rows);
+        CHECK(engine.cache.draft_rows == PAGE_ROWS * ((window + PAGE_ROWS - 1 + block + PAGE_ROWS - 1) / PAGE_ROWS), "eq. 9");
+        engine_close(&engine);
+    }
+    /* What a windowed drafter holds does not depend on the context; a full one holds all of it. */
+    size_t rings[2][2], drafts[2][2];
+    for (int f = 0; f < 2; f++)
+        for (int i = 0; i < 2; i++)
+            if (plan_with(f ? full : windowed, 0, 0, i ? 32768 : 1024, KV_F8, &engine)) {
+                rings[f][i] = ring_bytes(&engine.cache);
+                drafts[f][i] = engine.drafter.state.bytes;
+                CHECK(engine.cache.draft_format.dtype == KV_BF16, "an fp8 cache has a bf16 ring");
+                engine_close(&engine);
+            }
+    CHECK(rings[0][0] == rings[0][1] && drafts[0][0] == drafts[0][1], "a windowed drafter: %zu and %zu bytes", rings[0][0], rings[0][1]);
+    CHECK(rings[1][0] * 16 < rings[1][1] && drafts[1][0] == drafts[1][1], "a full one: %zu and %zu bytes", rings[1][0], rings[1][1]);
+    /* The shipped ones, with room for a block of 8. */
+    static const char *const shipped[] = {"weights/draft-dflash2", "weights/draft-dspark"};
+    for (int d = 0; d < 2; d++) {
+        int rows[2] = {0};
+        for (int i = 0; i < 2; i++) {
+            EngineOptions options = {.model = "weights/mini", .draft = shipped[d], .sessions = 2, .context = i ? 16384 : 1024};
+            Error error;
+            bool ok = engine_plan(&engine, &options, &error);
+            CHECK(ok, "%s: %s", shipped[d], error.text);
+            if (ok) rows[i] = engine.cache.draft_rows, engine_close(&engine);
+        }
+        CHECK(rows[0] == 384 && rows[1] == 384, "%s: %d and %d rows of ring", shipped[d], rows[0], rows[1]);
+    }
+}
+
+/* Fills ring rows of a session with NaN: those of positions in [from, to), or, outside, all the others. */
+static void spoil_ring(Engine *engine, int session, int from, int to, bool outside) {
+    const Cache *cache = &engine->cache;
+    for (int l = 0; l < cache->draft_layers; l++)
+        for (int slot = 0; slot < cache->draft_rows; slot++) {
+            bool inside = false;
+            for (int t = from; t < to; t++) inside |= t % cache->draft_rows == slot;
+            if (inside != outside)
+                memset(layer_ring(cache, l) + ((size_t)session * (size_t)cache->draft_rows + (size_t)slot) * cache->draft_format.stride, 0xff,
+                       cache->draft_format.bytes);
+        }
+}
+
+/* The block's states of a draft pass at n. */
+static void draft_states(Engine *engine, int session, int *ids, int n, float *states) {
+    DraftBlock block = {.session = session, .position = n, .ids = ids, .sampling = &greedy};
+    draft_blocks(engine, &block, 1, ACCEPT_COUPLED, true);
+    const DraftConfig *config = &engine->drafter.config;
+    memcpy(states, engine->drafter.state.normed, (size_t)(config->block_size * config->backbone.hidden_size) * sizeof(float));
+}
+
+static bool row_finite(const float *states, int row, int hidden) {
+    for (int c = 0; c < hidden; c++)
+        if (!isfinite(states[row * hidden + c])) return false;
+    return true;
+}
+
+static void random_ids(int *ids, int n, int vocab) {
+    for (int i = 0; i < n; i++) ids[i] = random_below(vocab - 2);
+}
+
+/* A window of 24 in a ring of 128: wrapped twice, what is seen is the window and nothing else. */
+static void test_ring_window(void) {
+    enum { N = 300, W = 24, ROWS = 128 };
+    const char *fixture = FIXTURES "qwen3-dflash2-a";
+    char path[PATH_MAX];
+    static int ids[512];
+    static float states[3][MAX_BLOCK * 64];
+    Engine engine;
+    Error error;
+    random_state = 8;
+    random_ids(ids, 400, 96);
+    char draft_path[PATH_MAX];
+    bool ok = open_drafter(&engine, join(path, fixture, "target"), join(draft_path, fixture, "draft"), 2, 512, MODE_RESIDENT, KV_F32, &error);
+    CHECK(ok, "%s", error.text);
+    if (!ok) return;
+    Cache *cache = &engine.cache;
+    SessionPages *session = &cache->session[0];
+    const DraftConfig *config = &engine.drafter.config;
+    const int hidden = config->backbone.hidden_size, B = config->block_size;
+    CHECK(cache->draft_rows == ROWS, "a ring of %d rows", cache->draft_rows);
+    CHECK(run_prompt(&engine, 0, ids, 0, N, 0, NULL, &error), "%s", error.text);
+    CHECK(session->draft_end == N && session->draft_first == N - ROWS, "the ring holds the last %d rows: [%d, %d)", ROWS, session->draft_first,
+          session->draft_end);
+    draft_states(&engine, 0, ids, N, states[0]);
+    spoil_ring(&engine, 0, N - W + 1, N, true);
+    draft_states(&engine, 0, ids, N, states[1]);
+    CHECK(!memcmp(states[0], states[1], (size_t)(B * hidden) * sizeof(float)), "rows outside the window are not looked at");
+    /* Another session is fed the window alone: the same bits, wherever its ring stood. */
+    CHECK(run_prompt(&engine, 1, ids, 0, N, N - W + 1, NULL, &error), "%s", error.text);
+    draft_states(&engine, 1, ids, N, states[2]);
+    CHECK(!memcmp(states[0], states[2], (size_t)(B * hidden) * sizeof(float)), "a ring that begins at the window has all of it");
+
+    /* Row 0 sees the positions above N - W. What the other rows see is test_block_attention()'s. */
+    spoil_ring(&engine, 1, N - W, N - W + 1, false);
+    draft_states(&engine, 1, ids, N, states[1]);
+    CHECK(!memcmp(states[1], states[2], (size_t)(B * hidden) * sizeof(float)), "a row at distance W is not seen");
+    spoil_ring(&engine, 1, N - W + 1, N - W + 2, false);
+    draft_states(&engine, 1, ids, N, states[1]);
+    CHECK(!row_finite(states[1], 0, hidden), "a row at distance W - 1 is seen");
+
+    /* A gap: what lies before it is gone. */
+    CHECK(run_prompt(&engine, 0, ids, N, N + 10, N + 4, NULL, &error), "%s", error.text);
+    CHECK(session->draft_first == N + 4 && session->draft_end == N + 10, "a gap starts the ring anew: [%d, %d)", session->draft_first,
+          session->draft_end);
+    spoil_ring(&engine, 0, N + 4, N + 10, true);
+    draft_states(&engine, 0, ids, N + 10, states[0]);
+    CHECK(row_finite(states[0], 0, hidden) && row_finite(states[0], B - 1, hidden), "nothing of it is seen");
+
+    /* Going back clips it, and going on from there continues it. */
+    CHECK(cache_truncate(cache, 0, N + 7) && session->draft_first == N + 4 && session->draft_end == N + 7, "cut: [%d, %d)",
+          session->draft_first, session->draft_end);
+    spoil_ring(&engine, 0, N + 4, N + 7, true);
+    draft_states(&engine, 0, ids, N + 7, states[0]);
+    CHECK(row_finite(states[0], B - 1, hidden), "rows behind the cut are not seen");
+    CHECK(run_prompt(&engine, 0, ids, N + 7, N + 12, 0, NULL, &error) && session->draft_first == N + 4 && session->draft_end == N + 12,
+          "it goes on: [%d, %d)", session->draft_first, session->draft_end);
+    draft_states(&engine, 0, ids, N + 12, states[0]);
+    CHECK(row_finite(states[0], B - 1, hidden), "with rows of the new pass");
+    CHECK(cache_truncate(cache, 0, N) && session->draft_first == N && session->draft_end == N, "cut before its beginning it is empty: [%d, %d)",
+          session->draft_first, session->draft_end);
+    spoil_ring(&engine, 0, 0, 0, true);
+    draft_states(&engine, 0, ids, N, states[0]);
+    CHECK(row_finite(states[0], B - 1, hidden), "and nothing is seen");
+    /* A position whose rows the ring does not reach sees none of them. */
+    CHECK(run_prompt(&engine, 0, ids, N, N + 5, 0, NULL, &error), "%s", error.text);
+    CHECK(run_prompt(&engine, 0, ids, N + 5, N + 6, N + 6, NULL, &error), "%s", error.text);
+    spoil_ring(&engine, 0, 0, 0, true);
+    draft_states(&engine, 0, ids, N + 6, states[0]);
+    CHECK(row_finite(states[0], B - 1, hidden), "a ring that ends before the anchor is not looked at");
+    engine_close(&engine);
+}
+
+/* A ring that was wrapped, cut back and continued holds what it would have held all along. */
+static void test_ring_history(void) {
+    const char *fixture = FIXTURES "qwen3-dflash2-a";
+    char path[PATH_MAX], draft_path[PATH_MAX];
+    static int ids[512];
+    static float states[2][MAX_BLOCK * 64];
+    Engine engine;
+    Error error;
+    bool ok = open_drafter(&engine, join(path, fixture, "target"), join(draft_path, fixture, "draft"), 2, 512, MODE_RESIDENT, KV_F32, &error);
+    CHECK(ok, "%s", error.text);
+    if (!ok) return;
+    random_state = 21;
+    random_ids(ids, 500, 96);
+    int at[2] = {0, 0}, differences = 0;
+    for (int step = 0; step < 60; step++) {
+        int back = random_below(3) ? 0 : random_below(12), to;
+        if (back > at[0]) back = 0;
+        CHECK(cache_truncate(&engine.cache, 0, at[0] -= back), "back");
+        to = at[0] + 1 + random_below(20);
+        if (to > 480) break;
+        CHECK(run_prompt(&engine, 0, ids, at[0], to, 0, NULL, &error), "%s", error.text);
+        at[0] = to;
+        for (; at[1] < to; at[1]++) CHECK(run_prompt(&engine, 1, ids, at[1], at[1] + 1, 0, NULL, &error), "%s", error.text);
+        CHECK(cache_truncate(&engine.cache, 1, at[1] = to), "back");
+        draft_states(&engine, 0, ids, to, states[0]);
+        draft_states(&engine, 1, ids, to, states[1]);
+        /* After going far back in a full ring fewer rows are left than the window: never wrong ones. */
+        differences += memcmp(states[0], states[1], sizeof states[0]) != 0;
+    }
+    CHECK(differences == 0, "%d of the steps differ from a session that went straight on", differences);
+    engine_close(&engine);
+}
+
+/* Who comes to a used slot finds an empty ring, whatever its bytes are, in every mode; also where its prompt's prefix is shared. */
+static void test_ring_admission(void) {
+    const char *fixture = FIXTURES "glm_moe_dsa-dflash2-a";
+    char path[PATH_MAX], draft_path[PATH_MAX];
+    static int ids[300];
+    static float states[2][MAX_BLOCK * 64];
+    random_state = 3;
+    random_ids(ids, 300, 96);
+    for (KvMode mode = MODE_RESIDENT; mode < MODES; mode++) {
+        Engine engine;
+        Error error;
+        int cached = 0;
+        bool ok = open_drafter(&engine, join(path, fixture, "target"), join(draft_path, fixture, "draft"), 1, 256, mode, KV_F32, &error);
+        CHECK(ok, "%s", error.text);
+        if (!ok) continue;
+        Cache *cache = &engine.cache;
+        const int hidden = engine.drafter.config.backbone.hidden_size, B = engine.drafter.config.block_size;
+        for (int tries = 0; tries < 100 && !cache->session[0].admitted; tries++) {
+            cache_step(cache);
+            if (cache_admit(cache, 0, ids, 140, 256, &cached)) break;
+        }
+        CHECK(run_prompt(&engine, 0, ids, 0, 140, 0, NULL, &error), "%s", error.text);
+        for (int step = 0; step < 20; step++) cache_step(cache);
+        cache_release(cache, 0);
+        while (cache->n_transfers || cache->n_retired) cache_step(cache);
+        memset(cache->draft_ring, 0xff, ring_bytes(cache) * (size_t)cache->sessions);
+        for (int tries = 0; tries < 100; tries++) {
+            cache_step(cache);
+            if (cache_admit(cache, 0, ids, 140, 256, &cached)) break;
+        }
+        CHECK(cache->session[0].draft_end == 0 && cache->session[0].draft_first == 0, "%s: the ring is empty", kv_mode_names[mode]);
+        /* Rows of a shared prefix never went through a pass here, and so are not in the ring. */
+        draft_states(&engine, 0, ids, cached, states[0]);
+        CHECK(row_finite(states[0], 0, hidden) && row_finite(states[0], B - 1, hidden), "%s: nothing of the old bytes is seen at %d",
+              kv_mode_names[mode], cached);
+        CHECK(run_prompt(&engine, 0, ids, cached, 140, 0, NULL, &error), "%s", error.text);
+        CHECK(cached == (mode == MODE_RESIDENT ? 0 : 128), "%s: %d rows are shared", kv_mode_names[mode], cached);
+        CHECK(cache->session[0].draft_first == larger(cached, 140 - cache->draft_rows) && cache->session[0].draft_end == 140,
+              "%s: the ring has [%d, %d), %d were shared", kv_mode_names[mode], cache->session[0].draft_first, cache->session[0].draft_end, cached);
+        draft_states(&engine, 0, ids, 140, states[1]);
+        CHECK(row_finite(states[1], B - 1, hidden), "%s: nor behind the new rows", kv_mode_names[mode]);
+        engine_close(&engine);
+    }
+}
+
+/* Drafts of a session are the same bits whatever shares its pass, also where one pass cannot hold all blocks, and where a feed is longer than
+ * the ring. */
+static void test_batches(const char *fixture) {
+    enum { SESSIONS = 60, CONTEXT = 256 };
+    char path[PATH_MAX], draft_path[PATH_MAX];
+    static int ids[SESSIONS][CONTEXT + MAX_BLOCK];
+    static int alone[SESSIONS][MAX_BLOCK];
+    static float scores[SESSIONS][MAX_BLOCK * CANDIDATES], features[SESSIONS][MAX_BLOCK * DVL_FEATURES], confidence[SESSIONS][MAX_BLOCK];
+    Engine engine;
+    Error error;
+    bool ok = open_drafter(&engine, join(path, fixture, "target"), join(draft_path, fixture, "draft"), SESSIONS, CONTEXT, MODE_RESIDENT, KV_F32,
+                           &error);
+    CHECK(ok, "%s", error.text);
+    if (!ok) return;
+    const int slots = engine.drafter.config.slots;
+    const Drafts *drafts = &engine.drafter.state.drafts;
+    const Sampling warm = {.temperature = 0.8f, .top_p = 0.95f, .repeat_penalty = 1.1f, .top_k = 12, .min_p = 0.01f, .seed = 7};
+    DraftBlock blocks[SESSIONS];
+    random_state = 12;
+    for (int s = 0; s < SESSIONS; s++) {
+        int n = s % 7 == 0 ? 200 : 1 + random_below(150);
+        random_ids(ids[s], n + 1, 96);
+        CHECK(run_prompt(&engine, s, ids[s], 0, n, 0, NULL, &error), "%s", error.text);
+        blocks[s] = (DraftBlock){.session = s, .position = n, .ids = ids[s], .sampling = s % 3 ? &warm : &greedy, .stream = (uint64_t)s};
+    }
+    for (int rule = ACCEPT_COUPLED; rule <= ACCEPT_REJECTION; rule++) {
+        for (int s = 0; s < SESSIONS; s++) {
+            draft_blocks(&engine, &blocks[s], 1, (AcceptRule)rule, true);
+            memcpy(alone[s], drafts->tokens, (size_t)slots * sizeof(int));
+            memcpy(scores[s], drafts->scores, (size_t)(slots * CANDIDATES) * sizeof(float));
+            memcpy(features[s], drafts->features, (size_t)(slots * DVL_FEATURES) * sizeof(float));
+            memcpy(confidence[s], drafts->confidence, (size_t)slots * sizeof(float));
+        }
+        draft_blocks(&engine, blocks, SESSIONS, (AcceptRule)rule, true);
+        int different = 0;
+        for (int s = 0; s < SESSIONS; s++) {
+            different += memcmp(alone[s], drafts->tokens + s * slots, (size_t)slots * sizeof(int)) != 0;
+            different += memcmp(scores[s], drafts->scores + s * slots * CANDIDATES, (size_t)(slots * CANDIDATES) * sizeof(float)) != 0;
+            different += memcmp(features[s], drafts->features + s * slots * DVL_FEATURES, (size_t)(slots * DVL_FEATURES) * sizeof(float)) != 0;
+            if (engine.drafter.config.confidence_head)
+                different += memcmp(confidence[s], drafts->confidence + s * slots, (size_t)slots * sizeof(float)) != 0;
+            different += memcmp(alone[s], ids[s] + blocks[s].position + 1, (size_t)slots * sizeof(int)) != 0;
+        }
+        CHECK(engine.drafter.state.max_blocks < SESSIONS, "%s: %d blocks fit one pass", fixture, engine.drafter.state.max_blocks);
+        CHECK(different == 0, "%s, rule %d: %d parts of %d blocks differ from what they are alone", fixture, rule, different, SESSIONS);
+    }
+    /* 240 rows of one session in one pass and one feed. */
+    static float states[2][MAX_BLOCK * 64];
+    Row rows[240];
+    int indices[240];
+    random_ids(ids[0], 241, 96);
+    CHECK(cache_truncate(&engine.cache, 0, 0) && cache_truncate(&engine.cache, 1, 0), "back to nothing");
+    for (int r = 0; r < 240; r++) indices[r] = r;
+    ok = pass_rows(&engine, 0, ids[0], 0, 240, rows, &error);
+    CHECK(ok, "%s", error.text);
+    if (ok) {
+        cache_commit(&engine.cache, 0, 240);
+        draft_feed(&engine, rows, indices, 240);
+        draft_states(&engine, 0, ids[0], 240, states[0]);
+        CHECK(run_prompt(&engine, 1, ids[0], 0, 240, 0, NULL, &error), "%s", error.text);
+        draft_states(&engine, 1, ids[0], 240, states[1]);
+        CHECK(!memcmp(states[0], states[1], sizeof states[0]), "%s: fed at once or in parts, the ring is the same", fixture);
+    }
+    engine_close(&engine);
+}
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Operations
+ */
+
+static void test_convolve(void) {
+    random_state = 31;
+    double worst = 0;
+    for (int trial = 0; trial < 200; trial++) {
+        int taps = 1 + random_below(4), block = 1 + random_below(9), blocks = 1 + random_below(3), group = 1 + random_below(16),
+            groups = 1 + random_below(6), dim = group * groups, rows = block * blocks, pad = random_below(5), stride = taps * groups + pad;
+        float *z = allocate_zeroed((size_t)(rows * dim), sizeof(float)), *y = allocate_zeroed((size_t)(rows * dim), sizeof(float)),
+              *base = allocate_zeroed((size_t)(taps * dim), sizeof(float)), *delta = allocate_zeroed((size_t)(rows * stride), sizeof(float));
+        random_fill(z, (size_t)(rows * dim)), random_fill(base, (size_t)(taps * dim)), random_fill(delta, (size_t)(rows * stride));
+        memcpy(y, z, (size_t)(rows * dim) * sizeof(float));
+        c_backend.convolve(y, base, delta, (size_t)stride, rows, block, taps, group, dim);
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < dim; c++) {
+                double sum = 0;
+                for (int t = 0; t < taps; t++)
+                    if (r % block >= t) sum += ((double)base[t * dim + c] + delta[r * stride + t * groups + c / group]) * z[(r - t) * dim + c];
+                worst = fmax(worst, fabs(sum - y[r * dim + c]));
+            }
+        free(z), free(y), free(base), free(delta);
+    }
+    CHECK(worst <= 1e-5, "the convolution differs by %g", worst);
+}
+
+/* One block's attention as the text has it, without tiles: into y [block_size, heads, dim]. */
+static void attend_plainly(double *y, const float *q, const float *kv, const float *ring, int ring_rows, const DraftBlock *block, int block_size,
+                           int window, bool causal, int heads, int kv_heads, int dim, double scale) {
+    const int width = 2 * kv_heads * dim, n = block->position;
+    double *weight = allocate_zeroed((size_t)(n + block_size), sizeof(double));
+    for (int i = 0; i < block_size; i++)
+        for (int h = 0; h < heads; h++) {
+            double total = 0, largest = -INFINITY;
+            for (int pass = 0; pass < 2; pass++)
+                for (int t = 0; t < n + block_size; t++) {
+                    bool seen = t < n ? t >= block->ring_first && (long)n + i - t < window : !causal || t - n <= i;
+                    const float *row = t < n ? ring + (size_t)(block->session * ring_rows + t % ring_rows) * (size_t)width : kv + (t - n) * width;
+                    if (!seen) { weight[t] = 0; continue; }
+                    if (pass == 0) {
+                        double dot_product = 0;
+                        for (int c = 0; c < dim; c++) dot_product += (double)q[(i * heads + h) * dim + c] * row[h / (heads / kv_heads) * dim + c];
+                        weight[t] = dot_product * scale;
+                        largest = fmax(largest, weight[t]);
+                    } else total += weight[t] = exp(weight[t] - largest);
+                }
+            for (int c = 0; c < dim; c++) {
+                double sum = 0;
+                for (int t = 0; t < n + block_size; t++) {
+                    const float *row = t < n ? ring + (size_t)(block->session * ring_rows + t % ring_rows) * (size_t)width : kv + (t - n) * width;
+                    if (weight[t] > 0) sum += weight[t] * row[(kv_heads + h / (heads / kv_heads)) * dim + c];
+                }
+                y[(i * heads + h) * dim + c] = sum / total;
+            }
+        }
+    free(weight);
+}
+
+static void test_block_attention(void) {
+    random_state = 77;
+    double worst = 0;
+    for (int trial = 0; trial < 300; trial++) {
+        const int dim = trial % 5 == 0 ? 2 * (1 + random_below(40)) : 8 * (1 + random_below(10)), kv_heads = 1 + random_below(3),
+                  heads = kv_heads * (1 + random_below(4)), block_size = 2 + random_below(trial % 7 ? 9 : 31), n_blocks = 1 + random_below(3),
+                  sessions = 3, ring_rows = 64 * (1 + random_below(4)), width = 2 * kv_heads * dim;
+        const bool causal = random_below(2), full = random_below(3) == 0;
+        const int window = full ? INT_MAX : block_size + random_below(ring_rows - block_size + 1);
+        const KvDtype dtype = trial % 2 ? KV_F32 : KV_BF16;
+        const RowFormat format = row_format(dtype, width, 0, 128);
+        float *ring = allocate_zeroed((size_t)(sessions * ring_rows * width), sizeof(float)),
+              *q = allocate_zeroed((size_t)(n_blocks * block_size * heads * dim), sizeof(float)), *y = allocate_zeroed((size_t)(n_blocks * block_size * heads * dim), sizeof(float)),
+              *kv = allocate_zeroed((size_t)(n_blocks * block_size * width), sizeof(float));
+        uint8_t *stored = allocate_zeroed((size_t)(sessions * ring_rows), format.stride);
+        double *wanted = allocate_zeroed((size_t)(block_size * heads * dim), sizeof(double));
+        DeviceRow *rows = allocate_zeroed((size_t)(sessions * ring_rows), sizeof(DeviceRow));
+        random_fill(ring, (size_t)(sessions * ring_rows * width)), random_fill(q, (size_t)(n_blocks * block_size * heads * dim)),
+            random_fill(kv, (size_t)(n_blocks * block_size * width));
+        for (int i = 0; i < n_blocks * block_size * heads * dim; i++) q[i] *= 6;        /* attention that prefers some rows */
+        for (int i = 0; i < sessions * ring_rows; i++) rows[i].id = i;
+        if (dtype == KV_BF16)       /* values that bf16 holds */
+            for (int i = 0; i < sessions * ring_rows * width; i++) ring[i] = bits_to_float(float_to_bits(ring[i]) & 0xffff0000u);
+        c_backend.store_rows(stored, &format, rows, sessions * ring_rows, ring, (size_t)width, ring, 0);
+        DraftBlock blocks[3];
+        for (int b = 0; b < n_blocks; b++) {
+            int n = random_below(4) ? random_below(3 * ring_rows) : random_below(3), oldest = n > ring_rows ? n - ring_rows : 0;
+            if (full && random_below(2)) n = random_below(ring_rows + 1), oldest = 0;
+            blocks[b] = (DraftBlock){.session = (b + trial) % sessions, .position = n, .ring_first = random_below(3) ? oldest : oldest + random_below(n - oldest + 1)};
+        }
+        c_backend.block_attention(y, q, kv, stored, &format, ring_rows, blocks, n_blocks, block_size, window, causal, heads, kv_heads, dim,
+                                  1 / sqrtf((float)dim));
+        for (int b = 0; b < n_blocks; b++) {
+            size_t at = (size_t)(b * block_size);
+            attend_plainly(wanted, q + at * (size_t)(heads * dim), kv + at * (size_t)width, ring, ring_rows, &blocks[b], block_size, window, causal, heads,
+                           kv_heads, dim, 1 / sqrt(dim));
+            for (int i = 0; i < block_size * heads * dim; i++) {
+                double difference = fabs(wanted[i] - y[at * (size_t)(heads * dim) + (size_t)i]);
+                worst = difference <= worst ? worst : difference == difference ? difference : 1e30;
+            }
+        }
+        free(ring), free(q), free(y), free(kv), free(stored), free(wanted), free(rows);
+    }
+    CHECK(worst <= 2e-5, "attention of blocks differs by %g", worst);
+}
+
+static void test_candidates(void) {
+    random_state = 9;
+    int wrong = 0;
+    static const int vocabs[] = {1, 2, 7, 15, 16, 17, 23, 63, 64, 65, 79, 80, 81, 96, 144, 145, 200, 1000, 8192};
+    for (int trial = 0; trial < 2000; trial++) {
+        int vocab = vocabs[trial % (int)(sizeof vocabs / sizeof *vocabs)], n = 1 + random_below(3), grain = trial % 3 == 0 ? 3 : trial % 3 == 1 ? 40 : 1 << 20;
+        const size_t stride = CANDIDATES + (size_t)random_below(20);
+        float *logits = allocate_zeroed((size_t)(n * vocab), sizeof(float)), *values = allocate_zeroed((size_t)n * stride, sizeof(float));
+        int *ids = allocate_zeroed((size_t)n * stride, sizeof(int));
+        for (int i = 0; i < n * vocab; i++) logits[i] = (float)(random_below(2 * grain) - grain) / 8;
+        if (trial % 11 == 0)
+            for (int i = 0; i < n * vocab; i++) if (random_below(3) == 0) logits[i] = -INFINITY;
+        c_backend.candidates(ids, values, stride, logits, n, vocab);
+        for (int r = 0; r < n; r++) {
+            const float *row = logits + r * vocab;
+            int count = vocab < CANDIDATES ? vocab : CANDIDATES, last = -1;
+            for (int c = 0; c < CANDIDATES; c++) {
+                /* The next in the order: value descending, id ascending. */
+                int best = -1;
+                for (int i = 0; i < vocab && c < count; i++) {
+                    if (last >= 0 && (row[i] > row[last] || (row[i] == row[last] && i <= last))) continue;
+                    if (best < 0 || row[i] > row[best]) best = i;
+                }
+                if (c >= count) best = last;
+                wrong += ids[(size_t)r * stride + (size_t)c] != best || values[(size_t)r * stride + (size_t)c] != row[best];
+                last = best;
+            }
+        }
+        free(logits), free(values), free(ids);
+    }
+    CHECK(wrong == 0, "%d candidates are not the next best", wrong);
+    /* NaN among the logits: still ids of the vocabulary. */
+    for (int vocab = 1; vocab < 200; vocab += 7) {
+        float *logits = allocate_zeroed((size_t)vocab, sizeof(float)), values[CANDIDATES];
+        int ids[CANDIDATES];
+        for (int all = 0; all < 2; all++) {
+            for (int i = 0; i < vocab; i++) logits[i] = all || random_below(2) ? NAN : random_float();
+            c_backend.candidates(ids, values, CANDIDATES, logits, 1, vocab);
+            for (int c = 0; c < CANDIDATES; c++) CHECK(ids[c] >= 0 && ids[c] < vocab, "candidate %d of %d", ids[c], vocab);
+        }
+        free(logits);
+    }
+}
+
+static void test_length_features(void) {
+    random_state = 41;
+    double worst = 0;
+    for (int trial = 0; trial < 200; trial++) {
+        int vocab = 16 + random_below(trial % 4 ? 60 : 3000), ids[CANDIDATES];
+        float *logits = allocate_zeroed((size_t)vocab, sizeof(float)), values[CANDIDATES], features[DVL_FEATURES], spread = (float)(1 + random_below(20));
+        for (int i = 0; i < vocab; i++) logits[i] = spread * random_float();
+        c_backend.candidates(ids, values, CANDIDATES, logits, 1, vocab);
+        c_backend.length_features(features, DVL_FEATURES, values, CANDIDATES, logits, 1, vocab);
+        double total = 0, entropy = 0, wanted[DVL_FEATURES];
+        for (int i = 0; i < vocab; i++) total += exp((double)logits[i] - values[0]);
+        for (int i = 0; i < vocab; i++) {
+            double p = exp((double)logits[i] - values[0]) / total;
+            entropy -= p > 0 ? p * log(p) : 0;
+        }
+        wanted[0] = values[0];
+        for (int r = 1; r < CANDIDATES; r++) wanted[r] = (double)values[0] - values[r];
+        wanted[CANDIDATES] = -log(total);
+        wanted[CANDIDATES + 1] = entropy;
+        for (int i = 0; i < DVL_FEATURES; i++) worst = fmax(worst, fabs(wanted[i] - features[i]));
+        free(logits);
+    }
+    CHECK(worst <= 1e-4, "features differ by %g", worst);
+}
+
+/* Logits as a softcap and a multiplier leave them. */
+static void test_cap(void) {
+    random_state = 2;
+    double worst = 0;
+    for (int trial = 0; trial < 1000; trial++) {
+        float x = 60 * random_float(), y = x, cap = trial % 2 ? 20 : 0, multiplier = 1.25f;
+        c_backend.cap_logits(&y, 1, multiplier, cap);
+        worst = fmax(worst, fabs(y - (trial % 2 ? 20 * tanh(1.25 * x / 20) : 1.25 * x)));
+    }
+    CHECK(worst <= 1e-4, "capped logits differ by %g", worst);
+}
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * The law of accepted tokens
+ */
+
+/* One slot, drafted from a law of its own and verified by rejection, very often: the first token follows the target's law. Also where the
+ * vocabulary is smaller than the list of candidates, whose last then stands there several times. */
+static void test_small_vocabulary(int vocab, bool one_hot) {
+    enum { TRIALS = 60000 };
+    float target[64], own[64], logits[2 * 64], scores[CANDIDATES], q[CANDIDATES], features[DVL_FEATURES];
+    int list[CANDIDATES], token[1], ids[4] = {0}, choices[2], accepted[1], count[64] = {0}, taken = 0;
+    const Sampling sampling = {.temperature = 1, .top_p = 1, .repeat_penalty = 1, .seed = 99};
+    Sampler sampler = sampler_open(vocab);
+    Drafts drafts = {.slots = 1, .blocks = 1, .one_hot = one_hot, .ids = list, .scores = scores, .q = q, .tokens = token, .features = features};
+    random_state = (uint64_t)vocab;
+    /* What the draft finds unlikely the target does not want at all: a draft that is taken too easily shows. */
+    for (int i = 0; i < vocab; i++) own[i] = random_float(), target[i] = 3 * own[i] + 0.5f * random_float();
+    for (int trial = 0; trial < TRIALS; trial++) {
+        DraftBlock block = {.position = 0, .ids = ids, .count = 2, .sampling = &sampling, .stream = (uint64_t)trial};
+        c_backend.candidates(list, scores, CANDIDATES, own, 1, vocab);
+        c_backend.draw_drafts(&drafts, 0, &block, 1, ACCEPT_REJECTION);
+        memcpy(logits, target, (size_t)vocab * sizeof(float)), memcpy(logits + vocab, target, (size_t)vocab * sizeof(float));
+        c_backend.accept(choices, accepted, logits, vocab, &block, &drafts, 1, ACCEPT_REJECTION, &sampler, 1);
+        count[choices[0]]++;
+        taken += accepted[0];
+    }
+    double total = 0, chi = 0, own_total = 0, overlap = 0;
+    for (int i = 0; i < vocab; i++) total += exp(target[i]);
+    /* q: the 16 best of the draft's own logits, or the best alone. */
+    c_backend.candidates(list, scores, CANDIDATES, own, 1, vocab);
+    int distinct = vocab < CANDIDATES ? vocab : CANDIDATES;
+    for (int c = 0; c < distinct; c++) own_total += exp(scores[c]);
+    for (int i = 0; i < vocab; i++) {
+        double p = exp(target[i]) / total, law = 0;
+        for (int c = 0; c < distinct; c++) if (list[c] == i) law = one_hot ? c == 0 : exp(scores[c]) / own_total;
+        overlap += fmin(p, law);
+        chi += (count[i] - TRIALS * p) * (count[i] - TRIALS * p) / (TRIALS * p);
+    }
+    /* Chi-square of vocab - 1 degrees: six standard deviations above its mean. */
+    CHECK(vocab == 1 || chi <= vocab - 1 + 6 * sqrt(2 * (vocab - 1)), "a vocabulary of %d%s: chi-square %.1f", vocab, one_hot ? ", best draft" : "", chi);
+    CHECK(fabs(taken / (double)TRIALS - overlap) < 0.015, "a vocabulary of %d%s: %.4f are accepted, wanted %.4f", vocab,
+          one_hot ? ", best draft" : "", taken / (double)TRIALS, overlap);
+    sampler_close(&sampler);
+}
+
 int main(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         const char *name = strrchr(argv[i], '/') ? strrchr(argv[i], '/') + 1 : argv[i];
@@ -1530,5 +2075,20 @@ int main(int argc, char **argv) {
     test_companions();
     test_bad_numbers();
     test_spoiled_files();
+    test_ring_size();
+    test_ring_window();
+    test_ring_history();
+    test_ring_admission();
+    test_batches(FIXTURES "qwen3-dflash-a");
+    test_batches(FIXTURES "qwen3-dflash2-a");
+    test_batches(FIXTURES "qwen3-dspark-a");
+    test_convolve();
+    test_block_attention();
+    test_candidates();
+    test_length_features();
+    test_cap();
+    static const int vocabs[] = {1, 2, 5, 10, 15, 16, 17, 40};
+    for (size_t i = 0; i < sizeof vocabs / sizeof *vocabs; i++)
+        for (int one_hot = 0; one_hot < 2; one_hot++) test_small_vocabulary(vocabs[i], one_hot);
     return check_report();
 }
