@@ -1,6 +1,7 @@
 /* bench.c: measurements, each beside its ceiling or beside what it is compared with.
  *
- *     figures . cpu . load . serving: loadstep, hotsweep, offered, cost . resolve . memory
+ *     figures . cpu . load . serving: loadstep, hotsweep, offered, cost . resolve . memory .
+ *     speculation: acceptance, lengths, confidence, draft, speed
  *
  * Owns: what `tide bench NAME` does: one function for each NAME, with its workload stated above it. A figure is measured or
  * computed in the run that prints it. stdout carries a table, and after it a line for each claim that the table bears on; the
@@ -9,6 +10,7 @@
 #define _GNU_SOURCE
 #include "engine.h"
 
+#include <cjson/cJSON.h>
 #include <errno.h>
 #include <math.h>
 #include <omp.h>
@@ -18,6 +20,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
+#include <time.h>
 
 /* ---- figures */
 
@@ -1182,16 +1185,862 @@ static bool bench_memory(EngineOptions options, const char *directory, Error *er
         ok, error);
 }
 
+/* ---- speculation: held-out prompts answered with drafts
+ *
+ * The workload of acceptance, lengths and confidence: the prompts beside the model in heldout.jsonl, which no drafter was trained on, kind after
+ * kind in turn, 16 at a time, each slot taking the next when it has ended. An answer has 96 tokens, or ends with the one that ends a
+ * turn; nothing stops a round from going on past that, so that every round says what it would have accepted. Rounds begin behind the
+ * first token, which the prompt's own pass gives.
+ */
+
+enum { KINDS = 5, ANSWER = 96, TOGETHER = 16, HELD_CONTEXT = 1024 };
+
+static const char *const kind_names[KINDS] = {"stories", "tasks", "definitions", "prose", "tech"};
+
+typedef struct HeldPrompt { int kind; int *ids; } HeldPrompt;       /* ids: stb_ds */
+
+typedef struct Answerer {       /* a runner that stops for nothing by itself */
+    Runner runner;
+    bool *ends;                 /* [vocab] tokens that end an answer */
+    Session sessions[TOGETHER];
+    int prompt[TOGETHER];       /* which one each session answers, or -1 */
+} Answerer;
+
+typedef struct DraftRound {     /* one session's block of one round */
+    int kind, prompt, verified, accepted;       /* drafts; the latter as if no answer ended */
+    int emitted;                                /* tokens of the answer */
+    float scores[MAX_BLOCK], confidence[MAX_BLOCK];         /* [slots] for lengths, from DVL's predictor; of the confidence head */
+} DraftRound;
+
+static void free_prompts(HeldPrompt *prompts) {
+    for (size_t i = 0; i < arrlenu(prompts); i++) arrfree(prompts[i].ids);
+    arrfree(prompts);
+}
+
+/* One line of the file joins its kind. */
+static bool read_prompt(const char *line, size_t length, const char *path, HeldPrompt **kinds, Error *error) {
+    cJSON *object = json_parse(line, length, path, error);
+    if (!object) return false;
+    const cJSON *name = cJSON_GetObjectItemCaseSensitive(object, "kind"), *list = cJSON_GetObjectItemCaseSensitive(object, "ids"), *item;
+    HeldPrompt prompt = {.kind = KINDS};
+    for (int kind = 0; kind < KINDS && cJSON_IsString(name); kind++)
+        if (!strcmp(name->valuestring, kind_names[kind])) prompt.kind = kind;
+    cJSON_ArrayForEach(item, list) arrput(prompt.ids, item->valueint);
+    cJSON_Delete(object);
+    int n = (int)arrlen(prompt.ids);
+    if (prompt.kind < KINDS && n && n < HELD_CONTEXT / 2) {
+        arrput(kinds[prompt.kind], prompt);
+        return true;
+    }
+    arrfree(prompt.ids);
+    return fail(error, "%s: a line without a known kind and ids", path);
+}
+
+/* The prompts beside the model, one of each kind after the other. */
+static bool read_prompts(const char *model, HeldPrompt **prompts, Error *error) {
+    char path[PATH_MAX], *text;
+    size_t length;
+    HeldPrompt *kinds[KINDS] = {0};
+    if (!read_file(join(path, model, "../heldout.jsonl"), 1 << 24, &text, &length, error)) return false;
+    bool ok = true;
+    for (char *line = text, *end; ok && (end = strchr(line, '\n')); line = end + 1)
+        ok = read_prompt(line, (size_t)(end - line), path, kinds, error);
+    free(text);
+    *prompts = NULL;
+    for (int kind = 0, rank = 0, left = KINDS; left; kind = (kind + 1) % KINDS, rank += !kind) {
+        if (rank < arrlen(kinds[kind])) arrput(*prompts, kinds[kind][rank]);
+        left = rank < arrlen(kinds[kind]) ? KINDS : left - 1;
+    }
+    for (int kind = 0; kind < KINDS; kind++) arrfree(kinds[kind]);
+    if (!ok) free_prompts(*prompts);
+    return ok;
+}
+
+static void answerer_close(Answerer *answerer) {
+    for (int i = 0; i < TOGETHER; i++) session_free(&answerer->sessions[i]);
+    free(answerer->ends);
+    runner_close(&answerer->runner);
+}
+
+static bool answerer_open(Answerer *answerer, EngineOptions options, int sessions, int context, Error *error) {
+    Runner *runner = &answerer->runner;
+    *answerer = (Answerer){0};
+    options.sessions = sessions;
+    options.context = context;
+    if (!runner_open(runner, &options, true, NULL, error)) return false;
+    Config *config = &runner->engine.config;
+    answerer->ends = allocate_zeroed((size_t)config->vocab_size, sizeof(bool));
+    for (int id = 0; id < config->vocab_size; id++) answerer->ends[id] = chat_ends_turn(runner->tokenizer, id);
+    for (int i = 0; i < config->n_eos; i++) answerer->ends[config->eos_token_id[i]] = true;
+    tokenizer_close(runner->tokenizer);
+    runner->tokenizer = NULL;
+    config->n_eos = 0;
+    for (int i = 0; i < TOGETHER; i++) answerer->prompt[i] = -1;
+    return true;
+}
+
+/* Takes a prompt into a slot. */
+static void begin_answer(Answerer *answerer, int slot, const HeldPrompt *prompt, int index, Sampling sampling, int most) {
+    Session *session = &answerer->sessions[slot];
+    *session = (Session){.slot = slot, .stream = (uint64_t)index, .max_new = most + 2 * MAX_BLOCK, .sampling = sampling};
+    for (size_t i = 0; i < arrlenu(prompt->ids); i++) arrput(session->ids, prompt->ids[i]);
+    session_begin(session, &answerer->runner.engine);
+    while (!session_admit(&answerer->runner, session)) cache_step(&answerer->runner.engine.cache);
+    answerer->prompt[slot] = index;
+}
+
+static void end_answer(Answerer *answerer, int slot) {
+    cache_release(&answerer->runner.engine.cache, slot);
+    session_free(&answerer->sessions[slot]);
+    answerer->prompt[slot] = -1;
+}
+
+/* How many of the ids from `begin` on belong to an answer of at most `most` tokens. *over: the answer ends with them. */
+static int count_answer(const Answerer *answerer, const Session *session, int begin, int most, bool *over) {
+    int n = 0;
+    *over = false;
+    for (int at = session->prompt_length; at < (int)arrlen(session->ids) && !*over; at++) {
+        n += at >= begin;
+        *over = answerer->ends[session->ids[at]] || at + 1 - session->prompt_length == most;
+    }
+    return n;
+}
+
+static void note_round(const Answerer *answerer, const HeldPrompt *prompts, int block, DraftRound **rounds) {
+    const Runner *runner = &answerer->runner;
+    const Drafts *drafts = &runner->engine.drafter.state.drafts;
+    const Session *session = runner->owners[block];
+    int begin = runner->blocks[block].position + 1, prompt = answerer->prompt[session->slot];
+    bool over;
+    DraftRound round = {.kind = prompts[prompt].kind, .prompt = prompt, .verified = runner->blocks[block].count - 1};
+    round.accepted = (int)arrlen(session->ids) - begin - 1;
+    round.emitted = count_answer(answerer, session, begin, ANSWER, &over);
+    memcpy(round.scores, drafts->survival + block * drafts->slots, (size_t)drafts->slots * sizeof(float));
+    memcpy(round.confidence, drafts->confidence + block * drafts->slots, (size_t)drafts->slots * sizeof(float));
+    arrput(*rounds, round);
+}
+
+/* Answers all prompts, by the settings of runner.speculation; every block of drafts joins *rounds (stb_ds), in the order of time. */
+static bool answer_prompts(Answerer *answerer, const HeldPrompt *prompts, Sampling sampling, DraftRound **rounds, Error *error) {
+    Runner *runner = &answerer->runner;
+    Session *active[TOGETHER];
+    for (int next = 0, n = 1; n;) {
+        n = 0;
+        for (int slot = 0; slot < TOGETHER; slot++) {
+            if (answerer->prompt[slot] < 0 && next < (int)arrlen(prompts)) {
+                begin_answer(answerer, slot, &prompts[next], next, sampling, ANSWER);
+                next++;
+            }
+            if (answerer->prompt[slot] >= 0) active[n++] = &answerer->sessions[slot];
+        }
+        uint64_t blocks = runner->speculation.stats.blocks;
+        if (n) run_round(runner, active, n);
+        int drafted = (int)(runner->speculation.stats.blocks - blocks);
+        for (int i = 0; i < drafted; i++) note_round(answerer, prompts, i, rounds);
+        for (int i = 0; i < n; i++) {
+            bool over;
+            if (active[i]->finish != RUNNING) return fail(error, "prompt %d: %s", answerer->prompt[active[i]->slot], active[i]->error.text);
+            count_answer(answerer, active[i], 0, ANSWER, &over);
+            if (over) end_answer(answerer, active[i]->slot);
+        }
+        if (interrupted) return fail(error, "interrupted");
+    }
+    return true;
+}
+
+static Sampling held_sampling(float temperature) { return (Sampling){.temperature = temperature, .top_p = 1, .repeat_penalty = 1, .seed = 1}; }
+
+/* Opens the drafter and the prompts. To be closed also where that fails. */
+static bool open_held(EngineOptions options, Answerer *answerer, HeldPrompt **prompts, Error *error) {
+    *answerer = (Answerer){0};
+    if (!options.draft) return fail(error, "this measurement wants a drafter: --draft DIR");
+    return read_prompts(options.model, prompts, error) && answerer_open(answerer, options, TOGETHER, HELD_CONTEXT, error);
+}
+
+static void close_held(Answerer *answerer, HeldPrompt *prompts) {
+    answerer_close(answerer);
+    free_prompts(prompts);
+}
+
+/* From now on rounds verify as many rows, by that rule, and nothing is known of costs and acceptance. */
+static void set_lengths(Runner *runner, int width, VerifyRule verify) {
+    runner->speculation = (Speculation){.width = width, .verify = verify};
+}
+
+/* ---- acceptance: tokens a round on held-out prompts
+ *
+ * Full width. `emitted` counts the tokens of the answers and divides by the rounds they took: a round that is cut by the end of an
+ * answer counts as a whole round with the tokens before the cut. `uncut`: accepted + 1.
+ */
+
+typedef struct AcceptanceRow { long rounds, emitted, uncut, tried[MAX_BLOCK], passed[MAX_BLOCK]; } AcceptanceRow;
+
+static void add_acceptance(AcceptanceRow *row, const DraftRound *round) {
+    row->rounds++;
+    row->emitted += round->emitted;
+    row->uncut += round->accepted + 1;
+    for (int j = 0; j < round->verified && j <= round->accepted; j++) row->tried[j]++, row->passed[j] += j < round->accepted;
+}
+
+/* Prints a table of one temperature; means: [KINDS + 1] emitted tokens a round, the last of the kinds' mean. */
+static void print_acceptance(const DraftRound *rounds, float temperature, int slots, double means[KINDS + 1], FILE *csv) {
+    AcceptanceRow rows[KINDS] = {0};
+    double emitted = 0, uncut = 0;
+    for (size_t i = 0; i < arrlenu(rounds); i++) add_acceptance(&rows[rounds[i].kind], &rounds[i]);
+    printf("temperature %.1f\n%-12s %7s %8s %7s  accepted by place, of those reached\n", temperature, "kind", "rounds", "emitted", "uncut");
+    for (int kind = 0; kind < KINDS; kind++) {
+        const AcceptanceRow *row = &rows[kind];
+        means[kind] = (double)row->emitted / (double)row->rounds;
+        double free = (double)row->uncut / (double)row->rounds;
+        emitted += means[kind] / KINDS, uncut += free / KINDS;
+        printf("%-12s %7ld %8.2f %7.2f ", kind_names[kind], row->rounds, means[kind], free);
+        for (int j = 0; j < slots; j++) printf(" %.2f", (double)row->passed[j] / (double)row->tried[j]);
+        printf("\n");
+        for (int j = 0; j < slots; j++)
+            fprintf(csv, "%.1f,%s,%ld,%.4f,%.4f,%d,%.4f\n", temperature, kind_names[kind], row->rounds, means[kind], free, j + 1,
+                    (double)row->passed[j] / (double)row->tried[j]);
+    }
+    means[KINDS] = emitted;
+    printf("%-12s %7zu %8.2f %7.2f\n", "mean", arrlenu(rounds), emitted, uncut);
+}
+
+static void claim_acceptance(const DraftConfig *draft, const double means[KINDS + 1]) {
+    bool second = draft->selector_rank > 0;
+    double least = second ? 5.0 : 4.0, least_mean = second ? 3.3 : 2.8, worse = fmin(means[0], means[1]);
+    char what[128];
+    if (!second && !draft->markov_rank) return;
+    snprintf(what, sizeof what, "%s emits at least %.1f tokens a round on stories and on tasks, greedy", second ? "DFlash 2" : "DSpark", least);
+    claim(worse >= least, what, "%.2f and %.2f", means[0], means[1]);
+    snprintf(what, sizeof what, "%s emits at least %.1f tokens a round over all kinds, greedy", second ? "DFlash 2" : "DSpark", least_mean);
+    claim(means[KINDS] >= least_mean, what, "%.2f", means[KINDS]);
+}
+
+static bool bench_acceptance(EngineOptions options, const char *directory, Error *error) {
+    static const char drawing[] =
+        "set multiplot layout 1,2; set xlabel 'place in the block'; set yrange [0:1]; set key bottom left\n"
+        "do for [t in '0.0 0.7'] { set title 'accepted of those reached, temperature ' . t\n"
+        "plot for [k in 'stories tasks definitions prose tech'] csv skip 1 using "
+        "6:(strcol(1) eq t && strcol(2) eq k ? $7 : NaN) with linespoints title k }\nunset multiplot";
+    Figure figure;
+    Answerer answerer;
+    HeldPrompt *prompts = NULL;
+    double means[2][KINDS + 1];
+    if (!open_figure(&figure, directory, "acceptance", "temperature,kind,rounds,emitted,uncut,place,accepted", error)) return false;
+    bool ok = open_held(options, &answerer, &prompts, error);
+    const DraftConfig *draft = &answerer.runner.engine.drafter.config;
+    if (ok) printf("acceptance       %s, %zu held-out prompts, at most %d tokens, %d rows a round\n", draft->architecture,
+                   arrlenu(prompts), ANSWER, draft->slots + 1);
+    for (int i = 0; i < 2 && ok; i++) {
+        DraftRound *rounds = NULL;
+        set_lengths(&answerer.runner, draft->slots + 1, VERIFY_FULL);
+        ok = answer_prompts(&answerer, prompts, held_sampling(i ? 0.7f : 0), &rounds, error);
+        if (ok) print_acceptance(rounds, i ? 0.7f : 0, draft->slots, means[i], figure.csv);
+        arrfree(rounds);
+    }
+    if (ok) claim_acceptance(draft, means[0]);
+    close_held(&answerer, prompts);
+    return end_figure(&figure, drawing, ok, error);
+}
+
+/* ---- lengths: what verification lengths keep of the accepted drafts (the paper's figure 10)
+ *
+ * Offline, on rounds of full width: each rule divides a budget among 16 of them that ran together, and what it keeps of the drafts that
+ * full width accepted is counted. `windows` have no budget: 1 + the rounded sum of a session's scores. The oracle knows what will be
+ * accepted. Online, the same prompts are answered at width 4, so that later rounds stand elsewhere.
+ */
+
+enum { LENGTH_RULES = 4, HALF_ROWS = 4 };
+
+static const char *const length_rules[LENGTH_RULES] = {"select", "seeded", "fixed", "oracle"};
+
+typedef struct Kept { double share, rows; } Kept;       /* of the accepted drafts; rows a session */
+
+/* Rows for the 16 rounds of one group, `rows` for each in the mean. */
+static void divide_rows(int *lengths, const DraftRound *rounds, int slots, int rows, int rule) {
+    float scores[TOGETHER * MAX_BLOCK];
+    int limits[TOGETHER];
+    for (int i = 0; i < TOGETHER; i++) {
+        limits[i] = slots + 1;
+        lengths[i] = rows;
+        for (int j = 0; j < slots; j++) scores[i * slots + j] = rule == 3 ? (float)(j < rounds[i].accepted) : rounds[i].scores[j];
+    }
+    if (rule != 2) (rule == 1 ? c_backend.allocate_seeded : c_backend.allocate)(lengths, scores, limits, TOGETHER, slots, rows * TOGETHER);
+}
+
+static double sum_scores(const DraftRound *round, int slots) {
+    double sum = 0;
+    for (int j = 0; j < slots; j++) sum += (double)round->scores[j];
+    return sum;
+}
+
+/* What a rule keeps; rule -1: windows. */
+static Kept keep_drafts(const DraftRound *rounds, int slots, int rows, int rule) {
+    int lengths[TOGETHER], groups = (int)arrlen(rounds) / TOGETHER;
+    double kept = 0, accepted = 0, used = 0;
+    for (int at = 0; at < groups * TOGETHER; at++) {
+        const DraftRound *round = &rounds[at];
+        if (at % TOGETHER == 0 && rule >= 0) divide_rows(lengths, round, slots, rows, rule);
+        int length = rule >= 0 ? lengths[at % TOGETHER] : 1 + (int)lrint(sum_scores(round, slots));
+        used += length;
+        accepted += round->accepted;
+        kept += round->accepted < length - 1 ? round->accepted : length - 1;
+    }
+    return (Kept){100 * kept / accepted, used / (groups * TOGETHER)};
+}
+
+/* R^2 of the accepted length: of the sum of the scores, against always saying its mean. */
+static double explained(const DraftRound *rounds, int slots) {
+    double mean = 0, wrong = 0, spread = 0;
+    for (size_t i = 0; i < arrlenu(rounds); i++) mean += rounds[i].accepted / (double)arrlenu(rounds);
+    for (size_t i = 0; i < arrlenu(rounds); i++) {
+        wrong += pow(sum_scores(&rounds[i], slots) - rounds[i].accepted, 2);
+        spread += pow(rounds[i].accepted - mean, 2);
+    }
+    return 1 - wrong / spread;
+}
+
+static double mean_accepted(const DraftRound *rounds) {
+    double sum = 0;
+    for (size_t i = 0; i < arrlenu(rounds); i++) sum += rounds[i].accepted;
+    return sum / (double)arrlenu(rounds);
+}
+
+/* Prints the offline tables of one temperature. Returns what DVL's select keeps at half the rows. */
+static double print_lengths(const DraftRound *rounds, double temperature, int slots, FILE *csv) {
+    Kept windows = keep_drafts(rounds, slots, 0, -1);
+    double half = 0;
+    printf("temperature %.1f: %zu rounds, %.2f drafts accepted at full width, R2 of the accepted length %.3f\n", temperature,
+           arrlenu(rounds), mean_accepted(rounds), explained(rounds, slots));
+    printf("%-22s", "kept of these, rows");
+    for (int rows = 2; rows <= slots; rows++) printf(" %7d", rows);
+    printf("\n");
+    for (int rule = 0; rule < LENGTH_RULES; rule++) {
+        printf("%-22s", length_rules[rule]);
+        for (int rows = 2; rows <= slots; rows++) {
+            Kept kept = keep_drafts(rounds, slots, rows, rule);
+            if (!rule && rows == HALF_ROWS) half = kept.share;
+            printf(" %6.1f%%", kept.share);
+            fprintf(csv, "%.1f,%s,%d,%.3f\n", temperature, length_rules[rule], rows, kept.share);
+        }
+        printf("\n");
+    }
+    printf("%-22s  %6.1f%% with %.2f rows a session\n", "windows", windows.share, windows.rows);
+    fprintf(csv, "%.1f,windows,%.4f,%.3f\n", temperature, windows.rows, windows.share);
+    return half;
+}
+
+/* The same prompts with half the rows, by three rules. */
+static bool run_online(Answerer *answerer, const HeldPrompt *prompts, float temperature, double full, Error *error) {
+    static const struct { const char *name; VerifyRule rule; bool seeded; } ways[] = {
+        {"select", VERIFY_DVL, false}, {"seeded", VERIFY_DVL, true}, {"fixed", VERIFY_FULL, false}};
+    for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
+        DraftRound *rounds = NULL;
+        set_lengths(&answerer->runner, HALF_ROWS, ways[i].rule);
+        answerer->runner.speculation.seeded = ways[i].seeded;
+        bool ok = answer_prompts(answerer, prompts, held_sampling(temperature), &rounds, error);
+        double verified = 0, accepted = ok ? mean_accepted(rounds) : 0;
+        for (size_t j = 0; j < arrlenu(rounds); j++) verified += rounds[j].verified;
+        if (ok) printf("online, width 4 %-6s  %.2f drafts accepted a round (%.1f%% of full width's), %.2f rows, %zu rounds\n", ways[i].name,
+                       accepted, 100 * accepted / full, 1 + verified / (double)arrlenu(rounds), arrlenu(rounds));
+        arrfree(rounds);
+        if (!ok) return false;
+    }
+    return true;
+}
+
+static bool bench_lengths(EngineOptions options, const char *directory, Error *error) {
+    static const char drawing[] =
+        "set multiplot layout 1,2; set xlabel 'rows a session'; set yrange [0:100]; set xrange [2:7]; set key bottom right\n"
+        "do for [t in '0.0 0.7'] { set title 'percent of the accepted drafts, temperature ' . t\n"
+        "plot for [k in 'select seeded fixed oracle windows'] csv skip 1 using "
+        "3:(strcol(1) eq t && strcol(2) eq k ? $4 : NaN) with linespoints title k }\nunset multiplot";
+    Figure figure;
+    Answerer answerer;
+    HeldPrompt *prompts = NULL;
+    double half[2];
+    if (!open_figure(&figure, directory, "lengths", "temperature,rule,rows,kept_percent", error)) return false;
+    bool ok = open_held(options, &answerer, &prompts, error);
+    const Drafter *drafter = &answerer.runner.engine.drafter;
+    if (ok && !drafter->predictor.layers) ok = fail(error, "%s: has no predictor of lengths", options.draft);
+    for (int i = 0; i < 2 && ok; i++) {
+        DraftRound *rounds = NULL;
+        float temperature = i ? 0.7f : 0;
+        set_lengths(&answerer.runner, drafter->config.slots + 1, VERIFY_DVL);       /* full width, with scores */
+        ok = answer_prompts(&answerer, prompts, held_sampling(temperature), &rounds, error);
+        if (ok) half[i] = print_lengths(rounds, (double)temperature, drafter->config.slots, figure.csv);
+        ok = ok && run_online(&answerer, prompts, temperature, mean_accepted(rounds), error);
+        arrfree(rounds);
+    }
+    for (int i = 0; i < 2 && ok; i++)
+        claim(half[i] >= 90, i ? "DVL at half the rows keeps 90% of the accepted drafts, temperature 0.7"
+                               : "DVL at half the rows keeps 90% of the accepted drafts, greedy", "%.1f%%", half[i]);
+    close_held(&answerer, prompts);
+    return end_figure(&figure, drawing, ok, error);
+}
+
+/* ---- confidence: sequential temperature scaling (DSpark; the spec's drafters.md, 3.5)
+ *
+ * Rounds of full width at temperatures 0 and 1, by which the drafter was trained in equal parts. A draft's confidence is the sigmoid of its logit over its slot's temperature, and the
+ * product of those up to slot k says how probable it is that k drafts are accepted. Temperatures are fitted from the first slot to
+ * the last on every other group of prompts, and judged on the others. They go into DIR/temperatures.json, which the engine reads
+ * from the drafter's folder.
+ */
+
+enum { TRIED_TEMPERATURES = 41, CALIBRATION_BINS = 15 };
+
+static float sigmoid(float x) { return 1 / (1 + expf(-x)); }
+
+/* Expected calibration error of predictions [n] of whether more than `slot` drafts are accepted. */
+static double calibration_error(const float *predicted, const DraftRound *rounds, int slot) {
+    double said[CALIBRATION_BINS] = {0}, was[CALIBRATION_BINS] = {0}, error = 0;
+    size_t n = arrlenu(rounds);
+    for (size_t i = 0; i < n; i++) {
+        int bin = (int)(predicted[i] * CALIBRATION_BINS);
+        if (bin == CALIBRATION_BINS) bin--;
+        said[bin] += (double)predicted[i];
+        was[bin] += rounds[i].accepted > slot;
+    }
+    for (int bin = 0; bin < CALIBRATION_BINS; bin++) error += fabs(said[bin] - was[bin]) / (double)n;
+    return error;
+}
+
+/* predicted *= the confidence of a slot. */
+static void multiply_confidence(float *predicted, const float *before, const DraftRound *rounds, int slot, float temperature) {
+    for (size_t i = 0; i < arrlenu(rounds); i++) predicted[i] = before[i] * sigmoid(rounds[i].confidence[slot] / temperature);
+}
+
+/* temperatures [slots] become those of least error, slot by slot; one is replaced only by a better one. */
+static void fit_temperatures(float *temperatures, const DraftRound *rounds, int slots) {
+    float *before = allocate_zeroed(arrlenu(rounds), sizeof(float)), *predicted = allocate_zeroed(arrlenu(rounds), sizeof(float));
+    for (size_t i = 0; i < arrlenu(rounds); i++) before[i] = 1;
+    for (int slot = 0; slot < slots; slot++) {
+        temperatures[slot] = 1;
+        multiply_confidence(predicted, before, rounds, slot, 1);
+        double best = calibration_error(predicted, rounds, slot);
+        for (int i = 0; i < TRIED_TEMPERATURES; i++) {
+            float tried = powf(10, 2.0f * (float)i / (TRIED_TEMPERATURES - 1) - 1);
+            multiply_confidence(predicted, before, rounds, slot, tried);
+            double error = calibration_error(predicted, rounds, slot);
+            if (error < best) best = error, temperatures[slot] = tried;
+        }
+        multiply_confidence(before, before, rounds, slot, temperatures[slot]);
+    }
+    free(before);
+    free(predicted);
+}
+
+/* How probable it is that a round which accepts more than `slot` drafts was given a higher prediction than one that does not. */
+static double area_under_curve(const float *predicted, const DraftRound *rounds, int slot) {
+    double pairs = 0, right = 0;
+    for (size_t i = 0; i < arrlenu(rounds); i++)
+        for (size_t j = 0; j < arrlenu(rounds) && rounds[i].accepted > slot; j++) {
+            if (rounds[j].accepted > slot) continue;
+            pairs++;
+            right += predicted[i] > predicted[j] ? 1 : predicted[i] < predicted[j] ? 0 : 0.5;
+        }
+    return pairs > 0 ? right / pairs : NAN;
+}
+
+/* Error of each slot and, after the fit, the area under its curve. */
+static void judge_temperatures(const float *temperatures, const DraftRound *rounds, int slots, double *errors, double *areas) {
+    float *predicted = allocate_zeroed(arrlenu(rounds), sizeof(float));
+    for (size_t i = 0; i < arrlenu(rounds); i++) predicted[i] = 1;
+    for (int slot = 0; slot < slots; slot++) {
+        multiply_confidence(predicted, predicted, rounds, slot, temperatures[slot]);
+        errors[slot] = 100 * calibration_error(predicted, rounds, slot);
+        areas[slot] = area_under_curve(predicted, rounds, slot);
+    }
+    free(predicted);
+}
+
+static bool write_temperatures(const char *directory, const float *temperatures, int slots, Error *error) {
+    char path[PATH_MAX];
+    FILE *out = fopen(join(path, directory, "temperatures.json"), "w");
+    if (!out) return fail(error, "%s: %s", path, strerror(errno));
+    fprintf(out, "{\"temperatures\": [");
+    for (int slot = 0; slot < slots; slot++) fprintf(out, "%s%.4f", slot ? ", " : "", (double)temperatures[slot]);
+    fprintf(out, "]}\n");
+    return !fclose(out) || fail(error, "%s: %s", path, strerror(errno));
+}
+
+static void print_confidence(const DraftRound *fitted, const DraftRound *judged, const float *temperatures, int slots, FILE *csv) {
+    double before[MAX_BLOCK], after[MAX_BLOCK], areas[MAX_BLOCK], sums[2] = {0};
+    float ones[MAX_BLOCK];
+    for (int slot = 0; slot < slots; slot++) ones[slot] = 1;
+    judge_temperatures(ones, judged, slots, before, areas);
+    judge_temperatures(temperatures, judged, slots, after, areas);
+    printf("confidence       %zu rounds to fit, %zu of other prompts to judge; errors of calibration\n", arrlenu(fitted), arrlenu(judged));
+    printf("%5s %12s %8s %8s %6s\n", "slot", "temperature", "before", "after", "AUC");
+    for (int slot = 0; slot < slots; slot++) {
+        printf("%5d %12.3f %7.2f%% %7.2f%% %6.3f\n", slot, (double)temperatures[slot], before[slot], after[slot], areas[slot]);
+        fprintf(csv, "%d,%.4f,%.4f,%.4f,%.4f\n", slot, (double)temperatures[slot], before[slot], after[slot], areas[slot]);
+        sums[0] += before[slot] / slots, sums[1] += after[slot] / slots;
+    }
+    printf("%5s %12s %7.2f%% %7.2f%%\n", "mean", "", sums[0], sums[1]);
+}
+
+static bool bench_confidence(EngineOptions options, const char *directory, Error *error) {
+    static const char drawing[] = "set xlabel 'slot'; set ylabel 'error of calibration (%)'; set yrange [0:*]\n"
+                                  "plot csv skip 1 using 1:3 with linespoints title 'before', '' skip 1 using 1:4 with linespoints title 'after'";
+    Figure figure;
+    Answerer answerer;
+    HeldPrompt *prompts = NULL;
+    DraftRound *rounds = NULL, *halves[2] = {0};
+    float temperatures[MAX_BLOCK];
+    if (!open_figure(&figure, directory, "confidence", "slot,temperature,error_before,error_after,auc", error)) return false;
+    bool ok = open_held(options, &answerer, &prompts, error);
+    const DraftConfig *draft = &answerer.runner.engine.drafter.config;
+    if (ok && !draft->confidence_head) ok = fail(error, "%s: has no confidence head", options.draft);
+    set_lengths(&answerer.runner, draft->slots + 1, VERIFY_FULL);
+    for (int i = 0; i < 2; i++) ok = ok && answer_prompts(&answerer, prompts, held_sampling((float)i), &rounds, error);
+    for (size_t i = 0; i < arrlenu(rounds); i++) arrput(halves[rounds[i].prompt / KINDS % 2], rounds[i]);
+    if (ok) fit_temperatures(temperatures, halves[0], draft->slots);
+    if (ok) print_confidence(halves[0], halves[1], temperatures, draft->slots, figure.csv);
+    ok = ok && write_temperatures(directory, temperatures, draft->slots, error);
+    arrfree(rounds), arrfree(halves[0]), arrfree(halves[1]);
+    close_held(&answerer, prompts);
+    return end_figure(&figure, drawing, ok, error);
+}
+
+/* ---- draft: memory of the drafter's state, by tide's own plan
+ *
+ * What a drafter adds to a session, as the difference between plans with and without one; beside it eq. 9, the ring: whole pages for the
+ * window, a block and what alignment adds; and eq. 11, staging for the rows of a block.
+ */
+
+typedef struct DraftBytes { size_t plan, ring, staging; } DraftBytes;    /* of a plan; of a session by eq. 9 and by eq. 11 */
+
+/* Plans; the model's limit on context does not matter. window: of the drafter's layers, 0: its own. */
+static bool planned_bytes(EngineOptions options, int sessions, int context, int window, DraftBytes *bytes, Error *error) {
+    Engine engine;
+    options.sessions = sessions;
+    options.context = 1024;
+    if (!engine_plan(&engine, &options, error)) return false;
+    free(engine.cache.group_of), free(engine.cache.member_of);
+    engine.cache = (Cache){0};
+    engine.config.max_position_embeddings = context;
+    options.context = context;
+    DraftConfig *draft = &engine.drafter.config;
+    for (int i = 0; i < draft->backbone.num_hidden_layers && window; i++) draft->window[i] = window;
+    bool ok = plan_memory(&engine, &options, error);
+    const Cache *cache = &engine.cache;
+    *bytes = (DraftBytes){cache->bytes, 0, (size_t)(cache->live_sources * QUERY_BLOCK * cache->index_topk) * cache->format.stride};
+    if (draft->architecture)
+        bytes->ring = pages_of(draft->window[0] + PAGE_ROWS - 1 + QUERY_BLOCK) * PAGE_ROWS * (size_t)draft->backbone.num_hidden_layers
+                    * (size_t)(2 * draft->backbone.num_key_value_heads * draft->backbone.head_dim) * sizeof(uint16_t);
+    engine_close(&engine);
+    return ok;
+}
+
+/* What a drafter adds to a session's bytes of a context: the difference between one session and two, with and without it. */
+static bool print_draft(EngineOptions options, int window, int context, bool *equal, int *first, FILE *csv, Error *error) {
+    DraftBytes bytes[4];
+    for (int i = 0; i < 4; i++) {
+        EngineOptions plan = options;
+        if (i < 2) plan.draft = NULL;
+        if (!planned_bytes(plan, 1 + i % 2, context, i < 2 ? 0 : window, &bytes[i], error)) return false;
+    }
+    int added = (int)(bytes[3].plan - bytes[2].plan - (bytes[1].plan - bytes[0].plan)), ring = (int)bytes[3].ring, staging = (int)bytes[3].staging;
+    *first = *first ? *first : added;
+    *equal = *equal && added == ring + staging && added == *first;
+    printf(window ? "%8d" : " shipped", window);
+    printf(" %8d %12d %12d %12d\n", context, added, ring, staging);
+    fprintf(csv, "%d,%d,%d,%d,%d\n", window, context, added, ring, staging);
+    return true;
+}
+
+static bool bench_draft(EngineOptions options, const char *directory, Error *error) {
+    static const char drawing[] = "set xlabel 'context'; set logscale x 2; set yrange [0:*]; set ylabel 'bytes a session'\n"
+                                  "plot for [w in '0 2048'] csv skip 1 using 2:(strcol(1) eq w ? $3 : NaN) with linespoints "
+                                  "title (w eq '0' ? 'as shipped' : 'window 2048')";
+    Figure figure;
+    bool ok = options.draft || fail(error, "this measurement wants a drafter: --draft DIR"), equal = true;
+    if (!ok || !open_figure(&figure, directory, "draft", "window,context,bytes,equation_9,equation_11", error)) return false;
+    printf("draft            bytes that a drafter adds to a session, by the plan and by the paper's arithmetic\n");
+    printf("%8s %8s %12s %12s %12s\n", "window", "context", "planned", "eq. 9", "eq. 11");
+    for (int window = 0, first = 0; window <= 2048 && ok; window += 2048, first = 0)
+        for (int context = window ? 4096 : 1024; context <= 32768 && ok; context *= 2)
+            ok = print_draft(options, window, context, &equal, &first, figure.csv, error);
+    if (ok) claim(equal, "a drafter's state is eq. 9's ring and eq. 11's staging, the same from 1K to 32K", "every plan %s", equal ? "equal" : "differs");
+    return end_figure(&figure, drawing, ok, error);
+}
+
+/* ---- speed: decoding with drafts against decoding without
+ *
+ * Two lanes answer the same prompts in turns of 16 tokens a session: one without a drafter, one with, and their seconds for the same
+ * tokens (drafts change no token) are compared. A wave of prompts begins together; the pass over the prompts is not timed. It ends when the
+ * first of its answers ends, or after 512 tokens. A fixed width is measured over 96 tokens a session; `auto` over 512 from nothing
+ * known, so that what it tries and how soon it backs off is counted. Texts: fluent stories; facts to look up in a text, then whatever
+ * dialogue follows; continued held-out prose at temperature 0.7; random tokens at temperature 1.
+ */
+
+enum { SPEED_TOKENS = 512, FIXED_TOKENS = 96, SPEED_TURN = 16, TEXTS = 4, WIDTHS = 9, SPEED_CONTEXT = 1024, LONG_CONTEXT = 8832,
+       LONG_PAGES = 124, SPEED_REPEATS = 3 };
+
+typedef struct SpeedText {
+    const char *name;
+    int kind, least, most;      /* of the held-out prompts; -1: random; of so many tokens */
+    float temperature;
+    bool ends;                  /* the end of an answer ends the wave */
+} SpeedText;
+
+static const SpeedText speed_texts[TEXTS] = {
+    {"stories", 0, 1, 60, 0, true}, {"look-ups", 1, 80, 512, 0, false}, {"prose", 3, 1, 512, 0.7f, false}, {"random", -1, 0, 0, 1, false}};
+
+typedef struct Lane {           /* one way to decode */
+    Answerer answerer;
+    const HeldPrompt *prompts;
+    const Prefix *prefix;       /* stands in front of every prompt, or NULL */
+    const SpeedText *text;
+    int sessions;
+    bool running;               /* a wave is under way */
+    long wave, tokens, rounds;  /* tokens and rounds that were timed */
+    double seconds;
+} Lane;
+
+typedef struct SpeedWay { const char *drafter, *name; VerifyRule verify; } SpeedWay;
+
+static void lane_stop(Lane *lane) {
+    for (int slot = 0; slot < lane->sessions; slot++)
+        if (lane->answerer.prompt[slot] >= 0) end_answer(&lane->answerer, slot);
+    lane->running = false;
+}
+
+/* Begins anew, with nothing known of costs and acceptance. */
+static void lane_reset(Lane *lane, const SpeedText *text, int width, VerifyRule verify) {
+    lane_stop(lane);
+    set_lengths(&lane->answerer.runner, width, verify);
+    lane->text = text;
+    lane->wave = lane->tokens = lane->rounds = 0;
+    lane->seconds = 0;
+}
+
+/* The n-th prompt of the lane's text, behind its prefix. */
+static HeldPrompt pick_prompt(const Lane *lane, long n) {
+    HeldPrompt prompt = {0};
+    const HeldPrompt *picked = NULL;
+    uint64_t seed = (uint64_t)n;
+    for (int i = 0; lane->prefix && i < lane->prefix->pages * PAGE_ROWS; i++) arrput(prompt.ids, lane->prefix->text[i]);
+    if (lane->text->kind < 0) {
+        for (int i = 0; i < 32; i++) arrput(prompt.ids, 512 + (int)(draw(&seed) % 7000));
+        return prompt;
+    }
+    for (size_t i = 0; !picked || n >= 0; i = (i + 1) % arrlenu(lane->prompts)) {
+        const HeldPrompt *candidate = &lane->prompts[i];
+        int length = (int)arrlen(candidate->ids);
+        if (candidate->kind == lane->text->kind && length >= lane->text->least && length <= lane->text->most) picked = candidate, n--;
+    }
+    for (size_t i = 0; i < arrlenu(picked->ids); i++) arrput(prompt.ids, picked->ids[i]);
+    return prompt;
+}
+
+/* One round of all sessions. */
+static bool lane_round(Lane *lane, Error *error) {
+    Session *active[TOGETHER];
+    for (int slot = 0; slot < lane->sessions; slot++) active[slot] = &lane->answerer.sessions[slot];
+    run_round(&lane->answerer.runner, active, lane->sessions);
+    for (int slot = 0; slot < lane->sessions; slot++)
+        if (active[slot]->finish != RUNNING) return fail(error, "a session ended: %s", active[slot]->error.text);
+    return !interrupted || fail(error, "interrupted");
+}
+
+static bool wave_is_over(const Lane *lane) {
+    for (int slot = 0; slot < lane->sessions; slot++) {
+        const Session *session = &lane->answerer.sessions[slot];
+        if (tokens_generated(session) >= SPEED_TOKENS) return true;
+        for (int at = session->prompt_length; lane->text->ends && at < (int)arrlen(session->ids); at++)
+            if (lane->answerer.ends[session->ids[at]]) return true;
+    }
+    return false;
+}
+
+/* The prompts of the next wave, run until every session has its first token. */
+static bool begin_wave(Lane *lane, Error *error) {
+    lane_stop(lane);
+    for (int slot = 0; slot < lane->sessions; slot++) {
+        HeldPrompt prompt = pick_prompt(lane, lane->wave * lane->sessions + slot);
+        begin_answer(&lane->answerer, slot, &prompt, (int)(lane->wave * lane->sessions) + slot, held_sampling(lane->text->temperature),
+                     SPEED_TOKENS);
+        arrfree(prompt.ids);
+    }
+    lane->running = true;
+    lane->wave++;
+    for (bool prefills = true; prefills;) {
+        if (!lane_round(lane, error)) return false;
+        prefills = false;
+        for (int slot = 0; slot < lane->sessions; slot++) prefills |= !tokens_generated(&lane->answerer.sessions[slot]);
+    }
+    return true;
+}
+
+/* One thread's seconds are its processor's, so that what else the machine does is not counted. */
+static double lane_time(void) {
+    struct timespec time;
+    if (omp_get_max_threads() > 1) return now();
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+/* Decodes until so many tokens in all were timed. */
+static bool lane_turn(Lane *lane, long tokens, Error *error) {
+    while (lane->tokens < tokens) {
+        if ((!lane->running || wave_is_over(lane)) && !begin_wave(lane, error)) return false;
+        long before = lane->answerer.runner.tokens;
+        double start = lane_time();
+        if (!lane_round(lane, error)) return false;
+        lane->seconds += lane_time() - start;
+        lane->tokens += lane->answerer.runner.tokens - before;
+        lane->rounds++;
+    }
+    return true;
+}
+
+/* The prefix lies on the host from now on, for prompts that begin with it. */
+static void keep_prefix(Lane *lane) {
+    Cache *cache = &lane->answerer.runner.engine.cache;
+    int rows = lane->prefix->pages * PAGE_ROWS + 1, cached;
+    if (cache_admit(cache, 0, lane->prefix->text, rows, rows, &cached))
+        for (int page = 0; page < lane->prefix->pages; page++)
+            cache_append_page(cache, 0, lane->prefix->images + (size_t)page * page_image_bytes(cache), PAGE_ROWS);
+    cache_release(cache, 0);
+}
+
+static bool lane_open(Lane *lane, EngineOptions options, int sessions, const HeldPrompt *prompts, const Prefix *prefix, Error *error) {
+    *lane = (Lane){.prompts = prompts, .prefix = prefix, .sessions = sessions};
+    if (!answerer_open(&lane->answerer, options, sessions, prefix ? LONG_CONTEXT : SPEED_CONTEXT, error)) return false;
+    if (prefix) keep_prefix(lane);
+    return true;
+}
+
+typedef struct SpeedFigure { double ratio, emitted, own; } SpeedFigure;     /* times as fast; tokens a round and session; percent */
+
+/* Percent of the rounds with drafts that was not the target's pass. */
+static double own_share(const SpeculationStats *stats) {
+    double own = stats->draft_seconds + stats->allocate_seconds + stats->accept_seconds;
+    return own > 0 ? 100 * own / (own + stats->verify_seconds) : NAN;
+}
+
+/* Both lanes in turns; every other turn the one with drafts goes first. */
+static bool compare_lanes(Lane *plain, Lane *drafting, int tokens, SpeedFigure *figure, Error *error) {
+    for (long turn = 1; turn * SPEED_TURN <= tokens; turn++) {
+        long goal = turn * SPEED_TURN * plain->sessions;
+        for (int i = 0; i < 2; i++)
+            if (!lane_turn((turn + i) % 2 ? plain : drafting, goal, error)) return false;
+    }
+    *figure = (SpeedFigure){plain->seconds / (double)plain->tokens * (double)drafting->tokens / drafting->seconds,
+                            (double)drafting->tokens / (double)drafting->rounds / drafting->sessions,
+                            own_share(&drafting->answerer.runner.speculation.stats)};
+    return true;
+}
+
+/* One cell: the median of several runs over these tokens. */
+static bool measure_speed(Lane *plain, Lane *drafting, const SpeedText *text, int width, VerifyRule verify, SpeedFigure *figure, Error *error) {
+    double ratios[SPEED_REPEATS];
+    int repeats = plain->sessions == 1 ? SPEED_REPEATS : 1;
+    for (int i = 0; i < repeats; i++) {
+        lane_reset(plain, text, 0, VERIFY_FULL);
+        lane_reset(drafting, text, width, verify);
+        if (!compare_lanes(plain, drafting, width ? FIXED_TOKENS : SPEED_TOKENS, figure, error)) return false;
+        ratios[i] = figure->ratio;
+    }
+    figure->ratio = median(ratios, repeats);
+    return true;
+}
+
+enum { SPEED_WAYS = 4 };
+
+static const SpeedWay speed_ways[SPEED_WAYS] = {{"draft-dflash2", "dflash2 full", VERIFY_FULL}, {"draft-dflash2", "dflash2 dvl", VERIFY_DVL},
+                                                {"draft-dspark", "dspark full", VERIFY_FULL}, {"draft-dspark", "dspark conf", VERIFY_CONFIDENCE}};
+
+typedef struct SpeedWorst { double ratio, own, least_own; char where[128]; } SpeedWorst;
+
+/* A line of the table: widths 2 to 8 and auto. widths: bits of those that are measured. */
+static bool print_speeds(Lane *plain, Lane *drafting, const SpeedText *text, const SpeedWay *way, unsigned widths, SpeedWorst *worst, FILE *csv,
+                         Error *error) {
+    int context = drafting->prefix ? LONG_PAGES * PAGE_ROWS : 0;
+    SpeedFigure figure = {0};
+    printf("%8d %7d %-9s %-13s", plain->sessions, context, text->name, way->name);
+    for (int width = 2; width <= WIDTHS; width++) {
+        if (!(widths >> width & 1)) printf("      -");
+        if (!(widths >> width & 1)) continue;
+        int rows = width == WIDTHS ? 0 : width;
+        if (!measure_speed(plain, drafting, text, rows, way->verify, &figure, error)) return false;
+        printf(" %6.2f", figure.ratio);
+        fprintf(csv, "%d,%d,%s,%s,%d,%.4f,%.3f,%.2f\n", plain->sessions, context, text->name, way->name, rows, figure.ratio, figure.emitted,
+                figure.own);
+        worst->own = fmax(worst->own, figure.own);
+        worst->least_own = fmin(worst->least_own, figure.own);
+        fflush(stdout);
+    }
+    printf(" %8.2f %6.1f%%\n", figure.emitted, figure.own);
+    if (figure.ratio < worst->ratio) {
+        worst->ratio = figure.ratio;
+        snprintf(worst->where, sizeof worst->where, "%s, %s, %d sessions behind %d rows", text->name, way->name, plain->sessions, context);
+    }
+    return true;
+}
+
+/* All texts and ways of one number of sessions. The full table of widths is of the stories at short contexts. */
+static bool measure_lanes(EngineOptions options, int sessions, const HeldPrompt *prompts, const Prefix *prefix, SpeedWorst *worst, FILE *csv,
+                          Error *error) {
+    Lane plain, drafting;
+    char path[PATH_MAX], name[64];
+    options.draft = NULL;
+    bool ok = lane_open(&plain, options, sessions, prompts, prefix, error);
+    for (int way = 0; way < SPEED_WAYS && ok; way++) {
+        if (prefix && way != 1) continue;
+        snprintf(name, sizeof name, "../%s", speed_ways[way].drafter);
+        options.draft = join(path, options.model, name);
+        ok = lane_open(&drafting, options, sessions, prompts, prefix, error);
+        for (int text = 0; text < TEXTS && ok; text++) {
+            unsigned widths = prefix || text ? 1 << WIDTHS : (2 << WIDTHS) - 4;
+            ok = print_speeds(&plain, &drafting, &speed_texts[text], &speed_ways[way], widths, worst, csv, error);
+        }
+        answerer_close(&drafting.answerer);
+    }
+    answerer_close(&plain.answerer);
+    return ok;
+}
+
+static bool bench_speed(EngineOptions options, const char *directory, Error *error) {
+    static const char drawing[] =
+        "set multiplot layout 1,2; set xlabel 'rows a session'; set yrange [0:*]; set key top left\n"
+        "do for [n in '1 16'] { set title n . ' sessions, stories: times as fast as without drafts'\n"
+        "plot for [w in '\"dflash2 full\" \"dflash2 dvl\" \"dspark full\" \"dspark conf\"'] csv skip 1 using "
+        "($5 > 0 ? $5 : NaN):(strcol(1) eq n && $2 == 0 && strcol(3) eq 'stories' && strcol(4) eq w ? $6 : NaN) with linespoints title w }\n"
+        "unset multiplot";
+    Figure figure;
+    HeldPrompt *prompts = NULL;
+    Prefix prefix = {0};
+    SpeedWorst worst = {.ratio = 9, .least_own = 100};
+    if (!open_figure(&figure, directory, "speed", "sessions,context,text,way,width,ratio,emitted,own_percent", error)) return false;
+    bool ok = read_prompts(options.model, &prompts, error);
+    EngineOptions undrafted = options;
+    undrafted.draft = NULL;
+    ok = ok && make_prefix(undrafted, LONG_PAGES, LONG_CONTEXT, &prefix, error);
+    printf("speed            tokens/s over those without drafts, by rows a session; the last columns are of auto\n");
+    printf("%8s %7s %-9s %-13s %6d %6d %6d %6d %6d %6d %6d %6s %8s %7s\n", "sessions", "before", "text", "way", 2, 3, 4, 5, 6, 7, 8, "auto", "emitted", "own");
+    for (int i = 0; i < 4 && ok; i++)
+        ok = measure_lanes(options, i % 2 ? TOGETHER : 1, prompts, i / 2 ? &prefix : NULL, &worst, figure.csv, error);
+    free_prefix(&prefix);
+    free_prompts(prompts);
+    if (ok) claim(worst.ratio >= 0.97, "auto is never under 0.97 of decoding without drafts over 512 tokens", "%.3f at worst: %s", worst.ratio, worst.where);
+    if (ok) claim(worst.own < 12, "a round's own cost besides the target's pass is under 12%", "%.1f%% to %.1f%%", worst.least_own, worst.own);
+    return end_figure(&figure, drawing, ok, error);
+}
+
 /* ---- the list of them */
 
 static const struct { const char *name; bool (*run)(EngineOptions options, const char *directory, Error *error); } benches[] = {
     {"cpu", bench_cpu}, {"load", bench_load}, {"loadstep", bench_loadstep}, {"hotsweep", bench_hotsweep},
     {"offered", bench_offered}, {"cost", bench_cost}, {"resolve", bench_resolve}, {"memory", bench_memory},
+    {"acceptance", bench_acceptance}, {"lengths", bench_lengths}, {"confidence", bench_confidence}, {"draft", bench_draft},
+    {"speed", bench_speed},
 };
 
 int bench(const char *name, const EngineOptions *options, const char *directory, Error *error) {
     enum { DONE, FAILED, UNKNOWN };
-    char names[256] = "";
+    char names[512] = "";
     for (size_t i = 0; i < sizeof benches / sizeof *benches; i++) {
         if (name && !strcmp(name, benches[i].name)) return benches[i].run(*options, directory, error) ? DONE : FAILED;
         snprintf(names + strlen(names), sizeof names - strlen(names), "%s%s", i ? ", " : "", benches[i].name);

@@ -127,7 +127,7 @@ static const char usage_text[] =
     "       tide eval     [-m DIR] (-f FILE | --ids LIST) [--decode LIST] [--dump OUT.safetensors] [--ppl]\n"
     "       tide tokenize [-m DIR] (-p TEXT | -f FILE | --jsonl FILE | --decode LIST) [--special on|off]\n"
     "       tide inspect  [-m DIR]                                       config, tensors, memory plan; loads no weights\n"
-    "       tide bench    cpu|load|cost|loadstep|hotsweep|offered|resolve|memory [-o DIR]\n"
+    "       tide bench    cpu|load|cost|loadstep|hotsweep|offered|resolve|memory|acceptance|lengths|confidence|speed|draft [-o DIR]\n"
     "                                                                    measurements; all but two draw DIR/NAME.svg from NAME.csv\n"
     "\n"
     "  -m DIR            checkpoint directory as published (default: the one shipped in weights/mini)\n"
