@@ -3224,7 +3224,7 @@ static void choose_drafting(Runner *runner, Session **sessions, int *limits, int
     Speculation *speculation = &runner->speculation;
     const int slots = runner->engine.drafter.config.slots;
     float *survival = runner->engine.drafter.state.drafts.survival;
-    int able = 0, who[MAX_PASS_ROWS], allowed[MAX_PASS_ROWS];
+    int able = 0, kept, who[MAX_PASS_ROWS], allowed[MAX_PASS_ROWS];
     long measured = speculation->pass_cost.round[cost_bucket(n)];
     bool measure = !measured || runner->rounds - measured > PLAIN_AGE;
     for (int i = 0; i < n; i++) {
@@ -3237,9 +3237,16 @@ static void choose_drafting(Runner *runner, Session **sessions, int *limits, int
         who[able++] = i;
     }
     if (!able) return;
-    double rate, plain = n / cost_of(&speculation->pass_cost, n), draft = cost_of(&speculation->draft_cost, able);
-    int budget = best_budget(runner, survival, allowed, able, n - able, draft, false, &rate);
-    runner->engine.backend->allocate(runner->lengths, survival, allowed, able, slots, budget);
+    double rate, plain = n / cost_of(&speculation->pass_cost, n);
+    for (int drafting = able; drafting; drafting = kept) {      /* without those who would verify nothing, drafting costs less */
+        int budget = best_budget(runner, survival, allowed, able, n - able, cost_of(&speculation->draft_cost, drafting), false, &rate);
+        runner->engine.backend->allocate(runner->lengths, survival, allowed, able, slots, budget);
+        kept = 0;
+        for (int i = 0; i < able; i++) kept += runner->lengths[i] > 1;
+        if (kept == drafting) break;
+        for (int i = 0; i < able; i++)
+            if (runner->lengths[i] == 1) allowed[i] = 1;
+    }
     for (int i = 0; i < able; i++) {
         Session *session = sessions[who[i]];
         bool pays = rate > worth * plain && runner->lengths[i] > 1;
