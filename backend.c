@@ -41,7 +41,7 @@ typedef int8_t i8x8 __attribute__((vector_size(8)));
 enum {
     REDUCTION_BLOCK = 1024,     /* k is summed in blocks of this many, the blocks' sums in order; a multiple of SCALE_BLOCK */
     TILE_ROWS = 6,              /* rows of x in flight: 6 x 2 accumulators, 2 weights and 1 x fill sixteen registers */
-    STRIP_COLUMNS = 48,         /* output columns whose weights meet all rows before the next: 48 * 1,024 of them stay in the L2 cache */
+    STRIP_COLUMNS = 48,         /* output columns whose weights meet all rows before the next: 48 * 1,024 stay in the L2 cache */
     STRIP_ROWS = 12,            /* rows from which f16 and e4m3 weights are worth widening beforehand */
     PANEL_STRIDE = REDUCTION_BLOCK + 16,    /* off the power of two, or all columns would fall into the same cache sets */
     MAX_TILE = 12,              /* accumulators of any tile; array sizes have to be constants for them to be registers */
@@ -56,7 +56,7 @@ enum {
 static _Thread_local float panel[KEY_TILE * MAX_ROW_WIDTH];
 static _Thread_local float second_panel[KEY_TILE * MAX_ROW_WIDTH];
 static _Thread_local float packed_rows[TILE_ROWS * REDUCTION_BLOCK];
-_Static_assert(STRIP_COLUMNS * PANEL_STRIDE <= KEY_TILE * MAX_ROW_WIDTH, "a panel holds either the weights or the keys of a tile");
+_Static_assert(STRIP_COLUMNS * PANEL_STRIDE <= KEY_TILE * MAX_ROW_WIDTH, "a panel holds either weights or the keys of a tile");
 _Static_assert((int)MAX_ROW_WIDTH <= (int)REDUCTION_BLOCK, "a cached row is summed in one block");
 
 INLINE f32x8 load8(const float *p) { f32x8 v; memcpy(&v, p, sizeof v); return v; }
@@ -82,8 +82,10 @@ INLINE void in_register(f32x8 *v) {
 
 /* The sums of four vectors' lanes: neighbours first, then pairs, then halves. */
 INLINE f32x4 sum_lanes(f32x8 a, f32x8 b, f32x8 c, f32x8 d) {
-    f32x8 ab = __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14) + __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
-    f32x8 cd = __builtin_shufflevector(c, d, 0, 2, 8, 10, 4, 6, 12, 14) + __builtin_shufflevector(c, d, 1, 3, 9, 11, 5, 7, 13, 15);
+    f32x8 ab = __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14)
+               + __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
+    f32x8 cd = __builtin_shufflevector(c, d, 0, 2, 8, 10, 4, 6, 12, 14)
+               + __builtin_shufflevector(c, d, 1, 3, 9, 11, 5, 7, 13, 15);
     f32x8 all = __builtin_shufflevector(ab, cd, 0, 2, 8, 10, 4, 6, 12, 14)
                 + __builtin_shufflevector(ab, cd, 1, 3, 9, 11, 5, 7, 13, 15);
     return __builtin_shufflevector(all, all, 0, 1, 2, 3) + __builtin_shufflevector(all, all, 4, 5, 6, 7);
@@ -135,7 +137,8 @@ INLINE f32x8 widen_few(const uint8_t *p, DType dtype, int n) {
 /* a where the mask is set, else b. */
 INLINE f32x8 select8(i32x8 mask, f32x8 a, f32x8 b) { return (f32x8)((mask & (i32x8)a) | (~mask & (i32x8)b)); }
 
-/* e^x for x held to [-87, 88], within 2.5 units in the last place (two with FMA): 2^n times a polynomial in the rest. NaN stays NaN. */
+/* e^x for x held to [-87, 88], within 2.5 units in the last place (two with FMA): 2^n times a polynomial in the rest. NaN stays
+ * NaN. */
 INLINE f32x8 exp8(f32x8 x) {
     x = select8(x < splat8(-87), splat8(-87), x);
     x = select8(x > splat8(88), splat8(88), x);
@@ -218,7 +221,8 @@ INLINE void dot_strip(float *y, size_t y_stride, const float *x, size_t x_stride
         dot_columns(y + c, y_stride, x, x_stride, x_step, w + (size_t)c * w_stride, w_stride, n, accumulate, rows, 1);
 }
 
-/* Up to six rows of x side by side, eight values of each in turn, so that the inner loop reads one stream whatever the rows' stride. */
+/* Up to six rows of x side by side, eight values of each in turn, so that the inner loop reads one stream whatever the rows'
+ * stride. */
 INLINE void pack_rows_of_x(float *packed, const float *x, size_t x_stride, const int rows, int n) {
     for (int k = 0; k < n; k += 8)
         for (int r = 0; r < rows; r++) {
@@ -227,8 +231,8 @@ INLINE void pack_rows_of_x(float *packed, const float *x, size_t x_stride, const
         }
 }
 
-/* How many of `rows` rows are taken next: six at a time, and what is left in two parts of about equal size; of more than six at least
- * three. */
+/* How many of `rows` rows are taken next: six at a time, and what is left in two parts of about equal size; of more than six at
+ * least three. */
 static int take_rows(int rows) {
     return rows >= 2 * TILE_ROWS || rows == TILE_ROWS ? TILE_ROWS : rows > TILE_ROWS ? (rows + 1) / 2 : rows;
 }
@@ -288,7 +292,8 @@ static void axpy_panel(float *y, size_t y_stride, const float *p, size_t p_strid
     for (; j < columns; j++)
         for (int r = 0; r < rows; r++) {
             float *out = &y[(size_t)r * y_stride + (size_t)j];
-            for (int s = 0; s < n; s++) *out = fmaf(p[(size_t)r * p_stride + (size_t)s], v[(size_t)s * v_stride + (size_t)j], *out);
+            for (int s = 0; s < n; s++)
+                *out = fmaf(p[(size_t)r * p_stride + (size_t)s], v[(size_t)s * v_stride + (size_t)j], *out);
         }
 }
 
@@ -299,10 +304,10 @@ static void axpy_panel(float *y, size_t y_stride, const float *p, size_t p_strid
  *                              -> more:  strip_columns -> strip_rows -> strip_tile -> dot_tile on stored weights
  *                              -> more than twelve, f16 and e4m3:  panel_columns -> dot_panel -> ... -> dot_tile on widened ones
  *
- * Owns: y = W x with W in its stored format. For up to six rows the weights are widened in registers and read once, from end to end: decode,
- * bound by memory. For more, strips of 48 columns by 1,024 values stay in the cache while all rows meet them: verification and prefill,
- * bound by arithmetic. bf16 takes two instructions to widen, so it is done again for every six rows; f16 and e4m3 are widened into the
- * cache once.
+ * Owns: y = W x with W in its stored format. For up to six rows the weights are widened in registers and read once, from end to
+ * end: decode, bound by memory. For more, strips of 48 columns by 1,024 values stay in the cache while all rows meet them:
+ * verification and prefill, bound by arithmetic. bf16 takes two instructions to widen, so it is done again for every six rows;
+ * f16 and e4m3 are widened into the cache once.
  */
 
 /* w[row, first .. first + n) times its block scales, as f32. */
@@ -364,13 +369,14 @@ INLINE void direct_rows(float *y, size_t y_stride, const float *x, size_t x_stri
 }
 
 /* One block of the reduction, values [first, first + n): x is packed. */
-INLINE void strip_tile(float *y, size_t y_stride, const float *x, const Matrix *w, int o, int first, int n, const DType dtype, const int rows,
-                       const int columns) {
+INLINE void strip_tile(float *y, size_t y_stride, const float *x, const Matrix *w, int o, int first, int n, const DType dtype,
+                       const int rows, const int columns) {
     const size_t size = dtype_size(dtype), stride = (size_t)w->cols * size;
     const float *scale[MAX_COLUMNS] = {0};
     float sum[MAX_TILE] = {0};
     for (int c = 0; c < columns; c++) scale[c] = block_scales(w, o + c, first, dtype);
-    dot_tile(sum, x, 8, (size_t)rows, w->data + (size_t)o * stride + (size_t)first * size, stride, scale, n, dtype, rows, columns, false);
+    dot_tile(sum, x, 8, (size_t)rows, w->data + (size_t)o * stride + (size_t)first * size, stride, scale, n, dtype, rows, columns,
+             false);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++) {
             float *out = &y[(size_t)r * y_stride + (size_t)(o + c)];
@@ -378,8 +384,8 @@ INLINE void strip_tile(float *y, size_t y_stride, const float *x, const Matrix *
         }
 }
 
-INLINE void strip_rows(float *y, size_t y_stride, const float *x, size_t x_stride, const Matrix *w, int begin, int end, int first, int n,
-                       const DType dtype, const int rows) {
+INLINE void strip_rows(float *y, size_t y_stride, const float *x, size_t x_stride, const Matrix *w, int begin, int end, int first,
+                       int n, const DType dtype, const int rows) {
     const int columns = tile_columns(rows);
     int o = begin;
     pack_rows_of_x(packed_rows, x + first, x_stride, rows, n);
@@ -387,10 +393,10 @@ INLINE void strip_rows(float *y, size_t y_stride, const float *x, size_t x_strid
     for (; o < end; o++) strip_tile(y, y_stride, packed_rows, w, o, first, n, dtype, rows, 1);
 }
 
-/* More than six rows: a strip of columns and a block of the reduction at a time, so that these weights stay in the cache while all rows
- * meet them. */
-INLINE void strip_columns(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin, int end,
-                          const DType dtype) {
+/* More than six rows: a strip of columns and a block of the reduction at a time, so that these weights stay in the cache while
+ * all rows meet them. */
+INLINE void strip_columns(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin,
+                          int end, const DType dtype) {
     for (int o = begin, stop; o < end; o = stop) {
         stop = end - o < STRIP_COLUMNS ? end : o + STRIP_COLUMNS;
         for (int first = 0, n; first < w->cols; first += n) {
@@ -423,10 +429,11 @@ static void panel_columns(float *y, size_t y_stride, const float *x, size_t x_st
 }
 
 /* A function for each dtype: in one large function the compiler would run out of registers in the innermost loops. */
-typedef void LinearColumns(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin, int end);
+typedef void LinearColumns(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin,
+                           int end);
 #define FOR_DTYPE(name, inlined, dtype)                                                                                          \
-    static __attribute__((noinline)) void name(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w,   \
-                                               int begin, int end) {                                                             \
+    static __attribute__((noinline)) void name(float *y, size_t y_stride, const float *x, size_t x_stride, int rows,             \
+                                               const Matrix *w, int begin, int end) {                                            \
         inlined(y, y_stride, x, x_stride, rows, w, begin, end, dtype);                                                           \
     }
 FOR_DTYPE(direct_f32, direct_rows, DTYPE_F32)
@@ -442,12 +449,14 @@ FOR_DTYPE(strips_e4m3, strip_columns, DTYPE_F8_E4M3)
 /* Output columns [begin, end) of y = W x, on the calling thread. */
 static void linear_columns(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin,
                            int end) {
-    static LinearColumns *const direct[DTYPE_COUNT] = {[DTYPE_F32] = direct_f32, [DTYPE_F16] = direct_f16, [DTYPE_BF16] = direct_bf16,
-                                                       [DTYPE_F8_E4M3] = direct_e4m3};
-    static LinearColumns *const strips[DTYPE_COUNT] = {[DTYPE_F32] = strips_f32, [DTYPE_F16] = strips_f16, [DTYPE_BF16] = strips_bf16,
-                                                       [DTYPE_F8_E4M3] = strips_e4m3};
-    bool costly = w->dtype == DTYPE_F16 || w->dtype == DTYPE_F8_E4M3;   /* to widen: more instructions than the products of a few rows */
-    LinearColumns *columns = rows <= TILE_ROWS ? direct[w->dtype] : costly && rows > STRIP_ROWS ? panel_columns : strips[w->dtype];
+    static LinearColumns *const direct[DTYPE_COUNT] = {
+        [DTYPE_F32] = direct_f32, [DTYPE_F16] = direct_f16, [DTYPE_BF16] = direct_bf16, [DTYPE_F8_E4M3] = direct_e4m3};
+    static LinearColumns *const strips[DTYPE_COUNT] = {
+        [DTYPE_F32] = strips_f32, [DTYPE_F16] = strips_f16, [DTYPE_BF16] = strips_bf16, [DTYPE_F8_E4M3] = strips_e4m3};
+    bool costly = w->dtype == DTYPE_F16 || w->dtype == DTYPE_F8_E4M3;   /* to widen: more than the products of a few rows */
+    LinearColumns *columns = rows <= TILE_ROWS             ? direct[w->dtype]
+                             : costly && rows > STRIP_ROWS ? panel_columns
+                                                           : strips[w->dtype];
     columns(y, y_stride, x, x_stride, rows, w, begin, end);
 }
 
@@ -585,7 +594,7 @@ static size_t quantised_bytes(const RowFormat *format) {
 RowFormat row_format(KvDtype dtype, int quantised, int plain, int group) {
     RowFormat format = {.dtype = dtype, .quantised = quantised, .plain = plain, .group = group};
     format.bytes = quantised_bytes(&format) + (size_t)plain * (dtype == KV_F32 ? 4 : 2);
-    format.stride = (format.bytes + 63) / 64 * 64;  /* a link reads whole 64 bytes: 656 at 656 costs as much as 704, or far more */
+    format.stride = (format.bytes + 63) / 64 * 64; /* a link reads whole 64 bytes: 656 at 656 costs as much as 704, or far more */
     return format;
 }
 
@@ -668,8 +677,8 @@ INLINE uint32_t sortable(float score) {
     return bits & 0x80000000 ? ~bits : bits | 0x80000000;
 }
 
-/* The k of n values with the highest keys, as ascending positions; equal keys: the lower position. Finds the k-th key byte by byte,
- * from `shift` down, and then walks the values once. A key is the order of a score, or the age of a stamp. */
+/* The k of n values with the highest keys, as ascending positions; equal keys: the lower position. Finds the k-th key byte by
+ * byte, from `shift` down, and then walks the values once. A key is the order of a score, or the age of a stamp. */
 INLINE void select_highest(int32_t *picks, const void *values, int n, int k, int shift, const bool ages, uint32_t now) {
     const float *scores = values;
     const uint32_t *stamps = values;
@@ -716,7 +725,8 @@ static void weigh_heads(float *out, const float *dots, const float *head_weights
     memcpy(out, total, (size_t)n * sizeof(float));
 }
 
-/* Rows [begin, end) of the pass belong to one session, whose pages these are; scores: [end - begin, context]. A tile is a page. */
+/* Rows [begin, end) of the pass belong to one session, whose pages these are; scores: [end - begin, context]. A tile is a page.
+ */
 static void index_scores(float *scores, const float *q, const float *head_weights, const uint8_t *keys, const RowFormat *format,
                          const DevicePage *pages, int heads, int head_dim, const Row *rows, int begin, int end, int context) {
     const int together = heads * TILE_ROWS <= MAX_ROW_WIDTH ? TILE_ROWS : 1;    /* rows whose heads fit one panel of products */
@@ -750,8 +760,8 @@ static void index_select(Selection *selection, const float *q, const float *head
         for (end = begin; end < n_rows && end - begin < scratch_rows && rows[end].session == rows[begin].session; end++)
             scored |= rows[end].position >= selection->capacity;
         if (scored)
-            index_scores(scratch, q, head_weights, keys, format, pages + (size_t)rows[begin].session * (size_t)context_pages, heads,
-                         head_dim, rows, begin, end, context);
+            index_scores(scratch, q, head_weights, keys, format, pages + (size_t)rows[begin].session * (size_t)context_pages,
+                         heads, head_dim, rows, begin, end, context);
 #pragma omp parallel for schedule(dynamic) if (scored && end - begin > 1)
         for (int r = begin; r < end; r++) {
             int visible = rows[r].position + 1, *ids = selection->ids + (size_t)r * (size_t)selection->capacity;
@@ -893,7 +903,8 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
         }
         for (int first = 0; first < nope; first += KEY_TILE) {
             int n = nope - first < KEY_TILE ? nope - first : KEY_TILE;
-            for (int i = 0; i < n; i++) widen_weights(panel + i * lora, kv_b, h * (nope + config->v_head_dim) + first + i, 0, lora);
+            for (int i = 0; i < n; i++)
+                widen_weights(panel + i * lora, kv_b, h * (nope + config->v_head_dim) + first + i, 0, lora);
             axpy_panel(out, out_stride, in + first, q_stride, n_rows, panel, (size_t)lora, n, lora);
         }
     }
@@ -994,9 +1005,9 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
 /* =====================================================================================================================
  * the hierarchy's operations
  *
- * Owns: where a cached row lies, the resolver (paper 3.2) and the copies between the tiers. A resolve looks in the tail, then in
- * the ready pages of optional history, then in the hot cache; what is left comes from the host. It relies on the tables naming only
- * bytes that have arrived, and on every row being complete on the host before it can be missing on the device.
+ * Owns: where a cached row lies, the resolver (paper 3.2) and the copies between the tiers. A resolve looks in the tail, then
+ * in the ready pages of optional history, then in the hot cache; what is left comes from the host. It relies on the tables
+ * naming only bytes that have arrived, and on every row being complete on the host before it can be missing on the device.
  */
 
 static const DeviceRow nowhere = {-1};
@@ -1023,8 +1034,8 @@ static Block open_block(Cache *cache, int group, int session) {
 }
 
 /* First look: tail and optional history. Rows that are in neither join the union, a bit each in Cache.bits. */
-static void locate_directly(Cache *cache, Block *block, const Selection *selection, size_t begin, size_t end, DeviceRow *locations,
-                            MissPlan *plan) {
+static void locate_directly(Cache *cache, Block *block, const Selection *selection, size_t begin, size_t end,
+                            DeviceRow *locations, MissPlan *plan) {
     const int tail_base = cache->tables.tail_base[block->session];
     for (size_t i = begin; i < end; i++) {
         int position = selection->ids[i], word = position / PAGE_ROWS;
@@ -1042,8 +1053,8 @@ static void locate_directly(Cache *cache, Block *block, const Selection *selecti
     }
 }
 
-/* What the block's queries still look for (eq. 6): ascending rows in `missing`, and for each word how many rows come before it, so
- * that a row finds its place in the list again. */
+/* What the block's queries still look for (eq. 6): ascending rows in `missing`, and for each word how many rows come before it,
+ * so that a row finds its place in the list again. */
 static void list_union(Cache *cache, Block *block) {
     for (int word = block->low; word <= block->high; word++) {
         cache->ranks[word] = block->n;
@@ -1059,8 +1070,8 @@ static int rank_in_union(const Cache *cache, int position) {
 
 enum { NO_SLOT = INT32_MIN };
 
-/* Second look: places[i] = the hot slot of row missing[i], or NO_SLOT. Both ways find the same: each row asks the direct array, or
- * each tag asks the union. */
+/* Second look: places[i] = the hot slot of row missing[i], or NO_SLOT. Both ways find the same: each row asks the direct array,
+ * or each tag asks the union. */
 static void find_hot_slots(Cache *cache, const Block *block) {
     if (cache->lookup == LOOKUP_DIRECT) {
         for (int i = 0; i < block->n; i++) {
@@ -1096,10 +1107,10 @@ static DeviceRow hot_location(const Cache *cache, int session, int slot) {
     return row_of_page(*hot_page(cache, session, slot / PAGE_ROWS), slot);
 }
 
-/* Missing rows take the slots used least recently, ties to the lower slot: the i-th row, ascending, the i-th such slot. Where there are
- * more rows than slots the oldest of the history, which selections prefer least, are staged instead, and forgotten after this block:
- * there is no promotion into the hot cache, since whose selection will matter next, the last accepted query's, is known only when
- * all layers have run. */
+/* Missing rows take the slots used least recently, ties to the lower slot: the i-th row, ascending, the i-th such slot. Where
+ * there are more rows than slots the oldest of the history, which selections prefer least, are staged instead, and forgotten
+ * after this block: there is no promotion into the hot cache, since whose selection will matter next, the last accepted
+ * query's, is known only when all layers have run. */
 static void place_misses(Cache *cache, Block *block, int staging, MissPlan *plan) {
     const HostPage *host = host_page(cache, block->session, 0);
     int missing = block->n - block->hits, open = cache->hot_rows - block->hits, room = missing < open ? missing : open,
@@ -1173,7 +1184,8 @@ static void start_copy(Cache *cache, const Transfer *transfer) {
     (void)transfer;
 }
 
-static void copy_run(uint8_t *device, uint8_t *host, size_t stride, int32_t device_page, int32_t host_page, const Transfer *transfer) {
+static void copy_run(uint8_t *device, uint8_t *host, size_t stride, int32_t device_page, int32_t host_page,
+                     const Transfer *transfer) {
     device += ((size_t)device_page * PAGE_ROWS + (size_t)transfer->first) * stride;
     host += ((size_t)host_page * PAGE_ROWS + (size_t)transfer->first) * stride;
     memcpy(transfer->to_host ? host : device, transfer->to_host ? device : host, (size_t)transfer->count * stride);
@@ -1196,11 +1208,11 @@ static void copy_bytes(void *to, const void *from, size_t bytes) { memcpy(to, fr
  * Sampling and acceptance
  *
  * Owns: the choice of a token from logits, and what becomes of drafts. Every (seed, session, position) has its own noise from a
- * counter-based generator, so the token at a position is argmax(logit / T + Gumbel), an exact sample that no batch, order or speculation
- * can change. Filters apply in transformers' order: repetition penalty, temperature, top-k, top-p, min-p.
+ * counter-based generator, so the token at a position is argmax(logit / T + Gumbel), an exact sample that no batch, order or
+ * speculation can change. Filters apply in transformers' order: repetition penalty, temperature, top-k, top-p, min-p.
  *
- * A drafter that draws with the same noise proposes what the target is likely to choose (coupled acceptance). Acceptance by rejection
- * needs three numbers at a place that are independent of each other, so each has noise of its own kind.
+ * A drafter that draws with the same noise proposes what the target is likely to choose (coupled acceptance). Acceptance by
+ * rejection needs three numbers at a place that are independent of each other, so each has noise of its own kind.
  */
 
 typedef enum Noise { NOISE_TOKEN, NOISE_DRAFT, NOISE_ACCEPT, NOISE_RESIDUAL } Noise;
@@ -1210,7 +1222,8 @@ static void philox(uint32_t counter[4], uint64_t key) {
     uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
     for (int round = 0; round < 10; round++) {
         uint64_t a = (uint64_t)counter[0] * 0xD2511F53u, b = (uint64_t)counter[2] * 0xCD9E8D57u;
-        uint32_t next[4] = {(uint32_t)(b >> 32) ^ counter[1] ^ k0, (uint32_t)b, (uint32_t)(a >> 32) ^ counter[3] ^ k1, (uint32_t)a};
+        uint32_t next[4] = {(uint32_t)(b >> 32) ^ counter[1] ^ k0, (uint32_t)b, (uint32_t)(a >> 32) ^ counter[3] ^ k1,
+                            (uint32_t)a};
         memcpy(counter, next, sizeof next);
         k0 += 0x9E3779B9u;
         k1 += 0xBB67AE85u;
@@ -1291,11 +1304,13 @@ static int nucleus(int *picks, const float *logits, int n, float best, float top
     return n - left;
 }
 
-/* The tokens that may follow `history` ([n] ids) into sampler->picks; returns how many. Penalises the logits and divides them by the
- * temperature. *best: the largest of them. */
-static int filter_tokens(Sampler *sampler, float *logits, int vocab, const Sampling *sampling, const int *history, int n, float *best) {
+/* The tokens that may follow `history` ([n] ids) into sampler->picks; returns how many. Penalises the logits and divides them
+ * by the temperature. *best: the largest of them. */
+static int filter_tokens(Sampler *sampler, float *logits, int vocab, const Sampling *sampling, const int *history, int n,
+                         float *best) {
     penalise_repeats(sampler, logits, history, n, sampling->repeat_penalty);
-    int *picks = sampler->picks, first = argmax(logits, vocab), kept = sampling->top_k > 0 && sampling->top_k < vocab ? sampling->top_k : vocab;
+    int *picks = sampler->picks, first = argmax(logits, vocab),
+        kept = sampling->top_k > 0 && sampling->top_k < vocab ? sampling->top_k : vocab;
     *best = logits[first];
     picks[0] = first;
     if (is_greedy(sampling)) return 1;
@@ -1321,16 +1336,18 @@ static void weigh_picks(Sampler *sampler, const float *logits, int n, float best
     for (int i = n / 8 * 8; i < n; i++) weights[i] = exp8(splat8(weights[i]))[0];
 }
 
-/* The pick with the largest log(weight) + Gumbel noise; of equal ones, the lowest token. Since -log u >= 1 - u, a pick can only be
- * ahead of value v if 1 - u <= weight * e^-v, which spares nearly all of them their logarithms. */
-static int draw_pick(const Sampler *sampler, const float *logits, int n, float best, const DraftBlock *block, int position, Noise noise) {
+/* The pick with the largest log(weight) + Gumbel noise; of equal ones, the lowest token. Since -log u >= 1 - u, a pick can only
+ * be ahead of value v if 1 - u <= weight * e^-v, which spares nearly all of them their logarithms. */
+static int draw_pick(const Sampler *sampler, const float *logits, int n, float best, const DraftBlock *block, int position,
+                     Noise noise) {
     uint32_t words[4], four = UINT32_MAX;
     double highest = -INFINITY, reach = INFINITY;
     int choice = -1;
     for (int i = 0; i < n; i++) {
         int token = sampler->picks[i];
         if (!(sampler->weights[i] > 0)) continue;
-        if ((uint32_t)token / 4 != four) noise_words(words, noise, block->sampling->seed, block->stream, position, four = (uint32_t)token / 4);
+        if ((uint32_t)token / 4 != four)
+            noise_words(words, noise, block->sampling->seed, block->stream, position, four = (uint32_t)token / 4);
         if (1 - unit(words[token % 4]) > sampler->weights[i] * reach) continue;
         double value = (logits ? logits[token] - best : log(sampler->weights[i])) + gumbel(words[token % 4]);
         if (value < highest || (value == highest && token > choice)) continue;
@@ -1350,8 +1367,8 @@ static int sample(Sampler *sampler, float *logits, int vocab, const DraftBlock *
     return draw_pick(sampler, logits, kept, best, block, position, NOISE_TOKEN);
 }
 
-/* Makes sampler->weights, of `kept` picks, the residual max(p - q, 0) after the draft of a slot was refused; p itself where rounding leaves
- * nothing of it. p: the weights as they are; q: [CANDIDATES] of `ids`. Not normalised. */
+/* Makes sampler->weights, of `kept` picks, the residual max(p - q, 0) after the draft of a slot was refused; p itself where
+ * rounding leaves nothing of it. p: the weights as they are; q: [CANDIDATES] of `ids`. Not normalised. */
 static void leave_residual(Sampler *sampler, int kept, const int *ids, const float *q) {
     float *p = sampler->weights, left = 0;
     for (int i = 0; i < kept; i++) {
@@ -1405,8 +1422,8 @@ static int accept_coupled(int *choices, float *logits, int vocab, const DraftBlo
     }
 }
 
-static void accept_drafts(int *choices, int *accepted, float *logits, int vocab, const DraftBlock *blocks, const Drafts *drafts, int n,
-                          AcceptRule rule, Sampler *samplers, int n_samplers) {
+static void accept_drafts(int *choices, int *accepted, float *logits, int vocab, const DraftBlock *blocks, const Drafts *drafts,
+                          int n, AcceptRule rule, Sampler *samplers, int n_samplers) {
 #pragma omp parallel for schedule(dynamic) num_threads(n_samplers) if (n > 1)
     for (int i = 0; i < n; i++) {
         const DraftBlock *block = &blocks[i];
@@ -1421,8 +1438,9 @@ static void accept_drafts(int *choices, int *accepted, float *logits, int vocab,
 /* =====================================================================================================================
  * Drafters' operations
  *
- * Owns: what DFlash, DFlash 2 and DSpark need beyond a Qwen3's layers (attention over ring and block, the convolution, the candidates of
- * a slot and the draw among them), and the division of a verification budget. Scores of candidates are f32 throughout.
+ * Owns: what DFlash, DFlash 2 and DSpark need beyond a Qwen3's layers (attention over ring and block, the convolution, the
+ * candidates of a slot and the draw among them), and the division of a verification budget. Scores of candidates are f32
+ * throughout.
  */
 
 static void copy_rows(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, int dim, float factor) {
@@ -1454,9 +1472,10 @@ static void convolve(float *z, const float *base, const float *delta, size_t del
 static _Thread_local float query_panel[KEY_TILE * MAX_ROW_WIDTH];
 static _Thread_local float output_panel[KEY_TILE * MAX_ROW_WIDTH];
 
-/* `keys` keys and values in the panels meet the queries of a block: row i sees those from from[i] to to[i]. Rows that see the same are
- * taken together. */
-static void attend_block_tile(float *maximum, float *sum, const int *from, const int *to, int block_size, int group, int dim, float scale) {
+/* `keys` keys and values in the panels meet the queries of a block: row i sees those from from[i] to to[i]. Rows that see the
+ * same are taken together. */
+static void attend_block_tile(float *maximum, float *sum, const int *from, const int *to, int block_size, int group, int dim,
+                              float scale) {
     float p[QUERY_TILE * KEY_TILE];
     memset(p, 0, sizeof p);
     for (int first = 0, last; first < block_size; first = last) {
@@ -1465,22 +1484,23 @@ static void attend_block_tile(float *maximum, float *sum, const int *from, const
         for (int h = first * group; h < end && keys > 0; h += QUERY_TILE) {
             int some = end - h < QUERY_TILE ? end - h : QUERY_TILE;
             dot_panel(p, KEY_TILE, query_panel + h * dim, (size_t)dim, some, panel + begin * dim, (size_t)dim, keys, dim, false);
-            attend_tile(output_panel + h * dim, (size_t)dim, maximum + h, sum + h, p, some, second_panel + begin * dim, (size_t)dim, dim, keys,
-                        scale);
+            attend_tile(output_panel + h * dim, (size_t)dim, maximum + h, sum + h, p, some, second_panel + begin * dim,
+                        (size_t)dim, dim, keys, scale);
         }
     }
 }
 
-static void block_attention(float *y, const float *q, const float *kv, const uint8_t *ring, const RowFormat *format, int ring_rows,
-                            const DraftBlock *blocks, int n_blocks, int block_size, int window, bool causal, int heads, int kv_heads,
-                            int head_dim, float scale) {
+static void block_attention(float *y, const float *q, const float *kv, const uint8_t *ring, const RowFormat *format,
+                            int ring_rows, const DraftBlock *blocks, int n_blocks, int block_size, int window, bool causal,
+                            int heads, int kv_heads, int head_dim, float scale) {
     const int group = heads / kv_heads;
     const size_t dim = (size_t)head_dim, q_width = (size_t)heads * dim, kv_width = (size_t)kv_heads * dim;
 #pragma omp parallel for schedule(dynamic)
     for (int task = 0; task < n_blocks * kv_heads; task++) {
         const DraftBlock *block = &blocks[task / kv_heads];
         const int head = task % kv_heads, n = block->position;
-        const size_t row = (size_t)(task / kv_heads) * (size_t)block_size, column = (size_t)(head * group) * dim, part = (size_t)group * dim;
+        const size_t row = (size_t)(task / kv_heads) * (size_t)block_size, column = (size_t)(head * group) * dim,
+                     part = (size_t)group * dim;
         float maximum[MAX_BLOCK_QUERIES], sum[MAX_BLOCK_QUERIES];
         int from[MAX_BLOCK], to[MAX_BLOCK], low = n >= window ? n - window + 1 : 0;
         for (int i = 0; i < block_size; i++)
@@ -1489,7 +1509,9 @@ static void block_attention(float *y, const float *q, const float *kv, const uin
         for (int first = low > block->ring_first ? low : block->ring_first, keys; first < n; first += keys) {
             keys = n - first < KEY_TILE ? n - first : KEY_TILE;
             for (int s = 0; s < keys; s++) {
-                const uint8_t *cached = ring + ((size_t)block->session * (size_t)ring_rows + (size_t)((first + s) % ring_rows)) * format->stride;
+                const uint8_t *cached = ring
+                                        + ((size_t)block->session * (size_t)ring_rows + (size_t)((first + s) % ring_rows))
+                                              * format->stride;
                 widen_quantised(panel + (size_t)s * dim, cached, format, head * head_dim, head_dim);
                 widen_quantised(second_panel + (size_t)s * dim, cached, format, (kv_heads + head) * head_dim, head_dim);
             }
@@ -1605,9 +1627,10 @@ static bool occurs(const int *ids, int n, int id) {
     return false;
 }
 
-/* Draws one of CANDIDATES tokens by their scores, in the way of the block's session; `position` is that of the row before it. The
- * session's filters are applied to the candidates alone: of the whole vocabulary they hold nearly everything that could be drawn. q: the law
- * that the draw followed, where the rule needs one. one_hot: under acceptance by rejection the best is taken, not drawn. */
+/* Draws one of CANDIDATES tokens by their scores, in the way of the block's session; `position` is that of the row before it.
+ * The session's filters are applied to the candidates alone: of the whole vocabulary they hold nearly everything that could be
+ * drawn. q: the law that the draw followed, where the rule needs one. one_hot: under acceptance by rejection the best is taken,
+ * not drawn. */
 static int draw_candidate(const int *ids, const float *scores, float *q, const DraftBlock *block, int position, AcceptRule rule,
                           bool one_hot) {
     const Sampling *sampling = block->sampling;
@@ -1626,7 +1649,8 @@ static int draw_candidate(const int *ids, const float *scores, float *q, const D
             order[j - 1] = held;
         }
     }
-    for (int i = 0; i < CANDIDATES; i++) total += weight[i] = i && ids[order[i]] == ids[order[i - 1]] ? 0 : expf(s[order[i]] - s[order[0]]);
+    for (int i = 0; i < CANDIDATES; i++)
+        total += weight[i] = i && ids[order[i]] == ids[order[i - 1]] ? 0 : expf(s[order[i]] - s[order[0]]);
     if (q) for (int i = 0; i < CANDIDATES; i++) q[order[i]] = best_only ? (float)!i : weight[i] / total;
     if (best_only) return ids[order[0]];
     if (!rejection) {
@@ -1655,8 +1679,8 @@ static int draw_candidate(const int *ids, const float *scores, float *q, const D
 static void draw_slot(Drafts *drafts, int slot, int i, const DraftBlock *block, AcceptRule rule) {
     size_t at = (size_t)i * (size_t)drafts->slots + (size_t)slot;
     drafts->tokens[at] = draw_candidate(drafts->ids + at * CANDIDATES, drafts->scores + at * CANDIDATES,
-                                        rule == ACCEPT_REJECTION ? drafts->q + at * CANDIDATES : NULL, block, block->position + slot, rule,
-                                        drafts->one_hot);
+                                        rule == ACCEPT_REJECTION ? drafts->q + at * CANDIDATES : NULL, block,
+                                        block->position + slot, rule, drafts->one_hot);
     block->ids[block->position + 1 + slot] = drafts->tokens[at];
 }
 
@@ -1665,7 +1689,8 @@ static void draw_drafts(Drafts *drafts, int slot, const DraftBlock *blocks, int 
 }
 
 /* S(a, b) for the candidates b of one slot, into their scores. e: [rank]. */
-static void selector_scores(float *scores, const int *ids, int a, const float *e, const Matrix *predecessor, const Matrix *successor) {
+static void selector_scores(float *scores, const int *ids, int a, const float *e, const Matrix *predecessor,
+                            const Matrix *successor) {
     int rank = predecessor->cols;
     widen_weights(panel, predecessor, a, 0, rank);
     for (int r = 0; r < rank; r++) panel[r] *= e[r];
@@ -1675,8 +1700,8 @@ static void selector_scores(float *scores, const int *ids, int a, const float *e
     }
 }
 
-static void select_path(Drafts *drafts, const float *e, const Matrix *predecessor, const Matrix *successor, const DraftBlock *blocks, int n,
-                        AcceptRule rule) {
+static void select_path(Drafts *drafts, const float *e, const Matrix *predecessor, const Matrix *successor,
+                        const DraftBlock *blocks, int n, AcceptRule rule) {
 #pragma omp parallel for if (n > 1)
     for (int i = 0; i < n; i++)
         for (int slot = 0; slot < drafts->slots; slot++) {
@@ -1687,8 +1712,8 @@ static void select_path(Drafts *drafts, const float *e, const Matrix *predecesso
         }
 }
 
-/* The next draft to verify, or the last one to drop: of the open ones the best, of the kept ones the worst. -1: there is none. Order: score
- * descending, draft ascending, session ascending. */
+/* The next draft to verify, or the last one to drop: of the open ones the best, of the kept ones the worst. -1: there is none.
+ * Order: score descending, draft ascending, session ascending. */
 static int next_to_grow(const int *lengths, const float *scores, const int *limits, int n, int slots) {
     int best = -1;
     for (int i = 0; i < n; i++) {
@@ -1721,8 +1746,8 @@ static void fit_budget(int *lengths, const float *scores, const int *limits, int
     for (; total > budget && (i = next_to_shrink(lengths, scores, n, slots)) >= 0; total--) lengths[i]--;
 }
 
-/* Rows of a session do not increase in score, so its best open draft is always the next one, and taking the best of all n at each step is
- * taking the budget - n best of all. */
+/* Rows of a session do not increase in score, so its best open draft is always the next one, and taking the best of all n at
+ * each step is taking the budget - n best of all. */
 static void allocate(int *lengths, const float *scores, const int *limits, int n, int slots, int budget) {
     for (int i = 0; i < n; i++) lengths[i] = 1;
     fit_budget(lengths, scores, limits, n, slots, budget);

@@ -550,7 +550,8 @@ static void read_indexer_types(Config *config, Fields *fields) {
     config->indexer_full = allocate_zeroed((size_t)layers, sizeof(bool));
     for (int i = 0; i < layers; i++) config->indexer_full[i] = larger(i - offset + 1, 0) % freq == 0;
     if (!read_layer_words(fields, "indexer_types", "full", "shared", config->indexer_full, layers) && pattern) {
-        if (strspn(letters, "FS") < (size_t)layers) field_failed(fields, "index_topk_pattern", pattern, "an F or S for each layer");
+        if (strspn(letters, "FS") < (size_t)layers)
+            field_failed(fields, "index_topk_pattern", pattern, "an F or S for each layer");
         else for (int i = 0; i < layers; i++) config->indexer_full[i] = letters[i] == 'F';
     }
     if (!fields->failed && !config->indexer_full[0])
@@ -590,7 +591,8 @@ static void read_dsa(Config *config, Fields *fields) {
     config->index_head_dim = read_int(fields, "index_head_dim", config->qk_rope_head_dim, MAX_ROW_WIDTH, REQUIRED);
     config->index_topk = read_int(fields, "index_topk", 1, MAX_CONTEXT, REQUIRED);
     config->indexer_rope_interleave = read_bool(fields, "indexer_rope_interleave", glm);
-    if (config->qk_rope_head_dim % 2) field_failed(fields, "qk_rope_head_dim", field(fields, "qk_rope_head_dim"), "an even number");
+    if (config->qk_rope_head_dim % 2)
+        field_failed(fields, "qk_rope_head_dim", field(fields, "qk_rope_head_dim"), "an even number");
     require_bool(fields, "rope_interleave", true);
     if (glm) read_indexer_types(config, fields);
     else {
@@ -921,7 +923,9 @@ static void *carve(Arena *arena, size_t count, size_t width, size_t size) {
     return arena->base ? arena->base + start : NULL;
 }
 
-static float *carve_floats(Arena *arena, int count, int width) { return carve(arena, (size_t)count, (size_t)width, sizeof(float)); }
+static float *carve_floats(Arena *arena, int count, int width) {
+    return carve(arena, (size_t)count, (size_t)width, sizeof(float));
+}
 
 static int rope_dim(const Config *config) { return has_latent_attention(config) ? config->qk_rope_head_dim : config->head_dim; }
 
@@ -931,7 +935,9 @@ static size_t index_page_bytes(const Cache *cache) { return (size_t)cache->group
 
 size_t page_image_bytes(const Cache *cache) { return page_bytes(cache) + index_page_bytes(cache); }
 
-size_t ring_bytes(const Cache *cache) { return (size_t)cache->draft_layers * (size_t)cache->draft_rows * cache->draft_format.stride; }
+size_t ring_bytes(const Cache *cache) {
+    return (size_t)cache->draft_layers * (size_t)cache->draft_rows * cache->draft_format.stride;
+}
 
 /* The device tier: pool, staging, index keys, draft rings and the tables. */
 static void lay_out_cache(Cache *cache, Arena *arena) {
@@ -1025,7 +1031,8 @@ static void lay_out_draft(Drafter *drafter, const Config *target, const State *t
     const Config *config = &draft->backbone;
     DraftState *state = &drafter->state;
     if (!draft->architecture) return;
-    int fit = target_state->logit_rows / (draft->slots + 1), hidden = config->hidden_size, feature = draft->n_taps * target->hidden_size;
+    int fit = target_state->logit_rows / (draft->slots + 1), hidden = config->hidden_size,
+        feature = draft->n_taps * target->hidden_size;
     state->max_blocks = fit < 1 ? 1 : fit < sessions ? fit : sessions;
     state->max_rows = larger(state->max_blocks * draft->block_size, 64);
     const int rows = state->max_rows, slots = draft->slots, q_width = config->num_attention_heads * config->head_dim;
@@ -1042,7 +1049,8 @@ static void lay_out_draft(Drafter *drafter, const Config *target, const State *t
     state->kv = carve_floats(arena, rows, 2 * config->num_key_value_heads * config->head_dim);
     state->gate = carve_floats(arena, rows, config->intermediate_size);
     state->up = carve_floats(arena, rows, config->intermediate_size);
-    state->delta = carve_floats(arena, rows, draft->conv_kernel_size ? 2 * draft->conv_kernel_size * (hidden / draft->conv_group_size) : 0);
+    state->delta = carve_floats(arena, rows,
+                                draft->conv_kernel_size ? 2 * draft->conv_kernel_size * (hidden / draft->conv_group_size) : 0);
     state->cosine = carve_floats(arena, rows, config->head_dim / 2);
     state->sine = carve_floats(arena, rows, config->head_dim / 2);
     state->inverse_frequency = carve_floats(arena, 1, config->head_dim / 2);
@@ -1089,7 +1097,8 @@ static size_t available_memory(void) {
 
 static const char *const kv_dtype_names[] = {[KV_F32] = "f32", [KV_BF16] = "bf16", [KV_F8] = "fp8"};
 
-const char *const kv_mode_names[MODES] = {[MODE_RESIDENT] = "resident", [MODE_HISPARSE] = "hisparse", [MODE_ADAPTIVE] = "adaptive"};
+const char *const kv_mode_names[MODES] = {
+    [MODE_RESIDENT] = "resident", [MODE_HISPARSE] = "hisparse", [MODE_ADAPTIVE] = "adaptive"};
 
 /* What the model asks of the hierarchy: its rows, and which layers share a selection. */
 static void shape_cache(Cache *cache, const Config *config, const EngineOptions *options) {
@@ -1109,8 +1118,8 @@ static void shape_cache(Cache *cache, const Config *config, const EngineOptions 
     cache->index_topk = !latent ? 0 : config->index_topk < cache->context ? config->index_topk : cache->context;
 }
 
-/* The drafter's ring: the rows its widest window sees, a block, and what alignment to pages adds (eq. 9). Draft rows are never narrower
- * than bf16: at eight bits hardly a draft is accepted. */
+/* The drafter's ring: the rows its widest window sees, a block, and what alignment to pages adds (eq. 9). Draft rows are never
+ * narrower than bf16: at eight bits hardly a draft is accepted. */
 static void shape_ring(Cache *cache, const DraftConfig *draft, const EngineOptions *options) {
     const Config *backbone = &draft->backbone;
     int window = 0, block = larger(QUERY_BLOCK, draft->slots + 1);
@@ -1138,8 +1147,10 @@ static bool size_hot_cache(Cache *cache, const EngineOptions *options, Error *er
         return fail(error, "--hot %" PRId64 ": one query selects %d rows, so the hot cache wants at least as many", wanted,
                     cache->index_topk);
     if (wanted >= UINT16_MAX)
-        return fail(error, "a hot cache of %" PRId64 " rows is more than the %d it can count: lower --hot or --index-topk, or take "
-                    "--kv resident", wanted, UINT16_MAX - 1);
+        return fail(error,
+                    "a hot cache of %" PRId64 " rows is more than the %d it can count: lower --hot or --index-topk, or take "
+                    "--kv resident",
+                    wanted, UINT16_MAX - 1);
     cache->hot_rows = (int)wanted;
     cache->hot_pages = (cache->hot_rows + PAGE_ROWS - 1) / PAGE_ROWS;
     cache->live_sources = cache->backend->live_sources;
@@ -1155,9 +1166,9 @@ static bool refuse_pages(const Cache *cache, const EngineOptions *options, Error
 /* Pages that every session needs for itself, whatever is lent. */
 static int required_pages(const Cache *cache) { return cache->hot_pages + TAIL_PAGES; }
 
-/* How many pages the device pools have, under the budget. A session needs its required pages (resident: all of them) and index pages for its
- * whole context; with a budget, as many such sessions as it holds get their index pages and what is left is payload. The reserve M_res
- * is one session's required pages, or a hundredth of the pool if that is more. */
+/* How many pages the device pools have, under the budget. A session needs its required pages (resident: all of them) and index
+ * pages for its whole context; with a budget, as many such sessions as it holds get their index pages and what is left is
+ * payload. The reserve M_res is one session's required pages, or a hundredth of the pool if that is more. */
 static bool size_pools(Cache *cache, const EngineOptions *options, Error *error) {
     const bool resident = cache->mode == MODE_RESIDENT, adaptive = cache->mode == MODE_ADAPTIVE;
     const int64_t context_pages = cache->context_pages, required = resident ? context_pages : required_pages(cache);
@@ -1170,8 +1181,9 @@ static bool size_pools(Cache *cache, const EngineOptions *options, Error *error)
     if (options->kv_budget) {
         if (options->kv_budget < cache->least_bytes)
             return fail(error, "%s: --kv-budget %zu: one session of %d rows%s needs %zu bytes; raise it, or lower -c%s%s",
-                        options->model, options->kv_budget, cache->context, cache->sessions > 1 ? ", beside the tables of all slots," : "",
-                        cache->least_bytes, cache->sessions > 1 ? " or --slots" : "", resident ? "" : " or --hot");
+                        options->model, options->kv_budget, cache->context,
+                        cache->sessions > 1 ? ", beside the tables of all slots," : "", cache->least_bytes,
+                        cache->sessions > 1 ? " or --slots" : "", resident ? "" : " or --hot");
         size_t one = (size_t)required * page_bytes(cache) + (size_t)context_pages * index_page_bytes(cache),
                room = (options->kv_budget - cache->least_bytes) / one;
         if (room + 1 < (size_t)sessions) sessions = (int64_t)room + 1;
@@ -1241,7 +1253,8 @@ bool check_memory(const Engine *engine, Error *error) {
     size_t available = available_memory(),
            wanted = cache->bytes + cache->host_bytes + engine->state.bytes + engine->drafter.state.bytes;
     if (wanted <= available) return true;
-    return fail(error, "%s: %d x %d rows need %zu MB (%zu MB of it host memory), %zu MB more than the free memory of %zu MB: lower "
+    return fail(error,
+                "%s: %d x %d rows need %zu MB (%zu MB of it host memory), %zu MB more than the free memory of %zu MB: lower "
                 "-c, --slots%s",
                 engine->checkpoint.directory, cache->sessions, cache->context, wanted / 1000000, cache->host_bytes / 1000000,
                 (wanted - available) / 1000000 + 1, available / 1000000,
@@ -1252,10 +1265,11 @@ void print_plan(FILE *out, const Engine *engine) {
     const Cache *cache = &engine->cache;
     size_t mapped = 0, available = available_memory();
     for (size_t i = 0; i < arrlenu(engine->checkpoint.files); i++) mapped += engine->checkpoint.files[i].size;
-    fprintf(out, "tide: %s: %s, %.1f MB of weights; %d x %d %s rows, %s: cache %.1f MB in %d pages, room for %d x the whole context",
+    fprintf(out,
+            "tide: %s: %s, %.1f MB of weights; %d x %d %s rows, %s: cache %.1f MB in %d pages, room for %d x the whole context",
             engine->checkpoint.directory, engine->config.model_type, (double)mapped / 1e6, cache->sessions, cache->context,
-            kv_dtype_names[cache->format.dtype], kv_mode_names[cache->mode], (double)cache->bytes / 1e6, cache->device_pages.n_pages - 1,
-            cache->whole_sessions);
+            kv_dtype_names[cache->format.dtype], kv_mode_names[cache->mode], (double)cache->bytes / 1e6,
+            cache->device_pages.n_pages - 1, cache->whole_sessions);
     if (cache->mode != MODE_RESIDENT)
         fprintf(out, " (%d hot rows and %d pages required of a session), %.1f MB on the host", cache->hot_rows,
                 required_pages(cache), (double)cache->host_bytes / 1e6);
@@ -1265,7 +1279,9 @@ void print_plan(FILE *out, const Engine *engine) {
     if (draft->architecture) {
         size_t size = 0;
         for (size_t i = 0; i < arrlenu(engine->drafter.checkpoint.files); i++) size += engine->drafter.checkpoint.files[i].size;
-        fprintf(out, "tide: %s: %s, %.1f MB of weights, %d drafts a block; a ring of %d rows, %.2f MB of the cache for each session; activations %.1f MB\n",
+        fprintf(out,
+                "tide: %s: %s, %.1f MB of weights, %d drafts a block; a ring of %d rows, %.2f MB of the cache for each session; "
+                "activations %.1f MB\n",
                 engine->drafter.checkpoint.directory, draft->architecture, (double)size / 1e6, draft->slots, cache->draft_rows,
                 (double)ring_bytes(cache) / 1e6, (double)engine->drafter.state.bytes / 1e6);
     }
@@ -1321,7 +1337,9 @@ bool take_memory(Engine *engine, Error *error) {
     cache->host_block = host_arena.base;
     if (!take_block(&state_arena.base, engine->state.bytes, "activations", error)) return false;
     engine->state.block = state_arena.base;
-    if (engine->drafter.state.bytes && !take_block(&draft_arena.base, engine->drafter.state.bytes, "drafter's activations", error)) return false;
+    if (engine->drafter.state.bytes
+        && !take_block(&draft_arena.base, engine->drafter.state.bytes, "drafter's activations", error))
+        return false;
     engine->drafter.state.block = draft_arena.base;
     lay_out_cache(cache, &cache_arena);
     lay_out_host(cache, &host_arena);
@@ -1349,18 +1367,18 @@ static void free_cache(Cache *cache) {
 /* =====================================================================================================================
  * The KV hierarchy: who may hold which page (Adaptive HiSparse, 3.1)
  *
- * Owns: the free pages of every pool, what each session holds, and the copies under way. Everything happens between passes. Three
- * rules keep every row recoverable: a map names a page only after its bytes have arrived; a page that history was lent is given
- * back only after the host has its rows; and a page is handed out again only after the last pass that could read it is done
- * and every copy from or to it is complete.
+ * Owns: the free pages of every pool, what each session holds, and the copies under way. Everything happens between passes.
+ * Three rules keep every row recoverable: a map names a page only after its bytes have arrived; a page that history was lent is
+ * given back only after the host has its rows; and a page is handed out again only after the last pass that could read it is
+ * done and every copy from or to it is complete.
  *
  * Required storage (hot caches, tails) and an admission reserve come before optional history:
  *     M_req + M_opt + M_res <= M                                                                                   (eq. 3)
  * which holds because a session is admitted, and a page lent, only if the reserve stays free.
  *
- * Where the paper is silent, or other: completed pages of decoding are lent too, not only imported history; index pages are never lent;
- * gives_first() is the order of recall; lent pages are backed up a little at a time before anything asks for them; staged rows
- * are not promoted; a recalled page stays readable until its host copy is complete.
+ * Where the paper is silent, or other: completed pages of decoding are lent too, not only imported history; index pages are
+ * never lent; gives_first() is the order of recall; lent pages are backed up a little at a time before anything asks for them;
+ * staged rows are not promoted; a recalled page stays readable until its host copy is complete.
  */
 
 static int32_t take_page(PageList *list) { return list->free[--list->n_free]; }
@@ -1597,7 +1615,8 @@ static void end_copy(Cache *cache, const Transfer *transfer) {
         HistoryPage *page = &cache->session[transfer->session].pages[transfer->page];
         page->in_flight = false;
         if (page->state == PAGE_FILLING && !page->recalled) publish(cache, transfer->session, transfer->page);
-        if (page->recalled && on_host(cache, transfer->session, transfer->page)) withdraw(cache, transfer->session, transfer->page);
+        if (page->recalled && on_host(cache, transfer->session, transfer->page))
+            withdraw(cache, transfer->session, transfer->page);
     }
     drop_host_page(cache, transfer->host);
 }
@@ -1613,8 +1632,8 @@ static void end_copies(Cache *cache, int count, bool wait) {
 
 /* ---- tails */
 
-/* Whole pages leave the tail in order. One stays on the device as lent history if a page is left to take its place in the tail; else
- * it is backed up, and its memory is the tail's again. */
+/* Whole pages leave the tail in order. One stays on the device as lent history if a page is left to take its place in the tail;
+ * else it is backed up, and its memory is the tail's again. */
 static void advance_tail(Cache *cache, int s) {
     SessionPages *session = &cache->session[s];
     int *base = &cache->tables.tail_base[s], page = *base / PAGE_ROWS;
@@ -1646,7 +1665,8 @@ int cache_room(Cache *cache, int s, int wanted) {
     if (cache->mode == MODE_ADAPTIVE)
         while (page + session->n_spare <= last && may_lend(cache, 1))
             session->spare[session->n_spare++] = (DevicePage){take_page(&cache->device_pages)};
-    for (; page + session->n_spare <= session->committed / PAGE_ROWS && page < session->reserved_pages; cache->stats.tail_waits++) {
+    for (; page + session->n_spare <= session->committed / PAGE_ROWS && page < session->reserved_pages;
+         cache->stats.tail_waits++) {
         advance_tail(cache, s);                     /* both tail pages are full: the backup of one has to be awaited */
         if (page + session->n_spare <= session->committed / PAGE_ROWS) end_copies(cache, 1, true);
     }
@@ -1885,8 +1905,8 @@ void cache_forget_hot(Cache *cache, int s) {
     }
 }
 
-/* The device and index page of a session that leaves. A whole page of a prompt that others may come with is backed up first. What a copy
- * under way still uses is given back at its end. */
+/* The device and index page of a session that leaves. A whole page of a prompt that others may come with is backed up first.
+ * What a copy under way still uses is given back at its end. */
 static void release_page(Cache *cache, int s, int page) {
     HistoryPage *history = &cache->session[s].pages[page];
     HostInfo *info = cache->mode == MODE_RESIDENT ? NULL : host_info(cache, s, page);
@@ -2006,8 +2026,8 @@ void cache_read_page(const Cache *cache, int s, int page, uint8_t *image) {
     }
     stride = cache->index_format.stride;
     for (int g = 0; g < cache->groups; g++, image += PAGE_ROWS * stride)
-        cache->backend->copy_bytes(image, group_index_keys(cache, g) + (size_t)index_page(cache, s, page)->id * PAGE_ROWS * stride,
-                                   rows * stride);
+        cache->backend->copy_bytes(
+            image, group_index_keys(cache, g) + (size_t)index_page(cache, s, page)->id * PAGE_ROWS * stride, rows * stride);
 }
 
 void cache_append_page(Cache *cache, int s, const uint8_t *image, int rows) {
@@ -2118,8 +2138,8 @@ double cache_coverage(const Cache *cache, int session) {
  * reading the paper's section on the architecture.
  */
 
-/* theta^(-2i / dim), [dim / 2]; under yarn low frequencies are stretched by `factor` along a ramp (YaRN, Peng et al. 2023, 3.2; in
- * transformers' form). Returns the factor on cosine and sine. */
+/* theta^(-2i / dim), [dim / 2]; under yarn low frequencies are stretched by `factor` along a ramp (YaRN, Peng et al. 2023, 3.2;
+ * in transformers' form). Returns the factor on cosine and sine. */
 static float rope_frequencies(float *inverse_frequency, const RopeConfig *rope, int dim) {
     double low = 0, high = 0, log_factor = rope->yarn ? log(rope->factor) : 0;
     if (rope->yarn) {
@@ -2209,8 +2229,8 @@ static void tap_layer(Engine *engine, int layer, int n) {
     const size_t hidden = (size_t)engine->config.hidden_size;
     for (int i = 0; i < draft->n_taps; i++)
         if (draft->target_layer_ids[i] == layer)
-            engine->backend->copy_rows(engine->drafter.state.features + (size_t)i * hidden, (size_t)draft->n_taps * hidden, engine->state.hidden,
-                                       hidden, n, engine->config.hidden_size, 1);
+            engine->backend->copy_rows(engine->drafter.state.features + (size_t)i * hidden, (size_t)draft->n_taps * hidden,
+                                       engine->state.hidden, hidden, n, engine->config.hidden_size, 1);
 }
 
 static bool check_finite(Engine *engine, int layer, const char *what, const float *x, int dim, const Row *rows, int n,
@@ -2277,18 +2297,18 @@ static bool forward_qwen3(Engine *engine, const Row *rows, int n, Error *error) 
         }
         RowPool pool = row_pool(cache, (SourceId){i});
         backend->store_rows(pool.rows, &cache->format, state->kv_rows, n, state->kv, width, state->kv, 0);
-        backend->dense_attention(state->attended, state->q, &pool, &cache->format, cache->tables.ready, cache->context_pages, rows, n,
-                                 heads, kv_heads, dim, engine->softmax_scale);
+        backend->dense_attention(state->attended, state->q, &pool, &cache->format, cache->tables.ready, cache->context_pages,
+                                 rows, n, heads, kv_heads, dim, engine->softmax_scale);
         backend->linear(state->branch, hidden, state->attended, q_width, n, &layer->o_proj);
         if (!finish_layer(engine, i, rows, n, error)) return false;
     }
     return true;
 }
 
-/* The indexer of a full layer (DeepSeek-V3.2, 2.1): a few narrow heads score every earlier position, and the best index_topk become
- * the selection of this layer and of those that follow it. Its query comes from the main query's latent, its key, which is cached,
- * from the layer's input; both are rotated in their first values, not the last. The score is a weighted sum over heads of
- * relu(q . k), and the weights are the row's own. */
+/* The indexer of a full layer (DeepSeek-V3.2, 2.1): a few narrow heads score every earlier position, and the best index_topk
+ * become the selection of this layer and of those that follow it. Its query comes from the main query's latent, its key, which
+ * is cached, from the layer's input; both are rotated in their first values, not the last. The score is a weighted sum over
+ * heads of relu(q . k), and the weights are the row's own. */
 static bool select_rows(Engine *engine, int i, const Row *rows, int n, Error *error) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
@@ -2305,10 +2325,12 @@ static bool select_rows(Engine *engine, int i, const Row *rows, int n, Error *er
     backend->rope(state->index_k, n, 1, dim, 0, config->qk_rope_head_dim, config->indexer_rope_interleave, state->cosine,
                   state->sine);
     uint8_t *keys = group_index_keys(cache, cache->group_of[i]);
-    backend->store_rows(keys, &cache->index_format, state->index_rows, n, state->index_k, (size_t)dim, state->index_k, (size_t)dim);
+    backend->store_rows(keys, &cache->index_format, state->index_rows, n, state->index_k, (size_t)dim, state->index_k,
+                        (size_t)dim);
     backend->linear(state->index_weights, (size_t)heads, state->normed, hidden, n, &layer->indexer_weights_proj);
-    backend->index_select(&state->selection, state->index_q, state->index_weights, keys, &cache->index_format, cache->tables.index,
-                          cache->context_pages, heads, dim, rows, n, state->index_scratch, state->scratch_rows);
+    backend->index_select(&state->selection, state->index_q, state->index_weights, keys, &cache->index_format,
+                          cache->tables.index, cache->context_pages, heads, dim, rows, n, state->index_scratch,
+                          state->scratch_rows);
     /* What only selects never reaches the hidden state, where everything else that goes bad is seen. */
     return check_finite(engine, i, "index query", state->index_q, heads * dim, rows, n, error)
         && check_finite(engine, i, "index key", state->index_k, dim, rows, n, error)
@@ -2332,8 +2354,8 @@ static void release_staging(Cache *cache, int source) {
 #endif
 }
 
-/* Each row's attention over its own selection, wherever its rows lie (paper 3.2, 3.5). A producing layer resolves; the layers that
- * follow it have the same rows in the same slots, so they replay its plan on their own payload. */
+/* Each row's attention over its own selection, wherever its rows lie (paper 3.2, 3.5). A producing layer resolves; the layers
+ * that follow it have the same rows in the same slots, so they replay its plan on their own payload. */
 static void attend_selection(Engine *engine, int i, const Row *rows) {
     const Backend *backend = engine->backend;
     State *state = &engine->state;
@@ -2357,9 +2379,10 @@ static void attend_selection(Engine *engine, int i, const Row *rows) {
         cache->stats.fetch_seconds += now() - resolved;
         cache->stats.bytes_fetched += (uint64_t)(state->plan_ends[run] - planned) * cache->format.bytes;
         planned = state->plan_ends[run];
-        backend->sparse_attention(state->z + (size_t)begin * heads * lora, state->q_absorbed + (size_t)begin * heads * width, &pool,
-                                  &cache->format, state->locations + (size_t)begin * capacity, state->selection.count + begin,
-                                  state->selection.capacity, end - begin, engine->config.num_attention_heads, engine->softmax_scale);
+        backend->sparse_attention(state->z + (size_t)begin * heads * lora, state->q_absorbed + (size_t)begin * heads * width,
+                                  &pool, &cache->format, state->locations + (size_t)begin * capacity,
+                                  state->selection.count + begin, state->selection.capacity, end - begin,
+                                  engine->config.num_attention_heads, engine->softmax_scale);
         if (cache->hot_rows) release_staging(cache, i);
         begin = end;
     }
@@ -2432,7 +2455,8 @@ bool forward(Engine *engine, const Row *rows, int n_rows, Error *error) {
                                engine->rope_attention_factor);
     engine->backend->embed(state->hidden, &engine->weights.embed_tokens, rows, n_rows);
     tap_layer(engine, -1, n_rows);
-    bool ok = has_latent_attention(config) ? forward_dsa(engine, rows, n_rows, error) : forward_qwen3(engine, rows, n_rows, error);
+    bool ok = has_latent_attention(config) ? forward_dsa(engine, rows, n_rows, error)
+                                           : forward_qwen3(engine, rows, n_rows, error);
     if (ok && engine->probe.entering)
         engine->probe.entering(engine->probe.user, config->num_hidden_layers, state->hidden, rows, n_rows);
     size_t hidden = (size_t)config->hidden_size;
@@ -2462,14 +2486,18 @@ bool head(Engine *engine, const Row *rows, const int *indices, int n, Error *err
 /* =====================================================================================================================
  * Drafters
  *
- * Owns: a drafter's checkpoint (z-lab's, DeepSpec's and speculators' layouts), its ring of context rows, and the block pass that turns an
- * anchor into proposals: DFlash, DFlash 2 and DSpark in one, with the parts that the file has. Relies on the features that a target
- * pass leaves in the state. Everything about a drafter that is misread still gives the right text, only slowly; so what is not known by
- * name is refused.
+ * Owns: a drafter's checkpoint (z-lab's, DeepSpec's and speculators' layouts), its ring of context rows, and the block pass
+ * that turns an anchor into proposals: DFlash, DFlash 2 and DSpark in one, with the parts that the file has. Relies on the
+ * features that a target pass leaves in the state. Everything about a drafter that is misread still gives the right text, only
+ * slowly; so what is not known by name is refused.
  */
 
-static const struct { const char *spelling, *kind; } architectures[] = {
-    {"DFlashDraftModel", "dflash"}, {"DFlash2DraftModel", "dflash2"}, {"Qwen3DSparkModel", "dspark"}, {"DSparkDraftModel", "dspark"},
+static const struct { const char *spelling, *kind;
+} architectures[] = {
+    {"DFlashDraftModel", "dflash"},
+    {"DFlash2DraftModel", "dflash2"},
+    {"Qwen3DSparkModel", "dspark"},
+    {"DSparkDraftModel", "dspark"},
 };
 
 /* The object that has the key: dflash_config or dspark_config where they have it, else the file's own. */
@@ -2502,12 +2530,13 @@ static const cJSON *draft_item(const Fields *top, const char *key) {
     return field(&fields, key);
 }
 
-/* Which layers of the target are tapped. There is a rule for files without a list, which is wrong for most released ones. speculators
- * names the layer whose input is tapped, everybody else the one whose output is. */
+/* Which layers of the target are tapped. There is a rule for files without a list, which is wrong for most released ones.
+ * speculators names the layer whose input is tapped, everybody else the one whose output is. */
 static void read_taps(DraftConfig *config, Fields *fields, const Config *target, bool speculators) {
     const char *key = speculators ? "aux_hidden_state_layer_ids" : "target_layer_ids";
     const cJSON *list = draft_item(fields, key), *entry;
-    if (!cJSON_IsArray(list) || !list->child || cJSON_GetArraySize(list) > MAX_TAPS) return field_failed(fields, key, list, "a list of layers");
+    if (!cJSON_IsArray(list) || !list->child || cJSON_GetArraySize(list) > MAX_TAPS)
+        return field_failed(fields, key, list, "a list of layers");
     cJSON_ArrayForEach(entry, list) {
         double id = cJSON_IsNumber(entry) ? entry->valuedouble - speculators : NAN;
         if (!(id >= -1 && id < target->num_hidden_layers) || id != (int)id)
@@ -2516,8 +2545,8 @@ static void read_taps(DraftConfig *config, Fields *fields, const Config *target,
     }
 }
 
-/* Windows and causality of each layer. Where the file does not say, a windowed layer of DFlash is causal inside the block, as the first
- * ones were trained. */
+/* Windows and causality of each layer. Where the file does not say, a windowed layer of DFlash is causal inside the block, as
+ * the first ones were trained. */
 static void read_windows(DraftConfig *config, Fields *fields, const char *kind, bool speculators) {
     int layers = config->backbone.num_hidden_layers;
     bool *sliding = allocate_zeroed((size_t)layers, sizeof(bool)), legacy = strcmp(kind, "dspark") || speculators, any = false;
@@ -2538,8 +2567,8 @@ static void read_windows(DraftConfig *config, Fields *fields, const char *kind, 
     }
 }
 
-/* Row k of a block predicts position n + k + 1 in DeepSpec's files and n + k in z-lab's; speculators has both. A file of it that does not
- * say drafts as many tokens as it proposes to verify. */
+/* Row k of a block predicts position n + k + 1 in DeepSpec's files and n + k in z-lab's; speculators has both. A file of it
+ * that does not say drafts as many tokens as it proposes to verify. */
 static int read_first_slot(DraftConfig *config, Fields *fields, const char *kind, bool speculators) {
     bool dspark = !strcmp(kind, "dspark");
     const cJSON *said = draft_item(fields, "sample_from_anchor");
@@ -2588,7 +2617,8 @@ static void check_draft_config(DraftConfig *config, Fields *fields, const Config
     if (backbone->hidden_size != target->hidden_size) field_failed(fields, "hidden_size", field(fields, "hidden_size"), wanted);
     int queries = backbone->num_attention_heads / backbone->num_key_value_heads * config->block_size;
     if (queries > MAX_BLOCK_QUERIES || queries * backbone->head_dim > PAGE_ROWS * MAX_ROW_WIDTH)
-        field_failed(fields, "num_attention_heads", field(fields, "num_attention_heads"), "fewer queries for each key/value head");
+        field_failed(fields, "num_attention_heads", field(fields, "num_attention_heads"),
+                     "fewer queries for each key/value head");
     if (2 * backbone->num_key_value_heads * backbone->head_dim > MAX_WIDTH)
         field_failed(fields, "num_key_value_heads", field(fields, "num_key_value_heads"), "narrower rows");
 }
@@ -2596,7 +2626,10 @@ static void check_draft_config(DraftConfig *config, Fields *fields, const Config
 static void read_draft_config(DraftConfig *config, Fields *fields, const Config *target) {
     const cJSON *names = field(fields, "architectures"), *first = cJSON_IsArray(names) ? names->child : NULL,
                 *layout = field(fields, "speculators_model_type"), *projector = draft_item(fields, "projector_type");
-    const char *name = cJSON_IsString(layout) ? layout->valuestring : cJSON_IsString(first) ? first->valuestring : "", *kind = NULL;
+    const char *name = cJSON_IsString(layout)  ? layout->valuestring
+                       : cJSON_IsString(first) ? first->valuestring
+                                               : "",
+               *kind = NULL;
     for (size_t i = 0; i < sizeof architectures / sizeof *architectures; i++)
         if (!strcmp(name, layout ? architectures[i].kind : architectures[i].spelling)) {
             config->architecture = architectures[i].spelling;
@@ -2605,7 +2638,8 @@ static void read_draft_config(DraftConfig *config, Fields *fields, const Config 
     if (!kind) return field_failed(fields, layout ? "speculators_model_type" : "architectures", layout ? layout : names,
                                    "DFlash, DFlash 2 or DSpark");
     if (cJSON_IsString(projector) && strcmp(projector->valuestring, "dflash")) {
-        if (strcmp(projector->valuestring, "dspark")) return field_failed(fields, "projector_type", projector, "\"dflash\" or \"dspark\"");
+        if (strcmp(projector->valuestring, "dspark"))
+            return field_failed(fields, "projector_type", projector, "\"dflash\" or \"dspark\"");
         kind = "dspark";
     }
     Fields shape = *fields;
@@ -2674,7 +2708,8 @@ static void bind_vocabulary(Binder *binder, DraftWeights *weights, const DraftCo
 
 /* A tensor that nothing bound belongs to a part that tide does not know, and a drafter without it is a bad one. */
 static void refuse_unbound(Binder *binder) {
-    static const char *const harmless[] = {"t2d", "verifier_norm.weight", "verifier_lm_head.weight", "embed_tokens.weight", "lm_head.weight"};
+    static const char *const harmless[] = {"t2d", "verifier_norm.weight", "verifier_lm_head.weight", "embed_tokens.weight",
+                                           "lm_head.weight"};
     for (size_t i = 0; i < arrlenu(binder->checkpoint->tensors) && !binder->failed; i++) {
         const Tensor *tensor = &binder->checkpoint->tensors[i];
         bool known = binder->used[i];
@@ -2691,7 +2726,8 @@ static void bind_draft_heads(Binder *binder, Drafter *drafter, const Weights *ta
     int hidden = config->backbone.hidden_size, vocab = config->backbone.vocab_size, rank = config->markov_rank;
     bool own_embedding = checkpoint_find(&drafter->checkpoint, "embed_tokens.weight"),
          own_head = checkpoint_find(&drafter->checkpoint, "lm_head.weight");
-    weights->backbone.embed_tokens = own_embedding ? bind_matrix(binder, "", "embed_tokens", vocab, hidden) : target->embed_tokens;
+    weights->backbone.embed_tokens = own_embedding ? bind_matrix(binder, "", "embed_tokens", vocab, hidden)
+                                                   : target->embed_tokens;
     weights->backbone.lm_head = own_head ? bind_matrix(binder, "", "lm_head", config->draft_vocab_size, hidden) : target->lm_head;
     if (!binder->failed && weights->backbone.lm_head.rows != config->draft_vocab_size)
         binder->failed = !fail(binder->error, "%s: tensor lm_head.weight: found nothing, wanted one of %d rows, draft_vocab_size",
@@ -2710,7 +2746,8 @@ static void bind_draft_heads(Binder *binder, Drafter *drafter, const Weights *ta
     }
     config->confidence_head = rank && checkpoint_find(&drafter->checkpoint, "confidence_head.proj.weight");
     if (!config->confidence_head) return;
-    weights->confidence = bind_matrix(binder, "confidence_head.", "proj", 1, hidden + (config->confidence_head_with_markov ? rank : 0));
+    weights->confidence = bind_matrix(binder, "confidence_head.", "proj", 1,
+                                      hidden + (config->confidence_head_with_markov ? rank : 0));
     if (!checkpoint_find(&drafter->checkpoint, "confidence_head.proj.bias")) return;
     const float *bias = bind_floats(binder, "confidence_head.proj.bias", 1, (int64_t[]){1});
     weights->confidence_bias = bias ? *bias : 0;
@@ -2757,8 +2794,10 @@ static bool bind_predictor(Drafter *drafter, Error *error) {
     Binder binder = {.checkpoint = &drafter->predictor_file, .weights = &drafter->weights.backbone, .error = error};
     const Tensor *weight;
     int in = drafter->config.slots * DVL_FEATURES, layers = 0;
-    for (; snprintf(name, sizeof name, "mlp.%d.weight", layers), weight = checkpoint_find(&drafter->predictor_file, name); layers++) {
-        int out = weight->rank == 2 && weight->shape[0] > 0 && weight->shape[0] <= MAX_PREDICTOR_WIDTH ? (int)weight->shape[0] : 1;
+    for (; snprintf(name, sizeof name, "mlp.%d.weight", layers), weight = checkpoint_find(&drafter->predictor_file, name);
+         layers++) {
+        int out = weight->rank == 2 && weight->shape[0] > 0 && weight->shape[0] <= MAX_PREDICTOR_WIDTH ? (int)weight->shape[0]
+                                                                                                       : 1;
         if (layers == MAX_PREDICTOR_LAYERS) return fail(error, "%s: more than %d layers", path, MAX_PREDICTOR_LAYERS);
         predictor->weight[layers] = bind_named_matrix(&binder, name, float_dtypes, out, in);
         snprintf(name, sizeof name, "mlp.%d.bias", layers);
@@ -2795,12 +2834,14 @@ static bool read_temperatures(Drafter *drafter, Error *error) {
 }
 
 static bool drafter_plan(Drafter *drafter, const char *directory, const Config *target, Error *error) {
-    return draft_config_read(&drafter->config, directory, target, error) && checkpoint_open(&drafter->checkpoint, directory, error);
+    return draft_config_read(&drafter->config, directory, target, error)
+           && checkpoint_open(&drafter->checkpoint, directory, error);
 }
 
 static bool drafter_bind(Drafter *drafter, const Config *target_config, const Weights *target, Error *error) {
     return !drafter->config.architecture
-           || (bind_drafter(drafter, target_config, target, error) && bind_predictor(drafter, error) && read_temperatures(drafter, error));
+           || (bind_drafter(drafter, target_config, target, error) && bind_predictor(drafter, error)
+               && read_temperatures(drafter, error));
 }
 
 /* What the memory holds from the start. */
@@ -2868,7 +2909,8 @@ static void store_context(Engine *engine, int n) {
     for (int i = 0; i < n; i++) state->ring_rows[i] = ring_row(&engine->cache, state->rows[i].session, state->rows[i].position);
     for (int l = 0; l < config->num_hidden_layers; l++) {
         project_keys_and_values(engine, &drafter->weights.backbone.layers[l], state->normed, n);
-        backend->store_rows(layer_ring(&engine->cache, l), &engine->cache.draft_format, state->ring_rows, n, state->kv, width, state->kv, 0);
+        backend->store_rows(layer_ring(&engine->cache, l), &engine->cache.draft_format, state->ring_rows, n, state->kv, width,
+                            state->kv, 0);
     }
 }
 
@@ -2883,7 +2925,8 @@ void draft_feed(Engine *engine, const Row *rows, const int *indices, int n) {
             state->indices[i] = indices[begin + i];
             if (session->draft_end != row.position) session->draft_first = row.position;
             session->draft_end = row.position + 1;
-            if (session->draft_end - session->draft_first > cache->draft_rows) session->draft_first = session->draft_end - cache->draft_rows;
+            if (session->draft_end - session->draft_first > cache->draft_rows)
+                session->draft_first = session->draft_end - cache->draft_rows;
         }
         store_context(engine, count);
     }
@@ -2891,15 +2934,15 @@ void draft_feed(Engine *engine, const Row *rows, const int *indices, int n) {
 
 /* ---- the block pass */
 
-/* A sublayer's input as the convolution leaves it, and what its output is changed by. Both sides' coefficients come from the input as it
- * was (DFlash 2). Without a convolution nothing happens. */
+/* A sublayer's input as the convolution leaves it, and what its output is changed by. Both sides' coefficients come from the
+ * input as it was (DFlash 2). Without a convolution nothing happens. */
 static void convolve_input(Engine *engine, const float *base, const Matrix *kernel, int n) {
     const DraftConfig *config = &engine->drafter.config;
     DraftState *state = &engine->drafter.state;
     if (!config->conv_kernel_size) return;
     engine->backend->linear(state->delta, (size_t)kernel->rows, state->normed, (size_t)kernel->cols, n, kernel);
-    engine->backend->convolve(state->normed, base, state->delta, (size_t)kernel->rows, n, config->block_size, config->conv_kernel_size,
-                              config->conv_group_size, kernel->cols);
+    engine->backend->convolve(state->normed, base, state->delta, (size_t)kernel->rows, n, config->block_size,
+                              config->conv_kernel_size, config->conv_group_size, kernel->cols);
 }
 
 static void convolve_output(Engine *engine, const float *base, const Matrix *kernel, int n) {
@@ -2907,7 +2950,8 @@ static void convolve_output(Engine *engine, const float *base, const Matrix *ker
     DraftState *state = &engine->drafter.state;
     if (!config->conv_kernel_size) return;
     engine->backend->convolve(state->branch, base + config->conv_kernel_size * kernel->cols, state->delta + kernel->rows / 2,
-                              (size_t)kernel->rows, n, config->block_size, config->conv_kernel_size, config->conv_group_size, kernel->cols);
+                              (size_t)kernel->rows, n, config->block_size, config->conv_kernel_size, config->conv_group_size,
+                              kernel->cols);
 }
 
 /* The blocks through every layer: afterwards state->normed holds their states behind the final norm (DFlash 1.4 in the spec). */
@@ -2918,12 +2962,13 @@ static void run_draft_layers(Engine *engine, const DraftBlock *blocks, int n_blo
     const DraftConfig *draft = &drafter->config;
     const Config *config = &draft->backbone;
     const DraftState *state = &drafter->state;
-    const int dim = config->head_dim, heads = config->num_attention_heads, kv_heads = config->num_key_value_heads, size = draft->block_size,
-              n = n_blocks * size;
+    const int dim = config->head_dim, heads = config->num_attention_heads, kv_heads = config->num_key_value_heads,
+              size = draft->block_size, n = n_blocks * size;
     const size_t hidden = (size_t)config->hidden_size, q_width = (size_t)(heads * dim), inner = (size_t)config->intermediate_size;
     for (int r = 0; r < n; r++) {
         const DraftBlock *block = &blocks[r / size];
-        state->rows[r] = (Row){block->session, block->position + r % size, r % size ? draft->mask_token_id : block->ids[block->position]};
+        state->rows[r] = (Row){block->session, block->position + r % size,
+                               r % size ? draft->mask_token_id : block->ids[block->position]};
     }
     backend->rotations(state->cosine, state->sine, state->rows, n, state->inverse_frequency, dim, drafter->rope_attention_factor);
     backend->embed(state->hidden, &drafter->weights.backbone.embed_tokens, state->rows, n);
@@ -2932,14 +2977,16 @@ static void run_draft_layers(Engine *engine, const DraftBlock *blocks, int n_blo
     for (int l = 0; l < config->num_hidden_layers; l++) {
         const LayerWeights *layer = &drafter->weights.backbone.layers[l];
         const DraftLayerWeights *extra = &drafter->weights.layers[l];
-        backend->rms_norm(state->normed, hidden, state->hidden, hidden, layer->input_layernorm, n, config->hidden_size, config->rms_norm_eps);
+        backend->rms_norm(state->normed, hidden, state->hidden, hidden, layer->input_layernorm, n, config->hidden_size,
+                          config->rms_norm_eps);
         convolve_input(engine, extra->attention_conv, &extra->attention_kernel, n);
         backend->linear(state->q, q_width, state->normed, hidden, n, &layer->q_proj);
         backend->rms_norm(state->q, (size_t)dim, state->q, (size_t)dim, layer->q_norm, n * heads, dim, config->rms_norm_eps);
         backend->rope(state->q, n, heads, dim, 0, dim, false, state->cosine, state->sine);
         project_keys_and_values(engine, layer, state->normed, n);
-        backend->block_attention(state->attended, state->q, state->kv, layer_ring(cache, l), &cache->draft_format, cache->draft_rows, blocks,
-                                 n_blocks, size, draft->window[l], draft->causal[l], heads, kv_heads, dim, 1 / sqrtf((float)dim));
+        backend->block_attention(state->attended, state->q, state->kv, layer_ring(cache, l), &cache->draft_format,
+                                 cache->draft_rows, blocks, n_blocks, size, draft->window[l], draft->causal[l], heads, kv_heads,
+                                 dim, 1 / sqrtf((float)dim));
         backend->linear(state->branch, hidden, state->attended, q_width, n, &layer->o_proj);
         convolve_output(engine, extra->attention_conv, &extra->attention_kernel, n);
         backend->add(state->hidden, state->branch, (size_t)n * hidden);
@@ -2969,9 +3016,10 @@ static void find_candidates(Engine *engine, Drafts *drafts, int slot, const floa
     }
 }
 
-/* DSpark: the token before a slot biases its logits, l = U + W2 W1[x], and says how sure the draft is: w . [h; W1[x]] + b. logits, states:
- * of this slot, one row a block. */
-static void follow_markov(Engine *engine, Drafts *drafts, int slot, const DraftBlock *blocks, const float *logits, const float *states, int n) {
+/* DSpark: the token before a slot biases its logits, l = U + W2 W1[x], and says how sure the draft is: w . [h; W1[x]] + b.
+ * logits, states: of this slot, one row a block. */
+static void follow_markov(Engine *engine, Drafts *drafts, int slot, const DraftBlock *blocks, const float *logits,
+                          const float *states, int n) {
     const Backend *backend = engine->backend;
     const Drafter *drafter = &engine->drafter;
     const DraftState *state = &drafter->state;
@@ -2997,7 +3045,8 @@ static void draft_tokens(Engine *engine, Drafts *drafts, DraftBlock *blocks, int
     const DraftConfig *config = &drafter->config;
     const DraftState *state = &drafter->state;
     const int slots = config->slots;
-    const size_t hidden = (size_t)config->backbone.hidden_size, vocab = (size_t)config->draft_vocab_size, rows = (size_t)(n * slots);
+    const size_t hidden = (size_t)config->backbone.hidden_size, vocab = (size_t)config->draft_vocab_size,
+                 rows = (size_t)(n * slots);
     float *logits = engine->state.logits;
     for (int r = 0; r < n * slots; r++) state->indices[r] = r % n * config->block_size + config->first_slot + r / n;
     backend->gather_rows(state->branch, state->normed, state->indices, n * slots, config->backbone.hidden_size);
@@ -3008,13 +3057,14 @@ static void draft_tokens(Engine *engine, Drafts *drafts, DraftBlock *blocks, int
         const float *own = logits + (size_t)(slot * n) * vocab;
         if (features || !config->markov_rank) find_candidates(engine, drafts, slot, own, n);
         if (features)
-            backend->length_features(drafts->features + slot * DVL_FEATURES, (size_t)(slots * DVL_FEATURES), drafts->scores + slot * CANDIDATES,
-                                     (size_t)(slots * CANDIDATES), own, n, (int)vocab);
+            backend->length_features(drafts->features + slot * DVL_FEATURES, (size_t)(slots * DVL_FEATURES),
+                                     drafts->scores + slot * CANDIDATES, (size_t)(slots * CANDIDATES), own, n, (int)vocab);
         if (config->markov_rank) follow_markov(engine, drafts, slot, blocks, own, state->branch + (size_t)(slot * n) * hidden, n);
         if (!config->selector_rank) backend->draw_drafts(drafts, slot, blocks, n, rule);
     }
     if (!config->selector_rank) return;
-    backend->linear(state->ranks, (size_t)config->selector_rank, state->branch, hidden, n * slots, &drafter->weights.selector_hidden);
+    backend->linear(state->ranks, (size_t)config->selector_rank, state->branch, hidden, n * slots,
+                    &drafter->weights.selector_hidden);
     backend->select_path(drafts, state->ranks, &drafter->weights.predecessor, &drafter->weights.successor, blocks, n, rule);
 }
 
@@ -3096,23 +3146,25 @@ void engine_close(Engine *engine) {
 /* =====================================================================================================================
  * Lengths of verification
  *
- * Owns: which sessions draft in a round and how many rows each verifies. Scores say how probable it is that the first j drafts are all
- * accepted: predicted from the drafts (DVL), from the confidence head (DSpark 3.5), or what the session has shown so far. A budget is a
- * width that was asked for, or the one that promises most tokens a second by measured costs:
+ * Owns: which sessions draft in a round and how many rows each verifies. Scores say how probable it is that the first j drafts
+ * are all accepted: predicted from the drafts (DVL), from the confidence head (DSpark 3.5), or what the session has shown so
+ * far. A budget is a width that was asked for, or the one that promises most tokens a second by measured costs:
  *     tokens(x) / seconds(x) = (N + the x best scores) / (pass(N + x) + draft)
- * Since no token depends on a length (coupled acceptance), any of this may be wrong and only costs time. Acceptance by rejection is
- * exact if whether draft j is verified depends on nothing drawn after draft j - 1: DVL looks at unary logits alone, and the confidence
- * scheduler stops at the first row that does not pay.
+ * Since no token depends on a length (coupled acceptance), any of this may be wrong and only costs time. Acceptance by
+ * rejection is exact if whether draft j is verified depends on nothing drawn after draft j - 1: DVL looks at unary logits
+ * alone, and the confidence scheduler stops at the first row that does not pay.
  */
 
-const char *const verify_rule_names[VERIFY_RULES] = {[VERIFY_FULL] = "full", [VERIFY_DVL] = "dvl", [VERIFY_CONFIDENCE] = "confidence"};
+const char *const verify_rule_names[VERIFY_RULES] = {
+    [VERIFY_FULL] = "full", [VERIFY_DVL] = "dvl", [VERIFY_CONFIDENCE] = "confidence"};
 
 enum {
-    FIRST_WAIT = 16, LAST_WAIT = 512,   /* rounds without drafts after speculation did not pay: doubling from the one to the other */
-    FEED_AHEAD = 16,            /* rows that enter the ring before a session drafts again */
-    PLAIN_AGE = 256,            /* rounds after which the cost of a plain round is measured again */
-    FULL_ROUNDS = 3,            /* the first ones with drafts verify all of them, so that something is known */
-    TRY_ROWS = 3,               /* rows that a session verifies at least when it tries again */
+    FIRST_WAIT = 16,
+    LAST_WAIT = 512, /* rounds without drafts after speculation did not pay: doubling from the one to the other */
+    FEED_AHEAD = 16, /* rows that enter the ring before a session drafts again */
+    PLAIN_AGE = 256, /* rounds after which the cost of a plain round is measured again */
+    FULL_ROUNDS = 3, /* the first ones with drafts verify all of them, so that something is known */
+    TRY_ROWS = 3,    /* rows that a session verifies at least when it tries again */
 };
 
 static const double worth = 1.03;       /* what speculation has to promise over plain decoding */
@@ -3126,8 +3178,8 @@ static int cost_bucket(int size) {
 
 static double bucket_size(int bucket) { return bucket < 32 ? bucket : 32 * exp2((bucket - 32) / 16.0); }
 
-/* Between measured sizes by a straight line; beyond the largest along the last two, or, where there is one, gently upwards, so that wider
- * rounds are tried. 0: nothing was measured yet. */
+/* Between measured sizes by a straight line; beyond the largest along the last two, or, where there is one, gently upwards, so
+ * that wider rounds are tried. 0: nothing was measured yet. */
 static double cost_of(const CostCurve *curve, int size) {
     int at = cost_bucket(size), low = at, high = at, below;
     while (low >= 0 && !(curve->seconds[low] > 0)) low--;
@@ -3135,15 +3187,18 @@ static double cost_of(const CostCurve *curve, int size) {
     if (low == at) return curve->seconds[at];
     if (low < 0) return high == COST_BUCKETS ? 0 : curve->seconds[high];
     if (high < COST_BUCKETS)
-        return curve->seconds[low] + (curve->seconds[high] - curve->seconds[low]) * (size - bucket_size(low)) / (bucket_size(high) - bucket_size(low));
+        return curve->seconds[low]
+               + (curve->seconds[high] - curve->seconds[low]) * (size - bucket_size(low))
+                     / (bucket_size(high) - bucket_size(low));
     for (below = low - 1; below > 0 && !(curve->seconds[below] > 0);) below--;
     double slope = 0.15 * curve->seconds[low] / fmax(bucket_size(low), 1);
     if (below > 0) slope = fmax(0, (curve->seconds[low] - curve->seconds[below]) / (bucket_size(low) - bucket_size(below)));
     return curve->seconds[low] + slope * (size - bucket_size(low));
 }
 
-/* Takes in a measurement. What disturbs one only ever makes it longer, so the size's value follows a shorter one at once and a longer one
- * slowly; the others move a little in the same proportion, since contexts and the machine's mood change all of them. */
+/* Takes in a measurement. What disturbs one only ever makes it longer, so the size's value follows a shorter one at once and a
+ * longer one slowly; the others move a little in the same proportion, since contexts and the machine's mood change all of them.
+ */
 static void measure_cost(CostCurve *curve, int size, double seconds, long round) {
     int at = cost_bucket(size);
     double old = curve->seconds[at];
@@ -3183,10 +3238,10 @@ static int compare_descending(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-/* The budget for n sessions with drafts, beside `others` rows: of all scores in descending order the prefix with the most tokens a second.
- * first_only: up to the first that does not raise it (DSpark's scheduler). *rate: those tokens a second. */
-static int best_budget(const Runner *runner, const float *scores, const int *limits, int n, int others, double draft_seconds, bool first_only,
-                       double *rate) {
+/* The budget for n sessions with drafts, beside `others` rows: of all scores in descending order the prefix with the most
+ * tokens a second. first_only: up to the first that does not raise it (DSpark's scheduler). *rate: those tokens a second. */
+static int best_budget(const Runner *runner, const float *scores, const int *limits, int n, int others, double draft_seconds,
+                       bool first_only, double *rate) {
     const int slots = runner->engine.drafter.config.slots, room = runner->engine.state.max_rows - n - others;
     const CostCurve *cost = &runner->speculation.pass_cost;
     float *sorted = runner->sorted;
@@ -3205,11 +3260,13 @@ static int best_budget(const Runner *runner, const float *scores, const int *lim
     return n + best;
 }
 
-/* Rows that the session's next block may have, the anchor's among them. DVL's width is a mean: one session may get more, another fewer. */
+/* Rows that the session's next block may have, the anchor's among them. DVL's width is a mean: one session may get more,
+ * another fewer. */
 static int block_limit(const Runner *runner, const Session *session) {
     const Engine *engine = &runner->engine;
     const Speculation *speculation = &runner->speculation;
-    int position = (int)arrlen(session->ids) - 1, limit = engine->cache.context - position - 1, left = session->max_new - tokens_generated(session),
+    int position = (int)arrlen(session->ids) - 1, limit = engine->cache.context - position - 1,
+        left = session->max_new - tokens_generated(session),
         width = speculation->width == 1 || speculation->verify != VERIFY_DVL ? speculation->width : 0;
     if (!engine->drafter.config.architecture || session->plain) return 1;
     if (engine->drafter.config.slots + 1 < limit) limit = engine->drafter.config.slots + 1;
@@ -3218,8 +3275,8 @@ static int block_limit(const Runner *runner, const Session *session) {
     return limit < 1 ? 1 : limit;
 }
 
-/* Under --width auto: which of the n decoding sessions draft, by what they have shown; the limits of the others become 1. Those for whom it
- * does not pay wait, each time twice as long, and then try once whatever is expected. */
+/* Under --width auto: which of the n decoding sessions draft, by what they have shown; the limits of the others become 1. Those
+ * for whom it does not pay wait, each time twice as long, and then try once whatever is expected. */
 static void choose_drafting(Runner *runner, Session **sessions, int *limits, int n) {
     Speculation *speculation = &runner->speculation;
     const int slots = runner->engine.drafter.config.slots;
@@ -3239,7 +3296,8 @@ static void choose_drafting(Runner *runner, Session **sessions, int *limits, int
     if (!able) return;
     double rate, plain = n / cost_of(&speculation->pass_cost, n);
     for (int drafting = able; drafting; drafting = kept) {      /* without those who would verify nothing, drafting costs less */
-        int budget = best_budget(runner, survival, allowed, able, n - able, cost_of(&speculation->draft_cost, drafting), false, &rate);
+        int budget = best_budget(runner, survival, allowed, able, n - able, cost_of(&speculation->draft_cost, drafting), false,
+                                 &rate);
         runner->engine.backend->allocate(runner->lengths, survival, allowed, able, slots, budget);
         kept = 0;
         for (int i = 0; i < able; i++) kept += runner->lengths[i] > 1;
@@ -3254,7 +3312,8 @@ static void choose_drafting(Runner *runner, Session **sessions, int *limits, int
         session->tries = !pays && !session->trying;
         if (pays && !session->trying) session->backoff = 0;
         if (!session->tries) continue;
-        session->wait = session->backoff = session->backoff ? session->backoff < LAST_WAIT ? 2 * session->backoff : LAST_WAIT : FIRST_WAIT;
+        session->wait = session->backoff = session->backoff ? session->backoff < LAST_WAIT ? 2 * session->backoff : LAST_WAIT
+                                                            : FIRST_WAIT;
         limits[who[i]] = 1;
     }
 }
@@ -3269,7 +3328,8 @@ static void score_drafts(Runner *runner, int n) {
         engine->backend->predict_lengths(drafts->survival, drafts->features, n, &drafter->predictor, drafter->state.scratch);
     for (int i = 0; i < n; i++) {
         float *survival = drafts->survival + i * slots;
-        if (runner->speculation.verify == VERIFY_FULL) expect_acceptance(survival, runner->owners[i], &runner->speculation, slots);
+        if (runner->speculation.verify == VERIFY_FULL)
+            expect_acceptance(survival, runner->owners[i], &runner->speculation, slots);
         double product = 1;
         for (int j = 0; j < slots && runner->speculation.verify == VERIFY_CONFIDENCE; j++) {
             product /= 1 + exp(-drafts->confidence[i * slots + j] / drafter->temperatures[j]);
@@ -3287,12 +3347,15 @@ static void choose_lengths(Runner *runner, int n, int others) {
     double rate, draft = cost_of(&speculation->draft_cost, n);
     score_drafts(runner, n);
     int64_t budget = (int64_t)n * width;
-    if (!width) budget = best_budget(runner, drafts->survival, runner->limits, n, others, draft, speculation->verify == VERIFY_CONFIDENCE, &rate);
+    if (!width)
+        budget = best_budget(runner, drafts->survival, runner->limits, n, others, draft, speculation->verify == VERIFY_CONFIDENCE,
+                             &rate);
     else if (speculation->verify == VERIFY_CONFIDENCE)
         budget = best_budget(runner, drafts->survival, runner->limits, n, others, 0, true, &rate);
     if (budget > room || (!width && speculation->stats.rounds < FULL_ROUNDS)) budget = room;
     bool seeded = speculation->seeded && speculation->verify == VERIFY_DVL;
-    (seeded ? engine->backend->allocate_seeded : engine->backend->allocate)(runner->lengths, drafts->survival, runner->limits, n, slots, (int)budget);
+    (seeded ? engine->backend->allocate_seeded : engine->backend->allocate)(runner->lengths, drafts->survival, runner->limits, n,
+                                                                            slots, (int)budget);
     for (int i = 0; i < n; i++) {
         int least = !runner->owners[i]->trying ? 1 : runner->limits[i] < TRY_ROWS ? runner->limits[i] : TRY_ROWS;
         if (runner->lengths[i] < least && budget + least <= room) runner->lengths[i] = least, budget += least;
@@ -3418,12 +3481,16 @@ static int take_room(Runner *runner, Session *session, int wanted) {
 
 static void add_block(Runner *runner, Session *session, int at, int count) {
     runner->owners[at] = session;
-    runner->blocks[at] = (DraftBlock){.session = session->slot, .position = (int)arrlen(session->ids) - 1, .ids = session->ids, .count = count,
-                                      .sampling = &session->sampling, .stream = session->stream};
+    runner->blocks[at] = (DraftBlock){.session = session->slot,
+                                      .position = (int)arrlen(session->ids) - 1,
+                                      .ids = session->ids,
+                                      .count = count,
+                                      .sampling = &session->sampling,
+                                      .stream = session->stream};
 }
 
-/* The blocks of sessions that decode, those with drafts first: drafts them and chooses how many rows each verifies. Returns how many blocks there
- * are, *drafted of them with drafts. */
+/* The blocks of sessions that decode, those with drafts first: drafts them and chooses how many rows each verifies. Returns how
+ * many blocks there are, *drafted of them with drafts. */
 static int begin_blocks(Runner *runner, Session **sessions, int n, int *drafted) {
     Engine *engine = &runner->engine;
     Session *decoding[MAX_PASS_ROWS] = {0};
@@ -3461,7 +3528,7 @@ static int begin_blocks(Runner *runner, Session **sessions, int n, int *drafted)
         kept_drafted += room > 0 && i < *drafted;
     }
     if (kept == n_blocks) return n_blocks;
-    *drafted = kept_drafted = 0;                    /* a session ended here: its neighbours go on without their drafts this once */
+    *drafted = kept_drafted = 0; /* a session ended here: its neighbours go on without their drafts this once */
     for (int i = kept = 0; i < n_blocks; i++) {
         if (!runner->blocks[i].count) continue;
         runner->owners[i]->in_pass = 1;
@@ -3470,8 +3537,8 @@ static int begin_blocks(Runner *runner, Session **sessions, int n, int *drafted)
     return kept;
 }
 
-/* Pieces of prompts, as far as there is room behind the blocks' rows. Returns how many rows the pass has; a prompt that ends in it becomes a block
- * of one row. */
+/* Pieces of prompts, as far as there is room behind the blocks' rows. Returns how many rows the pass has; a prompt that ends in
+ * it becomes a block of one row. */
 static int add_prompts(Runner *runner, Session **sessions, int n, int n_rows, int *n_blocks) {
     int n_finals = n_rows;
     for (int r = 0; r < n_rows; r++) runner->finals[r] = r;
@@ -3502,10 +3569,12 @@ static void trace_round(Runner *runner, int n_rows, int n_blocks, int drafted, d
     for (int i = 0; i < n_blocks; i++) {
         const Session *session = runner->owners[i];
         const DraftBlock *block = &runner->blocks[i];
-        fprintf(out, "%s{\"id\": %" PRIu64 ", \"anchor_pos\": %d, \"proposed\": [", i ? ", " : "", session->stream, block->position);
-        for (int j = 0; j < (i < drafted ? drafts->slots : 0); j++) fprintf(out, "%s%d", j ? ", " : "", drafts->tokens[i * drafts->slots + j]);
-        fprintf(out, "], \"verified\": %d, \"accepted\": %d, \"successor\": %d, \"frontier\": %d, \"coverage\": %.4f}", block->count - 1,
-                runner->accepted[i], arrlast(session->ids), cache->session[session->slot].committed,
+        fprintf(out, "%s{\"id\": %" PRIu64 ", \"anchor_pos\": %d, \"proposed\": [", i ? ", " : "", session->stream,
+                block->position);
+        for (int j = 0; j < (i < drafted ? drafts->slots : 0); j++)
+            fprintf(out, "%s%d", j ? ", " : "", drafts->tokens[i * drafts->slots + j]);
+        fprintf(out, "], \"verified\": %d, \"accepted\": %d, \"successor\": %d, \"frontier\": %d, \"coverage\": %.4f}",
+                block->count - 1, runner->accepted[i], arrlast(session->ids), cache->session[session->slot].committed,
                 cache_coverage(cache, session->slot));
     }
     PageCensus pages = cache_census(cache);
@@ -3513,13 +3582,14 @@ static void trace_round(Runner *runner, int n_rows, int n_blocks, int drafted, d
             pages.free, pages.hot, pages.tail, pages.ready, pages.filling, pages.leaving);
     static const char *tiers[TIERS] = {"tail", "optional", "hot", "host"};
     for (int tier = 0; tier < TIERS; tier++)
-        fprintf(out, "%s\"%s\": %" PRIu64, tier ? ", " : ", \"picks\": {", tiers[tier], after->picked[tier] - before->picked[tier]);
+        fprintf(out, "%s\"%s\": %" PRIu64, tier ? ", " : ", \"picks\": {", tiers[tier],
+                after->picked[tier] - before->picked[tier]);
     fprintf(out, "}, \"plan\": %" PRIu64 ", \"staged\": %" PRIu64 ", \"waiting\": %s}\n", after->fetched - before->fetched,
             after->staged - before->staged, cache->waiting ? "true" : "false");
 }
 
-/* What a block has won joins its session: the accepted drafts and their successor, or as many of them as the generation still takes. Sets
- * accepted to the drafts among those. Committed are the anchor's row and the rows of accepted drafts (eq. 7, 8). */
+/* What a block has won joins its session: the accepted drafts and their successor, or as many of them as the generation still
+ * takes. Sets accepted to the drafts among those. Committed are the anchor's row and the rows of accepted drafts (eq. 7, 8). */
 static void end_block(Runner *runner, int i, bool drafted) {
     Session *session = runner->owners[i];
     const DraftBlock *block = &runner->blocks[i];
@@ -3530,8 +3600,9 @@ static void end_block(Runner *runner, int i, bool drafted) {
         record_acceptance(&runner->speculation.acceptance, verified, won, 0.98);
         if (!verified) {                            /* the scores alone said no: that is an outcome too */
             session->acceptance.tried[0] = session->acceptance.tried[0] * 0.9 + 1;
-            session->acceptance.accepted[0] = session->acceptance.accepted[0] * 0.9
-                                              + (double)runner->engine.drafter.state.drafts.survival[i * runner->engine.drafter.config.slots];
+            session->acceptance.accepted[0] =
+                session->acceptance.accepted[0] * 0.9
+                + (double)runner->engine.drafter.state.drafts.survival[i * runner->engine.drafter.config.slots];
         }
         for (int j = 0; j < verified && j <= won; j++) stats->tried[j]++, stats->passed[j] += j < won;
         stats->verified += (uint64_t)verified;
@@ -3553,7 +3624,8 @@ static int draft_window(const DraftConfig *config) {
     return window;
 }
 
-/* Committed rows that a block to come may see enter the draft ring. prompt_ends: ids of the session before this round's tokens. */
+/* Committed rows that a block to come may see enter the draft ring. prompt_ends: ids of the session before this round's tokens.
+ */
 static void feed_drafter(Runner *runner, int n_rows) {
     Engine *engine = &runner->engine;
     const Speculation *speculation = &runner->speculation;
@@ -3665,8 +3737,10 @@ bool runner_open(Runner *runner, const EngineOptions *options, bool need_tokeniz
 
 void runner_close(Runner *runner) {
     for (int i = 0; i < runner->n_samplers; i++) sampler_close(&runner->samplers[i]);
-    free(runner->samplers), free(runner->rows), free(runner->finals), free(runner->indices), free(runner->lengths), free(runner->limits);
-    free(runner->choices), free(runner->accepted), free(runner->blocks), free(runner->owners), free(runner->in_slot), free(runner->sorted);
+    free(runner->samplers), free(runner->rows), free(runner->finals), free(runner->indices), free(runner->lengths),
+        free(runner->limits);
+    free(runner->choices), free(runner->accepted), free(runner->blocks), free(runner->owners), free(runner->in_slot),
+        free(runner->sorted);
     tokenizer_close(runner->tokenizer);
     engine_close(&runner->engine);
 }
@@ -3674,8 +3748,8 @@ void runner_close(Runner *runner) {
 /* =====================================================================================================================
  * Sessions at rest
  *
- * Owns: the file that holds a session: its ids, its settings, and every cached row with its index keys, so that going on costs no
- * prefill and gives the token that never having stopped would have given. The file says which checkpoint and which rows it
+ * Owns: the file that holds a session: its ids, its settings, and every cached row with its index keys, so that going on costs
+ * no prefill and gives the token that never having stopped would have given. The file says which checkpoint and which rows it
  * belongs to, is written under a temporary name and renamed when it is whole, and is checked to its last byte before anything
  * is taken from it. Loaded rows arrive as imported history: on the host first, then wherever the hierarchy puts them.
  *
@@ -3700,7 +3774,8 @@ static uint64_t fingerprint(const Checkpoint *checkpoint) {
     for (size_t i = 0; i < arrlenu(checkpoint->tensors); i++) {
         const Tensor *tensor = &checkpoint->tensors[i];
         char line[512], shape[128];
-        snprintf(line, sizeof line, "%s %s %s\n", tensor->name, tensor->dtype_name, shape_text(shape, tensor->rank, tensor->shape));
+        snprintf(line, sizeof line, "%s %s %s\n", tensor->name, tensor->dtype_name,
+                 shape_text(shape, tensor->rank, tensor->shape));
         XXH3_64bits_update(hash, line, strlen(line));
         bool expert = strstr(tensor->name, ".experts.") != NULL;
         if (!expert) XXH3_64bits_update(hash, tensor->data, tensor->size < 64 ? tensor->size : 64);
@@ -3728,7 +3803,8 @@ static size_t draft_row_bytes(const Cache *cache) { return (size_t)cache->draft_
 
 /* Which drafter the rows of a ring are of. */
 static void draft_identity(const Engine *engine, char text[128]) {
-    snprintf(text, 128, "%016" PRIx64 ", %s rows", fingerprint(&engine->drafter.checkpoint), kv_dtype_names[engine->cache.draft_format.dtype]);
+    snprintf(text, 128, "%016" PRIx64 ", %s rows", fingerprint(&engine->drafter.checkpoint),
+             kv_dtype_names[engine->cache.draft_format.dtype]);
 }
 
 /* How many rows of the ring go with a session. */
@@ -3910,7 +3986,8 @@ static cJSON *read_session_header(const Runner *runner, FILE *file, const char *
     uint64_t length = load_u64(begin + sizeof session_magic);
     if (size < fixed || length > size - fixed || length > (16u << 20) + 16 * (uint64_t)runner->engine.cache.context
         || !file_is_whole(file, size))
-        return fail(error, "%s: the session is truncated or damaged: its check does not match its %" PRIu64 " bytes", path, size), NULL;
+        return fail(error, "%s: the session is truncated or damaged: its check does not match its %" PRIu64 " bytes", path, size),
+               NULL;
     char *text = allocate_zeroed((size_t)length + 1, 1);
     bool ok = !fseeko(file, sizeof begin, SEEK_SET) && fread(text, 1, (size_t)length, file) == length;
     cJSON *header = ok ? json_parse(text, (size_t)length, path, error) : NULL;
@@ -3938,7 +4015,8 @@ static bool restore_ring(Engine *engine, const Session *session, Fields *fields,
     const cJSON *mark = field(fields, "drafter");
     int n = read_int(fields, "draft_rows", 0, INT_MAX, 0);
     size_t bytes = (size_t)read_int(fields, "draft_row_bytes", 0, INT_MAX, 0);
-    if (!engine->drafter.config.architecture || !cJSON_IsString(mark) || bytes != draft_row_bytes(cache) || n > cache->draft_rows) return true;
+    if (!engine->drafter.config.architecture || !cJSON_IsString(mark) || bytes != draft_row_bytes(cache) || n > cache->draft_rows)
+        return true;
     draft_identity(engine, identity);
     if (strcmp(identity, mark->valuestring)) return true;
     uint8_t *row = allocate_zeroed(bytes, 1);

@@ -307,11 +307,11 @@ void weights_free(Weights *weights, const Config *config);
  * Rows and the KV hierarchy (Adaptive HiSparse: paper 3.1, 3.2, 3.5; the reference design of the spec, A8)
  *
  * A session's history is a list of rows, one a position, 64 to a page. Every source (the payload of one layer) has the same
- * pages under the same numbers: a page id names a bundle, the same 64 rows in all sources at once, and bundles are what is lent,
- * copied and counted. On the device a session holds, for as long as it is admitted, a tail (the rows being written), a hot
- * cache (slots that selected rows are fetched into) and its index keys; while memory is spare, pages of its history too.
- * Every complete row is ready on the device or complete in host memory (in hisparse mode soon the latter). A row never changes once
- * it is complete, so any copy of it is as good as another.
+ * pages under the same numbers: a page id names a bundle, the same 64 rows in all sources at once, and bundles are what is
+ * lent, copied and counted. On the device a session holds, for as long as it is admitted, a tail (the rows being written), a
+ * hot cache (slots that selected rows are fetched into) and its index keys; while memory is spare, pages of its history too.
+ * Every complete row is ready on the device or complete in host memory (in hisparse mode soon the latter). A row never changes
+ * once it is complete, so any copy of it is as good as another.
  */
 
 enum {
@@ -603,31 +603,32 @@ static inline HotCache hot_cache(const Cache *cache, int session, int group) {
                       .clock = cache->tables.clock + state};
 }
 
-/* Takes a session in: its hot cache, tail, index and host pages for `rows` rows (prompt and all it may generate). `ids` [n_ids] is its
- * prompt; whole pages of it that the host already holds are taken over, and *cached says how many rows that is. False when it has to
- * wait: for memory that this call has begun to recall (eq. 3, 4), for a session to end, or for one that is just computing the
- * same prefix. Call again after the next round. */
+/* Takes a session in: its hot cache, tail, index and host pages for `rows` rows (prompt and all it may generate). `ids` [n_ids]
+ * is its prompt; whole pages of it that the host already holds are taken over, and *cached says how many rows that is. False
+ * when it has to wait: for memory that this call has begun to recall (eq. 3, 4), for a session to end, or for one that is just
+ * computing the same prefix. Call again after the next round. */
 bool cache_admit(Cache *cache, int session, const int *ids, int n_ids, int rows, int *cached);
 
 /* The waiting session will not ask again. */
 void cache_stop_waiting(Cache *cache);
 
-/* How many rows the session may run in the next pass, at most `wanted` and at least 1 while its reservation lasts. Takes pages for them. */
+/* How many rows the session may run in the next pass, at most `wanted` and at least 1 while its reservation lasts. Takes pages
+ * for them. */
 int cache_room(Cache *cache, int session, int wanted);
 
-/* Gives every row of the pass its place in a tail. False, with an error, for a row that has none: its session is not admitted, or it
- * does not follow the rows that are there. *failed: that session, or -1. */
+/* Gives every row of the pass its place in a tail. False, with an error, for a row that has none: its session is not admitted,
+ * or it does not follow the rows that are there. *failed: that session, or -1. */
 bool cache_place(Cache *cache, const Row *rows, int n_rows, int *failed, Error *error);
 
-/* Rows below n are history now (eq. 7, 8 with m = 1); rows of the pass from n on are dropped. Whole pages leave the tail: lent, or
- * once they are backed up. */
+/* Rows below n are history now (eq. 7, 8 with m = 1); rows of the pass from n on are dropped. Whole pages leave the tail: lent,
+ * or once they are backed up. */
 void cache_commit(Cache *cache, int session, int n);
 
 /* Between two passes: completes copies, publishes and frees what they were for, lends what is spare. */
 void cache_step(Cache *cache);
 
-/* Forgets the rows from n on, history included. False when a page shared with another session would have to be copied and the host
- * has none free. */
+/* Forgets the rows from n on, history included. False when a page shared with another session would have to be copied and the
+ * host has none free. */
 bool cache_truncate(Cache *cache, int session, int n);
 
 /* A failed pass leaves slots that name rows which never arrived in some layers: forget them. */
@@ -682,10 +683,10 @@ int argmax(const float *values, int n);
 /* ---------------------------------------------------------------------------------------------------------------------
  * Drafters: DFlash, DFlash 2 and DSpark (paper 2.3, 3.4; the spec's drafters.md, 1 to 3)
  *
- * A small transformer of Qwen3's kind, run once a round on a block [anchor, MASK, MASK, ...] that stands at the true positions n,
- * n + 1, ... It attends to its own block and, instead of keys of its own past, to keys and values made from the target's hidden states of
- * committed rows. What turns the block's hidden states into tokens differs: nothing (DFlash), a walk through the 16 best of each slot
- * (DFlash 2), a low-rank bias by the token before (DSpark).
+ * A small transformer of Qwen3's kind, run once a round on a block [anchor, MASK, MASK, ...] that stands at the true positions
+ * n, n + 1, ... It attends to its own block and, instead of keys of its own past, to keys and values made from the target's
+ * hidden states of committed rows. What turns the block's hidden states into tokens differs: nothing (DFlash), a walk through
+ * the 16 best of each slot (DFlash 2), a low-rank bias by the token before (DSpark).
  */
 
 enum {
@@ -849,9 +850,9 @@ typedef struct Backend {
     /* Copies the entries [begin, end) of the plan from the host to the hot cache and the staging of one source. */
     void (*fetch_rows)(Cache *cache, SourceId source, const MissPlan *plan, int begin, int end);
 
-    /* A copy between the tiers, beside the passes: started, and later asked for until it is complete (the record may have moved; the
-     * device page tells it from others). wait: until then. The bytes
-     * of a copy to the host are taken, and those of a copy to the device arrive, at any moment between the two. */
+    /* A copy between the tiers, beside the passes: started, and later asked for until it is complete (the record may have
+     * moved; the device page tells it from others). wait: until then. The bytes of a copy to the host are taken, and those of a
+     * copy to the device arrive, at any moment between the two. */
     void (*start_copy)(Cache *cache, const Transfer *transfer);
     bool (*finish_copy)(Cache *cache, const Transfer *transfer, bool wait);
 
@@ -862,8 +863,8 @@ typedef struct Backend {
      * q: [rows, heads, nope + rope]; q_absorbed: [rows, heads, kv_lora_rank + rope]; kv_b: kv_b_proj. */
     void (*absorb_query)(float *q_absorbed, const float *q, int n_rows, const Matrix *kv_b, const Config *config);
 
-    /* Latent attention over each row's own selection, in its order. q: [rows, heads, lora + rope]; locations: [rows, capacity], of
-     * which count[r] name rows; z: [rows, heads, lora] is the softmax-weighted sum of the selected latents. */
+    /* Latent attention over each row's own selection, in its order. q: [rows, heads, lora + rope]; locations: [rows, capacity],
+     * of which count[r] name rows; z: [rows, heads, lora] is the softmax-weighted sum of the selected latents. */
     void (*sparse_attention)(float *z, const float *q, const RowPool *pool, const RowFormat *format, const DeviceRow *locations,
                              const int *count, int capacity, int n_rows, int heads, float scale);
 
@@ -902,15 +903,15 @@ typedef struct Backend {
     void (*copy_rows)(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, int dim, float factor);
 
     /* The local dynamic convolution of DFlash 2 on one side of a sublayer, in place: z[i, c] = sum_t (base[t, c] + delta[i, t,
-     * c / group]) * z[i - t, c] over the taps, inside each block. z: [blocks * block_size, dim]; base: [taps, dim]; delta: rows of
-     * delta_stride values, this side's [taps, dim / group] first. */
+     * c / group]) * z[i - t, c] over the taps, inside each block. z: [blocks * block_size, dim]; base: [taps, dim]; delta: rows
+     * of delta_stride values, this side's [taps, dim / group] first. */
     void (*convolve)(float *z, const float *base, const float *delta, size_t delta_stride, int n_rows, int block_size, int taps,
                      int group, int dim);
 
     /* Attention of draft blocks (DFlash): row i of a block, at position n + i, sees the ring's rows of the positions from
-     * max(first, n + i - window + 1) to n - 1, and the rows of its own block: all, or, causal, those up to itself.
-     * q, y: [blocks * block_size, heads, head_dim]; kv: [blocks * block_size, 2 * kv_heads * head_dim], keys | values of the block; ring:
-     * [sessions, ring_rows] rows of this layer. */
+     * max(first, n + i - window + 1) to n - 1, and the rows of its own block: all, or, causal, those up to itself. q, y:
+     * [blocks * block_size, heads, head_dim]; kv: [blocks * block_size, 2 * kv_heads * head_dim], keys | values of the block;
+     * ring: [sessions, ring_rows] rows of this layer. */
     void (*block_attention)(float *y, const float *q, const float *kv, const uint8_t *ring, const RowFormat *format, int ring_rows,
                             const DraftBlock *blocks, int n_blocks, int block_size, int window, bool causal, int heads,
                             int kv_heads, int head_dim, float scale);
@@ -918,46 +919,48 @@ typedef struct Backend {
     /* Logits of a draft: y = softcap * tanh(multiplier * y / softcap); softcap 0: none. */
     void (*cap_logits)(float *y, size_t n, float multiplier, float softcap);
 
-    /* The best CANDIDATES of each of n rows of logits, by value and then by lower id, row r at ids + r * stride and values + r * stride.
-     * Where the vocabulary is smaller the last are repeated. */
+    /* The best CANDIDATES of each of n rows of logits, by value and then by lower id, row r at ids + r * stride and values + r
+     * * stride. Where the vocabulary is smaller the last are repeated. */
     void (*candidates)(int *ids, float *values, size_t stride, const float *logits, int n, int vocab);
 
-    /* What DVL's predictor looks at, DVL_FEATURES numbers of each of n slots at features + r * stride: the best logit; how far ranks 2 to
-     * 16 lie below it (values + r * values_stride: its candidates'); the logarithm of its probability; the distribution's entropy in nats (DScale III-B). */
+    /* What DVL's predictor looks at, DVL_FEATURES numbers of each of n slots at features + r * stride: the best logit; how far
+     * ranks 2 to 16 lie below it (values + r * values_stride: its candidates'); the logarithm of its probability; the
+     * distribution's entropy in nats (DScale III-B). */
     void (*length_features)(float *features, size_t stride, const float *values, size_t values_stride, const float *logits, int n,
                             int vocab);
 
-    /* scores[i, j]: how probable it is that drafts 0..j of block i are all accepted: sigmoids, then their running minimum (DScale III-B,
-     * the first lines of Algorithm 1). features: [n, slots * DVL_FEATURES]; scores: [n, slots]; scratch: [2, n, MAX_PREDICTOR_WIDTH]. */
+    /* scores[i, j]: how probable it is that drafts 0..j of block i are all accepted: sigmoids, then their running minimum
+     * (DScale III-B, the first lines of Algorithm 1). features: [n, slots * DVL_FEATURES]; scores: [n, slots]; scratch: [2, n,
+     * MAX_PREDICTOR_WIDTH]. */
     void (*predict_lengths)(float *scores, const float *features, int n, const LengthPredictor *predictor, float *scratch);
 
     /* Draws slot `slot` of every block from its candidates, in the way of each block's session, into drafts->tokens. */
     void (*draw_drafts)(Drafts *drafts, int slot, const DraftBlock *blocks, int n, AcceptRule rule);
 
-    /* The walk of DFlash 2's selector: slot by slot S(a, b) = U(b) + <Pred[a] * e, Succ[b]> over the candidates b, where a is the token
-     * chosen before (first the anchor) and e: [slots, n, rank] the projected hidden state; draws each slot from S, which replaces the
-     * candidates' scores. */
+    /* The walk of DFlash 2's selector: slot by slot S(a, b) = U(b) + <Pred[a] * e, Succ[b]> over the candidates b, where a is
+     * the token chosen before (first the anchor) and e: [slots, n, rank] the projected hidden state; draws each slot from S,
+     * which replaces the candidates' scores. */
     void (*select_path)(Drafts *drafts, const float *e, const Matrix *predecessor, const Matrix *successor, const DraftBlock *blocks,
                         int n, AcceptRule rule);
 
-    /* Divides a budget of `budget` rows among n sessions (DScale, Algorithm 1, without its seed): one row each, then the budget - n
-     * largest scores; of equal ones the earlier draft, then the lower session. scores: [n, slots], no row increasing. limits[i]: rows of
-     * session i at most, at least 1. lengths: [n]. */
+    /* Divides a budget of `budget` rows among n sessions (DScale, Algorithm 1, without its seed): one row each, then the budget
+     * - n largest scores; of equal ones the earlier draft, then the lower session. scores: [n, slots], no row increasing.
+     * limits[i]: rows of session i at most, at least 1. lengths: [n]. */
     void (*allocate)(int *lengths, const float *scores, const int *limits, int n, int slots, int budget);
 
-    /* Algorithm 1 as the paper has it: starts from 1 + the rounded sum of each session's scores, then grows or shrinks one row at a
-     * time. The same arguments. */
+    /* Algorithm 1 as the paper has it: starts from 1 + the rounded sum of each session's scores, then grows or shrinks one row
+     * at a time. The same arguments. */
     void (*allocate_seeded)(int *lengths, const float *scores, const int *limits, int n, int slots, int budget);
 
-    /* The blocks' rows, count of each, one block behind the other: sets every block's `first`, and rows[first + j] to its row j. Behind them
-     * come inert rows (session -1) up to `capacity`. Returns how many are live. */
+    /* The blocks' rows, count of each, one block behind the other: sets every block's `first`, and rows[first + j] to its row
+     * j. Behind them come inert rows (session -1) up to `capacity`. Returns how many are live. */
     int (*pack_blocks)(Row *rows, DraftBlock *blocks, int n, int capacity);
 
-    /* Verification of n blocks. Coupled: choices[r] is the target's own token of each row, argmax(logit / T + noise) behind the session's
-     * filters, and accepted[i] is how many drafts of block i equal it from the first on. By rejection: draft j is accepted with
-     * probability min(1, p / q), and the first that is not is replaced by a draw from max(p - q, 0), or all are followed by a draw from p
-     * (Leviathan et al. 2023, algorithm 1). choices: [logit rows], up to row accepted[i] of each block; logits are overwritten.
-     * samplers: one for each thread that takes part. */
+    /* Verification of n blocks. Coupled: choices[r] is the target's own token of each row, argmax(logit / T + noise) behind the
+     * session's filters, and accepted[i] is how many drafts of block i equal it from the first on. By rejection: draft j is
+     * accepted with probability min(1, p / q), and the first that is not is replaced by a draw from max(p - q, 0), or all are
+     * followed by a draw from p (Leviathan et al. 2023, algorithm 1). choices: [logit rows], up to row accepted[i] of each
+     * block; logits are overwritten. samplers: one for each thread that takes part. */
     void (*accept)(int *choices, int *accepted, float *logits, int vocab, const DraftBlock *blocks, const Drafts *drafts, int n,
                    AcceptRule rule, Sampler *samplers, int n_samplers);
 } Backend;
@@ -1076,15 +1079,16 @@ void prepare_rope(Engine *engine);
  * session and position, where a hidden state stops being finite; the cache then holds nothing new that counts. */
 bool forward(Engine *engine, const Row *rows, int n_rows, Error *error);
 
-/* The rows indices [n] of the pass just made are committed: their features become rows of the draft ring. Rows of one session come in
- * ascending positions; one that does not follow what the ring has of it starts the ring anew. */
+/* The rows indices [n] of the pass just made are committed: their features become rows of the draft ring. Rows of one session
+ * come in ascending positions; one that does not follow what the ring has of it starts the ring anew. */
 void draft_feed(Engine *engine, const Row *rows, const int *indices, int n);
 
 /* One draft pass over the blocks of n sessions, which all have drafter.config.slots places behind their anchors: proposals into
  * drafter.state.drafts and the blocks' ids. features: what the predictor of lengths needs is wanted too. Uses state.logits. */
 void draft_blocks(Engine *engine, DraftBlock *blocks, int n, AcceptRule rule, bool features);
 
-/* state.logits[i] = lm_head of row indices[i] of the pass just made; n <= state.logit_rows. Fails on a logit that is not finite. */
+/* state.logits[i] = lm_head of row indices[i] of the pass just made; n <= state.logit_rows. Fails on a logit that is not
+ * finite. */
 bool head(Engine *engine, const Row *rows, const int *indices, int n, Error *error);
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -1291,8 +1295,8 @@ void run_session(Runner *runner, Session *session);
  * under "chat", taken over; or NULL. */
 bool session_save(const Runner *runner, const Session *session, const char *path, struct cJSON *extra, Error *error);
 
-/* Opens a session file and checks all of it against this engine: its bytes, checkpoint, kind of rows, ids and size. The header, which
- * the caller frees, and the file, which he closes; or NULL and an error. Changes nothing. */
+/* Opens a session file and checks all of it against this engine: its bytes, checkpoint, kind of rows, ids and size. The header,
+ * which the caller frees, and the file, which he closes; or NULL and an error. Changes nothing. */
 struct cJSON *session_open(const Runner *runner, const char *path, FILE **file, Error *error);
 
 /* Puts an opened file's session into the slot of this one, with room for the whole context, when no other session runs. */
@@ -1302,8 +1306,8 @@ bool session_restore(Runner *runner, Session *session, const struct cJSON *heade
  * Measurements (bench.c)
  */
 
-/* Makes the measurement of that name and prints it. What it draws goes into the directory, as NAME.csv and NAME.svg. 0: done; 1: it
- * failed; 2: there is none of that name. The last two with an error. */
+/* Makes the measurement of that name and prints it. What it draws goes into the directory, as NAME.csv and NAME.svg. 0: done;
+ * 1: it failed; 2: there is none of that name. The last two with an error. */
 int bench(const char *name, const EngineOptions *options, const char *directory, Error *error);
 
 #endif

@@ -127,26 +127,34 @@ static const char usage_text[] =
     "       tide eval     [-m DIR] (-f FILE | --ids LIST) [--decode LIST] [--dump OUT.safetensors] [--ppl]\n"
     "       tide tokenize [-m DIR] (-p TEXT | -f FILE | --jsonl FILE | --decode LIST) [--special on|off]\n"
     "       tide inspect  [-m DIR]                                       config, tensors, memory plan; loads no weights\n"
-    "       tide bench    cpu|load|cost|loadstep|hotsweep|offered|resolve|memory|acceptance|lengths|confidence|speed|draft [-o DIR]\n"
-    "                                                                    measurements; all but two draw DIR/NAME.svg from NAME.csv\n"
+    "       tide bench    cpu|load|cost|loadstep|hotsweep|offered|resolve|memory|acceptance|lengths|confidence|speed|draft [-o "
+    "DIR]\n"
+    "                                                                    measurements; all but two draw DIR/NAME.svg from "
+    "NAME.csv\n"
     "\n"
     "  -m DIR            checkpoint directory as published (default: the one shipped in weights/mini)\n"
     "  -n N              tokens to generate at most (generate, batch: 256; chat: as many as fit)\n"
     "  -c CTX            rows of context a session may hold (default: the model's, at most 8192)\n"
     "  --temp T --top-p P --top-k K --min-p P --repeat-penalty R --seed S\n"
-    "                    sampling (default: generation_config.json; T 0 is greedy, K 0 and P 1 are off; no seed: a new one each run)\n"
+    "                    sampling (default: generation_config.json; T 0 is greedy, K 0 and P 1 are off; no seed: a new one each "
+    "run)\n"
     "  --stop TEXT       end the answer before TEXT (may be repeated)\n"
     "  --chat            generate, batch: the prompt is a user's message, not text to continue; implied by the next two\n"
     "  --system TEXT     system message      --think on|off   reasoning before the answer (default off)\n"
     "  --device auto|cpu --threads N --kv-dtype f32|bf16|fp8 (default bf16) --index-topk N\n"
-    "  --kv resident|hisparse|adaptive (default adaptive)   where the history lies: all of it on the device; on the host behind a\n"
+    "  --kv resident|hisparse|adaptive (default adaptive)   where the history lies: all of it on the device; on the host behind "
+    "a\n"
     "                    hot cache; on the host, with spare device memory lent to it\n"
     "  --kv-budget BYTES[K|M|G] --host-budget BYTES[K|M|G]   of the two memories, K 2^10 (default: room for every session)\n"
-    "  --hot ROWS        of the hot cache (default 2 x index_topk, at most the context)   --reclaim whole|proportional   --lookup direct|scan\n"
-    "  --draft DIR|none  drafter for speculative decoding (default: the shipped model's own)   --width N|max|auto   rows a session verifies\n"
+    "  --hot ROWS        of the hot cache (default 2 x index_topk, at most the context)   --reclaim whole|proportional   "
+    "--lookup direct|scan\n"
+    "  --draft DIR|none  drafter for speculative decoding (default: the shipped model's own)   --width N|max|auto   rows a "
+    "session verifies\n"
     "                    a round, the newest token's among them (default auto: chosen from what is measured)\n"
-    "  --verify full|dvl|confidence   who gets how many: all the same; by predicted lengths; by confidence (default: what the drafter has)\n"
-    "  --allocate select|seeded (of dvl)   --accept coupled|rejection (default coupled: the very text that decoding without drafts gives)\n"
+    "  --verify full|dvl|confidence   who gets how many: all the same; by predicted lengths; by confidence (default: what the "
+    "drafter has)\n"
+    "  --allocate select|seeded (of dvl)   --accept coupled|rejection (default coupled: the very text that decoding without "
+    "drafts gives)\n"
     "  --session FILE    chat, generate: take up the session in FILE where there is one, and write it there at the end\n"
     "  --resume          batch: keep the finished rows of -o and go on after them\n"
     "  --stats --trace FILE.jsonl --quiet\n";
@@ -220,7 +228,10 @@ static bool set_number(const struct OptionSpec *option, void *field, const char 
 static bool set_width(int *width, const char *value) {
     char *end;
     long number = strtol(value, &end, 10);
-    *width = !strcmp(value, "auto") ? 0 : !strcmp(value, "max") ? INT_MAX : number > 0 && number < INT_MAX && !*end ? (int)number : -1;
+    *width = !strcmp(value, "auto")                    ? 0
+             : !strcmp(value, "max")                   ? INT_MAX
+             : number > 0 && number < INT_MAX && !*end ? (int)number
+                                                       : -1;
     return *width >= 0 || (usage("--width: found %s, wanted a number of rows, max or auto", value), false);
 }
 
@@ -325,11 +336,13 @@ static bool set_speculation(Speculation *speculation, const Drafter *drafter, co
     speculation->verify = (VerifyRule)word_index("full|dvl|confidence", options->verify, (int)speculation->verify);
     speculation->accept = (AcceptRule)word_index("coupled|rejection", options->accept, ACCEPT_COUPLED);
     speculation->seeded = word_index("select|seeded", options->allocate, 0);
-    if (options->width >= 0) speculation->width = options->width < drafter->config.slots + 1 ? options->width : drafter->config.slots + 1;
+    if (options->width >= 0)
+        speculation->width = options->width < drafter->config.slots + 1 ? options->width : drafter->config.slots + 1;
     if (speculation->verify == VERIFY_DVL && !drafter->predictor.layers)
         return fail(error, "%s: --verify dvl wants a predictor of lengths in %s/dvl", directory, directory);
     if (speculation->verify == VERIFY_CONFIDENCE && !drafter->config.confidence_head)
-        return fail(error, "%s: --verify confidence wants a confidence head, which %s has not here", directory, drafter->config.architecture);
+        return fail(error, "%s: --verify confidence wants a confidence head, which %s has not here", directory,
+                    drafter->config.architecture);
     return true;
 }
 
@@ -340,8 +353,9 @@ static bool start(Runner *runner, Options *options, bool need_tokenizer, int *st
     const Config *config = &runner->engine.config;
     bool hierarchy = options->engine.hot_rows || options->reclaim || options->lookup || options->engine.host_budget;
     if (!has_latent_attention(config) && (options->kv_mode || hierarchy))
-        notice("--kv, --hot, --host-budget, --reclaim and --lookup do not apply to %s, which attends to every row: it runs resident",
-               config->model_type);
+        notice(
+            "--kv, --hot, --host-budget, --reclaim and --lookup do not apply to %s, which attends to every row: it runs resident",
+            config->model_type);
     else if (options->engine.kv_mode == MODE_RESIDENT && hierarchy)
         notice("--hot, --host-budget, --reclaim and --lookup do not apply to --kv resident");
     else if (options->engine.kv_mode == MODE_HISPARSE && options->reclaim)
@@ -365,21 +379,23 @@ static void print_cache_stats(const Runner *runner) {
     double picks = 0, seconds = fmax(runner->seconds, 1e-9);
     for (int tier = 0; tier < TIERS; tier++) picks += (double)stats->picked[tier];
     if (cache->groups)
-        fprintf(stderr, "tide: selected rows: %.2f%% in tails, %.2f%% in lent history, %.2f%% hot, %.2f%% fetched from the host\n",
-                100 * (double)stats->picked[TIER_TAIL] / fmax(picks, 1), 100 * (double)stats->picked[TIER_OPTIONAL] / fmax(picks, 1),
-                100 * (double)stats->picked[TIER_HOT] / fmax(picks, 1), 100 * (double)stats->picked[TIER_HOST] / fmax(picks, 1));
+        fprintf(
+            stderr, "tide: selected rows: %.2f%% in tails, %.2f%% in lent history, %.2f%% hot, %.2f%% fetched from the host\n",
+            100 * (double)stats->picked[TIER_TAIL] / fmax(picks, 1), 100 * (double)stats->picked[TIER_OPTIONAL] / fmax(picks, 1),
+            100 * (double)stats->picked[TIER_HOT] / fmax(picks, 1), 100 * (double)stats->picked[TIER_HOST] / fmax(picks, 1));
     if (cache->mode == MODE_RESIDENT) return;
     fprintf(stderr,
-            "tide: mean coverage %.1f%%; %" PRIu64 " pages lent, %" PRIu64 " recalled, %" PRIu64 " shared; %.2f MB fetched (%" PRIu64
-            " rows, %" PRIu64 " staged), %.2f MB backed up, %.2f MB populated\n",
-            stats->history_pages ? 100 * (double)stats->lent_pages / (double)stats->history_pages : 100, stats->pages_lent, stats->pages_recalled, stats->shared_pages,
-            (double)stats->bytes_fetched / 1e6, stats->fetched, stats->staged, (double)stats->bytes_backed_up / 1e6,
-            (double)stats->bytes_populated / 1e6);
+            "tide: mean coverage %.1f%%; %" PRIu64 " pages lent, %" PRIu64 " recalled, %" PRIu64
+            " shared; %.2f MB fetched (%" PRIu64 " rows, %" PRIu64 " staged), %.2f MB backed up, %.2f MB populated\n",
+            stats->history_pages ? 100 * (double)stats->lent_pages / (double)stats->history_pages : 100, stats->pages_lent,
+            stats->pages_recalled, stats->shared_pages, (double)stats->bytes_fetched / 1e6, stats->fetched, stats->staged,
+            (double)stats->bytes_backed_up / 1e6, (double)stats->bytes_populated / 1e6);
     fprintf(stderr,
-            "tide: %" PRIu64 " rounds waited to admit, %" PRIu64 " times a tail waited for its backup; resolver %.2f%%, fetches %.2f%%, controller %.2f%% "
+            "tide: %" PRIu64 " rounds waited to admit, %" PRIu64
+            " times a tail waited for its backup; resolver %.2f%%, fetches %.2f%%, controller %.2f%% "
             "of the time\n",
-            stats->admission_waits, stats->tail_waits, 100 * stats->resolve_seconds / seconds, 100 * stats->fetch_seconds / seconds,
-            100 * stats->control_seconds / seconds);
+            stats->admission_waits, stats->tail_waits, 100 * stats->resolve_seconds / seconds,
+            100 * stats->fetch_seconds / seconds, 100 * stats->control_seconds / seconds);
 }
 
 /* What drafting brought and what it took. */
@@ -388,15 +404,17 @@ static void print_speculation_stats(const Runner *runner) {
     const CacheStats *cache = &runner->engine.cache.stats;
     double seconds = stats->draft_seconds + stats->allocate_seconds + stats->verify_seconds + stats->accept_seconds;
     if (!runner->engine.drafter.config.architecture) return;
-    fprintf(stderr, "tide: %" PRIu64 " rounds with drafts, %" PRIu64 " without; %" PRIu64 " blocks, %.2f of %.2f drafts accepted of each, %.2f rows a token; by place",
+    fprintf(stderr,
+            "tide: %" PRIu64 " rounds with drafts, %" PRIu64 " without; %" PRIu64
+            " blocks, %.2f of %.2f drafts accepted of each, %.2f rows a token; by place",
             stats->rounds, stats->plain_rounds, stats->blocks, (double)stats->accepted / fmax((double)stats->blocks, 1),
             (double)stats->verified / fmax((double)stats->blocks, 1),
             (double)(stats->verified + stats->blocks) / fmax((double)(stats->accepted + stats->blocks), 1));
     for (int j = 0; j < runner->engine.drafter.config.slots; j++)
         fprintf(stderr, " %.0f%%", 100 * (double)stats->passed[j] / fmax((double)stats->tried[j], 1));
-    fprintf(stderr, "\ntide: of these rounds' time draft %.1f%%, allocate %.1f%%, verify %.1f%%, accept %.1f%%", 100 * stats->draft_seconds / fmax(seconds, 1e-9),
-            100 * stats->allocate_seconds / fmax(seconds, 1e-9), 100 * stats->verify_seconds / fmax(seconds, 1e-9),
-            100 * stats->accept_seconds / fmax(seconds, 1e-9));
+    fprintf(stderr, "\ntide: of these rounds' time draft %.1f%%, allocate %.1f%%, verify %.1f%%, accept %.1f%%",
+            100 * stats->draft_seconds / fmax(seconds, 1e-9), 100 * stats->allocate_seconds / fmax(seconds, 1e-9),
+            100 * stats->verify_seconds / fmax(seconds, 1e-9), 100 * stats->accept_seconds / fmax(seconds, 1e-9));
     if (cache->picked[TIER_HOST])
         fprintf(stderr, "; rows that several queries share saved %.1f%% of host fetches",
                 100 - 100 * (double)cache->fetched / (double)cache->picked[TIER_HOST]);
@@ -511,7 +529,8 @@ static int command_generate(Options *options) {
                        .stops = options->stops,
                        .emit = runner.tokenizer ? emit_to_stdout : NULL};
     Error error;
-    bool ok = resume_session(&runner, &session, options, &error) && (!sources || read_prompt(&runner, options, &session.ids, &error));
+    bool ok = resume_session(&runner, &session, options, &error)
+              && (!sources || read_prompt(&runner, options, &session.ids, &error));
     if (ok && !arrlen(session.ids)) ok = fail(&error, "the prompt is empty: there is nothing to continue");
     if (ok && arrlen(session.ids) >= runner.engine.cache.context)
         ok = fail(&error, "the prompt has %d tokens, the context holds %d: raise -c", (int)arrlen(session.ids),
@@ -544,7 +563,8 @@ typedef struct Batch {
     bool some_failed;
 } Batch;
 
-/* text as a JSON-safe, NUL-terminated string (stb_ds): what is no UTF-8 (or NUL) becomes U+FFFD; the ids beside it lose nothing. */
+/* text as a JSON-safe, NUL-terminated string (stb_ds): what is no UTF-8 (or NUL) becomes U+FFFD; the ids beside it lose
+ * nothing. */
 static char *json_safe(const char *text, size_t length) {
     char *safe = NULL;
     for (size_t i = 0; i < length; i++) {
@@ -751,7 +771,8 @@ static void draw_bar(const Batch *batch, bool last) {
             (double)runner->tokens / fmax(runner->seconds, 1e-9), last ? "\n" : "");
 }
 
-/* The next line that can be run, its session in a slot of its own; NULL when there is none left. Lines that cannot are answered. */
+/* The next line that can be run, its session in a slot of its own; NULL when there is none left. Lines that cannot are
+ * answered. */
 static BatchRow *next_row(Batch *batch, size_t *next, bool *taken) {
     while (*next < arrlenu(batch->lines)) {
         Error problem;
@@ -780,7 +801,8 @@ static void end_row(Batch *batch, BatchRow *row, bool *taken) {
     finish_row(batch, i, failed ? problem.text : NULL);
 }
 
-/* Keeps every slot busy: a finished session's slot goes to the next row, in the order of the file, as soon as memory lets it in. */
+/* Keeps every slot busy: a finished session's slot goes to the next row, in the order of the file, as soon as memory lets it
+ * in. */
 static bool run_batch(Batch *batch, Error *error) {
     Runner *runner = batch->runner;
     int slots = runner->engine.cache.sessions, running = 0;
@@ -838,7 +860,8 @@ static int command_batch(Options *options) {
               && open_output(&batch, options->output, options->resume, &error) && run_batch(&batch, &error);
     if (batch.bar) draw_bar(&batch, true);
     if (options->stats) print_stats(&runner);
-    if (batch.out && batch.out != stdout && fclose(batch.out) && ok) ok = fail(&error, "%s: %s", options->output, strerror(errno));
+    if (batch.out && batch.out != stdout && fclose(batch.out) && ok)
+        ok = fail(&error, "%s: %s", options->output, strerror(errno));
     batch_free(&batch);
     free(text);
     runner_close(&runner);
@@ -1187,17 +1210,18 @@ static void print_config(const Config *config) {
 
 static void print_draft_config(const DraftConfig *config) {
     const Config *backbone = &config->backbone;
-    printf("drafter %s\nnum_hidden_layers %d\nnum_attention_heads %d\nnum_key_value_heads %d\nhead_dim %d\nintermediate_size %d\nblock_size %d\n",
-           config->architecture, backbone->num_hidden_layers, backbone->num_attention_heads, backbone->num_key_value_heads, backbone->head_dim,
-           backbone->intermediate_size, config->block_size);
+    printf("drafter %s\nnum_hidden_layers %d\nnum_attention_heads %d\nnum_key_value_heads %d\nhead_dim %d\nintermediate_size "
+           "%d\nblock_size %d\n",
+           config->architecture, backbone->num_hidden_layers, backbone->num_attention_heads, backbone->num_key_value_heads,
+           backbone->head_dim, backbone->intermediate_size, config->block_size);
     printf("row k of a block predicts position n + k%s\ntarget_layer_ids", config->first_slot ? ", row 0 nothing" : " + 1");
     for (int i = 0; i < config->n_taps; i++) printf(" %d", config->target_layer_ids[i]);
     printf("\nwindows");
     for (int i = 0; i < backbone->num_hidden_layers; i++)
         if (config->window[i] == INT_MAX) printf(" all%s", config->causal[i] ? " (causal)" : "");
         else printf(" %d%s", config->window[i], config->causal[i] ? " (causal)" : "");
-    printf("\nmask_token_id %d\nconv_kernel_size %d\nselector_rank %d\nmarkov_rank %d\ndraft_vocab_size %d\n", config->mask_token_id,
-           config->conv_kernel_size, config->selector_rank, config->markov_rank, config->draft_vocab_size);
+    printf("\nmask_token_id %d\nconv_kernel_size %d\nselector_rank %d\nmarkov_rank %d\ndraft_vocab_size %d\n",
+           config->mask_token_id, config->conv_kernel_size, config->selector_rank, config->markov_rank, config->draft_vocab_size);
 }
 
 static void print_tensors(const Checkpoint *checkpoint) {
@@ -1545,12 +1569,13 @@ static cJSON *chat_settings(const Chat *chat) {
 }
 
 static bool chat_save(Chat *chat, const char *path, Error *error) {
-    cache_truncate(&chat->runner->engine.cache, chat->session.slot, chat->session.cached);      /* rows of a turn taken back stay here */
+    cache_truncate(&chat->runner->engine.cache, chat->session.slot,
+                   chat->session.cached); /* rows of a turn taken back stay here */
     return session_save(chat->runner, &chat->session, path, chat_settings(chat), error);
 }
 
-/* The session and the conversation of an opened file; a file that generate left has no turns yet. Nothing changes before all of it
- * has been found good. */
+/* The session and the conversation of an opened file; a file that generate left has no turns yet. Nothing changes before all of
+ * it has been found good. */
 static bool chat_restore(Chat *chat, const cJSON *header, FILE *file, const char *path, Error *error) {
     Fields top = {.object = header, .path = path, .error = error};
     Fields fields = {.object = field(&top, "chat"), .path = path, .error = error};
@@ -1600,8 +1625,9 @@ static void print_history(const Cache *cache) {
         }
         if (!session->admitted) fprintf(stderr, "tide: session %d: nothing is cached yet\n", s);
         else
-            fprintf(stderr, "tide: session %d [%s] %d rows, %d whole pages below the tail, %.0f%% lent; = device, - host, > tail\n", s, bar,
-                    session->committed, cache->tables.tail_base[s] / PAGE_ROWS, 100 * cache_coverage(cache, s));
+            fprintf(stderr,
+                    "tide: session %d [%s] %d rows, %d whole pages below the tail, %.0f%% lent; = device, - host, > tail\n", s,
+                    bar, session->committed, cache->tables.tail_base[s] / PAGE_ROWS, 100 * cache_coverage(cache, s));
     }
 }
 
@@ -1811,7 +1837,7 @@ int main(int argc, char **argv) {
     while ((descriptor = open("/dev/null", O_RDONLY)) >= 0 && descriptor <= STDERR_FILENO) continue;
     if (descriptor >= 0) close(descriptor);
     catch_interrupts(false, false);
-    signal(SIGPIPE, SIG_IGN);                       /* a closed pipe is a write error, with a message; so is a file at its limit */
+    signal(SIGPIPE, SIG_IGN); /* a closed pipe is a write error, with a message; so is a file at its limit */
     signal(SIGXFSZ, SIG_IGN);
     Error error;
     int status = run_command(argc, argv);
