@@ -1769,12 +1769,12 @@ static bool bench_draft(EngineOptions options, const char *directory, Error *err
  *
  * Two lanes answer the same prompts in turns of 16 tokens a session: one without a drafter, one with, and their seconds for the same
  * tokens (drafts change no token) are compared. A wave of prompts begins together; the pass over the prompts is not timed. It ends when the
- * first of its answers ends, or after 512 tokens. A fixed width is measured over 96 tokens a session; `auto` over 512 from nothing
- * known, so that what it tries and how soon it backs off is counted. Texts: fluent stories; facts to look up in a text, then whatever
+ * first of its answers ends, or after 512 tokens. A fixed width is measured over 96 tokens, or 32 of each of 16
+ * sessions; `auto` over 512, the median of three times, or 128 of each of 16, from nothing known, so that what it tries and how soon it backs off is counted. Texts: fluent stories; facts to look up in a text, then whatever
  * dialogue follows; continued held-out prose at temperature 0.7; random tokens at temperature 1.
  */
 
-enum { SPEED_TOKENS = 512, FIXED_TOKENS = 96, SPEED_TURN = 16, TEXTS = 4, WIDTHS = 9, SPEED_CONTEXT = 1024, LONG_CONTEXT = 8832,
+enum { SPEED_TOKENS = 512, FIXED_TOKENS = 96, MANY_TOKENS = 128, MANY_FIXED = 32, SPEED_TURN = 16, TEXTS = 4, WIDTHS = 9, SPEED_CONTEXT = 1024, LONG_CONTEXT = 8832,
        LONG_PAGES = 124, SPEED_REPEATS = 3 };
 
 typedef struct SpeedText {
@@ -1936,11 +1936,12 @@ static bool compare_lanes(Lane *plain, Lane *drafting, int tokens, SpeedFigure *
 /* One cell: the median of several runs over these tokens. */
 static bool measure_speed(Lane *plain, Lane *drafting, const SpeedText *text, int width, VerifyRule verify, SpeedFigure *figure, Error *error) {
     double ratios[SPEED_REPEATS];
-    int repeats = plain->sessions == 1 ? SPEED_REPEATS : 1;
+    int repeats = plain->sessions == 1 && !width ? SPEED_REPEATS : 1,
+        tokens = plain->sessions == 1 ? width ? FIXED_TOKENS : SPEED_TOKENS : width ? MANY_FIXED : MANY_TOKENS;
     for (int i = 0; i < repeats; i++) {
         lane_reset(plain, text, 0, VERIFY_FULL);
         lane_reset(drafting, text, width, verify);
-        if (!compare_lanes(plain, drafting, width ? FIXED_TOKENS : SPEED_TOKENS, figure, error)) return false;
+        if (!compare_lanes(plain, drafting, tokens, figure, error)) return false;
         ratios[i] = figure->ratio;
     }
     figure->ratio = median(ratios, repeats);
@@ -1949,8 +1950,8 @@ static bool measure_speed(Lane *plain, Lane *drafting, const SpeedText *text, in
 
 enum { SPEED_WAYS = 4 };
 
-static const SpeedWay speed_ways[SPEED_WAYS] = {{"draft-dflash2", "dflash2 full", VERIFY_FULL}, {"draft-dflash2", "dflash2 dvl", VERIFY_DVL},
-                                                {"draft-dspark", "dspark full", VERIFY_FULL}, {"draft-dspark", "dspark conf", VERIFY_CONFIDENCE}};
+static const SpeedWay speed_ways[SPEED_WAYS] = {{"draft-dflash2", "dflash2-full", VERIFY_FULL}, {"draft-dflash2", "dflash2-dvl", VERIFY_DVL},
+                                                {"draft-dspark", "dspark-full", VERIFY_FULL}, {"draft-dspark", "dspark-conf", VERIFY_CONFIDENCE}};
 
 typedef struct SpeedWorst { double ratio, own, least_own; char where[128]; } SpeedWorst;
 
@@ -2006,7 +2007,7 @@ static bool bench_speed(EngineOptions options, const char *directory, Error *err
     static const char drawing[] =
         "set multiplot layout 1,2; set xlabel 'rows a session'; set yrange [0:*]; set key top left\n"
         "do for [n in '1 16'] { set title n . ' sessions, stories: times as fast as without drafts'\n"
-        "plot for [w in '\"dflash2 full\" \"dflash2 dvl\" \"dspark full\" \"dspark conf\"'] csv skip 1 using "
+        "plot for [w in 'dflash2-full dflash2-dvl dspark-full dspark-conf'] csv skip 1 using "
         "($5 > 0 ? $5 : NaN):(strcol(1) eq n && $2 == 0 && strcol(3) eq 'stories' && strcol(4) eq w ? $6 : NaN) with linespoints title w }\n"
         "unset multiplot";
     Figure figure;
