@@ -1404,8 +1404,8 @@ static int accept_by_rejection(int *choices, float *logits, int vocab, const Dra
             sampler->weights[i] /= total;
             if (sampler->picks[i] == draft) p = sampler->weights[i];
         }
-        for (int c = 0; c < CANDIDATES; c++)
-            if (ids[c] == draft) q = law[c];
+        for (int c = 0; c < CANDIDATES; c++)        /* a small vocabulary has copies of its last candidate, with a q of 0 */
+            if (ids[c] == draft) q += law[c];
         uint32_t words[4];
         noise_words(words, NOISE_ACCEPT, block->sampling->seed, block->stream, block->position + j, 0);
         if (accepts(unit(words[0]), p, q)) { choices[j] = draft; continue; }

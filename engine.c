@@ -2606,7 +2606,7 @@ static void read_draft_parts(DraftConfig *config, Fields *fields, const char *ki
 /* What the file must agree on with the target. */
 static void check_draft_config(DraftConfig *config, Fields *fields, const Config *target) {
     const Config *backbone = &config->backbone;
-    const cJSON *layers = field(fields, "num_target_layers");
+    const cJSON *layers = draft_item(fields, "num_target_layers");
     char wanted[80];
     snprintf(wanted, sizeof wanted, "%d, the target's", target->num_hidden_layers);
     if (layers && !(cJSON_IsNumber(layers) && layers->valuedouble == target->num_hidden_layers))
@@ -2919,6 +2919,7 @@ void draft_feed(Engine *engine, const Row *rows, const int *indices, int n) {
     Cache *cache = &engine->cache;
     for (int begin = 0, count; begin < n; begin += count) {
         count = n - begin < state->max_rows ? n - begin : state->max_rows;
+        if (count > cache->draft_rows) count = cache->draft_rows;       /* no two rows of one part share a place in the ring */
         for (int i = 0; i < count; i++) {
             Row row = state->rows[i] = rows[indices[begin + i]];
             SessionPages *session = &cache->session[row.session];
