@@ -1627,52 +1627,72 @@ static bool occurs(const int *ids, int n, int id) {
     return false;
 }
 
-/* Draws one of CANDIDATES tokens by their scores, in the way of the block's session; `position` is that of the row before it.
- * The session's filters are applied to the candidates alone: of the whole vocabulary they hold nearly everything that could be
- * drawn. q: the law that the draw followed, where the rule needs one. one_hot: under acceptance by rejection the best is taken,
- * not drawn. */
+/* What a session makes of the scores of a slot's candidates: penalised, divided by the temperature, in descending order. */
+typedef struct Ranking {
+    int order[CANDIDATES];      /* candidates, the best first */
+    float score[CANDIDATES];    /* by rank */
+    float weight[CANDIDATES];   /* by rank: e^(score - best); 0 for the copies that a small vocabulary has */
+    float total;                /* of the weights */
+} Ranking;
+
+static Ranking rank_candidates(const int *ids, const float *scores, const DraftBlock *block, int position) {
+    const Sampling *sampling = block->sampling;
+    Ranking ranking = {0};
+    for (int i = 0; i < CANDIDATES; i++) {
+        float score = scores[i];
+        int rank = i;
+        if (sampling->repeat_penalty != 1 && occurs(block->ids, position + 1, ids[i]))
+            score = score > 0 ? score / sampling->repeat_penalty : score * sampling->repeat_penalty;
+        if (!is_greedy(sampling)) score /= sampling->temperature;
+        for (; rank > 0 && score > ranking.score[rank - 1]; rank--) {
+            ranking.score[rank] = ranking.score[rank - 1];
+            ranking.order[rank] = ranking.order[rank - 1];
+        }
+        ranking.score[rank] = score;
+        ranking.order[rank] = i;
+    }
+    for (int r = 0; r < CANDIDATES; r++) {
+        bool copy = r && ids[ranking.order[r]] == ids[ranking.order[r - 1]];
+        ranking.weight[r] = copy ? 0 : expf(ranking.score[r] - ranking.score[0]);
+        ranking.total += ranking.weight[r];
+    }
+    return ranking;
+}
+
+/* How many ranks the session's filters leave. They are applied to the candidates alone: of the whole vocabulary these hold nearly
+ * everything that could be drawn. */
+static int filter_ranking(const Ranking *ranking, const Sampling *sampling) {
+    int most = sampling->top_k > 0 && sampling->top_k < CANDIDATES ? sampling->top_k : CANDIDATES, kept = 1;
+    float total = 0, mass = ranking->weight[0];
+    for (int r = 0; r < most; r++) total += ranking->weight[r];
+    while (kept < most && mass < sampling->top_p * total) mass += ranking->weight[kept++];
+    while (kept > 1 && ranking->weight[kept - 1] < sampling->min_p) kept--;
+    return kept;
+}
+
+/* Draws one of a slot's candidates, in the way of the block's session; `position` is that of the row before it. q: the law that the
+ * draw followed, where the rule needs one. one_hot: under acceptance by rejection the best is taken, not drawn. */
 static int draw_candidate(const int *ids, const float *scores, float *q, const DraftBlock *block, int position, AcceptRule rule,
                           bool one_hot) {
     const Sampling *sampling = block->sampling;
-    const bool rejection = rule == ACCEPT_REJECTION, best_only = is_greedy(sampling) || (rejection && one_hot);
-    float s[CANDIDATES], weight[CANDIDATES], total = 0, mass = 0;
-    int order[CANDIDATES], kept = CANDIDATES, choice = 0;
-    for (int i = 0; i < CANDIDATES; i++) {
-        s[i] = scores[i];
-        if (sampling->repeat_penalty != 1 && occurs(block->ids, position + 1, ids[i]))
-            s[i] = s[i] > 0 ? s[i] / sampling->repeat_penalty : s[i] * sampling->repeat_penalty;
-        if (!best_only) s[i] /= sampling->temperature;
-        order[i] = i;
-        for (int j = i; j > 0 && s[order[j]] > s[order[j - 1]]; j--) {
-            int held = order[j];
-            order[j] = order[j - 1];
-            order[j - 1] = held;
-        }
-    }
-    for (int i = 0; i < CANDIDATES; i++)
-        total += weight[i] = i && ids[order[i]] == ids[order[i - 1]] ? 0 : expf(s[order[i]] - s[order[0]]);
-    if (q) for (int i = 0; i < CANDIDATES; i++) q[order[i]] = best_only ? (float)!i : weight[i] / total;
-    if (best_only) return ids[order[0]];
-    if (!rejection) {
-        if (sampling->top_k > 0 && sampling->top_k < kept) kept = sampling->top_k;
-        total = 0;
-        for (int i = 0; i < kept; i++) total += weight[i];
-        int nucleus_size = 1;
-        for (mass = weight[0]; nucleus_size < kept && mass < sampling->top_p * total;) mass += weight[nucleus_size++];
-        for (kept = nucleus_size; kept > 1 && weight[kept - 1] < sampling->min_p;) kept--;
-    }
+    const bool rejection = rule == ACCEPT_REJECTION;
+    const Ranking ranking = rank_candidates(ids, scores, block, position);
+    bool lawful = ranking.total >= 1 && ranking.total <= CANDIDATES;            /* scores that are no numbers make no law */
+    bool best_only = is_greedy(sampling) || (rejection && one_hot) || !lawful;
+    int kept = best_only ? 1 : rejection ? CANDIDATES : filter_ranking(&ranking, sampling), choice = 0;
     double highest = -INFINITY;
-    for (int i = 0; i < kept; i++) {
-        int token = ids[order[i]];
+    for (int r = 0; q && r < CANDIDATES; r++) q[ranking.order[r]] = best_only ? (float)!r : ranking.weight[r] / ranking.total;
+    for (int r = 0; r < kept && !best_only; r++) {
+        int token = ids[ranking.order[r]];
         uint32_t words[4];
-        if (!(weight[i] > 0)) continue;
+        if (!(ranking.weight[r] > 0)) continue;
         noise_words(words, rejection ? NOISE_DRAFT : NOISE_TOKEN, sampling->seed, block->stream, position, (uint32_t)token / 4);
-        double value = (double)s[order[i]] + gumbel(words[token % 4]);
+        double value = (double)ranking.score[r] + gumbel(words[token % 4]);
         if (value <= highest) continue;
         highest = value;
-        choice = i;
+        choice = r;
     }
-    return ids[order[choice]];
+    return ids[ranking.order[choice]];
 }
 
 /* The draft of one slot, which joins the session's ids so that the next can follow it. */

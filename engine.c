@@ -1041,6 +1041,7 @@ static void lay_out_draft(Drafter *drafter, const Config *target, const State *t
     state->ring_rows = carve(arena, (size_t)rows, 1, sizeof(DeviceRow));
     state->features = carve_floats(arena, target_state->max_rows, feature);
     state->gathered = carve_floats(arena, rows, feature);
+    state->kept = carve_floats(arena, sessions * KEPT_FEATURES, feature);
     state->hidden = carve_floats(arena, rows, hidden);
     state->normed = carve_floats(arena, rows, hidden);
     state->branch = carve_floats(arena, rows, hidden);
@@ -2084,6 +2085,7 @@ bool cache_truncate(Cache *cache, int s, int n) {
     int first = n / PAGE_ROWS, shared = 0;
     if (session->draft_end > n) session->draft_end = n;
     if (session->draft_first > n) session->draft_first = n;
+    if (session->kept_end > n) session->kept_first = session->kept_end = 0;
     if (!session->admitted) return true;
     for (int page = session->committed / PAGE_ROWS; cache->mode != MODE_RESIDENT && page < session->reserved_pages; page++)
         forget_key(cache, host_info(cache, s, page));   /* its prompt has not come so far, and may go on in another way now */
@@ -2697,13 +2699,15 @@ static void bind_vocabulary(Binder *binder, DraftWeights *weights, const DraftCo
     const Tensor *tensor = bind_tensor(binder, "d2t", whole, 1, (int64_t[]){config->draft_vocab_size});
     if (!tensor) return;
     weights->target_ids = allocate_zeroed((size_t)config->draft_vocab_size, sizeof(int));
+    bool *taken = allocate_zeroed((size_t)config->backbone.vocab_size, sizeof(bool));
     for (int i = 0; i < config->draft_vocab_size && !binder->failed; i++) {
         uint64_t offset = load_u64(tensor->data + 8 * (size_t)i), id = offset + (uint64_t)i;
-        if (id >= (uint64_t)config->backbone.vocab_size)
-            binder->failed = !fail(binder->error, "%s: tensor d2t: draft id %d is no token of the target",
+        if (id >= (uint64_t)config->backbone.vocab_size || taken[id])
+            binder->failed = !fail(binder->error, "%s: tensor d2t: draft id %d is no token of the target, or another's",
                                    binder->checkpoint->files[tensor->file].path, i);
-        weights->target_ids[i] = (int)id;
+        else taken[weights->target_ids[i] = (int)id] = true;
     }
+    free(taken);
 }
 
 /* A tensor that nothing bound belongs to a part that tide does not know, and a drafter without it is a bad one. */
@@ -2892,45 +2896,74 @@ static void project_keys_and_values(Engine *engine, const LayerWeights *layer, c
     finish_keys(engine, layer, n);
 }
 
-/* The rows state->rows [n], whose features are those of the pass's rows state->indices [n], enter the ring. */
+/* The rows state->rows [n], whose features have been gathered, enter the ring. */
 static void store_context(Engine *engine, int n) {
     const Backend *backend = engine->backend;
+    Cache *cache = &engine->cache;
     Drafter *drafter = &engine->drafter;
     DraftState *state = &drafter->state;
     const Config *config = &drafter->config.backbone;
     const size_t hidden = (size_t)config->hidden_size, width = 2 * (size_t)(config->num_key_value_heads * config->head_dim),
                  feature = (size_t)drafter->weights.fc.cols;
-    backend->gather_rows(state->gathered, state->features, state->indices, n, (int)feature);
+    for (int i = 0; i < n; i++) {
+        const Row *row = &state->rows[i];
+        SessionPages *session = &cache->session[row->session];
+        if (session->draft_end != row->position) session->draft_first = row->position;
+        session->draft_end = row->position + 1;
+        if (session->draft_end - session->draft_first > cache->draft_rows)
+            session->draft_first = session->draft_end - cache->draft_rows;
+        state->ring_rows[i] = ring_row(cache, row->session, row->position);
+    }
     backend->linear(state->hidden, hidden, state->gathered, feature, n, &drafter->weights.fc);
     backend->rms_norm(state->normed, hidden, state->hidden, hidden, drafter->weights.hidden_norm, n, config->hidden_size,
                       config->rms_norm_eps);
     backend->rotations(state->cosine, state->sine, state->rows, n, state->inverse_frequency, config->head_dim,
                        drafter->rope_attention_factor);
-    for (int i = 0; i < n; i++) state->ring_rows[i] = ring_row(&engine->cache, state->rows[i].session, state->rows[i].position);
     for (int l = 0; l < config->num_hidden_layers; l++) {
         project_keys_and_values(engine, &drafter->weights.backbone.layers[l], state->normed, n);
-        backend->store_rows(layer_ring(&engine->cache, l), &engine->cache.draft_format, state->ring_rows, n, state->kv, width,
-                            state->kv, 0);
+        backend->store_rows(layer_ring(cache, l), &cache->draft_format, state->ring_rows, n, state->kv, width, state->kv, 0);
     }
 }
 
 void draft_feed(Engine *engine, const Row *rows, const int *indices, int n) {
     DraftState *state = &engine->drafter.state;
-    Cache *cache = &engine->cache;
+    const Cache *cache = &engine->cache;
     for (int begin = 0, count; begin < n; begin += count) {
         count = n - begin < state->max_rows ? n - begin : state->max_rows;
         if (count > cache->draft_rows) count = cache->draft_rows;       /* no two rows of one part share a place in the ring */
-        for (int i = 0; i < count; i++) {
-            Row row = state->rows[i] = rows[indices[begin + i]];
-            SessionPages *session = &cache->session[row.session];
-            state->indices[i] = indices[begin + i];
-            if (session->draft_end != row.position) session->draft_first = row.position;
-            session->draft_end = row.position + 1;
-            if (session->draft_end - session->draft_first > cache->draft_rows)
-                session->draft_first = session->draft_end - cache->draft_rows;
-        }
+        for (int i = 0; i < count; i++) state->rows[i] = rows[indices[begin + i]];
+        engine->backend->gather_rows(state->gathered, state->features, indices + begin, count, engine->drafter.weights.fc.cols);
         store_context(engine, count);
     }
+}
+
+static float *kept_feature(const Drafter *drafter, int session, int position) {
+    size_t row = (size_t)session * KEPT_FEATURES + (size_t)(position % KEPT_FEATURES);
+    return drafter->state.kept + row * (size_t)drafter->weights.fc.cols;
+}
+
+void draft_keep(Engine *engine, const Row *row, int index) {
+    const Drafter *drafter = &engine->drafter;
+    SessionPages *session = &engine->cache.session[row->session];
+    if (session->kept_end != row->position) session->kept_first = row->position;
+    session->kept_end = row->position + 1;
+    if (session->kept_end - session->kept_first > KEPT_FEATURES) session->kept_first = session->kept_end - KEPT_FEATURES;
+    engine->backend->gather_rows(kept_feature(drafter, row->session, row->position), drafter->state.features, &index, 1,
+                                 drafter->weights.fc.cols);
+}
+
+/* A session that drafts again: what was kept of its last rows enters the ring. */
+static void catch_up(Engine *engine, const DraftBlock *block) {
+    DraftState *state = &engine->drafter.state;
+    const SessionPages *session = &engine->cache.session[block->session];
+    int n = 0, feature = engine->drafter.weights.fc.cols, zero = 0;
+    if (session->draft_end == block->position || session->kept_end != block->position) return;
+    for (int t = session->draft_end > session->kept_first ? session->draft_end : session->kept_first; t < block->position; t++, n++) {
+        state->rows[n] = (Row){block->session, t, 0};
+        engine->backend->gather_rows(state->gathered + (size_t)n * (size_t)feature, kept_feature(&engine->drafter, block->session, t),
+                                     &zero, 1, feature);
+    }
+    store_context(engine, n);
 }
 
 /* ---- the block pass */
@@ -3091,6 +3124,7 @@ void draft_blocks(Engine *engine, DraftBlock *blocks, int n, AcceptRule rule, bo
         for (int i = begin; i < begin + count; i++) {
             const SessionPages *session = &engine->cache.session[blocks[i].session];
             REQUIRE(session->committed == blocks[i].position && session->draft_end <= session->committed);
+            catch_up(engine, &blocks[i]);
             blocks[i].ring_first = session->draft_end == blocks[i].position ? session->draft_first : blocks[i].position;
         }
         run_draft_layers(engine, blocks + begin, count);
@@ -3160,12 +3194,11 @@ const char *const verify_rule_names[VERIFY_RULES] = {
     [VERIFY_FULL] = "full", [VERIFY_DVL] = "dvl", [VERIFY_CONFIDENCE] = "confidence"};
 
 enum {
-    FIRST_WAIT = 16,
-    LAST_WAIT = 512, /* rounds without drafts after speculation did not pay: doubling from the one to the other */
-    FEED_AHEAD = 16, /* rows that enter the ring before a session drafts again */
-    PLAIN_AGE = 256, /* rounds after which the cost of a plain round is measured again */
-    FULL_ROUNDS = 3, /* the first ones with drafts verify all of them, so that something is known */
-    TRY_ROWS = 3,    /* rows that a session verifies at least when it tries again */
+    FIRST_WAIT = 16, LAST_WAIT = 1024,      /* rounds without drafts after speculation did not pay: four times as many each time */
+    KNOWN = 2,                  /* measurements that make a cost known: the first one finds caches cold */
+    PLAIN_AGE = 48,             /* rounds after which the cost of a plain round is measured again */
+    FIRST_ROWS = 4,             /* rows that the first round with drafts verifies of each */
+    TRY_ROWS = 3,               /* and that a session verifies at least when it tries again */
 };
 
 static const double worth = 1.03;       /* what speculation has to promise over plain decoding */
@@ -3197,19 +3230,24 @@ static double cost_of(const CostCurve *curve, int size) {
     return curve->seconds[low] + slope * (size - bucket_size(low));
 }
 
-/* Takes in a measurement. What disturbs one only ever makes it longer, so the size's value follows a shorter one at once and a
- * longer one slowly; the others move a little in the same proportion, since contexts and the machine's mood change all of them.
- */
+/* Takes in a measurement. What disturbs one only ever makes it longer, so the least of the last few counts. */
 static void measure_cost(CostCurve *curve, int size, double seconds, long round) {
     int at = cost_bucket(size);
-    double old = curve->seconds[at];
+    curve->recent[at][curve->times[at]++ % COST_MEMORY] = seconds;
     curve->round[at] = round + 1;
-    curve->times[at]++;
-    if (!(old > 0)) { curve->seconds[at] = seconds; return; }
-    if (seconds > 2 * old) seconds = 2 * old;
-    for (int i = 0; i < COST_BUCKETS; i++)
-        if (i != at) curve->seconds[i] *= 1 + 0.03 * (seconds / old - 1);
-    curve->seconds[at] += (seconds > old ? 0.1 : curve->times[at] > 3 ? 0.5 : 1) * (seconds - old);
+    curve->seconds[at] = seconds;
+    for (int i = 0; i < COST_MEMORY && i < curve->times[at]; i++)
+        curve->seconds[at] = fmin(curve->seconds[at], curve->recent[at][i]);
+}
+
+/* Whether passes of about this size have been measured, and lately. */
+static bool cost_is_known(const CostCurve *curve, int size, long now) {
+    long times = 0;
+    for (int near = (4 * size + 4) / 5; near <= 5 * size / 4; near++) {
+        int at = cost_bucket(near);
+        if (now - curve->round[at] <= PLAIN_AGE) times += near == size || at != cost_bucket(near - 1) ? curve->times[at] : 0;
+    }
+    return times >= KNOWN;
 }
 
 /* ---- what a session has shown */
@@ -3232,6 +3270,13 @@ static void record_acceptance(Acceptance *acceptance, int verified, int accepted
     }
 }
 
+static void forget_acceptance(Acceptance *acceptance, double fade) {
+    for (int j = 0; j < MAX_BLOCK; j++) {
+        acceptance->tried[j] *= fade;
+        acceptance->accepted[j] *= fade;
+    }
+}
+
 /* ---- lengths */
 
 static int compare_descending(const void *a, const void *b) {
@@ -3251,6 +3296,8 @@ static int best_budget(const Runner *runner, const float *scores, const int *lim
     for (int i = 0; i < n; i++)
         for (int j = 0; j + 1 < limits[i]; j++) sorted[count++] = scores[i * slots + j];
     qsort(sorted, (size_t)count, sizeof *sorted, compare_descending);
+    *rate = INFINITY;
+    if (!(cost_of(cost, n + others) > 0)) return n + (count < room ? count : room);     /* nothing is known: all of them */
     *rate = tokens / (cost_of(cost, n + others) + draft_seconds);
     for (int x = 1; x <= count && x <= room; x++) {
         tokens += sorted[x - 1];
@@ -3259,6 +3306,14 @@ static int best_budget(const Runner *runner, const float *scores, const int *lim
         else if (first_only) break;
     }
     return n + best;
+}
+
+/* Until it is known, drafting counts as half a pass of as many rows. */
+static double draft_cost(const Speculation *speculation, int blocks) {
+    const CostCurve *curve = &speculation->draft_cost;
+    long times = 0;
+    for (int i = 0; i < COST_BUCKETS && times < KNOWN; i++) times += curve->times[i];
+    return times < KNOWN ? 0.5 * cost_of(&speculation->pass_cost, blocks) : cost_of(curve, blocks);
 }
 
 /* Rows that the session's next block may have, the anchor's among them. DVL's width is a mean: one session may get more,
@@ -3277,19 +3332,20 @@ static int block_limit(const Runner *runner, const Session *session) {
 }
 
 /* Under --width auto: which of the n decoding sessions draft, by what they have shown; the limits of the others become 1. Those
- * for whom it does not pay wait, each time twice as long, and then try once whatever is expected. */
-static void choose_drafting(Runner *runner, Session **sessions, int *limits, int n) {
+ * for whom it does not pay wait, each time four times as long, and then try once whatever is expected. alone: no prompt shares
+ * the round, so that it can show what plain decoding costs. */
+static void choose_drafting(Runner *runner, Session **sessions, int *limits, int n, bool alone) {
     Speculation *speculation = &runner->speculation;
     const int slots = runner->engine.drafter.config.slots;
     float *survival = runner->engine.drafter.state.drafts.survival;
     int able = 0, kept, who[MAX_PASS_ROWS], allowed[MAX_PASS_ROWS];
-    long measured = speculation->pass_cost.round[cost_bucket(n)];
-    bool measure = !measured || runner->rounds - measured > PLAIN_AGE;
+    bool measure = alone ? !cost_is_known(&speculation->pass_cost, n, runner->rounds) : !(cost_of(&speculation->pass_cost, n) > 0);
     for (int i = 0; i < n; i++) {
         bool waits = measure || sessions[i]->wait > 0;
         if (sessions[i]->wait > 0) sessions[i]->wait--;
         if (waits) limits[i] = 1;
         if (limits[i] == 1) continue;
+        if (sessions[i]->tries) forget_acceptance(&sessions[i]->acceptance, 0.25);
         expect_acceptance(survival + able * slots, sessions[i], speculation, slots);
         allowed[able] = limits[i];
         who[able++] = i;
@@ -3297,7 +3353,7 @@ static void choose_drafting(Runner *runner, Session **sessions, int *limits, int
     if (!able) return;
     double rate, plain = n / cost_of(&speculation->pass_cost, n);
     for (int drafting = able; drafting; drafting = kept) {      /* without those who would verify nothing, drafting costs less */
-        int budget = best_budget(runner, survival, allowed, able, n - able, cost_of(&speculation->draft_cost, drafting), false,
+        int budget = best_budget(runner, survival, allowed, able, n - able, draft_cost(speculation, drafting), false,
                                  &rate);
         runner->engine.backend->allocate(runner->lengths, survival, allowed, able, slots, budget);
         kept = 0;
@@ -3313,7 +3369,7 @@ static void choose_drafting(Runner *runner, Session **sessions, int *limits, int
         session->tries = !pays && !session->trying;
         if (pays && !session->trying) session->backoff = 0;
         if (!session->tries) continue;
-        session->wait = session->backoff = session->backoff ? session->backoff < LAST_WAIT ? 2 * session->backoff : LAST_WAIT
+        session->wait = session->backoff = session->backoff ? session->backoff < LAST_WAIT ? 4 * session->backoff : LAST_WAIT
                                                             : FIRST_WAIT;
         limits[who[i]] = 1;
     }
@@ -3345,7 +3401,7 @@ static void choose_lengths(Runner *runner, int n, int others) {
     const Speculation *speculation = &runner->speculation;
     const Drafts *drafts = &engine->drafter.state.drafts;
     const int width = speculation->width, slots = drafts->slots, room = engine->state.max_rows - others;
-    double rate, draft = cost_of(&speculation->draft_cost, n);
+    double rate, draft = draft_cost(speculation, n);
     score_drafts(runner, n);
     int64_t budget = (int64_t)n * width;
     if (!width)
@@ -3353,7 +3409,8 @@ static void choose_lengths(Runner *runner, int n, int others) {
                              &rate);
     else if (speculation->verify == VERIFY_CONFIDENCE)
         budget = best_budget(runner, drafts->survival, runner->limits, n, others, 0, true, &rate);
-    if (budget > room || (!width && speculation->stats.rounds < FULL_ROUNDS)) budget = room;
+    if (!width && !speculation->stats.rounds) budget = (int64_t)n * FIRST_ROWS; /* so that something is known of wider passes */
+    if (budget > room) budget = room;
     bool seeded = speculation->seeded && speculation->verify == VERIFY_DVL;
     (seeded ? engine->backend->allocate_seeded : engine->backend->allocate)(runner->lengths, drafts->survival, runner->limits, n,
                                                                             slots, (int)budget);
@@ -3495,14 +3552,17 @@ static void add_block(Runner *runner, Session *session, int at, int count) {
 static int begin_blocks(Runner *runner, Session **sessions, int n, int *drafted) {
     Engine *engine = &runner->engine;
     Session *decoding[MAX_PASS_ROWS] = {0};
-    int limits[MAX_PASS_ROWS] = {0}, n_decoding = 0, n_blocks = 0;
+    int limits[MAX_PASS_ROWS] = {0}, n_parts = 0, n_decoding = 0, n_blocks = 0;
     for (int i = 0; i < n; i++) {
         sessions[i]->in_pass = 0;
-        if (!takes_part(runner, sessions[i]) || arrlen(sessions[i]->ids) - sessions[i]->cached > 1) continue;
+        sessions[i]->drafts = false;
+        if (!takes_part(runner, sessions[i])) continue;
+        n_parts++;
+        if (arrlen(sessions[i]->ids) - sessions[i]->cached > 1) continue;
         limits[n_decoding] = block_limit(runner, sessions[i]);
         decoding[n_decoding++] = sessions[i];
     }
-    if (engine->drafter.config.architecture && !runner->speculation.width) choose_drafting(runner, decoding, limits, n_decoding);
+    if (engine->drafter.config.architecture && !runner->speculation.width) choose_drafting(runner, decoding, limits, n_decoding, n_decoding == n_parts);
     for (int plain = 0; plain < 2; plain++) {
         for (int i = 0; i < n_decoding; i++) {
             if ((limits[i] == 1) != plain) continue;
@@ -3510,6 +3570,7 @@ static int begin_blocks(Runner *runner, Session **sessions, int n, int *drafted)
             add_block(runner, decoding[i], n_blocks++, 1);
         }
         if (!plain) *drafted = n_blocks;
+        for (int i = 0; i < n_blocks && !plain; i++) runner->owners[i]->drafts = true;
     }
     if (*drafted) {
         SpeculationStats *stats = &runner->speculation.stats;
@@ -3606,6 +3667,7 @@ static void end_block(Runner *runner, int i, bool drafted) {
                 + (double)runner->engine.drafter.state.drafts.survival[i * runner->engine.drafter.config.slots];
         }
         for (int j = 0; j < verified && j <= won; j++) stats->tried[j]++, stats->passed[j] += j < won;
+        if (session->trying && verified && won == verified) session->tries = true;      /* promising: once more */
         stats->verified += (uint64_t)verified;
         stats->accepted += (uint64_t)won;
     }
@@ -3625,18 +3687,18 @@ static int draft_window(const DraftConfig *config) {
     return window;
 }
 
-/* Committed rows that a block to come may see enter the draft ring. prompt_ends: ids of the session before this round's tokens.
- */
+/* Committed rows that a block to come may see enter the draft ring; of sessions that do not draft now, only their features are
+ * kept. */
 static void feed_drafter(Runner *runner, int n_rows) {
     Engine *engine = &runner->engine;
-    const Speculation *speculation = &runner->speculation;
     int n = 0, *indices = runner->indices, window = draft_window(&engine->drafter.config);
-    if (speculation->width == 1) return;
+    if (runner->speculation.width == 1) return;
     for (int r = 0; r < n_rows; r++) {
         const Row *row = &runner->rows[r];
         const Session *session = runner->in_slot[row->session];
-        if (row->position >= session->cached || session->wait > FEED_AHEAD) continue;
-        if (session->prompt_length - row->position < window) indices[n++] = r;
+        if (row->position >= session->cached || session->prompt_length - row->position >= window) continue;
+        if (session->drafts || row->position < session->prompt_length) indices[n++] = r;
+        else draft_keep(engine, row, r);
     }
     draft_feed(engine, runner->rows, indices, n);
 }

@@ -422,6 +422,7 @@ typedef struct SessionPages {
     int backed;                 /* pages below it are on the host, as far as looking ahead has come */
     long populated;             /* the round that last lent it a page */
     int draft_first, draft_end; /* positions whose rows lie in the draft ring; nothing is drafted from any other */
+    int kept_first, kept_end;   /* positions whose features are kept, for when it drafts again */
 } SessionPages;
 
 /* A page of a prompt is known by its own ids and the page before it, so equal keys are equal prefixes. */
@@ -692,6 +693,7 @@ int argmax(const float *values, int n);
 enum {
     MAX_BLOCK = 32,             /* rows of a draft block */
     MAX_BLOCK_QUERIES = 1024,   /* of a block and one key/value head */
+    KEPT_FEATURES = 16,         /* rows of a session that does not draft whose features are kept */
     MAX_TAPS = 32,              /* target layers that a feature is made of */
     CANDIDATES = 16,            /* best tokens of a slot, among which it is drawn */
     DVL_FEATURES = 2 + CANDIDATES,          /* numbers of a slot that its predictor of lengths looks at */
@@ -770,6 +772,7 @@ typedef struct DraftState {     /* activations of a draft pass; [rows] stands fo
     int *indices;               /* [rows] */
     float *features;            /* [target's max_rows, n_taps * target's hidden] f32, of the target's pass */
     float *gathered;            /* [rows, n_taps * target's hidden] f32 */
+    float *kept;                /* [sessions, KEPT_FEATURES, n_taps * target's hidden] f32, position t at t mod KEPT_FEATURES */
     float *hidden, *normed, *branch;            /* [rows, hidden] f32 */
     float *q, *attended;        /* [rows, heads * head_dim] f32 */
     float *kv;                  /* [rows, 2 * kv_heads * head_dim] f32 */
@@ -1083,6 +1086,10 @@ bool forward(Engine *engine, const Row *rows, int n_rows, Error *error);
  * come in ascending positions; one that does not follow what the ring has of it starts the ring anew. */
 void draft_feed(Engine *engine, const Row *rows, const int *indices, int n);
 
+/* Keeps the feature of row `index` of the pass just made, which is committed, in place of feeding it: it enters the ring when
+ * its session drafts, unless KEPT_FEATURES others have followed it. */
+void draft_keep(Engine *engine, const Row *row, int index);
+
 /* One draft pass over the blocks of n sessions, which all have drafter.config.slots places behind their anchors: proposals into
  * drafter.state.drafts and the blocks' ids. features: what the predictor of lengths needs is wanted too. Uses state.logits. */
 void draft_blocks(Engine *engine, DraftBlock *blocks, int n, AcceptRule rule, bool features);
@@ -1182,11 +1189,12 @@ typedef enum VerifyRule {
 
 extern const char *const verify_rule_names[VERIFY_RULES];           /* as --verify spells them */
 
-enum { COST_BUCKETS = 128 };
+enum { COST_BUCKETS = 128, COST_MEMORY = 4 };
 
 typedef struct CostCurve {      /* seconds by size: rows of a target pass, or blocks of a draft pass */
-    double seconds[COST_BUCKETS];           /* 0: not measured yet */
-    long round[COST_BUCKETS], times[COST_BUCKETS];      /* when it was last, and how often */
+    double seconds[COST_BUCKETS];           /* the least of the recent ones; 0: not measured yet */
+    double recent[COST_BUCKETS][COST_MEMORY];
+    long times[COST_BUCKETS], round[COST_BUCKETS];      /* how often, and one more than the round when it was last */
 } CostCurve;
 
 typedef struct Acceptance {     /* of draft j, given that those before it were accepted; old rounds fade */
@@ -1231,6 +1239,7 @@ typedef struct Session {
     int wait, backoff;          /* rounds without drafts: those that are left, and how many there were in this wait */
     bool tries, trying;         /* after its wait it drafts once, whatever is expected; and that is this round */
     bool plain;                 /* no drafts in the next round: the last one failed */
+    bool drafts;                /* in this round */
     bool accepted;              /* the token that is being emitted was a draft */
     Finish finish;
     Error error;

@@ -1294,7 +1294,7 @@ static void test_costs(void) {
     }
 }
 
-/* --width auto with a drafter that is always wrong: it waits, each time twice as long, and is right again at once when the drafter is. */
+/* --width auto with a drafter that is always wrong: it waits, each time four times as long, and drafts again when the drafter is right. */
 static void test_auto(const Pair *pair) {
     enum { CONTEXT = 3000, SWITCH = 1200 };
     Runner runner;
@@ -1336,10 +1336,11 @@ static void test_auto(const Pair *pair) {
         int gap = i ? drafted[i] - drafted[i - 1] : 0, last = i > 1 ? drafted[i - 1] - drafted[i - 2] : 0;
         if (last < FIRST_WAIT) continue;
         doubled++;
-        CHECK(gap >= 2 * last - 6 && gap <= 2 * last + 6, "%s: it waits %d rounds, and then %d", pair->name, last, gap);
+        CHECK(gap >= 4 * last - 12 && gap <= 4 * last + 12, "%s: it waits %d rounds, and then %d", pair->name, last, gap);
     }
     printf(", a right one in %d of %d\n", late, late_rounds);
-    CHECK(doubled >= 4, "%s: a wrong drafter is tried at intervals that double: %d did", pair->name, doubled);
+    CHECK(late > late_rounds / 4, "%s: a drafter that has become right drafts in %d of %d rounds", pair->name, late, late_rounds);
+    CHECK(doubled >= 2, "%s: a wrong drafter is tried at intervals that grow fourfold: %d did", pair->name, doubled);
     CHECK(n_drafted < 40, "%s: a wrong drafter drafts in %d rounds", pair->name, n_drafted);
     session_free(&session);
     runner_close(&runner);
