@@ -58,12 +58,14 @@ bench: tide | build/bench
 	  for name in cost loadstep memory; do echo; ./tide bench $$name -o build/bench; done; echo '```'; } > build/bench.txt
 	sed -i -e '/^<!-- bench/,/^<!-- end/{//!d}' -e '/^<!-- bench/r build/bench.txt' README.md
 
-bench-claims: tide | build/bench
-	for name in memory resolve cost loadstep; do ./tide bench $$name -o build/bench || exit 1; done > build/claims.txt
+bench-claims: tide | build/bench build/bench/dspark
+	{ for name in memory resolve cost loadstep acceptance lengths draft speed; do ./tide bench $$name -o build/bench || exit 1; done; \
+	  ./tide bench acceptance --draft weights/draft-dspark -o build/bench/dspark && \
+	  ./tide bench confidence --draft weights/draft-dspark -o build/bench/dspark; } > build/claims.txt
 	grep '^claim:' build/claims.txt
 	! grep -q '^claim:.*: falls short (' build/claims.txt
 
-build build/bench:
+build build/bench build/bench/dspark:
 	mkdir -p $@
 
 clean:

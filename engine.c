@@ -670,8 +670,8 @@ static void read_config(Config *config, Fields *fields) {
         if (!strcmp(families[i].model_type, name))
             *config = (Config){.family = families[i].family, .model_type = families[i].model_type};
     if (!config->model_type) return field_failed(fields, "model_type", type, "qwen3, glm_moe_dsa or deepseek_v32");
-    config->max_position_embeddings = read_int(fields, "max_position_embeddings", 1, MAX_CONTEXT, REQUIRED);
     read_shape(config, fields);
+    config->max_position_embeddings = read_int(fields, "max_position_embeddings", 1, MAX_CONTEXT, REQUIRED);
     read_eos(config, fields);
     if (has_latent_attention(config)) read_dsa(config, fields);
     else {
