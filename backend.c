@@ -1392,7 +1392,8 @@ static bool accepts(double u, double p, double q) { return u * q < p; }
 static int accept_by_rejection(int *choices, float *logits, int vocab, const DraftBlock *block, const Drafts *drafts, size_t at,
                                Sampler *sampler) {
     for (int j = 0;; j++, logits += vocab) {
-        float best, total = 0, p = 0, q = 0;
+        float best, p = 0, q = 0;
+        double total = 0;
         int kept = filter_tokens(sampler, logits, vocab, block->sampling, block->ids, block->position + j + 1, &best);
         weigh_picks(sampler, logits, kept, best);
         if (j + 1 == block->count)
@@ -1401,7 +1402,7 @@ static int accept_by_rejection(int *choices, float *logits, int vocab, const Dra
         const float *law = drafts->q + (at + (size_t)j) * CANDIDATES;
         for (int i = 0; i < kept; i++) total += sampler->weights[i];
         for (int i = 0; i < kept; i++) {
-            sampler->weights[i] /= total;
+            sampler->weights[i] = (float)(sampler->weights[i] / total);
             if (sampler->picks[i] == draft) p = sampler->weights[i];
         }
         for (int c = 0; c < CANDIDATES; c++)        /* a small vocabulary has copies of its last candidate, with a q of 0 */
@@ -1679,6 +1680,8 @@ static int draw_candidate(const int *ids, const float *scores, float *q, const D
     const Ranking ranking = rank_candidates(ids, scores, block, position);
     bool lawful = ranking.total >= 1 && ranking.total <= CANDIDATES;            /* scores that are no numbers make no law */
     bool best_only = is_greedy(sampling) || (rejection && one_hot) || !lawful;
+    /* Under rejection a place that is drafted again, behind another anchor, has other noise: the first has moved the lengths since. */
+    uint64_t stream = block->stream + (rejection ? (uint64_t)block->position * 0x9E3779B97F4A7C15u : 0);
     int kept = best_only ? 1 : rejection ? CANDIDATES : filter_ranking(&ranking, sampling), choice = 0;
     double highest = -INFINITY;
     for (int r = 0; q && r < CANDIDATES; r++) q[ranking.order[r]] = best_only ? (float)!r : ranking.weight[r] / ranking.total;
@@ -1686,7 +1689,7 @@ static int draw_candidate(const int *ids, const float *scores, float *q, const D
         int token = ids[ranking.order[r]];
         uint32_t words[4];
         if (!(ranking.weight[r] > 0)) continue;
-        noise_words(words, rejection ? NOISE_DRAFT : NOISE_TOKEN, sampling->seed, block->stream, position, (uint32_t)token / 4);
+        noise_words(words, rejection ? NOISE_DRAFT : NOISE_TOKEN, sampling->seed, stream, position, (uint32_t)token / 4);
         double value = (double)ranking.score[r] + gumbel(words[token % 4]);
         if (value <= highest) continue;
         highest = value;

@@ -1743,7 +1743,7 @@ static bool planned_bytes(EngineOptions options, int sessions, int context, int 
            staged = (size_t)(cache->live_sources * QUERY_BLOCK * cache->index_topk);
     *bytes = (DraftBytes){cache->bytes, 0, staged * cache->format.stride};
     if (draft->architecture)
-        bytes->ring = pages_of(draft->window[0] + PAGE_ROWS - 1 + QUERY_BLOCK) * PAGE_ROWS * (size_t)backbone->num_hidden_layers * row;
+        bytes->ring = pages_of((size_t)(draft->widest_window < context ? draft->widest_window : context) + PAGE_ROWS - 1 + (size_t)(draft->slots + 1 > QUERY_BLOCK ? draft->slots + 1 : QUERY_BLOCK)) * PAGE_ROWS * (size_t)backbone->num_hidden_layers * row;
     engine_close(&engine);
     return ok;
 }
@@ -2082,14 +2082,14 @@ static const struct {
     bool (*run)(EngineOptions options, const char *directory, Error *error);
     bool drafts;                /* the others are about decoding without */
 } benches[] = {
-    {"cpu", bench_cpu},
-    {"load", bench_load},
-    {"loadstep", bench_loadstep},
-    {"hotsweep", bench_hotsweep},
-    {"offered", bench_offered},
-    {"cost", bench_cost},
-    {"resolve", bench_resolve},
-    {"memory", bench_memory},
+    {"cpu", bench_cpu, false},
+    {"load", bench_load, false},
+    {"loadstep", bench_loadstep, false},
+    {"hotsweep", bench_hotsweep, false},
+    {"offered", bench_offered, false},
+    {"cost", bench_cost, false},
+    {"resolve", bench_resolve, false},
+    {"memory", bench_memory, false},
     {"acceptance", bench_acceptance, true},
     {"lengths", bench_lengths, true},
     {"confidence", bench_confidence, true},

@@ -1,7 +1,7 @@
 /* engine.c: the pipeline, from the files on disk to the text of a session, top to bottom in the order data flows.
  *
  *     errors and memory . JSON . safetensors . config . weights . memory plan . the KV hierarchy . forward . drafters .
- *     sampling . verification . sessions and rounds . sessions at rest
+ *     opening an engine . lengths of verification . sessions and rounds . sessions at rest
  *
  * engine.h defines the vocabulary; backend.c (and engine.cu) are the operations that the pipeline is made of; tokenizer.c turns
  * text into ids and back; tide.c is the program around them.
@@ -14,7 +14,6 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <float.h>
 #include <inttypes.h>
 #include <limits.h>
 #include <math.h>
@@ -1123,10 +1122,9 @@ static void shape_cache(Cache *cache, const Config *config, const EngineOptions 
  * narrower than bf16: at eight bits hardly a draft is accepted. */
 static void shape_ring(Cache *cache, const DraftConfig *draft, const EngineOptions *options) {
     const Config *backbone = &draft->backbone;
-    int window = 0, block = larger(QUERY_BLOCK, draft->slots + 1);
+    int window = draft->widest_window, block = larger(QUERY_BLOCK, draft->slots + 1);
     if (!draft->architecture) return;
     cache->draft_layers = backbone->num_hidden_layers;
-    for (int i = 0; i < cache->draft_layers; i++) window = larger(window, draft->window[i]);
     if (window > cache->context) window = cache->context;
     cache->draft_rows = (window + PAGE_ROWS - 1 + block + PAGE_ROWS - 1) / PAGE_ROWS * PAGE_ROWS;
     cache->draft_format = row_format(options->kv_dtype == KV_F32 ? KV_F32 : KV_BF16,
@@ -1280,11 +1278,12 @@ void print_plan(FILE *out, const Engine *engine) {
     if (draft->architecture) {
         size_t size = 0;
         for (size_t i = 0; i < arrlenu(engine->drafter.checkpoint.files); i++) size += engine->drafter.checkpoint.files[i].size;
+        size_t staging = (size_t)cache->live_sources * (size_t)cache->staging_rows * cache->format.stride;
         fprintf(out,
-                "tide: %s: %s, %.1f MB of weights, %d drafts a block; a ring of %d rows, %.2f MB of the cache for each session; "
-                "activations %.1f MB\n",
+                "tide: %s: %s, %.1f MB of weights, %d drafts a block; of the cache a ring of %d rows, %.2f MB, and %.2f MB of staging "
+                "for each session; activations %.1f MB\n",
                 engine->drafter.checkpoint.directory, draft->architecture, (double)size / 1e6, draft->slots, cache->draft_rows,
-                (double)ring_bytes(cache) / 1e6, (double)engine->drafter.state.bytes / 1e6);
+                (double)ring_bytes(cache) / 1e6, (double)staging / 1e6, (double)engine->drafter.state.bytes / 1e6);
     }
     if (mapped > available)
         fprintf(out, "tide: the weights are more than the %.1f MB of free memory: they will be read from disk again and again\n",
@@ -2551,35 +2550,32 @@ static void read_taps(DraftConfig *config, Fields *fields, const Config *target,
  * the first ones were trained. */
 static void read_windows(DraftConfig *config, Fields *fields, const char *kind, bool speculators) {
     int layers = config->backbone.num_hidden_layers;
-    bool *sliding = allocate_zeroed((size_t)layers, sizeof(bool)), legacy = strcmp(kind, "dspark") || speculators, any = false;
+    bool *sliding = allocate_zeroed((size_t)layers, sizeof(bool)), causal_by_default = strcmp(kind, "dspark") || speculators, any = false;
     Fields shape = *fields;
     if (speculators) shape.object = field(fields, "transformer_layer_config");
-    read_layer_words(&shape, "layer_types", "sliding_attention", "full_attention", sliding, layers);
+    if (!read_layer_words(&shape, "layer_types", "sliding_attention", "full_attention", sliding, layers))
+        require_bool(&shape, "use_sliding_window", false);
     for (int i = 0; i < layers; i++) any |= sliding[i];
     int window = any ? read_int(&shape, "sliding_window", config->block_size, MAX_CONTEXT, REQUIRED) : 0;
     fields->failed |= shape.failed;
     const cJSON *said = field(fields, "is_causal") ? field(fields, "is_causal") : draft_item(fields, "causal");
     bool non_causal = read_bool(fields, "sliding_window_non_causal", !strcmp(kind, "dflash2"));
-    if (said && !cJSON_IsBool(said)) field_failed(fields, "is_causal", said, "true or false");
+    if (said && !cJSON_IsBool(said)) field_failed(fields, said->string, said, "true or false");
     config->window = allocate_zeroed((size_t)layers, sizeof(int));
     config->causal = sliding;
     for (int i = 0; i < layers; i++) {
         config->window[i] = sliding[i] ? window : INT_MAX;
-        config->causal[i] = said ? cJSON_IsTrue(said) : sliding[i] && legacy && !non_causal;
+        config->widest_window = larger(config->widest_window, config->window[i]);
+        config->causal[i] = said ? cJSON_IsTrue(said) : sliding[i] && causal_by_default && !non_causal;
     }
 }
 
-/* Row k of a block predicts position n + k + 1 in DeepSpec's files and n + k in z-lab's; speculators has both. A file of it
- * that does not say drafts as many tokens as it proposes to verify. */
-static int read_first_slot(DraftConfig *config, Fields *fields, const char *kind, bool speculators) {
-    bool dspark = !strcmp(kind, "dspark");
+/* Row k of a block predicts position n + k + 1 in DeepSpec's files and n + k in z-lab's; speculators has both, and means the
+ * latter where it does not say. */
+static int read_first_slot(Fields *fields, const char *kind, bool speculators) {
     const cJSON *said = draft_item(fields, "sample_from_anchor");
     if (said && !cJSON_IsBool(said)) field_failed(fields, "sample_from_anchor", said, "true or false");
-    if (said) return !cJSON_IsTrue(said);
-    if (!speculators) return !dspark;
-    const cJSON *methods = cJSON_GetObjectItemCaseSensitive(field(fields, "speculators_config"), "proposal_methods"),
-                *tokens = cJSON_GetObjectItemCaseSensitive(cJSON_GetArrayItem(methods, 0), "speculative_tokens");
-    return !(dspark && cJSON_IsNumber(tokens) && tokens->valuedouble == config->block_size);
+    return said ? !cJSON_IsTrue(said) : speculators || strcmp(kind, "dspark");
 }
 
 static void read_draft_parts(DraftConfig *config, Fields *fields, const char *kind) {
@@ -2598,6 +2594,8 @@ static void read_draft_parts(DraftConfig *config, Fields *fields, const char *ki
         if (type && strcmp(cJSON_IsString(type) ? type->valuestring : "", "vanilla"))
             field_failed(fields, "markov_head_type", type, "\"vanilla\"");
         const cJSON *with = draft_item(fields, "confidence_head_with_markov");
+        const cJSON *head = draft_item(fields, "enable_confidence_head");
+        config->confidence_promised = head ? cJSON_IsTrue(head) : -1;
         config->confidence_head_with_markov = config->markov_rank && (!with || cJSON_IsTrue(with));
     }
     config->final_logit_softcapping = draft_number(fields, "final_logit_softcapping", 0, 1e6, 0);
@@ -2655,7 +2653,7 @@ static void read_draft_config(DraftConfig *config, Fields *fields, const Config 
     config->mask_token_id = draft_int(fields, "mask_token_id", 0, target->vocab_size - 1, REQUIRED);
     config->draft_vocab_size = draft_int(fields, "draft_vocab_size", 1, target->vocab_size, target->vocab_size);
     if (fields->failed) return;
-    config->first_slot = read_first_slot(config, fields, kind, layout);
+    config->first_slot = read_first_slot(fields, kind, layout);
     config->slots = config->block_size - config->first_slot;
     read_taps(config, fields, target, layout);
     read_draft_parts(config, fields, kind);
@@ -2673,7 +2671,7 @@ static bool draft_config_read(DraftConfig *config, const char *directory, const 
     return !fields.failed;
 }
 
-/* Some floats by their whole name, of any shape with that many values. */
+/* A tensor of floats by its whole name, widened. */
 static const float *bind_floats(Binder *binder, const char *name, int rank, const int64_t *shape) {
     const Tensor *tensor = bind_tensor(binder, name, float_dtypes, rank, shape);
     size_t count = 1;
@@ -2719,7 +2717,7 @@ static void refuse_unbound(Binder *binder) {
         bool known = binder->used[i];
         for (size_t j = 0; j < sizeof harmless / sizeof *harmless; j++) known |= !strcmp(tensor->name, harmless[j]);
         if (!known)
-            binder->failed = !fail(binder->error, "%s: tensor %s: tide knows no such part of a drafter of this kind",
+            binder->failed = !fail(binder->error, "%s: tensor %s: tide knows no such part",
                                    binder->checkpoint->files[tensor->file].path, tensor->name);
     }
 }
@@ -2749,6 +2747,10 @@ static void bind_draft_heads(Binder *binder, Drafter *drafter, const Weights *ta
         weights->markov_w2 = bind_matrix(binder, "markov_head.", "markov_w2", config->draft_vocab_size, rank);
     }
     config->confidence_head = rank && checkpoint_find(&drafter->checkpoint, "confidence_head.proj.weight");
+    if (!binder->failed && config->confidence_promised != config->confidence_head && config->confidence_promised >= 0)
+        binder->failed = !fail(binder->error, "%s: enable_confidence_head says %s, and a confidence_head.proj is %s",
+                               drafter->checkpoint.directory, config->confidence_promised ? "true" : "false",
+                               config->confidence_head ? "there" : "not there");
     if (!config->confidence_head) return;
     weights->confidence = bind_matrix(binder, "confidence_head.", "proj", 1,
                                       hidden + (config->confidence_head_with_markov ? rank : 0));
@@ -2795,19 +2797,22 @@ static bool bind_predictor(Drafter *drafter, Error *error) {
     LengthPredictor *predictor = &drafter->predictor;
     if (access(join(path, drafter->checkpoint.directory, "dvl"), F_OK)) return true;
     if (!checkpoint_open(&drafter->predictor_file, path, error)) return false;
-    Binder binder = {.checkpoint = &drafter->predictor_file, .weights = &drafter->weights.backbone, .error = error};
+    Binder binder = {.checkpoint = &drafter->predictor_file, .weights = &drafter->weights.backbone, .error = error,
+                     .used = allocate_zeroed(arrlenu(drafter->predictor_file.tensors), sizeof(bool))};
     const Tensor *weight;
     int in = drafter->config.slots * DVL_FEATURES, layers = 0;
     for (; snprintf(name, sizeof name, "mlp.%d.weight", layers), weight = checkpoint_find(&drafter->predictor_file, name);
          layers++) {
         int out = weight->rank == 2 && weight->shape[0] > 0 && weight->shape[0] <= MAX_PREDICTOR_WIDTH ? (int)weight->shape[0]
                                                                                                        : 1;
-        if (layers == MAX_PREDICTOR_LAYERS) return fail(error, "%s: more than %d layers", path, MAX_PREDICTOR_LAYERS);
+        if (layers == MAX_PREDICTOR_LAYERS) break;              /* the next one is bound by nobody, and so refused */
         predictor->weight[layers] = bind_named_matrix(&binder, name, float_dtypes, out, in);
         snprintf(name, sizeof name, "mlp.%d.bias", layers);
         predictor->bias[layers] = bind_floats(&binder, name, 1, (int64_t[]){out});
         in = out;
     }
+    refuse_unbound(&binder);
+    free(binder.used);
     if (binder.failed) return false;
     if (!layers || in != drafter->config.slots)
         return fail(error, "%s: found a predictor of %d lengths, wanted %d, one for each draft", path, layers ? in : 0,
@@ -2942,28 +2947,29 @@ static float *kept_feature(const Drafter *drafter, int session, int position) {
     return drafter->state.kept + row * (size_t)drafter->weights.fc.cols;
 }
 
+/* What was kept of the session's rows before `position` enters the ring. */
+static void catch_up(Engine *engine, int s, int position) {
+    DraftState *state = &engine->drafter.state;
+    SessionPages *session = &engine->cache.session[s];
+    int n = 0, feature = engine->drafter.weights.fc.cols, zero = 0;
+    if (session->draft_end == position || session->kept_end != position) return;
+    for (int t = session->kept_first; t < position; t++, n++) {
+        state->rows[n] = (Row){s, t, 0};
+        engine->backend->gather_rows(state->gathered + (size_t)n * (size_t)feature, kept_feature(&engine->drafter, s, t), &zero, 1,
+                                     feature);
+    }
+    session->kept_first = session->kept_end;
+    store_context(engine, n);
+}
+
 void draft_keep(Engine *engine, const Row *row, int index) {
     const Drafter *drafter = &engine->drafter;
     SessionPages *session = &engine->cache.session[row->session];
     if (session->kept_end != row->position) session->kept_first = row->position;
     session->kept_end = row->position + 1;
-    if (session->kept_end - session->kept_first > KEPT_FEATURES) session->kept_first = session->kept_end - KEPT_FEATURES;
     engine->backend->gather_rows(kept_feature(drafter, row->session, row->position), drafter->state.features, &index, 1,
                                  drafter->weights.fc.cols);
-}
-
-/* A session that drafts again: what was kept of its last rows enters the ring. */
-static void catch_up(Engine *engine, const DraftBlock *block) {
-    DraftState *state = &engine->drafter.state;
-    const SessionPages *session = &engine->cache.session[block->session];
-    int n = 0, feature = engine->drafter.weights.fc.cols, zero = 0;
-    if (session->draft_end == block->position || session->kept_end != block->position) return;
-    for (int t = session->draft_end > session->kept_first ? session->draft_end : session->kept_first; t < block->position; t++, n++) {
-        state->rows[n] = (Row){block->session, t, 0};
-        engine->backend->gather_rows(state->gathered + (size_t)n * (size_t)feature, kept_feature(&engine->drafter, block->session, t),
-                                     &zero, 1, feature);
-    }
-    store_context(engine, n);
+    if (session->kept_end - session->kept_first == KEPT_FEATURES) catch_up(engine, row->session, session->kept_end);
 }
 
 /* ---- the block pass */
@@ -3124,7 +3130,7 @@ void draft_blocks(Engine *engine, DraftBlock *blocks, int n, AcceptRule rule, bo
         for (int i = begin; i < begin + count; i++) {
             const SessionPages *session = &engine->cache.session[blocks[i].session];
             REQUIRE(session->committed == blocks[i].position && session->draft_end <= session->committed);
-            catch_up(engine, &blocks[i]);
+            catch_up(engine, blocks[i].session, blocks[i].position);
             blocks[i].ring_first = session->draft_end == blocks[i].position ? session->draft_first : blocks[i].position;
         }
         run_draft_layers(engine, blocks + begin, count);
@@ -3190,9 +3196,6 @@ void engine_close(Engine *engine) {
  * alone, and the confidence scheduler stops at the first row that does not pay.
  */
 
-const char *const verify_rule_names[VERIFY_RULES] = {
-    [VERIFY_FULL] = "full", [VERIFY_DVL] = "dvl", [VERIFY_CONFIDENCE] = "confidence"};
-
 enum {
     FIRST_WAIT = 16, LAST_WAIT = 1024,      /* rounds without drafts after speculation did not pay: four times as many each time */
     KNOWN = 2,                  /* measurements that make a cost known: the first one finds caches cold */
@@ -3201,7 +3204,7 @@ enum {
     TRY_ROWS = 3,               /* and that a session verifies at least when it tries again */
 };
 
-static const double worth = 1.03;       /* what speculation has to promise over plain decoding */
+static const double least_gain = 1.03;  /* what speculation has to promise over plain decoding */
 
 /* ---- measured costs */
 
@@ -3241,12 +3244,10 @@ static void measure_cost(CostCurve *curve, int size, double seconds, long round)
 }
 
 /* Whether passes of about this size have been measured, and lately. */
-static bool cost_is_known(const CostCurve *curve, int size, long now) {
+static bool cost_is_known(const CostCurve *curve, int size, long round) {
     long times = 0;
-    for (int near = (4 * size + 4) / 5; near <= 5 * size / 4; near++) {
-        int at = cost_bucket(near);
-        if (now - curve->round[at] <= PLAIN_AGE) times += near == size || at != cost_bucket(near - 1) ? curve->times[at] : 0;
-    }
+    for (int at = cost_bucket((4 * size + 4) / 5); at <= cost_bucket(5 * size / 4); at++)
+        if (round - curve->round[at] <= PLAIN_AGE) times += curve->times[at];
     return times >= KNOWN;
 }
 
@@ -3279,36 +3280,29 @@ static void forget_acceptance(Acceptance *acceptance, double fade) {
 
 /* ---- lengths */
 
-static int compare_descending(const void *a, const void *b) {
-    float x = *(const float *)a, y = *(const float *)b;
-    return (x < y) - (x > y);
-}
-
 /* The budget for n sessions with drafts, beside `others` rows: of all scores in descending order the prefix with the most
  * tokens a second. first_only: up to the first that does not raise it (DSpark's scheduler). *rate: those tokens a second. */
 static int best_budget(const Runner *runner, const float *scores, const int *limits, int n, int others, double draft_seconds,
                        bool first_only, double *rate) {
     const int slots = runner->engine.drafter.config.slots, room = runner->engine.state.max_rows - n - others;
     const CostCurve *cost = &runner->speculation.pass_cost;
-    float *sorted = runner->sorted;
-    int count = 0, best = 0;
-    double tokens = n + others;
-    for (int i = 0; i < n; i++)
-        for (int j = 0; j + 1 < limits[i]; j++) sorted[count++] = scores[i * slots + j];
-    qsort(sorted, (size_t)count, sizeof *sorted, compare_descending);
-    *rate = INFINITY;
-    if (!(cost_of(cost, n + others) > 0)) return n + (count < room ? count : room);     /* nothing is known: all of them */
-    *rate = tokens / (cost_of(cost, n + others) + draft_seconds);
-    for (int x = 1; x <= count && x <= room; x++) {
-        tokens += sorted[x - 1];
-        double wider = tokens / (cost_of(cost, n + others + x) + draft_seconds);
+    int taken[MAX_PASS_ROWS] = {0}, best = 0, x = 0;
+    double tokens = n + others, plain = cost_of(cost, n + others);
+    *rate = plain > 0 ? tokens / (plain + draft_seconds) : 0;
+    while (x < room) {
+        int next = -1;                              /* scores of a session do not increase: its best open one is its next */
+        for (int i = 0; i < n; i++)
+            if (taken[i] + 1 < limits[i] && (next < 0 || scores[i * slots + taken[i]] > scores[next * slots + taken[next]])) next = i;
+        if (next < 0) break;
+        tokens += scores[next * slots + taken[next]++];
+        double wider = plain > 0 ? tokens / (cost_of(cost, n + others + ++x) + draft_seconds) : ++x;    /* nothing is known: all */
         if (wider > *rate) *rate = wider, best = x;
         else if (first_only) break;
     }
     return n + best;
 }
 
-/* Until it is known, drafting counts as half a pass of as many rows. */
+/* Until it is known, drafting counts as half a plain round. */
 static double draft_cost(const Speculation *speculation, int blocks) {
     const CostCurve *curve = &speculation->draft_cost;
     long times = 0;
@@ -3364,7 +3358,7 @@ static void choose_drafting(Runner *runner, Session **sessions, int *limits, int
     }
     for (int i = 0; i < able; i++) {
         Session *session = sessions[who[i]];
-        bool pays = rate > worth * plain && runner->lengths[i] > 1;
+        bool pays = rate > least_gain * plain && runner->lengths[i] > 1;
         session->trying = session->tries;
         session->tries = !pays && !session->trying;
         if (pays && !session->trying) session->backoff = 0;
@@ -3392,6 +3386,8 @@ static void score_drafts(Runner *runner, int n) {
             product /= 1 + exp(-drafts->confidence[i * slots + j] / drafter->temperatures[j]);
             survival[j] = (float)product;
         }
+        for (int j = 0; j < slots; j++)
+            if (!(survival[j] >= 0 && survival[j] <= 1)) survival[j] = 0;   /* a damaged head or predictor promises nothing */
     }
 }
 
@@ -3416,7 +3412,8 @@ static void choose_lengths(Runner *runner, int n, int others) {
                                                                             slots, (int)budget);
     for (int i = 0; i < n; i++) {
         int least = !runner->owners[i]->trying ? 1 : runner->limits[i] < TRY_ROWS ? runner->limits[i] : TRY_ROWS;
-        if (runner->lengths[i] < least && budget + least <= room) runner->lengths[i] = least, budget += least;
+        int more = least - runner->lengths[i];
+        if (more > 0 && budget + more <= room) runner->lengths[i] = least, budget += more;
     }
 }
 
@@ -3547,10 +3544,9 @@ static void add_block(Runner *runner, Session *session, int at, int count) {
                                       .stream = session->stream};
 }
 
-/* The blocks of sessions that decode, those with drafts first: drafts them and chooses how many rows each verifies. Returns how
- * many blocks there are, *drafted of them with drafts. */
-static int begin_blocks(Runner *runner, Session **sessions, int n, int *drafted) {
-    Engine *engine = &runner->engine;
+/* The blocks of sessions that decode, those that will have drafts first, of one row each as yet. Returns how many there are,
+ * *drafted of them to be drafted. */
+static int collect_blocks(Runner *runner, Session **sessions, int n, int *drafted) {
     Session *decoding[MAX_PASS_ROWS] = {0};
     int limits[MAX_PASS_ROWS] = {0}, n_parts = 0, n_decoding = 0, n_blocks = 0;
     for (int i = 0; i < n; i++) {
@@ -3562,38 +3558,49 @@ static int begin_blocks(Runner *runner, Session **sessions, int n, int *drafted)
         limits[n_decoding] = block_limit(runner, sessions[i]);
         decoding[n_decoding++] = sessions[i];
     }
-    if (engine->drafter.config.architecture && !runner->speculation.width) choose_drafting(runner, decoding, limits, n_decoding, n_decoding == n_parts);
+    if (runner->engine.drafter.config.architecture && !runner->speculation.width)
+        choose_drafting(runner, decoding, limits, n_decoding, n_decoding == n_parts);
     for (int plain = 0; plain < 2; plain++) {
         for (int i = 0; i < n_decoding; i++) {
             if ((limits[i] == 1) != plain) continue;
+            decoding[i]->drafts = !plain;
             runner->limits[n_blocks] = limits[i];
+            runner->lengths[n_blocks] = 1;
             add_block(runner, decoding[i], n_blocks++, 1);
         }
         if (!plain) *drafted = n_blocks;
-        for (int i = 0; i < n_blocks && !plain; i++) runner->owners[i]->drafts = true;
     }
-    if (*drafted) {
-        SpeculationStats *stats = &runner->speculation.stats;
-        double start = now();
-        draft_blocks(engine, runner->blocks, *drafted, runner->speculation.accept, runner->speculation.verify == VERIFY_DVL);
-        double ready = now();
-        choose_lengths(runner, *drafted, n_decoding - *drafted);
-        stats->draft_seconds += ready - start;
-        stats->allocate_seconds += now() - ready;
-        stats->blocks += (uint64_t)*drafted;
-    }
-    int kept = 0, kept_drafted = 0;
+    return n_blocks;
+}
+
+typedef struct RoundTimes { double draft, allocate, verify, accept; } RoundTimes;       /* seconds */
+
+/* Drafts the first of the round's blocks and chooses how many rows each verifies. */
+static void draft_round(Runner *runner, int drafted, int n_blocks, RoundTimes *times) {
+    const Speculation *speculation = &runner->speculation;
+    double start = now();
+    draft_blocks(&runner->engine, runner->blocks, drafted, speculation->accept, speculation->verify == VERIFY_DVL);
+    double ready = now();
+    choose_lengths(runner, drafted, n_blocks - drafted);
+    times->draft = ready - start;
+    times->allocate = now() - ready;
+}
+
+/* Places for the blocks' rows. Where a session finds none it ends, and its neighbours go on without their drafts this once.
+ * Returns how many blocks are left. */
+static int place_blocks(Runner *runner, int n_blocks, int *drafted) {
+    int kept = 0;
     for (int i = 0; i < n_blocks; i++) {
-        int room = take_room(runner, runner->owners[i], i < *drafted ? runner->lengths[i] : 1);
+        int room = take_room(runner, runner->owners[i], runner->lengths[i]);
         runner->blocks[i].count = runner->owners[i]->in_pass = room;
         kept += room > 0;
-        kept_drafted += room > 0 && i < *drafted;
     }
     if (kept == n_blocks) return n_blocks;
-    *drafted = kept_drafted = 0; /* a session ended here: its neighbours go on without their drafts this once */
-    for (int i = kept = 0; i < n_blocks; i++) {
+    *drafted = kept = 0;
+    for (int i = 0; i < n_blocks; i++) {
         if (!runner->blocks[i].count) continue;
         runner->owners[i]->in_pass = 1;
+        runner->owners[i]->drafts = runner->owners[i]->trying = false;
         add_block(runner, runner->owners[i], kept++, 1);
     }
     return kept;
@@ -3622,12 +3629,17 @@ static int add_prompts(Runner *runner, Session **sessions, int n, int n_rows, in
 }
 
 /* One JSON line: what each session that took a token had and got, and what the round did to the hierarchy. */
-static void trace_round(Runner *runner, int n_rows, int n_blocks, int drafted, double seconds, const CacheStats *before) {
+static void trace_round(Runner *runner, int n_rows, int n_blocks, int drafted, double seconds, const RoundTimes *times,
+                        const CacheStats *before) {
     FILE *out = runner->trace;
     const Cache *cache = &runner->engine.cache;
     const CacheStats *after = &cache->stats;
     const Drafts *drafts = &runner->engine.drafter.state.drafts;
-    fprintf(out, "{\"round\": %ld, \"rows\": %d, \"seconds\": %.6f, \"sessions\": [", runner->rounds, n_rows, seconds);
+    fprintf(out,
+            "{\"round\": %ld, \"rows\": %d, \"seconds\": %.6f, \"draft_seconds\": %.6f, \"allocate_seconds\": %.6f, "
+            "\"verify_seconds\": %.6f, \"accept_seconds\": %.6f, \"sessions\": [",
+            runner->rounds, n_rows, seconds, times->draft, times->allocate,
+            times->verify, times->accept);
     for (int i = 0; i < n_blocks; i++) {
         const Session *session = runner->owners[i];
         const DraftBlock *block = &runner->blocks[i];
@@ -3680,18 +3692,11 @@ static void end_block(Runner *runner, int i, bool drafted) {
     if (session->cached == block->position) session->in_pass = taken;   /* of a block; a prompt's rows are all committed */
 }
 
-/* How far back a drafter sees. */
-static int draft_window(const DraftConfig *config) {
-    int window = 0;
-    for (int i = 0; i < config->backbone.num_hidden_layers; i++) window = larger(window, config->window[i]);
-    return window;
-}
-
 /* Committed rows that a block to come may see enter the draft ring; of sessions that do not draft now, only their features are
  * kept. */
 static void feed_drafter(Runner *runner, int n_rows) {
     Engine *engine = &runner->engine;
-    int n = 0, *indices = runner->indices, window = draft_window(&engine->drafter.config);
+    int n = 0, *indices = runner->indices, window = engine->drafter.config.widest_window;
     if (runner->speculation.width == 1) return;
     for (int r = 0; r < n_rows; r++) {
         const Row *row = &runner->rows[r];
@@ -3713,16 +3718,53 @@ static void fail_round(Runner *runner, Session **sessions, int n, int drafted, c
     }
 }
 
-void run_round(Runner *runner, Session **sessions, int n) {
-    Engine *engine = &runner->engine;
+/* Every block's tokens join its session, and what was run is committed. */
+static void commit_round(Runner *runner, Session **sessions, int n, int n_blocks, int drafted) {
+    for (int i = 0; i < n_blocks; i++) end_block(runner, i, i < drafted);
+    for (int i = 0; i < n; i++) {
+        sessions[i]->plain = false;
+        if (!sessions[i]->in_pass) continue;
+        sessions[i]->cached += sessions[i]->in_pass;
+        cache_commit(&runner->engine.cache, sessions[i]->slot, sessions[i]->cached);
+        runner->in_slot[sessions[i]->slot] = sessions[i];
+    }
+}
+
+/* What the round tells of costs, where it was one of decoding alone, and to the statistics. */
+static void account_round(Runner *runner, int n_rows, int block_rows, int drafted, const RoundTimes *times, const CacheStats *before) {
     Speculation *speculation = &runner->speculation;
     SpeculationStats *stats = &speculation->stats;
+    const CacheStats *after = &runner->engine.cache.stats;
+    if (n_rows == block_rows) {
+        measure_cost(&speculation->pass_cost, n_rows, times->verify + times->accept, runner->rounds);
+        if (drafted) measure_cost(&speculation->draft_cost, drafted, times->draft, runner->rounds);
+    }
+    runner->rows_run += n_rows;
+    stats->plain_rounds += !drafted && block_rows > 0;
+    if (!drafted) return;
+    stats->rounds++;
+    stats->blocks += (uint64_t)drafted;
+    stats->selected_on_host += after->picked[TIER_HOST] - before->picked[TIER_HOST];
+    stats->fetched += after->fetched - before->fetched;
+    stats->draft_seconds += times->draft;
+    stats->allocate_seconds += times->allocate;
+    stats->verify_seconds += times->verify;
+    stats->accept_seconds += times->accept;
+}
+
+void run_round(Runner *runner, Session **sessions, int n) {
+    Engine *engine = &runner->engine;
     const CacheStats before = engine->cache.stats;
     const double start = now();
+    RoundTimes times = {0};
     cache_step(&engine->cache);
-    int drafted = 0, n_blocks = begin_blocks(runner, sessions, n, &drafted), decoding = n_blocks;
-    int block_rows = engine->backend->pack_blocks(runner->rows, runner->blocks, n_blocks, engine->state.max_rows);
-    int n_rows = add_prompts(runner, sessions, n, block_rows, &n_blocks), n_finals = block_rows + n_blocks - decoding;
+    int drafted = 0, n_blocks = collect_blocks(runner, sessions, n, &drafted);
+    if (drafted) draft_round(runner, drafted, n_blocks, &times);
+    n_blocks = place_blocks(runner, n_blocks, &drafted);
+    int block_rows = engine->backend->pack_blocks(runner->rows, runner->blocks, n_blocks, engine->state.max_rows),
+        n_finals = block_rows - n_blocks, n_rows = add_prompts(runner, sessions, n, block_rows, &n_blocks);
+    n_finals += n_blocks;                           /* each prompt that ends wants the logits of one row */
+    REQUIRE(n_rows <= engine->state.max_rows && n_finals <= engine->state.logit_rows);
     if (!n_rows) return;
     const double packed = now();
     Error error;
@@ -3730,31 +3772,18 @@ void run_round(Runner *runner, Session **sessions, int n) {
         return fail_round(runner, sessions, n, drafted, &error);
     const double passed = now();
     engine->backend->accept(runner->choices, runner->accepted, engine->state.logits, engine->config.vocab_size, runner->blocks,
-                            &engine->drafter.state.drafts, n_blocks, speculation->accept, runner->samplers, runner->n_samplers);
-    for (int i = 0; i < n_blocks; i++) end_block(runner, i, i < drafted);
-    for (int i = 0; i < n; i++) {
-        sessions[i]->plain = false;
-        if (!sessions[i]->in_pass) continue;
-        sessions[i]->cached += sessions[i]->in_pass;
-        cache_commit(&engine->cache, sessions[i]->slot, sessions[i]->cached);
-        runner->in_slot[sessions[i]->slot] = sessions[i];
-    }
+                            &engine->drafter.state.drafts, n_blocks, runner->speculation.accept, runner->samplers,
+                            runner->n_samplers);
+    commit_round(runner, sessions, n, n_blocks, drafted);
     const double accepted = now();
     if (engine->drafter.config.architecture) feed_drafter(runner, n_rows);
     const double end = now();
-    if (n_rows == block_rows) {                     /* a round of decoding alone tells what rounds cost */
-        measure_cost(&speculation->pass_cost, n_rows, accepted - packed, runner->rounds);
-        if (drafted) measure_cost(&speculation->draft_cost, drafted, packed - start + end - accepted, runner->rounds);
-    }
-    if (drafted) {
-        stats->rounds++;
-        stats->draft_seconds += end - accepted;
-        stats->verify_seconds += passed - packed;
-        stats->accept_seconds += accepted - passed;
-    } else stats->plain_rounds += block_rows > 0;
+    times.draft += end - accepted;
+    times.verify = passed - packed;
+    times.accept = accepted - passed;
+    account_round(runner, n_rows, block_rows, drafted, &times, &before);
     runner->seconds += end - start;
-    runner->rows_run += n_rows;
-    if (runner->trace) trace_round(runner, n_rows, n_blocks, drafted, end - start, &before);
+    if (runner->trace) trace_round(runner, n_rows, n_blocks, drafted, end - start, &times, &before);
     runner->rounds++;
 }
 
@@ -3790,7 +3819,6 @@ bool runner_open(Runner *runner, const EngineOptions *options, bool need_tokeniz
     runner->blocks = allocate_zeroed(rows, sizeof(DraftBlock));
     runner->owners = allocate_zeroed(rows, sizeof *runner->owners);
     runner->in_slot = allocate_zeroed(slots, sizeof *runner->in_slot);
-    runner->sorted = allocate_zeroed(slots * MAX_BLOCK, sizeof(float));
     const Drafter *drafter = &runner->engine.drafter;
     runner->speculation.verify = drafter->predictor.layers         ? VERIFY_DVL
                                  : drafter->config.confidence_head ? VERIFY_CONFIDENCE
@@ -3802,8 +3830,7 @@ void runner_close(Runner *runner) {
     for (int i = 0; i < runner->n_samplers; i++) sampler_close(&runner->samplers[i]);
     free(runner->samplers), free(runner->rows), free(runner->finals), free(runner->indices), free(runner->lengths),
         free(runner->limits);
-    free(runner->choices), free(runner->accepted), free(runner->blocks), free(runner->owners), free(runner->in_slot),
-        free(runner->sorted);
+    free(runner->choices), free(runner->accepted), free(runner->blocks), free(runner->owners), free(runner->in_slot);
     tokenizer_close(runner->tokenizer);
     engine_close(&runner->engine);
 }

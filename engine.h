@@ -693,7 +693,7 @@ int argmax(const float *values, int n);
 enum {
     MAX_BLOCK = 32,             /* rows of a draft block */
     MAX_BLOCK_QUERIES = 1024,   /* of a block and one key/value head */
-    KEPT_FEATURES = 16,         /* rows of a session that does not draft whose features are kept */
+    KEPT_FEATURES = 16,         /* rows of a session that does not draft which enter the ring together */
     MAX_TAPS = 32,              /* target layers that a feature is made of */
     CANDIDATES = 16,            /* best tokens of a slot, among which it is drawn */
     DVL_FEATURES = 2 + CANDIDATES,          /* numbers of a slot that its predictor of lengths looks at */
@@ -710,10 +710,12 @@ typedef struct DraftConfig {
     int target_layer_ids[MAX_TAPS], n_taps;     /* a feature: the residual stream behind each of these layers; -1: the embedding */
     int *window;                /* [num_hidden_layers] W: rows at distance below W are seen; INT_MAX: all */
     bool *causal;               /* [num_hidden_layers] inside the block */
+    int widest_window;
     int conv_kernel_size, conv_group_size;      /* 0: no convolution */
     int selector_rank;          /* 0: no selector */
     int markov_rank;            /* 0: no Markov head */
     bool confidence_head, confidence_head_with_markov;
+    int confidence_promised;    /* enable_confidence_head: 1, 0, or -1 where the file does not say */
     float input_embedding_scale, output_multiplier, final_logit_softcapping;    /* 1, 1, 0 where the file does not say */
     int draft_vocab_size;       /* of the head: the target's, unless the file brings a smaller one */
 } DraftConfig;
@@ -737,7 +739,7 @@ typedef struct DraftWeights {
 } DraftWeights;
 
 typedef struct LengthPredictor {                /* DVL: a small network over a block's features (DScale III-B) */
-    int layers, slots;          /* layers 0: none */
+    int layers;                 /* 0: none */
     Matrix weight[MAX_PREDICTOR_LAYERS];        /* [out, in]; in of the first: slots * DVL_FEATURES; out of the last: slots */
     const float *bias[MAX_PREDICTOR_LAYERS];    /* [out] f32 */
 } LengthPredictor;
@@ -752,7 +754,7 @@ typedef struct DraftBlock {     /* one session's block of a round: drafted, then
     uint64_t stream;            /* which noise the session draws */
 } DraftBlock;
 
-typedef struct Drafts {         /* what a draft pass proposes for each of its blocks, which stand first among those of the round */
+typedef struct Drafts {         /* what a draft pass proposes for each of its blocks, the first ones of the round */
     int slots, blocks;
     bool one_hot;               /* DFlash: the law of a draft under acceptance by rejection is its best token */
     int *ids;                   /* [blocks, slots, CANDIDATES] the best tokens of each slot, by unary or Markov logits */
@@ -1086,8 +1088,8 @@ bool forward(Engine *engine, const Row *rows, int n_rows, Error *error);
  * come in ascending positions; one that does not follow what the ring has of it starts the ring anew. */
 void draft_feed(Engine *engine, const Row *rows, const int *indices, int n);
 
-/* Keeps the feature of row `index` of the pass just made, which is committed, in place of feeding it: it enters the ring when
- * its session drafts, unless KEPT_FEATURES others have followed it. */
+/* For a session that does not draft at present, in place of feeding row `index` of the pass just made: its feature is kept, and
+ * KEPT_FEATURES of them enter the ring together, or as many as there are when the session drafts. */
 void draft_keep(Engine *engine, const Row *row, int index);
 
 /* One draft pass over the blocks of n sessions, which all have drafter.config.slots places behind their anchors: proposals into
@@ -1184,10 +1186,7 @@ typedef enum VerifyRule {
     VERIFY_FULL,                /* every session as many rows */
     VERIFY_DVL,                 /* a budget divided by predicted lengths (DScale) */
     VERIFY_CONFIDENCE,          /* prefixes by confidence and cost (DSpark's scheduler) */
-    VERIFY_RULES
 } VerifyRule;
-
-extern const char *const verify_rule_names[VERIFY_RULES];           /* as --verify spells them */
 
 enum { COST_BUCKETS = 128, COST_MEMORY = 4 };
 
@@ -1203,7 +1202,8 @@ typedef struct Acceptance {     /* of draft j, given that those before it were a
 
 typedef struct SpeculationStats {           /* since the start */
     uint64_t rounds, plain_rounds;          /* that decoded with drafts, and without any */
-    uint64_t blocks, verified, accepted;    /* drafts passes of sessions; drafts that were verified; and accepted */
+    uint64_t blocks, verified, accepted;    /* draft blocks; drafts that were verified; and accepted */
+    uint64_t selected_on_host, fetched;     /* rows that lay on the host, once for each query that selected them; and once in all */
     uint64_t tried[MAX_BLOCK], passed[MAX_BLOCK];       /* draft j was reached by verification; and accepted */
     double draft_seconds, allocate_seconds, verify_seconds, accept_seconds;     /* of rounds with drafts */
 } SpeculationStats;
@@ -1261,7 +1261,6 @@ typedef struct Runner {         /* an engine with everything a round needs */
     int *lengths, *limits;      /* [max_rows] rows of each block, and at most */
     int *choices, *accepted;    /* [max_rows] a token for each row of logits; drafts accepted of each block */
     Session **in_slot;          /* [sessions] who ran last in each slot of the cache */
-    float *sorted;              /* [sessions, MAX_BLOCK] scratch of a budget */
     FILE *trace;
     long rounds, rows_run, tokens;
     double seconds;             /* in rounds */

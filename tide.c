@@ -46,6 +46,7 @@ typedef struct Options {
     EngineOptions engine;
     const char *prompt, *file, *ids, *decode, *jsonl, *output, *dump, *trace, *system, *session, *positional;
     const char *kv_dtype, *kv_mode, *reclaim, *lookup, *think, *special, *only;  /* only: of options that have one value so far */
+    const char *draft;          /* NULL: not said */
     const char *verify, *accept, *allocate;
     int width;                  /* 0: auto; -1: not said */
     FILE *trace_file;
@@ -103,11 +104,11 @@ static const struct OptionSpec {
     {"--kv-budget", BYTES, AT(engine.kv_budget), 1, 1e18},
     {"--index-topk", COUNT, AT(engine.index_topk), 1, MAX_CONTEXT},
     {"--exact", WORD, AT(only), .words = "on", .later = "off"},
-    {"--draft", TEXT, AT(engine.draft)},
-    {"--width", WIDTH, AT(width)},
-    {"--verify", WORD, AT(verify), .words = "full|dvl|confidence"},
-    {"--allocate", WORD, AT(allocate), .words = "select|seeded"},
-    {"--accept", WORD, AT(accept), .words = "coupled|rejection"},
+    {"--draft", TEXT, AT(draft), .commands = "chat|generate|batch|inspect|bench"},
+    {"--width", WIDTH, AT(width), .commands = "chat|generate|batch"},
+    {"--verify", WORD, AT(verify), .words = "full|dvl|confidence", .commands = "chat|generate|batch"},
+    {"--allocate", WORD, AT(allocate), .words = "select|seeded", .commands = "chat|generate|batch"},
+    {"--accept", WORD, AT(accept), .words = "coupled|rejection", .commands = "chat|generate|batch"},
     {"--host-budget", BYTES, AT(engine.host_budget), 1, 1e18},
     {"--hot", COUNT, AT(engine.hot_rows), 1, UINT16_MAX},
     {"--reclaim", WORD, AT(reclaim), .words = "whole|proportional"},
@@ -121,7 +122,7 @@ static const struct OptionSpec {
 #undef AT
 
 static const char usage_text[] =
-    "usage: tide chat     [-m DIR]                                       talk in the terminal\n"
+    "usage: tide chat     [-m DIR] [--draft DIR]                         talk in the terminal\n"
     "       tide generate [-m DIR] (-p TEXT | -f FILE | --ids LIST)      one prompt, continuation to stdout\n"
     "       tide batch    [-m DIR] PROMPTS [-o OUT.jsonl] [--slots N]    every prompt of a .txt (one a line) or .jsonl file\n"
     "       tide eval     [-m DIR] (-f FILE | --ids LIST) [--decode LIST] [--dump OUT.safetensors] [--ppl]\n"
@@ -325,24 +326,24 @@ static void print_ids(const int *ids, size_t n) {
     putchar('\n');
 }
 
-/* How the drafter is used: what was asked for, else what it has. */
-static bool set_speculation(Speculation *speculation, const Drafter *drafter, const Options *options, Error *error) {
+/* How the drafter is used: what was asked for, else what it has. False: it was asked for something that it lacks, which has
+ * been said. */
+static bool set_speculation(Speculation *speculation, const Drafter *drafter, const Options *options) {
     const bool asked = options->width >= 0 || options->verify || options->accept || options->allocate;
+    const char *directory = options->engine.draft;
     if (!drafter->config.architecture) {
         if (asked) notice("--width, --verify, --allocate and --accept do not apply without a drafter: --draft DIR names one");
         return true;
     }
-    const char *directory = options->engine.draft;
     speculation->verify = (VerifyRule)word_index("full|dvl|confidence", options->verify, (int)speculation->verify);
     speculation->accept = (AcceptRule)word_index("coupled|rejection", options->accept, ACCEPT_COUPLED);
     speculation->seeded = word_index("select|seeded", options->allocate, 0);
     if (options->width >= 0)
         speculation->width = options->width < drafter->config.slots + 1 ? options->width : drafter->config.slots + 1;
     if (speculation->verify == VERIFY_DVL && !drafter->predictor.layers)
-        return fail(error, "%s: --verify dvl wants a predictor of lengths in %s/dvl", directory, directory);
+        return usage("--verify dvl wants a predictor of lengths in %s/dvl", directory), false;
     if (speculation->verify == VERIFY_CONFIDENCE && !drafter->config.confidence_head)
-        return fail(error, "%s: --verify confidence wants a confidence head, which %s has not here", directory,
-                    drafter->config.architecture);
+        return usage("--verify confidence wants a confidence head, which the drafter in %s has not", directory), false;
     return true;
 }
 
@@ -360,9 +361,9 @@ static bool start(Runner *runner, Options *options, bool need_tokenizer, int *st
         notice("--hot, --host-budget, --reclaim and --lookup do not apply to --kv resident");
     else if (options->engine.kv_mode == MODE_HISPARSE && options->reclaim)
         notice("--reclaim does not apply to --kv hisparse, which lends nothing");
-    if (!set_speculation(&runner->speculation, &runner->engine.drafter, options, &error)) {
+    if (!set_speculation(&runner->speculation, &runner->engine.drafter, options)) {
         runner_close(runner);
-        return *status = report(&error), false;
+        return *status = EXIT_USAGE, false;
     }
     if (options->trace && !(runner->trace = options->trace_file = fopen(options->trace, "w"))) {
         fail(&error, "%s: %s", options->trace, strerror(errno));
@@ -401,23 +402,23 @@ static void print_cache_stats(const Runner *runner) {
 /* What drafting brought and what it took. */
 static void print_speculation_stats(const Runner *runner) {
     const SpeculationStats *stats = &runner->speculation.stats;
-    const CacheStats *cache = &runner->engine.cache.stats;
-    double seconds = stats->draft_seconds + stats->allocate_seconds + stats->verify_seconds + stats->accept_seconds;
+    double seconds = fmax(stats->draft_seconds + stats->allocate_seconds + stats->verify_seconds + stats->accept_seconds, 1e-9),
+           blocks = fmax((double)stats->blocks, 1), won = (double)(stats->accepted + stats->blocks);
     if (!runner->engine.drafter.config.architecture) return;
     fprintf(stderr,
-            "tide: %" PRIu64 " rounds with drafts, %" PRIu64 " without; %" PRIu64
-            " blocks, %.2f of %.2f drafts accepted of each, %.2f rows a token; by place",
-            stats->rounds, stats->plain_rounds, stats->blocks, (double)stats->accepted / fmax((double)stats->blocks, 1),
-            (double)stats->verified / fmax((double)stats->blocks, 1),
-            (double)(stats->verified + stats->blocks) / fmax((double)(stats->accepted + stats->blocks), 1));
+            "tide: %" PRIu64 " rounds with drafts, %" PRIu64 " without; %" PRIu64 " blocks, %.2f of %.2f drafts accepted of each, %.2f rows "
+            "a token; by place",
+            stats->rounds, stats->plain_rounds, stats->blocks, (double)stats->accepted / blocks, (double)stats->verified / blocks,
+            (double)(stats->verified + stats->blocks) / fmax(won, 1));
     for (int j = 0; j < runner->engine.drafter.config.slots; j++)
-        fprintf(stderr, " %.0f%%", 100 * (double)stats->passed[j] / fmax((double)stats->tried[j], 1));
+        if (stats->tried[j]) fprintf(stderr, " %.0f%%", 100 * (double)stats->passed[j] / (double)stats->tried[j]);
+        else fputs(" -", stderr);
     fprintf(stderr, "\ntide: of these rounds' time draft %.1f%%, allocate %.1f%%, verify %.1f%%, accept %.1f%%",
-            100 * stats->draft_seconds / fmax(seconds, 1e-9), 100 * stats->allocate_seconds / fmax(seconds, 1e-9),
-            100 * stats->verify_seconds / fmax(seconds, 1e-9), 100 * stats->accept_seconds / fmax(seconds, 1e-9));
-    if (cache->picked[TIER_HOST])
-        fprintf(stderr, "; rows that several queries share saved %.1f%% of host fetches",
-                100 - 100 * (double)cache->fetched / (double)cache->picked[TIER_HOST]);
+            100 * stats->draft_seconds / seconds, 100 * stats->allocate_seconds / seconds, 100 * stats->verify_seconds / seconds,
+            100 * stats->accept_seconds / seconds);
+    if (stats->selected_on_host)
+        fprintf(stderr, "; rows that several queries share saved %.1f%% of their host fetches",
+                100 - 100 * (double)stats->fetched / (double)stats->selected_on_host);
     fputc('\n', stderr);
 }
 
@@ -1063,7 +1064,6 @@ static bool eval_perplexity(Runner *runner, const int *ids, Error *error) {
 }
 
 static int command_eval(Options *options) {
-    options->engine.draft = NULL;                   /* nothing is drafted */
     if (count_sources(options) != 1 || options->prompt) return usage("eval wants one of -f FILE and --ids LIST");
     if (!options->dump && !options->ppl) return usage("eval wants --dump OUT.safetensors, --ppl or both");
     if (options->decode && !options->dump) return usage("--decode wants --dump OUT.safetensors");
@@ -1779,6 +1779,11 @@ static const char *shipped(char buffer[PATH_MAX], const char *name) {
     return join(buffer, slash ? program : ".", name);
 }
 
+static bool same_folder(const char *a, const char *b) {
+    struct stat x, y;
+    return !strcmp(a, b) || (!stat(a, &x) && !stat(b, &y) && x.st_dev == y.st_dev && x.st_ino == y.st_ino);
+}
+
 static void *checked_malloc(size_t size) { return checked_realloc(NULL, size); }    /* for cJSON */
 
 static int run_command(int argc, char **argv) {
@@ -1793,7 +1798,7 @@ static int run_command(int argc, char **argv) {
         return EXIT_DONE;
     }
     Options options = {.n_new = -1, .top_k = -1, .temperature = NAN, .top_p = NAN, .min_p = NAN, .repeat_penalty = NAN,
-                       .width = -1, .engine = {.model = shipped(model, "weights/mini"), .draft = "", .sessions = 1}};
+                       .width = -1, .engine = {.model = shipped(model, "weights/mini"), .sessions = 1}};
     int (*run)(Options *) = NULL;
     for (size_t i = 0; i < sizeof commands / sizeof *commands; i++)
         if (!strcmp(commands[i].name, argv[1])) run = commands[i].run;
@@ -1802,9 +1807,10 @@ static int run_command(int argc, char **argv) {
     if (!status && options.help) fputs(usage_text, stdout);
     else if (!status) {
         options.chat |= options.system || options.think;
-        bool ours = options.engine.model == model;  /* its drafter is shipped too */
-        if (!*options.engine.draft) options.engine.draft = ours ? shipped(draft, "weights/draft-dflash2") : "none";
-        if (!strcmp(options.engine.draft, "none")) options.engine.draft = NULL;
+        options.engine.draft = options.draft;
+        if (!options.draft && same_folder(options.engine.model, model) && strcmp(argv[1], "eval"))
+            options.engine.draft = shipped(draft, "weights/draft-dflash2");
+        if (options.draft && !strcmp(options.draft, "none")) options.engine.draft = NULL;
         if (!options.seeded && getrandom(&options.seed, sizeof options.seed, 0) != sizeof options.seed)
             options.seed = (uint64_t)time(NULL);
         if (!options.seeded) options.seed >>= 11;   /* 53 bits, so that a drawn seed survives JSON */

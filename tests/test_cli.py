@@ -1294,8 +1294,8 @@ def test_draft_refusals():
     refused(2, "--accept", "generate", "-m", CHAIN, "-p", "x", "--accept", "all")
     refused(1, "config.json", "generate", "-m", MINI, "-p", "x", "--draft", "/nowhere")
     refused(1, "config.json", "generate", "-m", CHAIN, "-p", "x", "--draft", DFLASH2)
-    refused(1, "--verify dvl|predictor", "generate", "-m", MINI, "-p", "x", "--draft", DSPARK, "--verify", "dvl")
-    refused(1, "--verify confidence|DFlash2DraftModel", "generate", "-m", MINI, "-p", "x", "--draft", DFLASH2, "--verify", "confidence")
+    refused(2, "--verify dvl|predictor", "generate", "-m", MINI, "-p", "x", "--draft", DSPARK, "--verify", "dvl")
+    refused(2, "--verify confidence|confidence head", "generate", "-m", MINI, "-p", "x", "--draft", DFLASH2, "--verify", "confidence")
     result = run("generate", "-m", CHAIN, "-p", "1", "-n", "2", "--width", "4", quiet=False)
     check(result.code == 0 and result.out == b"23\n" and b"do not apply without a drafter" in result.err, "a width without a drafter", result.err)
 

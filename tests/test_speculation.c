@@ -23,6 +23,7 @@ enum { SHARE = 8 };             /* a sanitizer takes ten times as long: one of s
 enum { SHARE = 1 };
 #endif
 
+static const char *const rule_names[] = {"full", "dvl", "confidence"};
 static const char *kv_names[] = {"f32", "bf16", "fp8"};
 
 static int pick(const int *values, int n) { return values[random_below(n)]; }
@@ -206,7 +207,7 @@ static void make_predictor(Drafter *drafter) {
     if (drafter->predictor.layers) return;
     for (int i = 0; i < slots * in; i++) predictor_weights[i] = 0.02f * random_float();
     for (int i = 0; i < slots; i++) predictor_bias[i] = 1 - 0.3f * (float)i;
-    drafter->predictor = (LengthPredictor){.layers = 1, .slots = slots, .bias = {predictor_bias},
+    drafter->predictor = (LengthPredictor){.layers = 1, .bias = {predictor_bias},
                                            .weight = {{.data = (const uint8_t *)predictor_weights, .dtype = DTYPE_F32, .rows = slots, .cols = in}}};
 }
 
@@ -375,7 +376,7 @@ static const int widths[WIDTHS] = {1, 2, 3, 5, 8, MAX_BLOCK + 1, 0};
 static struct {
     long trials, talks, tokens, rounds, accepted, rejected, mixed, runs_of_blocks, waits, stopped_inside, ended_inside, by_limit, by_context,
         least, failed_rounds, failed_sessions;
-    long pair[PAIRS], width[WIDTHS], verify[VERIFY_RULES], seeded, batch[4], mode[MODES], dtype[3], temperature[3], top_k, top_p, min_p, penalty,
+    long pair[PAIRS], width[WIDTHS], verify[3], seeded, batch[4], mode[MODES], dtype[3], temperature[3], top_k, top_p, min_p, penalty,
         single, shared, longer;
     CacheStats cache;
 } seen;
@@ -540,7 +541,7 @@ static void draw_trial(const Pool *pool, int fixed_width, int fixed_verify, int 
     watch.pass = costs[random_below(3)];
     watch.row = costs[random_below(3)] / 20;
     snprintf(trial.text, sizeof trial.text, "trial %ld: %s, %s rows, --width %d --verify %s%s --kv %s --hot %d --slots %d -c %d --kv-budget %zu "
-             "--host-budget %zu", seen.trials, pool->pair->name, kv_names[pool->dtype], trial.width, verify_rule_names[trial.verify],
+             "--host-budget %zu", seen.trials, pool->pair->name, kv_names[pool->dtype], trial.width, rule_names[trial.verify],
              trial.seeded ? " --allocate seeded" : "", kv_mode_names[options->kv_mode], options->hot_rows, options->sessions, options->context,
              options->kv_budget, options->host_budget);
     seen.trials++;
@@ -563,7 +564,7 @@ static void test_equality(void) {
             if (!open_pool(pool, &pairs[p], dtype, large ? 224 : contexts[dtype], large ? 8 : SHARE > 1 ? 12 : TALKS)) continue;
             for (int i = 0; i < (trials + SHARE - 1) / SHARE && checks_failed == failed; i++) {
                 if (large) draw_trial(pool, 4 + 2 * (i % 2), 1 + p - 8, i % 2, i % 2 ? MODE_ADAPTIVE : MODE_HISPARSE);
-                else draw_trial(pool, i < WIDTHS ? i : -1, i % VERIFY_RULES, i < 3 ? 1 + i : -1, p >= 3 && i >= 3 ? MODE_HISPARSE + i % 2 : -1);
+                else draw_trial(pool, i < WIDTHS ? i : -1, i % 3, i < 3 ? 1 + i : -1, p >= 3 && i >= 3 ? MODE_HISPARSE + i % 2 : -1);
             }
             close_pool(pool);
         }
@@ -811,7 +812,7 @@ static void test_failures(const Pair *pair) {
     free(spoiled.target);
     patch_tensor(draft, "hidden_norm.weight", 0, nans, 2 * (size_t)hidden);
     spoiled = (Pair){.name = pair->name, .target = pair->target, .draft = draft};
-    for (int verify = 0; verify < VERIFY_RULES; verify++) {
+    for (int verify = 0; verify <= VERIFY_CONFIDENCE; verify++) {
         if (verify == VERIFY_CONFIDENCE && !pair->confidence) continue;
         if (!open_pair(&runner, &spoiled, true, options, NULL, 0)) break;
         runner.speculation.width = verify ? 0 : 5;
@@ -1229,9 +1230,8 @@ static void schedule_prefixes(int *lengths, const float *scores, const int *limi
 static void test_budgets(void) {
     enum { SESSIONS = 12, SLOTS = 7 };
     static Runner runner;
-    static float sorted[SESSIONS * MAX_BLOCK];
     int wider = 0, narrower = 0, middle = 0;
-    runner = (Runner){.sorted = sorted};
+    runner = (Runner){0};
     runner.engine.drafter.config.slots = SLOTS;
     random_state = 1234;
     for (int t = 0; t < 6000 / SHARE; t++) {
