@@ -701,7 +701,6 @@ static int run_group(Runner *runner, int *prompts[GROUP], int *ids[GROUP], Finis
         session_admit(runner, &sessions[i]);
     }
     for (; running && rounds < 500; rounds++) {
-        uint64_t blocks = runner->speculation.stats.blocks;
         long ran = runner->rounds;
         if (poisoned >= 0 && rounds == 3) {
             Cache *cache = &runner->engine.cache;
@@ -712,7 +711,7 @@ static int run_group(Runner *runner, int *prompts[GROUP], int *ids[GROUP], Finis
         for (int i = 0; i < GROUP; i++)
             if (sessions[i].finish == RUNNING) pass[running++] = &sessions[i];
         run_round(runner, pass, running);
-        bool redrafts = ran == runner->rounds && runner->speculation.stats.blocks > blocks;
+        bool redrafts = ran == runner->rounds && running && pass[0]->plain;
         again += redrafts;
         for (int i = 0; i < running && redrafts; i++)
             CHECK(pass[i]->plain && pass[i]->finish == RUNNING, "after a round with drafts failed all of it is run again without");
@@ -885,7 +884,8 @@ static void make_toy(Toy *toy, int vocab, int width, bool one_hot, Sampling samp
 
 static double uniform_of(const DraftBlock *block, int position, Noise noise) {
     uint32_t words[4];
-    noise_words(words, noise, block->sampling->seed, block->stream, position, 0);
+    uint64_t stream = block->stream + (noise == NOISE_DRAFT ? (uint64_t)block->position * 0x9E3779B97F4A7C15u : 0);    /* as drafts have it */
+    noise_words(words, noise, block->sampling->seed, stream, position, 0);
     return unit(words[0]);
 }
 
