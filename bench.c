@@ -1287,7 +1287,14 @@ static void begin_answer(Answerer *answerer, int slot, const HeldPrompt *prompt,
     *session = (Session){.slot = slot, .stream = (uint64_t)index, .max_new = most + 2 * MAX_BLOCK, .sampling = sampling};
     for (size_t i = 0; i < arrlenu(prompt->ids); i++) arrput(session->ids, prompt->ids[i]);
     session_begin(session, &answerer->runner.engine);
-    while (!session_admit(&answerer->runner, session)) cache_step(&answerer->runner.engine.cache);
+    while (!session_admit(&answerer->runner, session)) {        /* another may be computing the prefix that they share */
+        Session *active[TOGETHER];
+        int n = 0;
+        for (int other = 0; other < TOGETHER; other++)
+            if (other != slot && answerer->prompt[other] >= 0) active[n++] = &answerer->sessions[other];
+        if (n) run_round(&answerer->runner, active, n);
+        else cache_step(&answerer->runner.engine.cache);
+    }
     answerer->prompt[slot] = index;
 }
 

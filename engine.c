@@ -3204,7 +3204,7 @@ enum {
     TRY_ROWS = 3,               /* and that a session verifies at least when it tries again */
 };
 
-static const double least_gain = 1.03;  /* what speculation has to promise over plain decoding */
+static const double least_gain = 1.1;   /* what speculation has to promise over plain decoding */
 
 /* ---- measured costs */
 
