@@ -1795,14 +1795,13 @@ static bool bench_draft(EngineOptions options, const char *directory, Error *err
  * Two lanes answer the same prompts in turns of 16 tokens a session: one without a drafter, one with, and their seconds for the same
  * tokens (drafts change no token) are compared. A wave of prompts begins together; the pass over the prompts is not timed. It ends
  * when the first of its answers ends, or after 512 tokens. A fixed width is measured over 96 tokens, or 32 of each of 16 sessions;
- * `auto` over 512, the median of three times, or 128 of each of 16, from nothing known, so that what it tries and how soon it backs
- * off is counted. Texts: fluent stories; facts to look up in a text, then whatever dialogue follows; continued held-out prose at
+ * `auto` over 512 of each, with one session the median of three times, from nothing known, so that what it tries and how soon it
+ * backs off is counted. Texts: fluent stories; facts to look up in a text, then whatever dialogue follows; continued held-out prose at
  * temperature 0.7; random tokens at temperature 1.
  */
 
-enum { SPEED_TOKENS = 512, FIXED_TOKENS = 96, MANY_TOKENS = 128, MANY_FIXED = 32, SPEED_TURN = 16, TEXTS = 4, WIDTHS = 9,
-      SPEED_CONTEXT = 1024, LONG_CONTEXT = 8832,
-       LONG_PAGES = 124, SPEED_REPEATS = 3 };
+enum { SPEED_TOKENS = 512, FIXED_TOKENS = 96, MANY_FIXED = 32, SPEED_TURN = 16, TEXTS = 4, WIDTHS = 9, SPEED_CONTEXT = 1024,
+       LONG_CONTEXT = 8832, LONG_PAGES = 124, SPEED_REPEATS = 3 };
 
 typedef struct SpeedText {
     const char *name;
@@ -1976,7 +1975,7 @@ static bool measure_speed(Lane *plain, Lane *drafting, const SpeedText *text, in
                           Error *error) {
     double ratios[SPEED_REPEATS];
     int repeats = plain->sessions == 1 && !width ? SPEED_REPEATS : 1,
-        tokens = plain->sessions == 1 ? width ? FIXED_TOKENS : SPEED_TOKENS : width ? MANY_FIXED : MANY_TOKENS;
+        tokens = !width ? SPEED_TOKENS : plain->sessions == 1 ? FIXED_TOKENS : MANY_FIXED;
     for (int i = 0; i < repeats; i++) {
         lane_reset(plain, text, 0, VERIFY_FULL);
         lane_reset(drafting, text, width, verify);

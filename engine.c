@@ -2969,7 +2969,7 @@ void draft_keep(Engine *engine, const Row *row, int index) {
     session->kept_end = row->position + 1;
     engine->backend->gather_rows(kept_feature(drafter, row->session, row->position), drafter->state.features, &index, 1,
                                  drafter->weights.fc.cols);
-    if (session->kept_end - session->kept_first == KEPT_FEATURES) catch_up(engine, row->session, session->kept_end);
+    if (session->kept_end - session->kept_first > KEPT_FEATURES) session->kept_first++;
 }
 
 /* ---- the block pass */
@@ -3197,14 +3197,16 @@ void engine_close(Engine *engine) {
  */
 
 enum {
-    FIRST_WAIT = 16, LAST_WAIT = 1024,      /* rounds without drafts after speculation did not pay: four times as many each time */
     KNOWN = 2,                  /* measurements that make a cost known: the first one finds caches cold */
     PLAIN_AGE = 48,             /* rounds after which the cost of a plain round is measured again */
     FIRST_ROWS = 4,             /* rows that the first round with drafts verifies of each */
-    TRY_ROWS = 3,               /* and that a session verifies at least when it tries again */
+    TRY_ROWS = 3,               /* rows that a session verifies at least when it tries */
+    TRY_WAIT = 16,              /* rounds from a session's last draft to its next try */
+    CREDIT_ROUNDS = 4,          /* plain rounds whose time may be saved up for tries */
 };
 
 static const double least_gain = 1.1;   /* what speculation has to promise over plain decoding */
+static const double try_share = 0.01;   /* of all rounds' time: what tries of sessions for whom it promises less may cost */
 
 /* ---- measured costs */
 
@@ -3325,48 +3327,62 @@ static int block_limit(const Runner *runner, const Session *session) {
     return limit < 1 ? 1 : limit;
 }
 
-/* Under --width auto: which of the n decoding sessions draft, by what they have shown; the limits of the others become 1. Those
- * for whom it does not pay wait, each time four times as long, and then try once whatever is expected. alone: no prompt shares
- * the round, so that it can show what plain decoding costs. */
+/* Sessions that would not draft may do so once, as far as there is credit: those that had drafts longest ago, and those whose
+ * last try went well. Text changes, and only a try shows it. pays: those that draft anyway. */
+static void choose_tries(Runner *runner, Session **sessions, int *limits, const bool *pays, int n) {
+    Speculation *speculation = &runner->speculation;
+    const double cost = draft_cost(speculation, 1) + (TRY_ROWS - 1) * cost_of(&speculation->pass_cost, n) / n;
+    for (;;) {
+        Session *next = NULL;
+        for (int i = 0; i < n; i++) {
+            Session *session = sessions[i];
+            if (limits[i] == 1 || pays[i] || session->trying) continue;
+            bool due = session->drafted < 0 || runner->rounds - session->drafted >= TRY_WAIT;
+            if (session->promising) next = session;
+            if (session->promising) break;
+            if (speculation->credit > 0 && due && (!next || session->drafted < next->drafted)) next = session;
+        }
+        if (!next) break;
+        forget_acceptance(&next->acceptance, 0.25);
+        next->trying = true;
+        speculation->credit -= cost;
+    }
+    for (int i = 0; i < n; i++)
+        if (!pays[i] && !sessions[i]->trying) limits[i] = 1;
+}
+
+/* Under --width auto: which of the n decoding sessions draft, by what they and all have shown; the limits of the others become
+ * 1. alone: no prompt shares the round, so that it can show what plain decoding costs. */
 static void choose_drafting(Runner *runner, Session **sessions, int *limits, int n, bool alone) {
     Speculation *speculation = &runner->speculation;
+    const CostCurve *pass = &speculation->pass_cost;
     const int slots = runner->engine.drafter.config.slots;
     float *survival = runner->engine.drafter.state.drafts.survival;
     int able = 0, kept, who[MAX_PASS_ROWS], allowed[MAX_PASS_ROWS];
-    bool measure = alone ? !cost_is_known(&speculation->pass_cost, n, runner->rounds) : !(cost_of(&speculation->pass_cost, n) > 0);
+    bool pays[MAX_PASS_ROWS] = {false}, measure = alone ? !cost_is_known(pass, n, runner->rounds) : !(cost_of(pass, n) > 0);
     for (int i = 0; i < n; i++) {
-        bool waits = measure || sessions[i]->wait > 0;
-        if (sessions[i]->wait > 0) sessions[i]->wait--;
-        if (waits) limits[i] = 1;
+        sessions[i]->trying = false;
+        if (measure) limits[i] = 1;
         if (limits[i] == 1) continue;
-        if (sessions[i]->tries) forget_acceptance(&sessions[i]->acceptance, 0.25);
         expect_acceptance(survival + able * slots, sessions[i], speculation, slots);
         allowed[able] = limits[i];
         who[able++] = i;
     }
     if (!able) return;
-    double rate, plain = n / cost_of(&speculation->pass_cost, n);
-    for (int drafting = able; drafting; drafting = kept) {      /* without those who would verify nothing, drafting costs less */
-        int budget = best_budget(runner, survival, allowed, able, n - able, draft_cost(speculation, drafting), false,
-                                 &rate);
+    double rate, plain = n / cost_of(pass, n);
+    speculation->credit = fmin(speculation->credit, CREDIT_ROUNDS * cost_of(pass, n));
+    for (int drafting = able;; drafting = kept) {   /* without those who would verify nothing, drafting costs less */
+        int budget = best_budget(runner, survival, allowed, able, n - able, draft_cost(speculation, drafting), false, &rate);
         runner->engine.backend->allocate(runner->lengths, survival, allowed, able, slots, budget);
         kept = 0;
         for (int i = 0; i < able; i++) kept += runner->lengths[i] > 1;
-        if (kept == drafting) break;
+        if (kept == drafting || !kept) break;
         for (int i = 0; i < able; i++)
             if (runner->lengths[i] == 1) allowed[i] = 1;
     }
-    for (int i = 0; i < able; i++) {
-        Session *session = sessions[who[i]];
-        bool pays = rate > least_gain * plain && runner->lengths[i] > 1;
-        session->trying = session->tries;
-        session->tries = !pays && !session->trying;
-        if (pays && !session->trying) session->backoff = 0;
-        if (!session->tries) continue;
-        session->wait = session->backoff = session->backoff ? session->backoff < LAST_WAIT ? 4 * session->backoff : LAST_WAIT
-                                                            : FIRST_WAIT;
-        limits[who[i]] = 1;
-    }
+    if (rate <= least_gain * plain) kept = 0;
+    for (int i = 0; i < able; i++) pays[who[i]] = kept && runner->lengths[i] > 1;
+    choose_tries(runner, sessions, limits, pays, n);
 }
 
 /* Scores of the drafts of the round's first n blocks, as the rule has them. */
@@ -3436,8 +3452,8 @@ void session_begin(Session *session, Engine *engine) {
     session->utf8 = (Utf8Stream){0};
     session->emitted = 0;
     session->finish = RUNNING;
-    session->wait = session->backoff = 0;
-    session->tries = session->trying = session->plain = false;
+    session->drafted = -1;
+    session->trying = session->promising = session->plain = false;
     if (!cache_truncate(&engine->cache, session->slot, session->cached)) {
         fail(&session->error, "the host memory for cached rows is full: raise --host-budget");
         session->finish = FINISH_ERROR;
@@ -3671,7 +3687,8 @@ static void end_block(Runner *runner, int i, bool drafted) {
     int verified = block->count - 1, won = runner->accepted[i], taken = 0;
     if (drafted) {
         record_acceptance(&session->acceptance, verified, won, 0.9);
-        record_acceptance(&runner->speculation.acceptance, verified, won, 0.98);
+        if (session->drafted < 0 || (session->trying && !session->promising))
+            record_acceptance(&runner->speculation.acceptance, verified, won, 0.98);
         if (!verified) {                            /* the scores alone said no: that is an outcome too */
             session->acceptance.tried[0] = session->acceptance.tried[0] * 0.9 + 1;
             session->acceptance.accepted[0] =
@@ -3679,7 +3696,8 @@ static void end_block(Runner *runner, int i, bool drafted) {
                 + (double)runner->engine.drafter.state.drafts.survival[i * runner->engine.drafter.config.slots];
         }
         for (int j = 0; j < verified && j <= won; j++) stats->tried[j]++, stats->passed[j] += j < won;
-        if (session->trying && verified && won == verified) session->tries = true;      /* promising: once more */
+        session->promising = session->trying && verified && won == verified;
+        session->drafted = runner->rounds;
         stats->verified += (uint64_t)verified;
         stats->accepted += (uint64_t)won;
     }
@@ -3740,6 +3758,7 @@ static void account_round(Runner *runner, int n_rows, int block_rows, int drafte
         if (drafted) measure_cost(&speculation->draft_cost, drafted, times->draft, runner->rounds);
     }
     runner->rows_run += n_rows;
+    speculation->credit += try_share * (times->draft + times->allocate + times->verify + times->accept);
     stats->plain_rounds += !drafted && block_rows > 0;
     if (!drafted) return;
     stats->rounds++;

@@ -693,7 +693,7 @@ int argmax(const float *values, int n);
 enum {
     MAX_BLOCK = 32,             /* rows of a draft block */
     MAX_BLOCK_QUERIES = 1024,   /* of a block and one key/value head */
-    KEPT_FEATURES = 16,         /* rows of a session that does not draft which enter the ring together */
+    KEPT_FEATURES = 32,         /* last rows of a session that does not draft: they enter the ring when it does */
     MAX_TAPS = 32,              /* target layers that a feature is made of */
     CANDIDATES = 16,            /* best tokens of a slot, among which it is drawn */
     DVL_FEATURES = 2 + CANDIDATES,          /* numbers of a slot that its predictor of lengths looks at */
@@ -1088,8 +1088,8 @@ bool forward(Engine *engine, const Row *rows, int n_rows, Error *error);
  * come in ascending positions; one that does not follow what the ring has of it starts the ring anew. */
 void draft_feed(Engine *engine, const Row *rows, const int *indices, int n);
 
-/* For a session that does not draft at present, in place of feeding row `index` of the pass just made: its feature is kept, and
- * KEPT_FEATURES of them enter the ring together, or as many as there are when the session drafts. */
+/* For a session that does not draft at present, in place of feeding row `index` of the pass just made: its feature is
+ * kept, among the last KEPT_FEATURES, which enter the ring when the session drafts again. */
 void draft_keep(Engine *engine, const Row *row, int index);
 
 /* One draft pass over the blocks of n sessions, which all have drafter.config.slots places behind their anchors: proposals into
@@ -1215,6 +1215,7 @@ typedef struct Speculation {
     bool seeded;                /* DVL allocates from the paper's seed */
     CostCurve pass_cost, draft_cost;
     Acceptance acceptance;      /* of all sessions: what is expected of a new one */
+    double credit;              /* seconds that tries may cost, of those for whom drafting promises too little */
     SpeculationStats stats;
 } Speculation;
 
@@ -1236,8 +1237,8 @@ typedef struct Session {
     char *text;                 /* stb_ds, what was generated, cut at a stop string */
     size_t emitted;             /* of text: what the reader has seen; the rest might still become a stop string */
     Acceptance acceptance;
-    int wait, backoff;          /* rounds without drafts: those that are left, and how many there were in this wait */
-    bool tries, trying;         /* after its wait it drafts once, whatever is expected; and that is this round */
+    long drafted;               /* round of its last draft; -1: none in this generation */
+    bool trying, promising;     /* it drafts in this round whatever is expected; and did so last time, and lost nothing */
     bool plain;                 /* no drafts in the next round: the last one failed */
     bool drafts;                /* in this round */
     bool accepted;              /* the token that is being emitted was a draft */
