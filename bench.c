@@ -1792,16 +1792,16 @@ static bool bench_draft(EngineOptions options, const char *directory, Error *err
 
 /* ---- speed: decoding with drafts against decoding without
  *
- * Two lanes answer the same prompts in turns of 16 tokens a session: one without a drafter, one with, and their seconds for the same
+ * Two lanes answer the same prompts in turns of 4 tokens a session: one without a drafter, one with, and their seconds for the same
  * tokens (drafts change no token) are compared. A wave of prompts begins together; the pass over the prompts is not timed. It ends
  * when the first of its answers ends, or after 512 tokens. A fixed width is measured over 96 tokens, or 32 of each of 16 sessions;
- * `auto` over 512 of each, with one session the median of three times, from nothing known, so that what it tries and how soon it
+ * `auto` over 512 of each, with one session the median of five times, from nothing known, so that what it tries and how soon it
  * backs off is counted. Texts: fluent stories; facts to look up in a text, then whatever dialogue follows; continued held-out prose at
  * temperature 0.7; random tokens at temperature 1.
  */
 
-enum { SPEED_TOKENS = 512, FIXED_TOKENS = 96, MANY_FIXED = 32, SPEED_TURN = 16, TEXTS = 4, WIDTHS = 9, SPEED_CONTEXT = 1024,
-       LONG_CONTEXT = 8832, LONG_PAGES = 124, SPEED_REPEATS = 3 };
+enum { SPEED_TOKENS = 512, FIXED_TOKENS = 96, MANY_FIXED = 32, SPEED_TURN = 4, TEXTS = 4, WIDTHS = 9, SPEED_CONTEXT = 1024,
+       LONG_CONTEXT = 8832, LONG_PAGES = 124, SPEED_REPEATS = 5 };
 
 typedef struct SpeedText {
     const char *name;
