@@ -1,5 +1,6 @@
 # tide: `make` builds the program, `make test` runs every test that needs no GPU.
 #
+#   make test-gpu    what needs a GPU: every CUDA operation against its C twin, and the fixtures
 #   make test-asan   the C tests under AddressSanitizer and UndefinedBehaviorSanitizer
 #   make mutants     spoils the hierarchy rule by rule and sees its test fail
 #   make fuzz        the fuzz targets, FUZZ_SECONDS each (needs clang)
@@ -13,15 +14,32 @@ WARNINGS := -Wall -Wextra -Werror -Wno-psabi
 FLAGS := -std=gnu11 $(WARNINGS) -fopenmp -fno-math-errno
 LDLIBS := -lcjson -lpcre2-8 -lutf8proc -lxxhash -ledit -lm
 
-tide: build/engine.o build/backend.o build/tokenizer.o build/bench.o build/tide.o
+OBJECTS := build/engine.o build/backend.o build/tokenizer.o build/bench.o build/tide.o
+
+# The CUDA backend joins the program where there is an nvcc; sm_90a needs one of CUDA 12. `make NVCC=` builds without.
+NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
+ifneq ($(and $(NVCC),$(wildcard engine.cu)),)
+CUDA_RELEASE := $(shell $(NVCC) --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
+CUDA_TARGETS := -gencode=arch=compute_80,code=sm_80 $(if $(filter-out 10 11,$(CUDA_RELEASE)),-gencode=arch=compute_90a,code=sm_90a)
+NVCC_FLAGS := -std=c++20 -O3 $(CUDA_TARGETS) -Xcompiler -Wall,-Wextra,-Werror,-Wno-missing-field-initializers,-fopenmp
+CUDA_LIBS := -L$(dir $(realpath $(NVCC)))../lib64 -lcudart_static -lstdc++ -lpthread -ldl -lrt
+OBJECTS += build/engine_cuda.o
+build/tide.o build/bench.o: FLAGS += -DTIDE_CUDA
+LDLIBS += $(CUDA_LIBS)
+endif
+
+tide: $(OBJECTS)
 	$(CC) $(FLAGS) $(CFLAGS) $^ $(LDLIBS) -o $@
 
 build/%.o: %.c engine.h | build
 	$(CC) $(FLAGS) $(CFLAGS) -c $< -o $@
 
+build/engine_cuda.o: engine.cu engine.h | build
+	$(NVCC) $(NVCC_FLAGS) -c $< -o $@
+
 # A test program includes engine.c and backend.c, so that it reaches what is static there, and the hierarchy checks its invariants at every step.
 TEST_FLAGS := $(FLAGS) -DTIDE_DEBUG -Wno-unused-function -Wno-unused-variable -Wno-unused-const-variable
-TESTS := $(patsubst tests/%.c,build/%,$(wildcard tests/test_*.c))
+TESTS := $(patsubst tests/%.c,build/%,$(filter-out tests/test_gpu.c,$(wildcard tests/test_*.c)))
 
 build/test_%: tests/test_%.c $(wildcard tests/*.h) engine.c backend.c engine.h build/tokenizer.o
 	$(CC) $(TEST_FLAGS) $(CFLAGS) $< build/tokenizer.o $(LDLIBS) -o $@
@@ -29,8 +47,14 @@ build/test_%: tests/test_%.c $(wildcard tests/*.h) engine.c backend.c engine.h b
 test: tide $(TESTS)
 	tests/run.sh $(TESTS) tests/test_cli.py
 
+build/test_gpu: tests/test_gpu.c tests/check.h build/engine.o build/backend.o build/tokenizer.o build/engine_cuda.o
+	$(CC) $(FLAGS) -I. $(CFLAGS) $^ $(LDLIBS) -o $@
+
+test-gpu: build/test_gpu
+	build/test_gpu
+
 SANITIZE := -O1 -g -march=native -fsanitize=address,undefined -fno-sanitize-recover=all
-SANITIZED := $(patsubst tests/%.c,build/asan_%,$(wildcard tests/test_*.c))
+SANITIZED := $(patsubst build/%,build/asan_%,$(TESTS))
 
 build/asan_%: tests/%.c $(wildcard tests/*.h) engine.c backend.c tokenizer.c engine.h | build
 	$(CC) $(TEST_FLAGS) $(SANITIZE) $< tokenizer.c $(LDLIBS) -o $@
@@ -71,4 +95,4 @@ build build/bench build/bench/dspark:
 clean:
 	rm -rf build tide
 
-.PHONY: test test-asan mutants fuzz bench bench-claims clean
+.PHONY: test test-gpu test-asan mutants fuzz bench bench-claims clean

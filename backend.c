@@ -9,12 +9,84 @@
 #define _GNU_SOURCE
 #include "engine.h"
 
+#include <errno.h>
 #include <float.h>
 #include <math.h>
 #include <omp.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
 #ifdef __FMA__
 #include <immintrin.h>
 #endif
+
+/* =====================================================================================================================
+ * Memory
+ *
+ * Owns: blocks of memory, which are touched only as they fill, and how much there is. Everything lies where the pipeline can
+ * reach it, so nothing is moved.
+ */
+
+static bool start(Error *error) {
+    (void)error;
+    return true;
+}
+
+/* The number in the first line of a file that starts with `label`, times `unit`; `otherwise` where there is none. */
+static size_t read_limit(const char *path, const char *label, size_t unit, size_t otherwise) {
+    FILE *file = fopen(path, "r");
+    char line[256];
+    unsigned long long value;
+    size_t limit = otherwise;
+    while (file && fgets(line, sizeof line, file))
+        if (!strncmp(line, label, strlen(label)) && sscanf(line + strlen(label), " %llu", &value) == 1) {
+            limit = (size_t)value * unit;
+            break;
+        }
+    if (file) fclose(file);
+    return limit;
+}
+
+/* Bytes this process may still take: the machine's free memory, under its container's and its own limit. */
+size_t available_memory(Memory memory) {
+    (void)memory;
+    size_t available = read_limit("/proc/meminfo", "MemAvailable:", 1024, SIZE_MAX);
+    size_t container = read_limit("/sys/fs/cgroup/memory.max", "", 1,
+                                  read_limit("/sys/fs/cgroup/memory/memory.limit_in_bytes", "", 1, SIZE_MAX));
+    if (container < available) available = container;
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && limit.rlim_cur < available)
+        available = (size_t)limit.rlim_cur;
+    return available;
+}
+
+enum { BLOCK_HEAD = 4096 };     /* bytes in front of a block: its size stands there */
+
+static void *take(size_t bytes, Memory memory, Error *error) {
+    (void)memory;
+    void *block = mmap(NULL, bytes + BLOCK_HEAD, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (block == MAP_FAILED) return fail(error, "cannot take %zu MB of memory: %s", bytes >> 20, strerror(errno)), NULL;
+    *(size_t *)block = bytes + BLOCK_HEAD;
+    return (uint8_t *)block + BLOCK_HEAD;
+}
+
+static void give_back(void *block, Memory memory) {
+    (void)memory;
+    if (!block) return;
+    void *head = (uint8_t *)block - BLOCK_HEAD;
+    munmap(head, *(size_t *)head);
+}
+
+static const void *import_weights(const void *data, size_t bytes, Error *error) {
+    (void)bytes;
+    (void)error;
+    return data;
+}
+
+static void release_weights(void) {}
+
+static void wait_for_all(void) {}
+
+static void copy_bytes(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); }
 
 /* =====================================================================================================================
  * Vectors of eight and the two inner products
@@ -569,6 +641,12 @@ static int first_not_finite(const float *x, int n_rows, int dim) {
     return -1;
 }
 
+static void check_finite(PassReport *report, int place, const float *x, int n_rows, int dim) {
+    if (report->bad_row >= 0) return;
+    report->bad_row = first_not_finite(x, n_rows, dim);
+    report->bad_place = report->bad_row < 0 ? -1 : place;
+}
+
 /* =====================================================================================================================
  * cached rows, index selection, attention
  *
@@ -1015,7 +1093,7 @@ static const DeviceRow nowhere = {-1};
 /* The device page that holds a position's row without any search: the tail by arithmetic, else optional history. */
 static DevicePage direct_page(const Cache *cache, int session, int position) {
     int page = position / PAGE_ROWS;
-    return position >= cache->tables.tail_base[session] ? *tail_page(cache, session, page) : *ready_page(cache, session, page);
+    return position >= cache->seen.tail_base[session] ? *tail_page(cache, session, page) : *ready_page(cache, session, page);
 }
 
 /* The queries of one session and one plan group while they are resolved together. */
@@ -1025,7 +1103,8 @@ typedef struct Block {
     uint32_t now;               /* this resolve, as the stamps count */
     int low, high;              /* words of Cache.bits that hold the union; high < low: there is none */
     int n, hits;                /* rows of the union, and how many of them are hot */
-    int first_staged;           /* where in the plan the rows begin that do not fit the hot cache */
+    int planned;                /* entries of the plan so far */
+    int first_staged;           /* where in it the rows begin that do not fit the hot cache */
 } Block;
 
 static Block open_block(Cache *cache, int group, int session) {
@@ -1035,8 +1114,8 @@ static Block open_block(Cache *cache, int group, int session) {
 
 /* First look: tail and optional history. Rows that are in neither join the union, a bit each in Cache.bits. */
 static void locate_directly(Cache *cache, Block *block, const Selection *selection, size_t begin, size_t end,
-                            DeviceRow *locations, MissPlan *plan) {
-    const int tail_base = cache->tables.tail_base[block->session];
+                            DeviceRow *locations, PassReport *report) {
+    const int tail_base = cache->seen.tail_base[block->session];
     for (size_t i = begin; i < end; i++) {
         int position = selection->ids[i], word = position / PAGE_ROWS;
         locations[i] = nowhere;
@@ -1044,7 +1123,7 @@ static void locate_directly(Cache *cache, Block *block, const Selection *selecti
         DevicePage page = direct_page(cache, block->session, position);
         if (!no_page(page)) {
             locations[i] = row_of_page(page, position);
-            plan->picked[position >= tail_base ? TIER_TAIL : TIER_OPTIONAL]++;
+            report->picked[position >= tail_base ? TIER_TAIL : TIER_OPTIONAL]++;
             continue;
         }
         cache->bits[word] |= (uint64_t)1 << position % PAGE_ROWS;
@@ -1111,20 +1190,20 @@ static DeviceRow hot_location(const Cache *cache, int session, int slot) {
  * there are more rows than slots the oldest of the history, which selections prefer least, are staged instead, and forgotten
  * after this block: there is no promotion into the hot cache, since whose selection will matter next, the last accepted
  * query's, is known only when all layers have run. */
-static void place_misses(Cache *cache, Block *block, int staging, MissPlan *plan) {
+static void place_misses(Cache *cache, Block *block, int staging, MissPlan *plan, PassReport *report) {
     const HostPage *host = host_page(cache, block->session, 0);
     int missing = block->n - block->hits, open = cache->hot_rows - block->hits, room = missing < open ? missing : open,
         beyond = missing - room, taken = 0;
     if (room) oldest_slots(cache->victims, block->hot.stamp, block->now, cache->hot_rows, room);
-    block->first_staged = plan->count;
+    block->first_staged = block->planned;
     for (int i = 0; i < block->n; i++) {
         if (cache->places[i] != NO_SLOT) continue;
         int row = cache->missing[i], place = taken < beyond ? cache->hot_rows + taken : cache->victims[taken - beyond];
         DeviceRow staged = {cache->device_pages.n_pages * PAGE_ROWS + staging * cache->staging_rows + taken};
-        REQUIRE(plan->count < plan->capacity);
-        plan->from[plan->count] = (HostRow){(int64_t)host[row / PAGE_ROWS].id * PAGE_ROWS + row % PAGE_ROWS};
-        plan->to[plan->count++] = taken < beyond ? staged : hot_location(cache, block->session, place);
-        if (taken < beyond) plan->staged++;
+        REQUIRE(block->planned < plan->capacity);
+        plan->from[block->planned] = (HostRow){(int64_t)host[row / PAGE_ROWS].id * PAGE_ROWS + row % PAGE_ROWS};
+        plan->to[block->planned++] = taken < beyond ? staged : hot_location(cache, block->session, place);
+        if (taken < beyond) report->staged++;
         else replace_slot(block, place, row);
         cache->places[i] = ~place;                  /* negative: it comes from the host */
         taken++;
@@ -1133,48 +1212,87 @@ static void place_misses(Cache *cache, Block *block, int staging, MissPlan *plan
 
 /* The union's rows in the order of each query's own selection (eq. 12). */
 static void emit_locations(const Cache *cache, const Block *block, const Selection *selection, size_t begin, size_t end,
-                           DeviceRow *locations, MissPlan *plan) {
+                           DeviceRow *locations, const MissPlan *plan, PassReport *report) {
     for (size_t i = begin; i < end; i++) {
         int position = selection->ids[i];
         if (position < 0 || locations[i].id >= 0) continue;
         int place = cache->places[rank_in_union(cache, position)];
-        plan->picked[place < 0 ? TIER_HOST : TIER_HOT]++;
+        report->picked[place < 0 ? TIER_HOST : TIER_HOT]++;
         if (place < 0) place = ~place;
         locations[i] = place < cache->hot_rows ? hot_location(cache, block->session, place)
                                                : plan->to[block->first_staged + place - cache->hot_rows];
     }
 }
 
-static void resolve_block(Cache *cache, int group, const Selection *selection, int session, int first, int last, int staging,
-                          DeviceRow *locations, MissPlan *plan) {
+/* Plans from entry `planned` on, and returns how many entries the plan has then. */
+static int resolve_block(Cache *cache, int group, const Selection *selection, int session, int first, int last, int staging,
+                         int planned, DeviceRow *locations, MissPlan *plan, PassReport *report) {
     size_t begin = (size_t)first * (size_t)selection->capacity, end = (size_t)last * (size_t)selection->capacity;
     Block block = open_block(cache, group, session);
-    locate_directly(cache, &block, selection, begin, end, locations, plan);
-    if (block.high < 0) return;
+    block.planned = planned;
+    locate_directly(cache, &block, selection, begin, end, locations, report);
+    if (block.high < 0) return planned;
     list_union(cache, &block);
     find_hot_slots(cache, &block);
     protect_hits(cache, &block);
-    place_misses(cache, &block, staging, plan);
-    emit_locations(cache, &block, selection, begin, end, locations, plan);
+    place_misses(cache, &block, staging, plan, report);
+    emit_locations(cache, &block, selection, begin, end, locations, plan, report);
     memset(cache->bits + block.low, 0, (size_t)(block.high - block.low + 1) * sizeof *cache->bits);
+    return block.planned;
 }
 
-static void resolve(Cache *cache, int group, const Selection *selection, const Row *rows, int begin, int end,
-                    DeviceRow *locations, MissPlan *plan) {
+/* Where in the plan the entries of a run begin: those of each follow those of the one before. */
+static int run_begin(const MissPlan *plan, int run) {
+    int begin = 0;
+    for (int i = 0; i < run; i++) begin += plan->count[i];
+    return begin;
+}
+
+static void resolve(Cache *cache, int group, const Selection *selection, const Row *rows, int begin, int end, int run,
+                    DeviceRow *locations, MissPlan *plan, PassReport *report) {
+    const int planned = run_begin(plan, run);
+    int so_far = planned;
     for (int first = begin, last, staging = 0; first < end; first = last) {
         for (last = first; last < end && rows[last].session == rows[first].session;) last++;
-        resolve_block(cache, group, selection, rows[first].session, first, last, staging, locations, plan);
+        so_far = resolve_block(cache, group, selection, rows[first].session, first, last, staging, so_far, locations, plan, report);
         staging += last - first > 1;
     }
+    plan->count[run] = so_far - planned;
+    report->fetched += plan->count[run];
 }
 
-static void fetch_rows(Cache *cache, SourceId source, const MissPlan *plan, int begin, int end) {
+static void fetch_rows(Cache *cache, SourceId source, const MissPlan *plan, const Row *rows, int begin, int end, int run,
+                       PassReport *report) {
     const RowPool pool = row_pool(cache, source);
     const uint8_t *host = host_source_rows(cache, source);
     const RowFormat *format = &cache->format;
-#pragma omp parallel for if ((size_t)(end - begin) * format->bytes > SHARED_COPY)
-    for (int i = begin; i < end; i++)
+    const int first = run_begin(plan, run), count = plan->count[run];
+    (void)rows, (void)begin, (void)end;             /* the plan is one list */
+    report->copied += count;
+#pragma omp parallel for if ((size_t)count * format->bytes > SHARED_COPY)
+    for (int i = first; i < first + count; i++)
         memcpy(row_at(&pool, format, plan->to[i]), host + (size_t)plan->from[i].id * format->stride, format->bytes);
+}
+
+static void forget_hot(Cache *cache, int session) {
+    for (int g = 0; g < cache->groups; g++) {
+        HotCache hot = hot_cache(cache, session, g);
+        for (int slot = 0; slot < cache->hot_rows; slot++) {
+            if (hot.tag[slot] >= 0) hot.slot_of[hot.tag[slot]] = 0;
+            hot.tag[slot] = -1;
+            hot.stamp[slot] = 0;
+        }
+        *hot.clock = 0;
+    }
+}
+
+/* Where each row of the pass is stored in the pools. */
+static void locate_rows(DeviceRow *kv_rows, DeviceRow *index_rows, const Cache *cache, const Row *rows, int n_rows) {
+    for (int r = 0; r < n_rows; r++) {
+        int s = rows[r].session, page = rows[r].position / PAGE_ROWS;
+        kv_rows[r] = row_of_page(*tail_page(cache, s, page), rows[r].position);
+        index_rows[r] = row_of_page(*index_page(cache, s, page), rows[r].position);
+    }
 }
 
 /* Nothing happens before finish_copy(): in C the bytes move at the last moment that the rules of ordering allow, so that a rule
@@ -1201,8 +1319,6 @@ static bool finish_copy(Cache *cache, const Transfer *transfer, bool wait) {
                  transfer->host.id, transfer);
     return true;
 }
-
-static void copy_bytes(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); }
 
 /* =====================================================================================================================
  * Sampling and acceptance
@@ -1241,15 +1357,9 @@ static void noise_words(uint32_t words[4], Noise noise, uint64_t seed, uint64_t 
 static double unit(uint32_t word) { return (word + 0.5) * 0x1p-32; }
 static double gumbel(uint32_t word) { return -log(-log(unit(word))); }
 
-Sampler sampler_open(int vocab) {
-    size_t n = (size_t)vocab;
-    return (Sampler){allocate_zeroed(n, sizeof(int)), allocate_zeroed(n, sizeof(float)), allocate_zeroed(n, sizeof(bool))};
-}
-
-void sampler_close(Sampler *sampler) {
-    free(sampler->picks);
-    free(sampler->weights);
-    free(sampler->seen);
+static int samplers(int logit_rows) {
+    (void)logit_rows;
+    return omp_get_max_threads();
 }
 
 int argmax(const float *values, int n) {
@@ -1347,7 +1457,7 @@ static int draw_pick(const Sampler *sampler, const float *logits, int n, float b
         int token = sampler->picks[i];
         if (!(sampler->weights[i] > 0)) continue;
         if ((uint32_t)token / 4 != four)
-            noise_words(words, noise, block->sampling->seed, block->stream, position, four = (uint32_t)token / 4);
+            noise_words(words, noise, block->sampling.seed, block->stream, position, four = (uint32_t)token / 4);
         if (1 - unit(words[token % 4]) > sampler->weights[i] * reach) continue;
         double value = (logits ? logits[token] - best : log(sampler->weights[i])) + gumbel(words[token % 4]);
         if (value < highest || (value == highest && token > choice)) continue;
@@ -1361,7 +1471,7 @@ static int draw_pick(const Sampler *sampler, const float *logits, int n, float b
 /* The target's own token behind `position`, where ids[0 .. position] stand. Changes the logits. */
 static int sample(Sampler *sampler, float *logits, int vocab, const DraftBlock *block, int position) {
     float best;
-    int kept = filter_tokens(sampler, logits, vocab, block->sampling, block->ids, position + 1, &best);
+    int kept = filter_tokens(sampler, logits, vocab, &block->sampling, block->ids, position + 1, &best);
     if (kept == 1) return sampler->picks[0];
     weigh_picks(sampler, logits, kept, best);
     return draw_pick(sampler, logits, kept, best, block, position, NOISE_TOKEN);
@@ -1394,7 +1504,7 @@ static int accept_by_rejection(int *choices, float *logits, int vocab, const Dra
     for (int j = 0;; j++, logits += vocab) {
         float best, p = 0, q = 0;
         double total = 0;
-        int kept = filter_tokens(sampler, logits, vocab, block->sampling, block->ids, block->position + j + 1, &best);
+        int kept = filter_tokens(sampler, logits, vocab, &block->sampling, block->ids, block->position + j + 1, &best);
         weigh_picks(sampler, logits, kept, best);
         if (j + 1 == block->count)
             return choices[j] = draw_pick(sampler, NULL, kept, best, block, block->position + j, NOISE_TOKEN), j;
@@ -1408,7 +1518,7 @@ static int accept_by_rejection(int *choices, float *logits, int vocab, const Dra
         for (int c = 0; c < CANDIDATES; c++)        /* a small vocabulary has copies of its last candidate, with a q of 0 */
             if (ids[c] == draft) q += law[c];
         uint32_t words[4];
-        noise_words(words, NOISE_ACCEPT, block->sampling->seed, block->stream, block->position + j, 0);
+        noise_words(words, NOISE_ACCEPT, block->sampling.seed, block->stream, block->position + j, 0);
         if (accepts(unit(words[0]), p, q)) { choices[j] = draft; continue; }
         leave_residual(sampler, kept, ids, law);
         return choices[j] = draw_pick(sampler, NULL, kept, best, block, block->position + j, NOISE_RESIDUAL), j;
@@ -1430,7 +1540,7 @@ static void accept_drafts(int *choices, int *accepted, float *logits, int vocab,
         const DraftBlock *block = &blocks[i];
         float *rows = logits + (size_t)block->first * (size_t)vocab;
         size_t at = (size_t)i * (size_t)drafts->slots;
-        bool rejection = rule == ACCEPT_REJECTION && !is_greedy(block->sampling) && block->count > 1;
+        bool rejection = rule == ACCEPT_REJECTION && !is_greedy(&block->sampling) && block->count > 1;
         accepted[i] = (rejection ? accept_by_rejection : accept_coupled)(choices + block->first, rows, vocab, block, drafts, at,
                                                                          &samplers[omp_get_thread_num()]);
     }
@@ -1567,14 +1677,25 @@ static void best_candidates(int *best, const float *row, int vocab) {
     for (int i = count; i < CANDIDATES; i++) best[i] = best[count - 1];
 }
 
-static void candidates(int *ids, float *values, size_t stride, const float *logits, int n, int vocab) {
+static void candidates(int *ids, float *values, size_t stride, const float *logits, int n, int vocab, const int *target_ids) {
 #pragma omp parallel for if ((size_t)n * (size_t)vocab > SHARED_WORK)
     for (int r = 0; r < n; r++) {
         const float *row = logits + (size_t)r * (size_t)vocab;
         int *best = ids + (size_t)r * stride;
         best_candidates(best, row, vocab);
-        for (int i = 0; i < CANDIDATES; i++) values[(size_t)r * stride + (size_t)i] = row[best[i]];
+        for (int i = 0; i < CANDIDATES; i++) {
+            values[(size_t)r * stride + (size_t)i] = row[best[i]];
+            if (target_ids) best[i] = target_ids[best[i]];
+        }
     }
+}
+
+static void take_tokens(Row *rows, const DraftBlock *blocks, int slot, int n) {
+    for (int i = 0; i < n; i++) rows[i].token = blocks[i].ids[blocks[i].position + slot];
+}
+
+static void add_bias(float *y, size_t stride, float bias, int n) {
+    for (int i = 0; i < n; i++) y[(size_t)i * stride] += bias;
 }
 
 static void length_features(float *features, size_t stride, const float *values, size_t values_stride, const float *logits, int n,
@@ -1637,7 +1758,7 @@ typedef struct Ranking {
 } Ranking;
 
 static Ranking rank_candidates(const int *ids, const float *scores, const DraftBlock *block, int position) {
-    const Sampling *sampling = block->sampling;
+    const Sampling *sampling = &block->sampling;
     Ranking ranking = {0};
     for (int i = 0; i < CANDIDATES; i++) {
         float score = scores[i];
@@ -1675,7 +1796,7 @@ static int filter_ranking(const Ranking *ranking, const Sampling *sampling) {
  * draw followed, where the rule needs one. one_hot: under acceptance by rejection the best is taken, not drawn. */
 static int draw_candidate(const int *ids, const float *scores, float *q, const DraftBlock *block, int position, AcceptRule rule,
                           bool one_hot) {
-    const Sampling *sampling = block->sampling;
+    const Sampling *sampling = &block->sampling;
     const bool rejection = rule == ACCEPT_REJECTION;
     const Ranking ranking = rank_candidates(ids, scores, block, position);
     bool lawful = ranking.total >= 1 && ranking.total <= CANDIDATES;            /* scores that are no numbers make no law */
@@ -1801,20 +1922,32 @@ static int pack_blocks(Row *rows, DraftBlock *blocks, int n, int capacity) {
 const Backend c_backend = {
     .name = "cpu",
     .live_sources = 1,
+    .shares_memory = true,
+    .start = start,
+    .available = available_memory,
+    .take = take,
+    .give_back = give_back,
+    .import_weights = import_weights,
+    .release_weights = release_weights,
+    .samplers = samplers,
+    .wait = wait_for_all,
+    .copy_bytes = copy_bytes,
+    .upload = copy_bytes,
     .embed = embed,
     .rms_norm = rms_norm,
     .layer_norm = layer_norm,
     .linear = linear,
     .rotations = rotations,
     .rope = rope,
+    .locate_rows = locate_rows,
     .store_rows = store_rows,
     .index_select = index_select,
     .absorb_query = absorb_query,
     .resolve = resolve,
     .fetch_rows = fetch_rows,
+    .forget_hot = forget_hot,
     .start_copy = start_copy,
     .finish_copy = finish_copy,
-    .copy_bytes = copy_bytes,
     .sparse_attention = sparse_attention,
     .expand_value = expand_value,
     .dense_attention = dense_attention,
@@ -1824,12 +1957,14 @@ const Backend c_backend = {
     .gather_rows = gather_rows,
     .route = route,
     .experts = experts,
-    .first_not_finite = first_not_finite,
+    .check_finite = check_finite,
     .copy_rows = copy_rows,
     .convolve = convolve,
     .block_attention = block_attention,
     .cap_logits = cap_logits,
     .candidates = candidates,
+    .take_tokens = take_tokens,
+    .add_bias = add_bias,
     .length_features = length_features,
     .predict_lengths = predict_lengths,
     .draw_drafts = draw_drafts,

@@ -2,6 +2,7 @@
  *
  *     figures . cpu . load . serving: loadstep, hotsweep, offered, cost . resolve . memory .
  *     speculation: acceptance, lengths, confidence, draft, speed
+ *     kernels: gpu
  *
  * Owns: what `tide bench NAME` does: one function for each NAME, with its workload stated above it. A figure is measured or
  * computed in the run that prints it. stdout carries a table, and after it a line for each claim that the table bears on; the
@@ -56,6 +57,7 @@ static bool end_figure(Figure *figure, const char *script, bool ok, Error *error
     bad |= fclose(figure->csv) != 0;
     if (!ok) return false;
     if (bad) return fail(error, "%s: cannot be written: %s", figure->data, strerror(errno));
+    if (!script) return true;
     FILE *gnuplot = popen("command -v gnuplot > /dev/null || exit 127; exec gnuplot", "w");
     if (!gnuplot) return fail(error, "cannot start gnuplot: %s", strerror(errno));
     fputs("set terminal svg size 1240,380 font ',10' background 'white'; set grid; set key samplen 1\n"
@@ -1009,16 +1011,15 @@ static double time_resolves(Bed *bed, Lookup lookup, bool moves) {
     Selection selection = state->selection;
     for (int s = 0; s < RESOLVE_SESSIONS; s++) rows[s] = (Row){s, cache->context - 1, 0};
     cache->lookup = lookup;
-    memset(state->plan.picked, 0, sizeof state->plan.picked);
+    memset(state->report, 0, sizeof *state->report);
     double begin = now();
     for (int i = 0; i < RESOLVE_STEPS; i++) {
         if (moves && bed->step + 1 < bed->steps) bed->step++;
         selection.ids = bed->trace + (size_t)bed->step * RESOLVE_SESSIONS * (size_t)selection.capacity;
-        state->plan.count = 0;
-        cache->backend->resolve(cache, 0, &selection, rows, 0, RESOLVE_SESSIONS, state->locations, &state->plan);
+        cache->backend->resolve(cache, 0, &selection, rows, 0, RESOLVE_SESSIONS, 0, state->locations, &state->plan, state->report);
     }
     double seconds = now() - begin;
-    bed->missed += (uint64_t)state->plan.picked[TIER_HOST];
+    bed->missed += (uint64_t)state->report->picked[TIER_HOST];
     if (moves) bed->resolved += RESOLVE_STEPS * RESOLVE_SESSIONS;
     return seconds / (RESOLVE_STEPS * RESOLVE_SESSIONS);
 }
@@ -2081,6 +2082,277 @@ static bool bench_speed(EngineOptions options, const char *directory, Error *err
     return end_figure(&figure, drawing, ok, error);
 }
 
+#ifdef TIDE_CUDA
+
+/* ---- gpu: the kernels against what the card can do
+ *
+ * Every figure is the median of replays of a captured graph, and stands beside the rate at which this card reads its memory in the
+ * same run. Operands are random and more than the L2 cache holds: each repetition takes the next of several.
+ */
+
+enum { GPU_POOL = 2 << 20, GPU_SETS = 8 };          /* GPU_POOL: 1,024 bytes each of random memory that operands are taken from */
+
+typedef struct GpuBench {
+    uint8_t *pool;              /* [GPU_POOL * 1024] random bytes, such that they are finite as bf16, f32 and e4m3 */
+    float *x, *y;               /* [GPU_VECTORS] f32, random; results */
+    int *ints;                  /* [GPU_VECTORS] */
+    unsigned *sum;
+    double read;                /* bytes a second */
+    FILE *csv;
+} GpuBench;
+
+enum { GPU_VECTORS = 64 << 20 };
+
+static void *on_gpu(size_t bytes) {
+    Error error;
+    void *block = cuda_backend.take(bytes, MEMORY_DEVICE, &error);
+    if (!block) fprintf(stderr, "tide: %s\n", error.text), exit(1);
+    return block;
+}
+
+/* Fills device memory with repetitions of a random block in which no exponent is extreme. */
+static void fill_gpu(void *to, size_t bytes, bool floats) {
+    enum { BLOCK = 1 << 24 };
+    uint8_t *block = allocate_zeroed(BLOCK, 1);
+    uint64_t seed = 1;
+    for (size_t i = 0; i < BLOCK; i += 4) {
+        uint32_t bits = (uint32_t)draw(&seed);
+        float value = ((float)(bits >> 8) * 0x1p-23f - 1) * 2;
+        if (floats) memcpy(block + i, &value, 4);
+        else for (int j = 0; j < 4; j++) block[i + (size_t)j] = (uint8_t)((bits >> 8 * j & 0x87) | 0x38);    /* near 1 in bf16 and e4m3 */
+    }
+    for (size_t at = 0; at < bytes; at += BLOCK) cuda_backend.copy_bytes((uint8_t *)to + at, block, bytes - at < BLOCK ? bytes - at : BLOCK);
+    free(block);
+}
+
+static void gpu_line(GpuBench *bench, const char *what, double seconds, double bytes) {
+    printf("%-58s %10.1f us %9.1f GB/s %6.1f%% of read\n", what, 1e6 * seconds, bytes / seconds / 1e9, 100 * bytes / seconds / bench->read);
+    fprintf(bench->csv, "%s,%.9f,%.0f,%.4f\n", what, seconds, bytes, bytes / seconds / bench->read);
+}
+
+typedef struct CopyWork { void *to; const void *from; size_t bytes; } CopyWork;
+
+static void copy_work(void *user) {
+    const CopyWork *work = user;
+    cuda_begin_copy(work->to, work->from, work->bytes);
+}
+
+static void read_work(void *user) {
+    const CopyWork *work = user;
+    cuda_read(work->from, work->bytes, work->to);
+}
+
+static void gpu_ceilings(GpuBench *bench) {
+    enum { HALF = GPU_POOL / 2 };
+    const size_t half = (size_t)HALF * 1024, link = (size_t)256 << 20;
+    Error error;
+    void *pinned = cuda_backend.take(link, MEMORY_HOST, &error);
+    CopyWork device = {bench->pool, bench->pool + half, half}, to_device = {bench->y, pinned, link / 2},
+             to_host = {pinned, bench->y, link / 2}, reading = {bench->sum, bench->pool, 2 * half};
+    bench->read = (double)reading.bytes / cuda_seconds(read_work, &reading);
+    gpu_line(bench, "ceiling: reading device memory", (double)reading.bytes / bench->read, (double)reading.bytes);
+    gpu_line(bench, "ceiling: copying device memory (read + written)", cuda_seconds(copy_work, &device), 2 * (double)half);
+    gpu_line(bench, "ceiling: host to device, pinned", cuda_seconds(copy_work, &to_device), (double)link / 2);
+    gpu_line(bench, "ceiling: device to host, pinned", cuda_seconds(copy_work, &to_host), (double)link / 2);
+    cuda_backend.give_back(pinned, MEMORY_HOST);
+    fill_gpu(bench->pool, 2 * half, false);
+}
+
+/* ---- products */
+
+typedef struct ProductWork { GpuBench *bench; Matrix w[GPU_SETS]; int rows, sets; } ProductWork;
+
+static void product_work(void *user) {
+    const ProductWork *work = user;
+    for (int i = 0; i < work->sets; i++)
+        cuda_backend.linear(work->bench->y, (size_t)work->w[i].rows, work->bench->x, (size_t)work->w[i].cols, work->rows, &work->w[i]);
+}
+
+static void gpu_products(GpuBench *bench) {
+    static const struct { DType dtype; const char *name; int rows, cols; } cases[] = {
+        {DTYPE_BF16, "bf16", 16384, 8192}, {DTYPE_F8_E4M3, "e4m3", 16384, 8192}, {DTYPE_BF16, "bf16", 6144, 2048},
+        {DTYPE_F8_E4M3, "e4m3", 6144, 2048},
+    };
+    static const int counts[] = {1, 8, 16, 64, 256};
+    for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
+        size_t bytes = (size_t)cases[c].rows * (size_t)cases[c].cols * dtype_size(cases[c].dtype);
+        ProductWork work = {.bench = bench, .sets = GPU_SETS};
+        for (int i = 0; i < GPU_SETS; i++)
+            work.w[i] = (Matrix){.data = bench->pool + (size_t)i * bytes, .dtype = cases[c].dtype, .rows = cases[c].rows, .cols = cases[c].cols,
+                                 .scale = cases[c].dtype == DTYPE_F8_E4M3 ? bench->x : NULL, .scale_cols = cases[c].cols / SCALE_BLOCK};
+        for (size_t n = 0; n < sizeof counts / sizeof *counts; n++) {
+            char what[96];
+            work.rows = counts[n];
+            double seconds = cuda_seconds(product_work, &work) / GPU_SETS;
+            snprintf(what, sizeof what, "product %s %d x %d, %d rows", cases[c].name, cases[c].rows, cases[c].cols, counts[n]);
+            gpu_line(bench, what, seconds, (double)bytes);
+        }
+    }
+}
+
+/* ---- experts: GLM-5.3's shape, 256 of which 8 are picked and one shared, e4m3 */
+
+enum { GLM_HIDDEN = 6144, GLM_INNER = 2048, GLM_EXPERTS = 256, GLM_PICKS = 8 };
+
+typedef struct ExpertsWork { GpuBench *bench; LayerWeights layer; Config config; int *picks; float *weights; int rows; } ExpertsWork;
+
+static void experts_work(void *user) {
+    const ExpertsWork *work = user;
+    GpuBench *bench = work->bench;
+    const size_t hidden = GLM_HIDDEN, inner = GLM_INNER;
+    for (int i = 0; i < GPU_SETS; i++) {            /* each time other experts */
+        float *gate = bench->y, *up = gate + (size_t)work->rows * inner, *branch = up + (size_t)work->rows * inner;
+        cuda_backend.linear(gate, inner, bench->x, hidden, work->rows, &work->layer.gate_proj);
+        cuda_backend.linear(up, inner, bench->x, hidden, work->rows, &work->layer.up_proj);
+        cuda_backend.swiglu(gate, gate, up, (size_t)work->rows * inner);
+        cuda_backend.linear(branch, hidden, gate, inner, work->rows, &work->layer.down_proj);
+        cuda_backend.experts(branch, bench->x, work->picks + i * work->rows * GLM_PICKS, work->weights, work->rows, &work->layer, &work->config,
+                             branch + (size_t)work->rows * hidden);
+    }
+}
+
+static void gpu_experts(GpuBench *bench) {
+    const size_t matrix = (size_t)GLM_HIDDEN * GLM_INNER;
+    uint8_t *weights = on_gpu((3 * GLM_EXPERTS + 3) * matrix);
+    fill_gpu(weights, (3 * GLM_EXPERTS + 3) * matrix, false);
+    Matrix *experts = allocate_zeroed(3 * GLM_EXPERTS, sizeof *experts), *table = on_gpu(3 * GLM_EXPERTS * sizeof *table), shared[3];
+    for (int i = 0; i < 3 * GLM_EXPERTS + 3; i++) {
+        bool down = i < 3 * GLM_EXPERTS ? i / GLM_EXPERTS == 2 : i == 3 * GLM_EXPERTS + 2;
+        *(i < 3 * GLM_EXPERTS ? &experts[i] : &shared[i - 3 * GLM_EXPERTS]) =
+            (Matrix){.data = weights + (size_t)i * matrix, .scale = bench->x, .dtype = DTYPE_F8_E4M3, .rows = down ? GLM_HIDDEN : GLM_INNER,
+                     .cols = down ? GLM_INNER : GLM_HIDDEN, .scale_cols = (down ? GLM_INNER : GLM_HIDDEN) / SCALE_BLOCK};
+    }
+    cuda_backend.copy_bytes(table, experts, 3 * GLM_EXPERTS * sizeof *table);
+    ExpertsWork work = {.bench = bench,
+                        .layer = {.gate_proj = shared[0], .up_proj = shared[1], .down_proj = shared[2], .expert_gate = table,
+                                  .expert_up = table + GLM_EXPERTS, .expert_down = table + 2 * GLM_EXPERTS, .expert_dtype = DTYPE_F8_E4M3},
+                        .config = {.hidden_size = GLM_HIDDEN, .moe_intermediate_size = GLM_INNER, .n_routed_experts = GLM_EXPERTS,
+                                   .num_experts_per_tok = GLM_PICKS, .n_shared_experts = 1},
+                        .picks = bench->ints, .weights = bench->x};
+    static const int counts[] = {1, 8, 32};
+    for (size_t n = 0; n < sizeof counts / sizeof *counts; n++) {
+        int picks[GPU_SETS * 32 * GLM_PICKS], distinct = 0;
+        uint64_t seed = 3;
+        work.rows = counts[n];
+        for (int set = 0; set < GPU_SETS; set++) {
+            bool taken[GLM_EXPERTS] = {false};
+            for (int r = 0; r < work.rows; r++)
+                for (int i = 0; i < GLM_PICKS; i++) {
+                    int *pick = &picks[(set * work.rows + r) * GLM_PICKS + i], again = 1;
+                    while (again) {
+                        *pick = (int)(draw(&seed) % GLM_EXPERTS), again = 0;
+                        for (int j = 1; j <= i; j++) again |= pick[-j] == *pick;
+                    }
+                    distinct += !taken[*pick];
+                    taken[*pick] = true;
+                }
+        }
+        cuda_backend.copy_bytes(work.picks, picks, (size_t)(GPU_SETS * work.rows * GLM_PICKS) * sizeof *picks);
+        char what[96];
+        snprintf(what, sizeof what, "experts and shared, GLM-5.3's shape, e4m3, %d rows", work.rows);
+        gpu_line(bench, what, cuda_seconds(experts_work, &work) / GPU_SETS, 3 * (double)matrix * ((double)distinct / GPU_SETS + 1));
+    }
+    free(experts);
+    cuda_backend.give_back(weights, MEMORY_DEVICE);
+    cuda_backend.give_back(table, MEMORY_DEVICE);
+}
+
+/* ---- index scores and top-k; latent attention over a selection */
+
+typedef struct SelectWork {
+    GpuBench *bench;
+    Row *rows;
+    DevicePage *pages;
+    Selection selection;
+    RowFormat format;
+    int n_rows, context_pages, heads;
+} SelectWork;
+
+static void select_work(void *user) {
+    SelectWork *work = user;
+    cuda_backend.index_select(&work->selection, work->bench->x, work->bench->x, work->bench->pool, &work->format, work->pages,
+                              work->context_pages, work->heads, 128, work->rows, work->n_rows, work->bench->y, work->n_rows);
+}
+
+static void gpu_selection(GpuBench *bench) {
+    static const struct { int sessions, queries, context, heads; } cases[] = {{1, 1, 128 << 10, 32}, {1, 8, 128 << 10, 32}, {32, 1, 100000, 32}, {32, 8, 100000, 32}};
+    for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
+        const int sessions = cases[c].sessions, n = sessions * cases[c].queries, pages = cases[c].context / PAGE_ROWS;
+        if ((size_t)n * (size_t)(pages * PAGE_ROWS) > GPU_VECTORS) continue;
+        SelectWork work = {.bench = bench, .format = row_format(KV_BF16, 0, 128, 128), .n_rows = n, .context_pages = pages, .heads = cases[c].heads,
+                           .selection = {.ids = bench->ints, .count = bench->ints + (32 << 20), .capacity = GLM_TOPK}};
+        Row *rows = allocate_zeroed((size_t)n, sizeof *rows);
+        DevicePage *table = allocate_zeroed((size_t)(sessions * pages), sizeof *table);
+        for (int r = 0; r < n; r++) rows[r] = (Row){r / cases[c].queries, pages * PAGE_ROWS - cases[c].queries + r % cases[c].queries, 0};
+        for (int i = 0; i < sessions * pages; i++) table[i].id = i;
+        work.rows = on_gpu((size_t)n * sizeof *rows);
+        work.pages = on_gpu((size_t)(sessions * pages) * sizeof *table);
+        cuda_backend.copy_bytes(work.rows, rows, (size_t)n * sizeof *rows);
+        cuda_backend.copy_bytes(work.pages, table, (size_t)(sessions * pages) * sizeof *table);
+        char what[96];
+        snprintf(what, sizeof what, "index scores and top-2,048, bf16 keys, %d x %d queries, %d rows", sessions, cases[c].queries, pages * PAGE_ROWS);
+        gpu_line(bench, what, cuda_seconds(select_work, &work), (double)sessions * pages * PAGE_ROWS * (double)work.format.stride);
+        cuda_backend.give_back(work.rows, MEMORY_DEVICE);
+        cuda_backend.give_back(work.pages, MEMORY_DEVICE);
+        free(rows);
+        free(table);
+    }
+}
+
+typedef struct AttentionWork { GpuBench *bench; RowPool pool; RowFormat format; DeviceRow *locations; int *count, n_rows, heads; } AttentionWork;
+
+static void attention_work(void *user) {
+    const AttentionWork *work = user;
+    cuda_backend.sparse_attention(work->bench->y, work->bench->x, &work->pool, &work->format, work->locations, work->count, GLM_TOPK, work->n_rows,
+                                  work->heads, 0.04f);
+}
+
+static void gpu_attention(GpuBench *bench) {
+    static const struct { int rows, heads; KvDtype dtype; } cases[] = {{1, 64, KV_F8}, {8, 64, KV_F8}, {256, 64, KV_F8}, {512, 64, KV_F8},
+                                                                      {256, 128, KV_F8}, {1, 64, KV_BF16}, {256, 64, KV_BF16}};
+    DeviceRow *locations = allocate_zeroed((size_t)512 * GLM_TOPK, sizeof *locations);
+    int *count = allocate_zeroed(512, sizeof *count);
+    for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
+        const int n = cases[c].rows;
+        AttentionWork work = {.bench = bench, .format = row_format(cases[c].dtype, 512, 64, 128), .n_rows = n, .heads = cases[c].heads,
+                              .locations = (DeviceRow *)bench->ints, .count = bench->ints + (32 << 20)};
+        const int pool = (int)((size_t)GPU_POOL * 1024 / work.format.stride);
+        uint64_t seed = 5;
+        for (int i = 0; i < n * GLM_TOPK; i++) locations[i].id = (int)(draw(&seed) % (uint64_t)pool);
+        for (int r = 0; r < n; r++) count[r] = GLM_TOPK;
+        work.pool = (RowPool){bench->pool, bench->pool, pool};
+        cuda_backend.copy_bytes(work.locations, locations, (size_t)(n * GLM_TOPK) * sizeof *locations);
+        cuda_backend.copy_bytes(work.count, count, (size_t)n * sizeof *count);
+        char what[96];
+        double seconds = cuda_seconds(attention_work, &work), operations = 2.0 * n * work.heads * GLM_TOPK * (576 + 512);
+        snprintf(what, sizeof what, "latent attention, %s rows, %d heads, %d queries x 2,048: %.0f TFLOP/s", cases[c].dtype == KV_F8 ? "fp8" : "bf16",
+                 work.heads, n, operations / seconds / 1e12);
+        gpu_line(bench, what, seconds, (double)n * GLM_TOPK * (double)work.format.bytes);
+    }
+    free(locations);
+    free(count);
+}
+
+static bool bench_gpu(EngineOptions options, const char *directory, Error *error) {
+    (void)options;
+    Figure figure;
+    if (!cuda_backend.start(error) || !open_figure(&figure, directory, "gpu", "what,seconds,bytes,of_read", error)) return false;
+    GpuBench bench = {.pool = on_gpu((size_t)GPU_POOL * 1024), .x = on_gpu((size_t)GPU_VECTORS * 4), .y = on_gpu((size_t)GPU_VECTORS * 4),
+                      .ints = on_gpu((size_t)GPU_VECTORS * 4), .sum = on_gpu(64), .csv = figure.csv};
+    fill_gpu(bench.pool, (size_t)GPU_POOL * 1024, false);
+    fill_gpu(bench.x, (size_t)GPU_VECTORS * 4, true);
+    gpu_ceilings(&bench);
+    gpu_products(&bench);
+    gpu_experts(&bench);
+    gpu_selection(&bench);
+    gpu_attention(&bench);
+    void *taken[] = {bench.pool, bench.x, bench.y, bench.ints, bench.sum};
+    for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) cuda_backend.give_back(taken[i], MEMORY_DEVICE);
+    return end_figure(&figure, NULL, true, error);
+}
+
+#endif
+
 /* ---- the list of them */
 
 static const struct {
@@ -2101,6 +2373,9 @@ static const struct {
     {"confidence", bench_confidence, true},
     {"draft", bench_draft, true},
     {"speed", bench_speed, true},
+#ifdef TIDE_CUDA
+    {"gpu", bench_gpu, false},
+#endif
 };
 
 int bench(const char *name, const EngineOptions *options, const char *directory, Error *error) {

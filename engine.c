@@ -24,7 +24,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -467,6 +466,12 @@ void checkpoint_close(Checkpoint *checkpoint) {
     *checkpoint = (Checkpoint){0};
 }
 
+size_t checkpoint_bytes(const Checkpoint *checkpoint) {
+    size_t bytes = 0;
+    for (size_t i = 0; i < arrlenu(checkpoint->files); i++) bytes += checkpoint->files[i].size;
+    return bytes;
+}
+
 const Tensor *checkpoint_find(const Checkpoint *checkpoint, const char *name) {
     Checkpoint *unlocked = (Checkpoint *)checkpoint;        /* stb_ds look-ups write a hidden temporary */
     ptrdiff_t i = shgeti(unlocked->index, name);
@@ -726,6 +731,7 @@ void config_free(Config *config) {
 typedef struct Binder {
     const Checkpoint *checkpoint;
     Weights *weights;
+    const Backend *backend;     /* that moves them into its memory; NULL: they stay in the mapping */
     Error *error;
     bool failed;                /* after the first failure the rest is skipped */
     bool *used;                 /* [tensors] which were bound; NULL: nobody asks */
@@ -761,11 +767,19 @@ static const Tensor *bind_tensor(Binder *binder, const char *name, const DType *
     return NULL;
 }
 
-static float *widen_tensor(Binder *binder, const Tensor *tensor, size_t count) {
+/* The bytes as operations will read them. */
+static const void *move_weights(Binder *binder, const void *data, size_t bytes) {
+    if (!binder->backend || binder->failed) return data;
+    const void *moved = binder->backend->import_weights(data, bytes, binder->error);
+    binder->failed = !moved;
+    return moved;
+}
+
+static const float *widen_tensor(Binder *binder, const Tensor *tensor, size_t count) {
     float *values = allocate_zeroed(count, sizeof(float));
     for (size_t i = 0; i < count; i++) values[i] = widen(tensor->data + i * dtype_size(tensor->dtype), tensor->dtype);
     arrput(binder->weights->owned, values);
-    return values;
+    return move_weights(binder, values, count * sizeof *values);
 }
 
 static const DType float_dtypes[] = {DTYPE_F32, DTYPE_F16, DTYPE_BF16, DTYPE_UNKNOWN};
@@ -786,7 +800,7 @@ static Matrix bind_named_matrix(Binder *binder, const char *name, const DType *d
     const Tensor *tensor = bind_tensor(binder, name, dtypes, 2, (int64_t[]){rows, cols});
     if (!tensor) return (Matrix){0};
     binder->weights->parameters += (size_t)rows * (size_t)cols;
-    return (Matrix){.data = tensor->data, .dtype = tensor->dtype, .rows = rows, .cols = cols};
+    return (Matrix){.data = move_weights(binder, tensor->data, tensor->size), .dtype = tensor->dtype, .rows = rows, .cols = cols};
 }
 
 /* A matrix [rows, cols] by the name prefix + suffix + ".weight"; an e4m3 one brings its ".weight_scale_inv" (a multiplier,
@@ -801,7 +815,8 @@ static Matrix bind_matrix(Binder *binder, const char *prefix, const char *suffix
     const Tensor *scale = bind_tensor(binder, name, float_dtypes, 2, blocks);
     if (!scale) return (Matrix){0};
     bool in_place = scale->dtype == DTYPE_F32 && (uintptr_t)scale->data % sizeof(float) == 0; /* as published: nothing to widen */
-    matrix.scale = in_place ? (const float *)scale->data : widen_tensor(binder, scale, (size_t)(blocks[0] * blocks[1]));
+    matrix.scale = in_place ? move_weights(binder, scale->data, scale->size)
+                            : widen_tensor(binder, scale, (size_t)(blocks[0] * blocks[1]));
     matrix.scale_cols = (int)blocks[1];
     return matrix;
 }
@@ -850,21 +865,29 @@ static void bind_experts(Binder *binder, LayerWeights *layer, const Config *conf
     char name[200];
     layer->router = bind_matrix(binder, prefix, "mlp.gate", config->n_routed_experts, hidden);
     layer->e_score_correction_bias = bind_vector(binder, prefix, "mlp.gate.e_score_correction_bias", config->n_routed_experts);
-    layer->expert_gate = allocate_zeroed(n, sizeof(Matrix));
-    layer->expert_up = allocate_zeroed(n, sizeof(Matrix));
-    layer->expert_down = allocate_zeroed(n, sizeof(Matrix));
+    Matrix *experts = allocate_zeroed(3 * n, sizeof *experts), *gate = experts, *up = gate + n, *down = up + n;
+    arrput(binder->weights->owned, experts);
     for (size_t e = 0; e < n && !binder->failed; e++) {
         snprintf(name, sizeof name, "%smlp.experts.%zu.", prefix, e);
-        bind_mlp(binder, &layer->expert_gate[e], &layer->expert_up[e], &layer->expert_down[e], name, inter, hidden);
+        bind_mlp(binder, &gate[e], &up[e], &down[e], name, inter, hidden);
+        layer->expert_dtype = gate[0].dtype;
+        if (binder->failed || (gate[e].dtype == gate[0].dtype && up[e].dtype == gate[0].dtype && down[e].dtype == gate[0].dtype))
+            continue;
+        binder->failed = !fail(binder->error, "%s: the experts of %smlp: found matrices of several types, wanted one",
+                               binder->checkpoint->directory, prefix);
     }
+    experts = (Matrix *)move_weights(binder, experts, 3 * n * sizeof *experts);
+    layer->expert_gate = experts;
+    layer->expert_up = experts + n;
+    layer->expert_down = experts + 2 * n;
     snprintf(name, sizeof name, "%smlp.shared_experts.", prefix);
     if (config->n_shared_experts)
         bind_mlp(binder, &layer->gate_proj, &layer->up_proj, &layer->down_proj, name, inter * config->n_shared_experts, hidden);
 }
 
-bool weights_bind(Weights *weights, const Checkpoint *checkpoint, const Config *config, Error *error) {
+bool weights_bind(Weights *weights, const Checkpoint *checkpoint, const Config *config, const Backend *backend, Error *error) {
     *weights = (Weights){0};
-    Binder binder = {.checkpoint = checkpoint, .weights = weights, .error = error};
+    Binder binder = {.checkpoint = checkpoint, .weights = weights, .backend = backend, .error = error};
     char prefix[64], name[100];
     weights->embed_tokens = bind_matrix(&binder, "model.", "embed_tokens", config->vocab_size, config->hidden_size);
     weights->layers = allocate_zeroed((size_t)config->num_hidden_layers, sizeof(LayerWeights));
@@ -884,16 +907,11 @@ bool weights_bind(Weights *weights, const Checkpoint *checkpoint, const Config *
     weights->norm = bind_vector(&binder, "model.", "norm.weight", config->hidden_size);
     if (config->tie_word_embeddings) weights->lm_head = weights->embed_tokens;
     else weights->lm_head = bind_matrix(&binder, "", "lm_head", config->vocab_size, config->hidden_size);
-    if (binder.failed) weights_free(weights, config);
+    if (binder.failed) weights_free(weights);
     return !binder.failed;
 }
 
-void weights_free(Weights *weights, const Config *config) {
-    for (int i = 0; weights->layers && i < config->num_hidden_layers; i++) {
-        free(weights->layers[i].expert_gate);
-        free(weights->layers[i].expert_up);
-        free(weights->layers[i].expert_down);
-    }
+void weights_free(Weights *weights) {
     for (size_t i = 0; i < arrlenu(weights->owned); i++) free(weights->owned[i]);
     arrfree(weights->owned);
     free(weights->layers);
@@ -938,26 +956,32 @@ size_t ring_bytes(const Cache *cache) {
     return (size_t)cache->draft_layers * (size_t)cache->draft_rows * cache->draft_format.stride;
 }
 
-/* The device tier: pool, staging, index keys, draft rings and the tables. */
-static void lay_out_cache(Cache *cache, Arena *arena) {
-    CacheTables *tables = &cache->tables;
-    size_t sessions = (size_t)cache->sessions, states = sessions * (size_t)cache->groups, hot_rows = (size_t)cache->hot_rows,
-           context_pages = (size_t)cache->context_pages;
-    cache->device = carve(arena, (size_t)cache->device_pages.n_pages, page_bytes(cache), 1);
-    cache->staging = carve(arena, (size_t)(cache->live_sources * cache->staging_blocks), (size_t)cache->staging_rows,
-                           cache->format.stride);
-    cache->index_keys = carve(arena, (size_t)cache->index_pages.n_pages, index_page_bytes(cache), 1);
-    cache->draft_ring = carve(arena, sessions, ring_bytes(cache), 1);
+/* Where the rows of sessions lie, for the controller or as operations see it. Returns how many bytes that is. */
+static size_t lay_out_tables(CacheTables *tables, const Cache *cache, Arena *arena) {
+    size_t sessions = (size_t)cache->sessions, context_pages = (size_t)cache->context_pages, start;
     tables->tail_base = carve(arena, sessions, 1, sizeof(int));
+    start = arena->used - sessions * sizeof(int);
     tables->tail = carve(arena, sessions, (size_t)cache->tail_ring, sizeof(DevicePage));
     tables->ready = carve(arena, sessions, context_pages, sizeof(DevicePage));
     tables->hot = carve(arena, sessions, (size_t)cache->hot_pages, sizeof(DevicePage));
     tables->index = carve(arena, sessions, context_pages, sizeof(DevicePage));
     tables->host = carve(arena, sessions, context_pages, sizeof(HostPage));
-    tables->clock = carve(arena, states, 1, sizeof(uint32_t));
-    tables->tag = carve(arena, states, hot_rows, sizeof(int32_t));
-    tables->stamp = carve(arena, states, hot_rows, sizeof(uint32_t));
-    tables->slot_of = carve(arena, cache->hot_rows ? states : 0, context_pages * PAGE_ROWS, sizeof(uint16_t));
+    return arena->used - start;
+}
+
+/* The device tier: pool, staging, index keys, draft rings, the tables as operations see them and the hot caches' slots. */
+static void lay_out_cache(Cache *cache, Arena *arena) {
+    size_t sessions = (size_t)cache->sessions, states = sessions * (size_t)cache->groups, hot_rows = (size_t)cache->hot_rows;
+    cache->device = carve(arena, (size_t)cache->device_pages.n_pages, page_bytes(cache), 1);
+    cache->staging = carve(arena, (size_t)(cache->live_sources * cache->staging_blocks), (size_t)cache->staging_rows,
+                           cache->format.stride);
+    cache->index_keys = carve(arena, (size_t)cache->index_pages.n_pages, index_page_bytes(cache), 1);
+    cache->draft_ring = carve(arena, sessions, ring_bytes(cache), 1);
+    cache->tables_bytes = lay_out_tables(&cache->seen, cache, arena);
+    cache->slots.clock = carve(arena, states, 1, sizeof(uint32_t));
+    cache->slots.tag = carve(arena, states, hot_rows, sizeof(int32_t));
+    cache->slots.stamp = carve(arena, states, hot_rows, sizeof(uint32_t));
+    cache->slots.slot_of = carve(arena, cache->hot_rows ? states : 0, (size_t)cache->context_pages * PAGE_ROWS, sizeof(uint16_t));
 }
 
 static void lay_out_host(Cache *cache, Arena *arena) {
@@ -980,6 +1004,9 @@ static void lay_out_state(State *state, const Config *config, const Cache *cache
     int rows = state->max_rows, hidden = config->hidden_size, heads = config->num_attention_heads, half = rope_dim(config) / 2;
     int inner = larger(config->intermediate_size, config->moe_intermediate_size * config->n_shared_experts);
     int context = cache->context_pages * PAGE_ROWS;
+    state->rows = carve(arena, (size_t)rows, 1, sizeof(Row));
+    state->indices = carve(arena, (size_t)rows, 1, sizeof(int));
+    state->report = carve(arena, 1, 1, sizeof(PassReport));
     state->hidden = carve_floats(arena, rows, hidden);
     state->normed = carve_floats(arena, rows, hidden);
     state->branch = carve_floats(arena, rows, hidden);
@@ -990,8 +1017,6 @@ static void lay_out_state(State *state, const Config *config, const Cache *cache
     state->inverse_frequency = carve_floats(arena, 1, half);
     state->kv_rows = carve(arena, (size_t)rows, 1, sizeof(DeviceRow));
     state->index_rows = carve(arena, (size_t)rows, 1, sizeof(DeviceRow));
-    state->run_ends = carve(arena, (size_t)rows, 1, sizeof(int));
-    state->plan_ends = carve(arena, (size_t)rows, 1, sizeof(int));
     state->logits = carve_floats(arena, state->logit_rows, config->vocab_size);
     if (!has_latent_attention(config)) {
         state->q = carve_floats(arena, rows, heads * config->head_dim);
@@ -1016,6 +1041,7 @@ static void lay_out_state(State *state, const Config *config, const Cache *cache
     state->selection.count = carve(arena, (size_t)rows, 1, sizeof(int));
     state->locations = carve(arena, (size_t)rows, (size_t)state->selection.capacity, sizeof(DeviceRow));
     state->plan.capacity = cache->hot_rows ? rows * cache->index_topk : 0;
+    state->plan.count = carve(arena, (size_t)rows, 1, sizeof(int));
     state->plan.from = carve(arena, (size_t)state->plan.capacity, 1, sizeof(HostRow));
     state->plan.to = carve(arena, (size_t)state->plan.capacity, 1, sizeof(DeviceRow));
     state->router_logits = carve_floats(arena, rows, config->n_routed_experts);
@@ -1025,7 +1051,8 @@ static void lay_out_state(State *state, const Config *config, const Cache *cache
 }
 
 /* The drafter's activations; its logits are the target's. */
-static void lay_out_draft(Drafter *drafter, const Config *target, const State *target_state, int sessions, Arena *arena) {
+static void lay_out_draft(Drafter *drafter, const Config *target, const State *target_state, int sessions, Arena *arena,
+                          Arena *host_arena) {
     const DraftConfig *draft = &drafter->config;
     const Config *config = &draft->backbone;
     DraftState *state = &drafter->state;
@@ -1037,6 +1064,9 @@ static void lay_out_draft(Drafter *drafter, const Config *target, const State *t
     const int rows = state->max_rows, slots = draft->slots, q_width = config->num_attention_heads * config->head_dim;
     state->rows = carve(arena, (size_t)rows, 1, sizeof(Row));
     state->indices = carve(arena, (size_t)rows, 1, sizeof(int));
+    state->row_list = carve(host_arena, (size_t)rows, 1, sizeof(Row));
+    state->index_list = carve(host_arena, (size_t)rows, 1, sizeof(int));
+    state->ring_list = carve(host_arena, (size_t)rows, 1, sizeof(DeviceRow));
     state->ring_rows = carve(arena, (size_t)rows, 1, sizeof(DeviceRow));
     state->features = carve_floats(arena, target_state->max_rows, feature);
     state->gathered = carve_floats(arena, rows, feature);
@@ -1062,37 +1092,10 @@ static void lay_out_draft(Drafter *drafter, const Config *target, const State *t
     state->drafts.ids = carve(arena, (size_t)sessions, (size_t)(slots * CANDIDATES), sizeof(int));
     state->drafts.scores = carve_floats(arena, sessions, slots * CANDIDATES);
     state->drafts.q = carve_floats(arena, sessions, slots * CANDIDATES);
-    state->drafts.tokens = carve(arena, (size_t)sessions, (size_t)slots, sizeof(int));
     state->drafts.features = carve_floats(arena, sessions, slots * DVL_FEATURES);
-    state->drafts.confidence = carve_floats(arena, sessions, slots);
-    state->drafts.survival = carve_floats(arena, sessions, slots);
-}
-
-/* The number in the first line of a file that starts with `label`, times `unit`; `otherwise` where there is none. */
-static size_t read_limit(const char *path, const char *label, size_t unit, size_t otherwise) {
-    FILE *file = fopen(path, "r");
-    char line[256];
-    unsigned long long value;
-    size_t limit = otherwise;
-    while (file && fgets(line, sizeof line, file))
-        if (!strncmp(line, label, strlen(label)) && sscanf(line + strlen(label), " %llu", &value) == 1) {
-            limit = (size_t)value * unit;
-            break;
-        }
-    if (file) fclose(file);
-    return limit;
-}
-
-/* Bytes this process may still take: the machine's free memory, under its container's and its own limit. */
-static size_t available_memory(void) {
-    size_t available = read_limit("/proc/meminfo", "MemAvailable:", 1024, SIZE_MAX);
-    size_t container = read_limit("/sys/fs/cgroup/memory.max", "", 1,
-                                  read_limit("/sys/fs/cgroup/memory/memory.limit_in_bytes", "", 1, SIZE_MAX));
-    if (container < available) available = container;
-    struct rlimit limit;
-    if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && limit.rlim_cur < available)
-        available = (size_t)limit.rlim_cur;
-    return available;
+    state->drafts.tokens = carve(host_arena, (size_t)sessions, (size_t)slots, sizeof(int));
+    state->drafts.confidence = carve_floats(host_arena, sessions, slots);
+    state->drafts.survival = carve_floats(host_arena, sessions, slots);
 }
 
 static const char *const kv_dtype_names[] = {[KV_F32] = "f32", [KV_BF16] = "bf16", [KV_F8] = "fp8"};
@@ -1239,31 +1242,41 @@ bool plan_memory(Engine *engine, const EngineOptions *options, Error *error) {
     if (!size_hot_cache(cache, options, error) || !size_pools(cache, options, error)
         || !size_host_pool(cache, options, error))
         return false;
-    Arena arena = {0}, draft_arena = {0};
+    Arena arena = {0}, draft_arena = {0}, draft_host_arena = {0};
     lay_out_state(state, config, cache, &arena);
-    lay_out_draft(&engine->drafter, config, state, cache->sessions, &draft_arena);
+    lay_out_draft(&engine->drafter, config, state, cache->sessions, &draft_arena, &draft_host_arena);
     state->bytes = arena.used;
     engine->drafter.state.bytes = draft_arena.used;
-    return (!arena.overflow && !draft_arena.overflow) || fail(error, "%s: the memory plan overflows", options->model);
+    engine->drafter.state.host_bytes = draft_host_arena.used;
+    return (!arena.overflow && !draft_arena.overflow && !draft_host_arena.overflow) || fail(error, "%s: the memory plan overflows", options->model);
 }
 
+/* Whether the plan fits: the operations' memory, weights included where they are moved there, and the host's. */
 bool check_memory(const Engine *engine, Error *error) {
+    const Backend *backend = engine->backend;
     const Cache *cache = &engine->cache;
-    size_t available = available_memory(),
-           wanted = cache->bytes + cache->host_bytes + engine->state.bytes + engine->drafter.state.bytes;
-    if (wanted <= available) return true;
-    return fail(error,
-                "%s: %d x %d rows need %zu MB (%zu MB of it host memory), %zu MB more than the free memory of %zu MB: lower "
-                "-c, --slots%s",
-                engine->checkpoint.directory, cache->sessions, cache->context, wanted / 1000000, cache->host_bytes / 1000000,
-                (wanted - available) / 1000000 + 1, available / 1000000,
-                cache->mode == MODE_RESIDENT ? " or --kv-budget" : ", --kv-budget or --host-budget, or take --kv resident");
+    const DraftState *draft = &engine->drafter.state;
+    size_t device = cache->bytes + engine->state.bytes + draft->bytes, host = cache->host_bytes + draft->host_bytes,
+           available = backend->available(MEMORY_DEVICE);
+    if (backend->shares_memory) device += host;
+    else device += checkpoint_bytes(&engine->checkpoint) + checkpoint_bytes(&engine->drafter.checkpoint);
+    if (device > available)
+        return fail(error,
+                    "%s: %d x %d rows need %zu MB (%zu MB of it host memory), %zu MB more than the free memory of %zu MB: lower "
+                    "-c, --slots%s",
+                    engine->checkpoint.directory, cache->sessions, cache->context, device / 1000000,
+                    backend->shares_memory ? cache->host_bytes / 1000000 : 0, (device - available) / 1000000 + 1,
+                    available / 1000000,
+                    cache->mode == MODE_RESIDENT ? " or --kv-budget" : ", --kv-budget or --host-budget, or take --kv resident");
+    available = backend->available(MEMORY_HOST);
+    if (backend->shares_memory || host <= available) return true;
+    return fail(error, "%s: %d x %d rows need %zu MB of host memory, %zu MB more than is free: lower -c, --slots or --host-budget",
+                engine->checkpoint.directory, cache->sessions, cache->context, host / 1000000, (host - available) / 1000000 + 1);
 }
 
 void print_plan(FILE *out, const Engine *engine) {
     const Cache *cache = &engine->cache;
-    size_t mapped = 0, available = available_memory();
-    for (size_t i = 0; i < arrlenu(engine->checkpoint.files); i++) mapped += engine->checkpoint.files[i].size;
+    size_t mapped = checkpoint_bytes(&engine->checkpoint), available = engine->backend->available(MEMORY_DEVICE);
     fprintf(out,
             "tide: %s: %s, %.1f MB of weights; %d x %d %s rows, %s: cache %.1f MB in %d pages, room for %d x the whole context",
             engine->checkpoint.directory, engine->config.model_type, (double)mapped / 1e6, cache->sessions, cache->context,
@@ -1276,8 +1289,7 @@ void print_plan(FILE *out, const Engine *engine) {
             omp_get_max_threads());
     const DraftConfig *draft = &engine->drafter.config;
     if (draft->architecture) {
-        size_t size = 0;
-        for (size_t i = 0; i < arrlenu(engine->drafter.checkpoint.files); i++) size += engine->drafter.checkpoint.files[i].size;
+        size_t size = checkpoint_bytes(&engine->drafter.checkpoint);
         size_t staging = (size_t)cache->live_sources * (size_t)cache->staging_rows * cache->format.stride;
         fprintf(out,
                 "tide: %s: %s, %.1f MB of weights, %d drafts a block; of the cache a ring of %d rows, %.2f MB, and %.2f MB of staging "
@@ -1285,16 +1297,14 @@ void print_plan(FILE *out, const Engine *engine) {
                 engine->drafter.checkpoint.directory, draft->architecture, (double)size / 1e6, draft->slots, cache->draft_rows,
                 (double)ring_bytes(cache) / 1e6, (double)staging / 1e6, (double)engine->drafter.state.bytes / 1e6);
     }
-    if (mapped > available)
+    if (engine->backend->shares_memory && mapped > available)
         fprintf(out, "tide: the weights are more than the %.1f MB of free memory: they will be read from disk again and again\n",
                 (double)available / 1e6);
 }
 
-static bool take_block(uint8_t **block, size_t bytes, const char *what, Error *error) {
-    void *memory = mmap(NULL, bytes ? bytes : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) return fail(error, "cannot take %zu MB for the %s: %s", bytes >> 20, what, strerror(errno));
-    *block = memory;
-    return true;
+static bool take_block(const Backend *backend, uint8_t **block, size_t bytes, Memory memory, Error *error) {
+    *block = backend->take(bytes ? bytes : 1, memory, error);
+    return *block;
 }
 
 /* A list of all pages but page 0, the lowest on top. */
@@ -1325,33 +1335,41 @@ static void start_cache(Cache *cache) {
     cache->missing = allocate_zeroed((size_t)cache->staging_rows, sizeof(int32_t));
     cache->places = allocate_zeroed((size_t)cache->staging_rows, sizeof(int32_t));
     cache->victims = allocate_zeroed((size_t)cache->hot_rows, sizeof(int32_t));
-    memset(cache->tables.tag, -1, sessions * (size_t)cache->groups * (size_t)cache->hot_rows * sizeof(int32_t));
+    for (int s = 0; s < cache->sessions; s++) cache->backend->forget_hot(cache, s);
 }
 
 bool take_memory(Engine *engine, Error *error) {
+    const Backend *backend = engine->backend;
     Cache *cache = &engine->cache;
-    Arena cache_arena = {0}, host_arena = {0}, state_arena = {0}, draft_arena = {0};
-    if (!take_block(&cache_arena.base, cache->bytes, "cache", error)) return false;
-    cache->block = cache_arena.base;
-    if (!take_block(&host_arena.base, cache->host_bytes, "cache's host tier", error)) return false;
-    cache->host_block = host_arena.base;
-    if (!take_block(&state_arena.base, engine->state.bytes, "activations", error)) return false;
-    engine->state.block = state_arena.base;
-    if (engine->drafter.state.bytes
-        && !take_block(&draft_arena.base, engine->drafter.state.bytes, "drafter's activations", error))
+    DraftState *draft = &engine->drafter.state;
+    const size_t history = (size_t)cache->sessions * ((size_t)cache->context + 1 + MAX_BLOCK) * sizeof(int);
+    if (!take_block(backend, &cache->block, cache->bytes, MEMORY_DEVICE, error)
+        || !take_block(backend, &cache->host_block, cache->host_bytes, MEMORY_HOST, error)
+        || !take_block(backend, &engine->state.block, engine->state.bytes, MEMORY_DEVICE, error)
+        || !take_block(backend, &draft->block, draft->bytes, MEMORY_DEVICE, error)
+        || !take_block(backend, &draft->host_block, draft->host_bytes, MEMORY_HOST, error)
+        || !(cache->history = backend->take(history, MEMORY_HOST, error))
+        || (!backend->shares_memory && !take_block(backend, &cache->tables_block, cache->tables_bytes, MEMORY_HOST, error)))
         return false;
-    engine->drafter.state.block = draft_arena.base;
+    Arena cache_arena = {.base = cache->block}, host_arena = {.base = cache->host_block}, state_arena = {.base = engine->state.block},
+          draft_arena = {.base = draft->block}, draft_host_arena = {.base = draft->host_block},
+          tables_arena = {.base = cache->tables_block};
     lay_out_cache(cache, &cache_arena);
+    cache->tables = cache->seen;
+    if (!backend->shares_memory) lay_out_tables(&cache->tables, cache, &tables_arena);
     lay_out_host(cache, &host_arena);
     lay_out_state(&engine->state, &engine->config, cache, &state_arena);
-    lay_out_draft(&engine->drafter, &engine->config, &engine->state, cache->sessions, &draft_arena);
+    lay_out_draft(&engine->drafter, &engine->config, &engine->state, cache->sessions, &draft_arena, &draft_host_arena);
     start_cache(cache);
     return true;
 }
 
 static void free_cache(Cache *cache) {
-    if (cache->block) munmap(cache->block, cache->bytes ? cache->bytes : 1);
-    if (cache->host_block) munmap(cache->host_block, cache->host_bytes ? cache->host_bytes : 1);
+    if (!cache->backend) return;                    /* nothing was planned */
+    cache->backend->give_back(cache->block, MEMORY_DEVICE);
+    cache->backend->give_back(cache->host_block, MEMORY_HOST);
+    cache->backend->give_back(cache->tables_block, MEMORY_HOST);
+    cache->backend->give_back(cache->history, MEMORY_HOST);
     for (int s = 0; cache->session && s < cache->sessions; s++) {
         free(cache->session[s].pages);
         free(cache->session[s].spare);
@@ -1831,7 +1849,7 @@ static void reset_session(Cache *cache, int s) {
     memset(session->pages, 0, (size_t)cache->context_pages * sizeof *session->pages);
     *session = (SessionPages){.pages = session->pages, .spare = session->spare, .populated = cache->rounds_begun};
     cache->tables.tail_base[s] = 0;
-    cache_forget_hot(cache, s);
+    cache->backend->forget_hot(cache, s);
 }
 
 /* Takes over host pages that are complete: their rows are imported history, their index keys return to the device. */
@@ -1892,18 +1910,6 @@ bool cache_admit(Cache *cache, int s, const int *ids, int n_ids, int rows, int *
 void cache_stop_waiting(Cache *cache) { cache->waiting = false; }
 
 /* ---- the end of a stay */
-
-void cache_forget_hot(Cache *cache, int s) {
-    for (int g = 0; g < cache->groups; g++) {
-        HotCache hot = hot_cache(cache, s, g);
-        for (int slot = 0; slot < cache->hot_rows; slot++) {
-            if (hot.tag[slot] >= 0) hot.slot_of[hot.tag[slot]] = 0;
-            hot.tag[slot] = -1;
-            hot.stamp[slot] = 0;
-        }
-        *hot.clock = 0;
-    }
-}
 
 /* The device and index page of a session that leaves. A whole page of a prompt that others may come with is backed up first.
  * What a copy under way still uses is given back at its end. */
@@ -2097,7 +2103,7 @@ bool cache_truncate(Cache *cache, int s, int n) {
     uint8_t *image = n % PAGE_ROWS ? allocate_zeroed(page_image_bytes(cache), 1) : NULL;
     if (image) cache_read_page(cache, s, first, image);
     drop_pages(cache, s, first);
-    cache_forget_hot(cache, s);
+    cache->backend->forget_hot(cache, s);
     session->committed = session->placed = cache->tables.tail_base[s] = first * PAGE_ROWS;
     session->backed = session->backed < first ? session->backed : first;
     if (image) cache_append_page(cache, s, image, n % PAGE_ROWS);
@@ -2160,10 +2166,17 @@ static float rope_frequencies(float *inverse_frequency, const RopeConfig *rope, 
     return (float)(0.1 * log_factor + 1);
 }
 
+static float upload_frequencies(const Backend *backend, float *inverse_frequency, const RopeConfig *rope, int dim) {
+    float *made = allocate_zeroed((size_t)dim, sizeof *made), factor = rope_frequencies(made, rope, dim);
+    backend->upload(inverse_frequency, made, (size_t)(dim / 2) * sizeof *made);
+    free(made);
+    return factor;
+}
+
 void prepare_rope(Engine *engine) {
     const Config *config = &engine->config;
     const RopeConfig *rope = &config->rope;
-    engine->rope_attention_factor = rope_frequencies(engine->state.inverse_frequency, rope, rope_dim(config));
+    engine->rope_attention_factor = upload_frequencies(engine->backend, engine->state.inverse_frequency, rope, rope_dim(config));
     int width = has_latent_attention(config) ? config->qk_nope_head_dim + config->qk_rope_head_dim : config->head_dim;
     double stretch = has_latent_attention(config) && rope->yarn ? 0.1 * rope->mscale_all_dim * log(rope->factor) + 1 : 1;
     engine->softmax_scale = (float)(stretch * stretch / sqrt(width));
@@ -2187,17 +2200,6 @@ static void split_runs(State *state, const Cache *cache, const Row *rows, int n_
         blocks += several;
     }
     state->run_ends[state->n_runs++] = n_rows;
-}
-
-/* Where each row of the pass is stored in the pools. */
-static void locate_rows(Engine *engine, const Row *rows, int n_rows) {
-    State *state = &engine->state;
-    const Cache *cache = &engine->cache;
-    for (int r = 0; r < n_rows; r++) {
-        int s = rows[r].session, page = rows[r].position / PAGE_ROWS;
-        state->kv_rows[r] = row_of_page(*tail_page(cache, s, page), rows[r].position);
-        state->index_rows[r] = row_of_page(*index_page(cache, s, page), rows[r].position);
-    }
 }
 
 static void mlp(Engine *engine, const LayerWeights *layer, int n) {
@@ -2234,13 +2236,18 @@ static void tap_layer(Engine *engine, int layer, int n) {
                                        engine->state.hidden, hidden, n, engine->config.hidden_size, 1);
 }
 
-static bool check_finite(Engine *engine, int layer, const char *what, const float *x, int dim, const Row *rows, int n,
-                         Error *error) {
-    int bad = engine->backend->first_not_finite(x, n, dim);
-    if (bad >= 0) engine->failed_session = rows[bad].session;
-    return bad < 0
-           || fail(error, "layer %d: the %s of session %d at position %d is not finite", layer, what, rows[bad].session,
-                   rows[bad].position);
+/* What of a layer is looked at for numbers that are not finite; a place in the report is layer * CHECKED_PARTS + part. */
+enum { CHECKED_PARTS = 4 };
+static const char *const checked_parts[CHECKED_PARTS] = {"hidden state", "index query", "index key", "index weights"};
+
+static void check_part(Engine *engine, int layer, int part, const float *x, int n, int dim) {
+    engine->backend->check_finite(engine->state.report, layer * CHECKED_PARTS + part, x, n, dim);
+}
+
+/* What the pass so far has found out, once it has run. False where a number was not finite. */
+static bool read_report(Engine *engine, PassReport *report) {
+    engine->backend->copy_bytes(report, engine->state.report, sizeof *report);
+    return report->bad_row < 0;
 }
 
 /* What precedes the attention in every family: its input is the normed residual stream. */
@@ -2256,7 +2263,7 @@ static const LayerWeights *begin_layer(Engine *engine, int i, const Row *rows, i
 }
 
 /* What follows the attention in every family: feed-forward on the normed stream, added to it, and a look at the result. */
-static bool finish_layer(Engine *engine, int i, const Row *rows, int n, Error *error) {
+static void finish_layer(Engine *engine, int i, int n) {
     const Backend *backend = engine->backend;
     State *state = &engine->state;
     const Config *config = &engine->config;
@@ -2269,12 +2276,12 @@ static bool finish_layer(Engine *engine, int i, const Row *rows, int n, Error *e
     else mlp(engine, layer, n);
     backend->add(state->hidden, state->branch, (size_t)n * hidden);
     tap_layer(engine, i, n);
-    return check_finite(engine, i, "hidden state", state->hidden, config->hidden_size, rows, n, error);
+    check_part(engine, i, 0, state->hidden, n, config->hidden_size);
 }
 
 /* Grouped-query attention with normed queries and keys (Qwen3). A cached row is all key heads, then all value heads; each
  * serves heads / kv_heads query heads. */
-static bool forward_qwen3(Engine *engine, const Row *rows, int n, Error *error) {
+static void forward_qwen3(Engine *engine, const Row *rows, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
     State *state = &engine->state;
@@ -2298,19 +2305,18 @@ static bool forward_qwen3(Engine *engine, const Row *rows, int n, Error *error) 
         }
         RowPool pool = row_pool(cache, (SourceId){i});
         backend->store_rows(pool.rows, &cache->format, state->kv_rows, n, state->kv, width, state->kv, 0);
-        backend->dense_attention(state->attended, state->q, &pool, &cache->format, cache->tables.ready, cache->context_pages,
-                                 rows, n, heads, kv_heads, dim, engine->softmax_scale);
+        backend->dense_attention(state->attended, state->q, &pool, &cache->format, cache->seen.ready, cache->context_pages,
+                                 state->rows, n, heads, kv_heads, dim, engine->softmax_scale);
         backend->linear(state->branch, hidden, state->attended, q_width, n, &layer->o_proj);
-        if (!finish_layer(engine, i, rows, n, error)) return false;
+        finish_layer(engine, i, n);
     }
-    return true;
 }
 
 /* The indexer of a full layer (DeepSeek-V3.2, 2.1): a few narrow heads score every earlier position, and the best index_topk
  * become the selection of this layer and of those that follow it. Its query comes from the main query's latent, its key, which
  * is cached, from the layer's input; both are rotated in their first values, not the last. The score is a weighted sum over
  * heads of relu(q . k), and the weights are the row's own. */
-static bool select_rows(Engine *engine, int i, const Row *rows, int n, Error *error) {
+static void select_rows(Engine *engine, int i, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
     const LayerWeights *layer = &engine->weights.layers[i];
@@ -2330,12 +2336,12 @@ static bool select_rows(Engine *engine, int i, const Row *rows, int n, Error *er
                         (size_t)dim);
     backend->linear(state->index_weights, (size_t)heads, state->normed, hidden, n, &layer->indexer_weights_proj);
     backend->index_select(&state->selection, state->index_q, state->index_weights, keys, &cache->index_format,
-                          cache->tables.index, cache->context_pages, heads, dim, rows, n, state->index_scratch,
+                          cache->seen.index, cache->context_pages, heads, dim, state->rows, n, state->index_scratch,
                           state->scratch_rows);
     /* What only selects never reaches the hidden state, where everything else that goes bad is seen. */
-    return check_finite(engine, i, "index query", state->index_q, heads * dim, rows, n, error)
-        && check_finite(engine, i, "index key", state->index_k, dim, rows, n, error)
-        && check_finite(engine, i, "index weights", state->index_weights, heads, rows, n, error);
+    check_part(engine, i, 1, state->index_q, n, heads * dim);
+    check_part(engine, i, 2, state->index_k, n, dim);
+    check_part(engine, i, 3, state->index_weights, n, heads);
 }
 
 /* The staging of a source belongs to its group from the copy of its rows until its last attention has read them. */
@@ -2350,6 +2356,7 @@ static void release_staging(Cache *cache, int source) {
     REQUIRE(*owner == cache->group_of[source]);
     *owner = -1;
 #ifdef TIDE_DEBUG
+    if (!cache->backend->shares_memory) return;
     memset(row_pool(cache, (SourceId){source}).staging, 0xff,
            (size_t)cache->staging_blocks * (size_t)cache->staging_rows * cache->format.stride);
 #endif
@@ -2357,7 +2364,7 @@ static void release_staging(Cache *cache, int source) {
 
 /* Each row's attention over its own selection, wherever its rows lie (paper 3.2, 3.5). A producing layer resolves; the layers
  * that follow it have the same rows in the same slots, so they replay its plan on their own payload. */
-static void attend_selection(Engine *engine, int i, const Row *rows) {
+static void attend_selection(Engine *engine, int i) {
     const Backend *backend = engine->backend;
     State *state = &engine->state;
     Cache *cache = &engine->cache;
@@ -2365,21 +2372,19 @@ static void attend_selection(Engine *engine, int i, const Row *rows) {
                  lora = (size_t)engine->config.kv_lora_rank, width = lora + (size_t)engine->config.qk_rope_head_dim;
     const bool producer = engine->config.indexer_full[i];
     const RowPool pool = row_pool(cache, (SourceId){i});
-    if (producer) state->plan.count = 0;
-    for (int run = 0, begin = 0, planned = 0; run < state->n_runs; run++) {
+    for (int run = 0, begin = 0; run < state->n_runs; run++) {
         int end = state->run_ends[run];
         double start = now();
-        if (producer) {
-            backend->resolve(cache, cache->group_of[i], &state->selection, rows, begin, end, state->locations, &state->plan);
-            state->plan_ends[run] = state->plan.count;
-        }
+        if (producer)
+            backend->resolve(cache, cache->group_of[i], &state->selection, state->rows, begin, end, run, state->locations,
+                             &state->plan, state->report);
         double resolved = now();
-        if (cache->hot_rows) claim_staging(cache, i);
-        backend->fetch_rows(cache, (SourceId){i}, &state->plan, planned, state->plan_ends[run]);
+        if (cache->hot_rows) {
+            claim_staging(cache, i);
+            backend->fetch_rows(cache, (SourceId){i}, &state->plan, state->rows, begin, end, run, state->report);
+        }
         cache->stats.resolve_seconds += resolved - start;
         cache->stats.fetch_seconds += now() - resolved;
-        cache->stats.bytes_fetched += (uint64_t)(state->plan_ends[run] - planned) * cache->format.bytes;
-        planned = state->plan_ends[run];
         backend->sparse_attention(state->z + (size_t)begin * heads * lora, state->q_absorbed + (size_t)begin * heads * width,
                                   &pool, &cache->format, state->locations + (size_t)begin * capacity,
                                   state->selection.count + begin, state->selection.capacity, end - begin,
@@ -2387,7 +2392,6 @@ static void attend_selection(Engine *engine, int i, const Row *rows) {
         if (cache->hot_rows) release_staging(cache, i);
         begin = end;
     }
-    if (producer) cache->stats.fetched += (uint64_t)state->plan.count;
 }
 
 /* Latent attention in absorbed form over the selected rows: GLM-5 and DeepSeek-V3.2 (DeepSeek-V2, 2.1; DeepSeek-V3.2, 2.1).
@@ -2396,7 +2400,7 @@ static void attend_selection(Engine *engine, int i, const Row *rows) {
  * key of qk_rope_head_dim values that all heads share. Head h would attend with k_h = W_UK[h] c and v_h = W_UV[h] c. Since
  * q . (W_UK c) = (W_UK^T q) . c, the query is moved into the latent space once instead of every cached row out of it, and the
  * heads attend straight over the cached rows; W_UV is applied once to the weighted sum of latents. */
-static bool forward_dsa(Engine *engine, const Row *rows, int n, Error *error) {
+static void forward_dsa(Engine *engine, const Row *rows, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
     State *state = &engine->state;
@@ -2422,22 +2426,54 @@ static bool forward_dsa(Engine *engine, const Row *rows, int n, Error *error) {
                             state->kv + lora, width);
 
         /* A full layer selects; a shared one finds the selection of the layer before it still in the state, in its order. */
-        if (config->indexer_full[i] && !select_rows(engine, i, rows, n, error)) return false;
+        if (config->indexer_full[i]) select_rows(engine, i, n);
         if (engine->probe.selected && config->indexer_full[i])
             engine->probe.selected(engine->probe.user, i, &state->selection, rows, n);
 
         backend->absorb_query(state->q_absorbed, state->q, n, &layer->kv_b_proj, config);
-        attend_selection(engine, i, rows);
+        attend_selection(engine, i);
         backend->expand_value(state->attended, state->z, n, &layer->kv_b_proj, config);
         backend->linear(state->branch, hidden, state->attended, (size_t)(heads * config->v_head_dim), n, &layer->o_proj);
-        if (!finish_layer(engine, i, rows, n, error)) return false;
+        finish_layer(engine, i, n);
     }
-    return true;
+}
+
+/* Rows, tables and a fresh report go where operations read them; then the first of these run. */
+static void begin_pass(Engine *engine, const Row *rows, int n) {
+    static const PassReport nothing = {.bad_place = -1, .bad_row = -1};
+    const Backend *backend = engine->backend;
+    State *state = &engine->state;
+    Cache *cache = &engine->cache;
+    split_runs(state, cache, rows, n);
+    backend->upload(state->rows, rows, (size_t)n * sizeof *rows);
+    backend->upload(state->report, &nothing, sizeof nothing);
+    if (!backend->shares_memory) backend->upload(cache->seen.tail_base, cache->tables.tail_base, cache->tables_bytes);
+    backend->locate_rows(state->kv_rows, state->index_rows, cache, state->rows, n);
+    backend->rotations(state->cosine, state->sine, state->rows, n, state->inverse_frequency, rope_dim(&engine->config),
+                       engine->rope_attention_factor);
+    backend->embed(state->hidden, &engine->weights.embed_tokens, state->rows, n);
+}
+
+/* What the pass did to the hierarchy, and whether every number in it was finite. */
+static bool end_pass(Engine *engine, const Row *rows, Error *error) {
+    CacheStats *stats = &engine->cache.stats;
+    PassReport report;
+    bool finite = read_report(engine, &report);
+    for (int tier = 0; tier < TIERS; tier++) stats->picked[tier] += (uint64_t)report.picked[tier];
+    stats->fetched += (uint64_t)report.fetched;
+    stats->staged += (uint64_t)report.staged;
+    stats->bytes_fetched += (uint64_t)report.copied * engine->cache.format.bytes;
+    if (finite) return true;
+    const Row *row = &rows[report.bad_row];
+    engine->failed_session = row->session;
+    return fail(error, "layer %d: the %s of session %d at position %d is not finite", report.bad_place / CHECKED_PARTS,
+                checked_parts[report.bad_place % CHECKED_PARTS], row->session, row->position);
 }
 
 bool forward(Engine *engine, const Row *rows, int n_rows, Error *error) {
     const Config *config = &engine->config;
     State *state = &engine->state;
+    const size_t hidden = (size_t)config->hidden_size;
     for (int r = 0; r < n_rows; r++) {
         bool inside = rows[r].session >= 0 && rows[r].session < engine->cache.sessions && rows[r].token >= 0
                       && rows[r].token < config->vocab_size && rows[r].position >= 0 && rows[r].position < engine->cache.context;
@@ -2447,41 +2483,31 @@ bool forward(Engine *engine, const Row *rows, int n_rows, Error *error) {
                         rows[r].session, rows[r].token, rows[r].position, config->vocab_size, engine->cache.context);
     }
     if (!cache_place(&engine->cache, rows, n_rows, &engine->failed_session, error)) return false;
-    memset(state->plan.picked, 0, sizeof state->plan.picked);
-    state->plan.staged = 0;
     allocation_forbidden = true;
-    split_runs(state, &engine->cache, rows, n_rows);
-    locate_rows(engine, rows, n_rows);
-    engine->backend->rotations(state->cosine, state->sine, rows, n_rows, state->inverse_frequency, rope_dim(&engine->config),
-                               engine->rope_attention_factor);
-    engine->backend->embed(state->hidden, &engine->weights.embed_tokens, rows, n_rows);
+    begin_pass(engine, rows, n_rows);
     tap_layer(engine, -1, n_rows);
-    bool ok = has_latent_attention(config) ? forward_dsa(engine, rows, n_rows, error)
-                                           : forward_qwen3(engine, rows, n_rows, error);
-    if (ok && engine->probe.entering)
+    (has_latent_attention(config) ? forward_dsa : forward_qwen3)(engine, rows, n_rows);
+    if (engine->probe.entering)
         engine->probe.entering(engine->probe.user, config->num_hidden_layers, state->hidden, rows, n_rows);
-    size_t hidden = (size_t)config->hidden_size;
-    if (ok)
-        engine->backend->rms_norm(state->normed, hidden, state->hidden, hidden, engine->weights.norm, n_rows, config->hidden_size,
-                                  config->rms_norm_eps);
-    for (int tier = 0; tier < TIERS; tier++) engine->cache.stats.picked[tier] += (uint64_t)state->plan.picked[tier];
-    engine->cache.stats.staged += (uint64_t)state->plan.staged;
-    for (int r = 0; r < n_rows && !ok; r++)         /* later layers of a group have not fetched what its slots now name */
-        cache_forget_hot(&engine->cache, rows[r].session);
+    engine->backend->rms_norm(state->normed, hidden, state->hidden, hidden, engine->weights.norm, n_rows, config->hidden_size,
+                              config->rms_norm_eps);
     allocation_forbidden = false;
-    return ok;
+    return end_pass(engine, rows, error);
 }
 
 bool head(Engine *engine, const Row *rows, const int *indices, int n, Error *error) {
+    const Backend *backend = engine->backend;
     State *state = &engine->state;
     const size_t hidden = (size_t)engine->config.hidden_size, vocab = (size_t)engine->config.vocab_size;
-    engine->backend->gather_rows(state->branch, state->normed, indices, n, engine->config.hidden_size);
-    engine->backend->linear(state->logits, vocab, state->branch, hidden, n, &engine->weights.lm_head);
-    int bad = engine->backend->first_not_finite(state->logits, n, engine->config.vocab_size);
-    if (bad >= 0) engine->failed_session = rows[indices[bad]].session;
-    return bad < 0
-           || fail(error, "lm_head: the logits of session %d at position %d are not finite", rows[indices[bad]].session,
-                   rows[indices[bad]].position);
+    PassReport report;
+    backend->upload(state->indices, indices, (size_t)n * sizeof *indices);
+    backend->gather_rows(state->branch, state->normed, state->indices, n, engine->config.hidden_size);
+    backend->linear(state->logits, vocab, state->branch, hidden, n, &engine->weights.lm_head);
+    backend->check_finite(state->report, 0, state->logits, n, engine->config.vocab_size);
+    if (read_report(engine, &report)) return true;
+    const Row *row = &rows[indices[report.bad_row]];
+    engine->failed_session = row->session;
+    return fail(error, "lm_head: the logits of session %d at position %d are not finite", row->session, row->position);
 }
 
 /* =====================================================================================================================
@@ -2696,16 +2722,18 @@ static void bind_vocabulary(Binder *binder, DraftWeights *weights, const DraftCo
     static const DType whole[] = {DTYPE_I64, DTYPE_UNKNOWN};
     const Tensor *tensor = bind_tensor(binder, "d2t", whole, 1, (int64_t[]){config->draft_vocab_size});
     if (!tensor) return;
-    weights->target_ids = allocate_zeroed((size_t)config->draft_vocab_size, sizeof(int));
+    int *ids = allocate_zeroed((size_t)config->draft_vocab_size, sizeof *ids);
+    arrput(binder->weights->owned, ids);
     bool *taken = allocate_zeroed((size_t)config->backbone.vocab_size, sizeof(bool));
     for (int i = 0; i < config->draft_vocab_size && !binder->failed; i++) {
         uint64_t offset = load_u64(tensor->data + 8 * (size_t)i), id = offset + (uint64_t)i;
         if (id >= (uint64_t)config->backbone.vocab_size || taken[id])
             binder->failed = !fail(binder->error, "%s: tensor d2t: draft id %d is no token of the target, or another's",
                                    binder->checkpoint->files[tensor->file].path, i);
-        else taken[weights->target_ids[i] = (int)id] = true;
+        else taken[ids[i] = (int)id] = true;
     }
     free(taken);
+    weights->target_ids = move_weights(binder, ids, (size_t)config->draft_vocab_size * sizeof *ids);
 }
 
 /* A tensor that nothing bound belongs to a part that tide does not know, and a drafter without it is a bad one. */
@@ -2755,16 +2783,16 @@ static void bind_draft_heads(Binder *binder, Drafter *drafter, const Weights *ta
     weights->confidence = bind_matrix(binder, "confidence_head.", "proj", 1,
                                       hidden + (config->confidence_head_with_markov ? rank : 0));
     if (!checkpoint_find(&drafter->checkpoint, "confidence_head.proj.bias")) return;
-    const float *bias = bind_floats(binder, "confidence_head.proj.bias", 1, (int64_t[]){1});
-    weights->confidence_bias = bias ? *bias : 0;
+    const Tensor *bias = bind_tensor(binder, "confidence_head.proj.bias", float_dtypes, 1, (int64_t[]){1});
+    weights->confidence_bias = bias ? widen(bias->data, bias->dtype) : 0;
 }
 
-static bool bind_drafter(Drafter *drafter, const Config *target_config, const Weights *target, Error *error) {
+static bool bind_drafter(Drafter *drafter, const Config *target_config, const Weights *target, const Backend *backend, Error *error) {
     DraftConfig *config = &drafter->config;
     const Config *backbone = &config->backbone;
     DraftWeights *weights = &drafter->weights;
     int layers = backbone->num_hidden_layers, hidden = backbone->hidden_size;
-    Binder binder = {.checkpoint = &drafter->checkpoint, .weights = &weights->backbone, .error = error,
+    Binder binder = {.checkpoint = &drafter->checkpoint, .weights = &weights->backbone, .backend = backend, .error = error,
                      .used = allocate_zeroed(arrlenu(drafter->checkpoint.tensors), sizeof(bool))};
     weights->fc = bind_matrix(&binder, "", "fc", hidden, config->n_taps * target_config->hidden_size);
     weights->hidden_norm = bind_vector(&binder, "", "hidden_norm.weight", hidden);
@@ -2792,12 +2820,12 @@ static bool bind_drafter(Drafter *drafter, const Config *target_config, const We
 }
 
 /* DVL's predictor, where the drafter has one: DIRECTORY/dvl/ *.safetensors with mlp.0, mlp.1, ... */
-static bool bind_predictor(Drafter *drafter, Error *error) {
+static bool bind_predictor(Drafter *drafter, const Backend *backend, Error *error) {
     char path[PATH_MAX], name[32];
     LengthPredictor *predictor = &drafter->predictor;
     if (access(join(path, drafter->checkpoint.directory, "dvl"), F_OK)) return true;
     if (!checkpoint_open(&drafter->predictor_file, path, error)) return false;
-    Binder binder = {.checkpoint = &drafter->predictor_file, .weights = &drafter->weights.backbone, .error = error,
+    Binder binder = {.checkpoint = &drafter->predictor_file, .weights = &drafter->weights.backbone, .backend = backend, .error = error,
                      .used = allocate_zeroed(arrlenu(drafter->predictor_file.tensors), sizeof(bool))};
     const Tensor *weight;
     int in = drafter->config.slots * DVL_FEATURES, layers = 0;
@@ -2847,24 +2875,25 @@ static bool drafter_plan(Drafter *drafter, const char *directory, const Config *
            && checkpoint_open(&drafter->checkpoint, directory, error);
 }
 
-static bool drafter_bind(Drafter *drafter, const Config *target_config, const Weights *target, Error *error) {
+static bool drafter_bind(Drafter *drafter, const Config *target_config, const Weights *target, const Backend *backend, Error *error) {
     return !drafter->config.architecture
-           || (bind_drafter(drafter, target_config, target, error) && bind_predictor(drafter, error)
+           || (bind_drafter(drafter, target_config, target, backend, error) && bind_predictor(drafter, backend, error)
                && read_temperatures(drafter, error));
 }
 
 /* What the memory holds from the start. */
-static void drafter_prepare(Drafter *drafter) {
+static void drafter_prepare(Drafter *drafter, const Backend *backend) {
     const Config *backbone = &drafter->config.backbone;
     if (!drafter->config.architecture) return;
     drafter->state.drafts.one_hot = !drafter->config.selector_rank && !drafter->config.markov_rank;
-    drafter->rope_attention_factor = rope_frequencies(drafter->state.inverse_frequency, &backbone->rope, backbone->head_dim);
+    drafter->rope_attention_factor = upload_frequencies(backend, drafter->state.inverse_frequency, &backbone->rope, backbone->head_dim);
 }
 
-static void drafter_close(Drafter *drafter) {
-    if (drafter->state.block) munmap(drafter->state.block, drafter->state.bytes);
-    weights_free(&drafter->weights.backbone, &drafter->config.backbone);
-    free(drafter->weights.layers), free(drafter->weights.target_ids), free(drafter->config.window), free(drafter->config.causal);
+static void drafter_close(Drafter *drafter, const Backend *backend) {
+    backend->give_back(drafter->state.block, MEMORY_DEVICE);
+    backend->give_back(drafter->state.host_block, MEMORY_HOST);
+    weights_free(&drafter->weights.backbone);
+    free(drafter->weights.layers), free(drafter->config.window), free(drafter->config.causal);
     checkpoint_close(&drafter->checkpoint);
     checkpoint_close(&drafter->predictor_file);
 }
@@ -2901,7 +2930,7 @@ static void project_keys_and_values(Engine *engine, const LayerWeights *layer, c
     finish_keys(engine, layer, n);
 }
 
-/* The rows state->rows [n], whose features have been gathered, enter the ring. */
+/* The rows state->row_list [n], whose features have been gathered, enter the ring. */
 static void store_context(Engine *engine, int n) {
     const Backend *backend = engine->backend;
     Cache *cache = &engine->cache;
@@ -2911,14 +2940,16 @@ static void store_context(Engine *engine, int n) {
     const size_t hidden = (size_t)config->hidden_size, width = 2 * (size_t)(config->num_key_value_heads * config->head_dim),
                  feature = (size_t)drafter->weights.fc.cols;
     for (int i = 0; i < n; i++) {
-        const Row *row = &state->rows[i];
+        const Row *row = &state->row_list[i];
         SessionPages *session = &cache->session[row->session];
         if (session->draft_end != row->position) session->draft_first = row->position;
         session->draft_end = row->position + 1;
         if (session->draft_end - session->draft_first > cache->draft_rows)
             session->draft_first = session->draft_end - cache->draft_rows;
-        state->ring_rows[i] = ring_row(cache, row->session, row->position);
+        state->ring_list[i] = ring_row(cache, row->session, row->position);
     }
+    backend->upload(state->rows, state->row_list, (size_t)n * sizeof *state->rows);
+    backend->upload(state->ring_rows, state->ring_list, (size_t)n * sizeof *state->ring_rows);
     backend->linear(state->hidden, hidden, state->gathered, feature, n, &drafter->weights.fc);
     backend->rms_norm(state->normed, hidden, state->hidden, hidden, drafter->weights.hidden_norm, n, config->hidden_size,
                       config->rms_norm_eps);
@@ -2936,8 +2967,9 @@ void draft_feed(Engine *engine, const Row *rows, const int *indices, int n) {
     for (int begin = 0, count; begin < n; begin += count) {
         count = n - begin < state->max_rows ? n - begin : state->max_rows;
         if (count > cache->draft_rows) count = cache->draft_rows;       /* no two rows of one part share a place in the ring */
-        for (int i = 0; i < count; i++) state->rows[i] = rows[indices[begin + i]];
-        engine->backend->gather_rows(state->gathered, state->features, indices + begin, count, engine->drafter.weights.fc.cols);
+        for (int i = 0; i < count; i++) state->row_list[i] = rows[indices[begin + i]];
+        engine->backend->upload(state->indices, indices + begin, (size_t)count * sizeof *indices);
+        engine->backend->gather_rows(state->gathered, state->features, state->indices, count, engine->drafter.weights.fc.cols);
         store_context(engine, count);
     }
 }
@@ -2951,12 +2983,13 @@ static float *kept_feature(const Drafter *drafter, int session, int position) {
 static void catch_up(Engine *engine, int s, int position) {
     DraftState *state = &engine->drafter.state;
     SessionPages *session = &engine->cache.session[s];
-    int n = 0, feature = engine->drafter.weights.fc.cols, zero = 0;
+    const int feature = engine->drafter.weights.fc.cols;
+    int n = 0;
     if (session->draft_end == position || session->kept_end != position) return;
     for (int t = session->kept_first; t < position; t++, n++) {
-        state->rows[n] = (Row){s, t, 0};
-        engine->backend->gather_rows(state->gathered + (size_t)n * (size_t)feature, kept_feature(&engine->drafter, s, t), &zero, 1,
-                                     feature);
+        state->row_list[n] = (Row){s, t, 0};
+        engine->backend->copy_rows(state->gathered + (size_t)n * (size_t)feature, (size_t)feature,
+                                   kept_feature(&engine->drafter, s, t), (size_t)feature, 1, feature, 1);
     }
     session->kept_first = session->kept_end;
     store_context(engine, n);
@@ -2967,8 +3000,9 @@ void draft_keep(Engine *engine, const Row *row, int index) {
     SessionPages *session = &engine->cache.session[row->session];
     if (session->kept_end != row->position) session->kept_first = row->position;
     session->kept_end = row->position + 1;
-    engine->backend->gather_rows(kept_feature(drafter, row->session, row->position), drafter->state.features, &index, 1,
-                                 drafter->weights.fc.cols);
+    const int feature = drafter->weights.fc.cols;
+    engine->backend->copy_rows(kept_feature(drafter, row->session, row->position), (size_t)feature,
+                               drafter->state.features + (size_t)index * (size_t)feature, (size_t)feature, 1, feature, 1);
     if (session->kept_end - session->kept_first > KEPT_FEATURES) session->kept_first++;
 }
 
@@ -3007,9 +3041,10 @@ static void run_draft_layers(Engine *engine, const DraftBlock *blocks, int n_blo
     const size_t hidden = (size_t)config->hidden_size, q_width = (size_t)(heads * dim), inner = (size_t)config->intermediate_size;
     for (int r = 0; r < n; r++) {
         const DraftBlock *block = &blocks[r / size];
-        state->rows[r] = (Row){block->session, block->position + r % size,
-                               r % size ? draft->mask_token_id : block->ids[block->position]};
+        state->row_list[r] = (Row){block->session, block->position + r % size,
+                                   r % size ? draft->mask_token_id : block->ids[block->position]};
     }
+    backend->upload(state->rows, state->row_list, (size_t)n * sizeof *state->rows);
     backend->rotations(state->cosine, state->sine, state->rows, n, state->inverse_frequency, dim, drafter->rope_attention_factor);
     backend->embed(state->hidden, &drafter->weights.backbone.embed_tokens, state->rows, n);
     if (draft->input_embedding_scale != 1)
@@ -3049,11 +3084,8 @@ static void run_draft_layers(Engine *engine, const DraftBlock *blocks, int n_blo
 static void find_candidates(Engine *engine, Drafts *drafts, int slot, const float *logits, int n) {
     const Drafter *drafter = &engine->drafter;
     const size_t stride = (size_t)drafts->slots * CANDIDATES, at = (size_t)slot * CANDIDATES;
-    engine->backend->candidates(drafts->ids + at, drafts->scores + at, stride, logits, n, drafter->config.draft_vocab_size);
-    for (int i = 0; drafter->weights.target_ids && i < n * CANDIDATES; i++) {
-        int *id = &drafts->ids[at + (size_t)(i / CANDIDATES) * stride + (size_t)(i % CANDIDATES)];
-        *id = drafter->weights.target_ids[*id];
-    }
+    engine->backend->candidates(drafts->ids + at, drafts->scores + at, stride, logits, n, drafter->config.draft_vocab_size,
+                                drafter->weights.target_ids);
 }
 
 /* DSpark: the token before a slot biases its logits, l = U + W2 W1[x], and says how sure the draft is: w . [h; W1[x]] + b.
@@ -3065,7 +3097,7 @@ static void follow_markov(Engine *engine, Drafts *drafts, int slot, const DraftB
     const DraftState *state = &drafter->state;
     const size_t vocab = (size_t)drafter->config.draft_vocab_size, hidden = (size_t)drafter->config.backbone.hidden_size,
                  rank = (size_t)drafter->config.markov_rank, joined = (size_t)drafter->weights.confidence.cols;
-    for (int i = 0; i < n; i++) state->rows[i].token = blocks[i].ids[blocks[i].position + slot];
+    backend->take_tokens(state->rows, blocks, slot, n);
     backend->embed(state->ranks, &drafter->weights.markov_w1, state->rows, n);
     backend->linear(state->bias, vocab, state->ranks, rank, n, &drafter->weights.markov_w2);
     backend->add(state->bias, logits, (size_t)n * vocab);
@@ -3075,7 +3107,7 @@ static void follow_markov(Engine *engine, Drafts *drafts, int slot, const DraftB
     if (joined > hidden) backend->copy_rows(state->joined + hidden, joined, state->ranks, rank, n, (int)rank, 1);
     float *confidence = drafts->confidence + slot;
     backend->linear(confidence, (size_t)drafts->slots, state->joined, joined, n, &drafter->weights.confidence);
-    for (int i = 0; i < n; i++) confidence[(size_t)i * (size_t)drafts->slots] += drafter->weights.confidence_bias;
+    backend->add_bias(confidence, (size_t)drafts->slots, drafter->weights.confidence_bias, n);
 }
 
 /* From the blocks' states to their tokens. Rows are taken slot by slot: [slots, blocks]. */
@@ -3088,7 +3120,8 @@ static void draft_tokens(Engine *engine, Drafts *drafts, DraftBlock *blocks, int
     const size_t hidden = (size_t)config->backbone.hidden_size, vocab = (size_t)config->draft_vocab_size,
                  rows = (size_t)(n * slots);
     float *logits = engine->state.logits;
-    for (int r = 0; r < n * slots; r++) state->indices[r] = r % n * config->block_size + config->first_slot + r / n;
+    for (int r = 0; r < n * slots; r++) state->index_list[r] = r % n * config->block_size + config->first_slot + r / n;
+    backend->upload(state->indices, state->index_list, rows * sizeof *state->indices);
     backend->gather_rows(state->branch, state->normed, state->indices, n * slots, config->backbone.hidden_size);
     backend->linear(logits, vocab, state->branch, hidden, n * slots, &drafter->weights.backbone.lm_head);
     if (config->final_logit_softcapping > 0 || config->output_multiplier != 1)
@@ -3136,6 +3169,7 @@ void draft_blocks(Engine *engine, DraftBlock *blocks, int n, AcceptRule rule, bo
         run_draft_layers(engine, blocks + begin, count);
         draft_tokens(engine, &part, blocks + begin, count, rule, features);
     }
+    engine->backend->wait();
 }
 
 /* =====================================================================================================================
@@ -3145,7 +3179,7 @@ void draft_blocks(Engine *engine, DraftBlock *blocks, int n, AcceptRule rule, bo
  */
 
 bool engine_plan(Engine *engine, const EngineOptions *options, Error *error) {
-    *engine = (Engine){.backend = &c_backend};
+    *engine = (Engine){.backend = options->backend ? options->backend : &c_backend};
     bool ok = config_read(&engine->config, options->model, error);
     if (ok && options->index_topk && !has_latent_attention(&engine->config))
         ok = fail(error, "%s: %s has no indexer: --index-topk does not apply", options->model, engine->config.model_type);
@@ -3156,16 +3190,16 @@ bool engine_plan(Engine *engine, const EngineOptions *options, Error *error) {
     return ok;
 }
 
-bool engine_bind(Engine *engine, Error *error) {
-    return weights_bind(&engine->weights, &engine->checkpoint, &engine->config, error)
-        && drafter_bind(&engine->drafter, &engine->config, &engine->weights, error);
+bool engine_bind(Engine *engine, const Backend *backend, Error *error) {
+    return weights_bind(&engine->weights, &engine->checkpoint, &engine->config, backend, error)
+        && drafter_bind(&engine->drafter, &engine->config, &engine->weights, backend, error);
 }
 
 bool engine_load(Engine *engine, Error *error) {
-    bool ok = check_memory(engine, error) && engine_bind(engine, error) && take_memory(engine, error);
+    bool ok = check_memory(engine, error) && engine_bind(engine, engine->backend, error) && take_memory(engine, error);
     if (ok) {
         prepare_rope(engine);
-        drafter_prepare(&engine->drafter);
+        drafter_prepare(&engine->drafter, engine->backend);
     } else engine_close(engine);
     return ok;
 }
@@ -3175,10 +3209,13 @@ bool engine_open(Engine *engine, const EngineOptions *options, Error *error) {
 }
 
 void engine_close(Engine *engine) {
-    drafter_close(&engine->drafter);
+    const Backend *backend = engine->backend;
+    if (!backend) return;
+    drafter_close(&engine->drafter, backend);
     free_cache(&engine->cache);
-    if (engine->state.block) munmap(engine->state.block, engine->state.bytes);
-    weights_free(&engine->weights, &engine->config);
+    backend->give_back(engine->state.block, MEMORY_DEVICE);
+    backend->release_weights();
+    weights_free(&engine->weights);
     config_free(&engine->config);
     checkpoint_close(&engine->checkpoint);
     *engine = (Engine){0};
@@ -3206,7 +3243,7 @@ enum {
 };
 
 static const double least_gain = 1.1;   /* what speculation has to promise over plain decoding */
-static const double try_share = 0.01;   /* of all rounds' time: what tries of sessions for whom it promises less may cost */
+static const double try_share = 0.005;  /* of all rounds' time: what tries of sessions for whom it promises less may cost */
 
 /* ---- measured costs */
 
@@ -3444,7 +3481,8 @@ static void choose_lengths(Runner *runner, int n, int others) {
 volatile sig_atomic_t interrupted;
 
 void session_begin(Session *session, Engine *engine) {
-    arrsetcap(session->ids, (size_t)engine->cache.context + 1 + MAX_BLOCK);     /* drafts are written behind the anchor */
+    arrsetcap(session->ids, (size_t)engine->cache.context + 1);
+    memcpy(cache_history(&engine->cache, session->slot), session->ids, arrlenu(session->ids) * sizeof *session->ids);
     session->prompt_length = (int)arrlen(session->ids);
     if (session->cached >= session->prompt_length)
         session->cached = session->prompt_length - 1; /* the last row gives the logits */
@@ -3513,6 +3551,7 @@ static bool ends_generation(const Runner *runner, int token) {
 
 /* Takes in one sampled token: ids, text, and whether this was the last. An end-of-turn token joins the ids but not the text. */
 static void accept_token(Runner *runner, Session *session, int token) {
+    cache_history(&runner->engine.cache, session->slot)[arrlen(session->ids)] = token;
     arrput(session->ids, token);
     runner->tokens++;
     if (ends_generation(runner, token)) session->finish = FINISH_STOP;
@@ -3554,9 +3593,9 @@ static void add_block(Runner *runner, Session *session, int at, int count) {
     runner->owners[at] = session;
     runner->blocks[at] = (DraftBlock){.session = session->slot,
                                       .position = (int)arrlen(session->ids) - 1,
-                                      .ids = session->ids,
+                                      .ids = cache_history(&runner->engine.cache, session->slot),
                                       .count = count,
-                                      .sampling = &session->sampling,
+                                      .sampling = session->sampling,
                                       .stream = session->stream};
 }
 
@@ -3793,6 +3832,7 @@ void run_round(Runner *runner, Session **sessions, int n) {
     engine->backend->accept(runner->choices, runner->accepted, engine->state.logits, engine->config.vocab_size, runner->blocks,
                             &engine->drafter.state.drafts, n_blocks, runner->speculation.accept, runner->samplers,
                             runner->n_samplers);
+    engine->backend->wait();
     commit_round(runner, sessions, n, n_blocks, drafted);
     const double accepted = now();
     if (engine->drafter.config.architecture) feed_drafter(runner, n_rows);
@@ -3816,6 +3856,26 @@ void run_session(Runner *runner, Session *session) {
     }
 }
 
+/* Like allocate_zeroed(), memory that operations can reach. */
+static void *take_or_exit(const Backend *backend, size_t bytes, Memory memory) {
+    Error error;
+    void *block = backend->take(bytes ? bytes : 1, memory, &error);
+    if (!block) fprintf(stderr, "tide: %s\n", error.text), exit(1);
+    return block;
+}
+
+Sampler sampler_open(const Backend *backend, int vocab) {
+    size_t n = (size_t)vocab;
+    return (Sampler){take_or_exit(backend, n * sizeof(int), MEMORY_DEVICE), take_or_exit(backend, n * sizeof(float), MEMORY_DEVICE),
+                     take_or_exit(backend, n * sizeof(bool), MEMORY_DEVICE)};
+}
+
+void sampler_close(const Backend *backend, Sampler *sampler) {
+    backend->give_back(sampler->picks, MEMORY_DEVICE);
+    backend->give_back(sampler->weights, MEMORY_DEVICE);
+    backend->give_back(sampler->seen, MEMORY_DEVICE);
+}
+
 bool runner_open(Runner *runner, const EngineOptions *options, bool need_tokenizer, FILE *plan, Error *error) {
     *runner = (Runner){0};
     if (!engine_plan(&runner->engine, options, error)) return false;
@@ -3829,13 +3889,18 @@ bool runner_open(Runner *runner, const EngineOptions *options, bool need_tokeniz
         return false;
     }
     size_t rows = (size_t)runner->engine.state.max_rows, slots = (size_t)runner->engine.cache.sessions;
-    runner->n_samplers = omp_get_max_threads();
-    runner->samplers = allocate_zeroed((size_t)runner->n_samplers, sizeof(Sampler));
-    for (int i = 0; i < runner->n_samplers; i++) runner->samplers[i] = sampler_open(runner->engine.config.vocab_size);
+    const Backend *backend = runner->engine.backend;
+    runner->n_samplers = backend->samplers(runner->engine.state.logit_rows);
+    runner->samplers = take_or_exit(backend, (size_t)runner->n_samplers * sizeof(Sampler), MEMORY_HOST);
+    for (int i = 0; i < runner->n_samplers; i++) runner->samplers[i] = sampler_open(backend, runner->engine.config.vocab_size);
     runner->rows = allocate_zeroed(rows, sizeof(Row));
-    int **lists[] = {&runner->finals, &runner->indices, &runner->lengths, &runner->limits, &runner->choices, &runner->accepted};
-    for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) *lists[i] = allocate_zeroed(rows, sizeof(int));
-    runner->blocks = allocate_zeroed(rows, sizeof(DraftBlock));
+    runner->finals = allocate_zeroed(rows, sizeof(int));
+    runner->indices = allocate_zeroed(rows, sizeof(int));
+    runner->lengths = allocate_zeroed(rows, sizeof(int));
+    runner->limits = allocate_zeroed(rows, sizeof(int));
+    runner->choices = take_or_exit(backend, rows * sizeof(int), MEMORY_HOST);
+    runner->accepted = take_or_exit(backend, rows * sizeof(int), MEMORY_HOST);
+    runner->blocks = take_or_exit(backend, rows * sizeof(DraftBlock), MEMORY_HOST);
     runner->owners = allocate_zeroed(rows, sizeof *runner->owners);
     runner->in_slot = allocate_zeroed(slots, sizeof *runner->in_slot);
     const Drafter *drafter = &runner->engine.drafter;
@@ -3846,10 +3911,12 @@ bool runner_open(Runner *runner, const EngineOptions *options, bool need_tokeniz
 }
 
 void runner_close(Runner *runner) {
-    for (int i = 0; i < runner->n_samplers; i++) sampler_close(&runner->samplers[i]);
-    free(runner->samplers), free(runner->rows), free(runner->finals), free(runner->indices), free(runner->lengths),
-        free(runner->limits);
-    free(runner->choices), free(runner->accepted), free(runner->blocks), free(runner->owners), free(runner->in_slot);
+    const Backend *backend = runner->engine.backend;
+    void *taken[] = {runner->samplers, runner->choices, runner->accepted, runner->blocks};
+    for (int i = 0; i < runner->n_samplers; i++) sampler_close(backend, &runner->samplers[i]);
+    for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) backend->give_back(taken[i], MEMORY_HOST);
+    free(runner->rows), free(runner->finals), free(runner->indices), free(runner->lengths), free(runner->limits);
+    free(runner->owners), free(runner->in_slot);
     tokenizer_close(runner->tokenizer);
     engine_close(&runner->engine);
 }

@@ -37,6 +37,8 @@
  * Errors and memory
  */
 
+typedef struct Backend Backend;     /* the operations, below */
+
 typedef struct Error {
     char text[1024];            /* one line, no newline: what failed, where, what was found, what was wanted */
 } Error;
@@ -128,12 +130,13 @@ enum { TENSOR_MAX_RANK = 8 };
 
 /* Bytes of one stored value; 0 for a type that tide does not know. */
 static inline size_t dtype_size(DType dtype) {
-    static const uint8_t sizes[DTYPE_COUNT] = {
-        [DTYPE_BOOL] = 1,    [DTYPE_U8] = 1,      [DTYPE_I8] = 1,      [DTYPE_U16] = 2, [DTYPE_I16] = 2,  [DTYPE_U32] = 4,
-        [DTYPE_I32] = 4,     [DTYPE_U64] = 8,     [DTYPE_I64] = 8,     [DTYPE_F8_E4M3] = 1, [DTYPE_F8_E5M2] = 1,
-        [DTYPE_F8_E8M0] = 1, [DTYPE_F16] = 2,     [DTYPE_BF16] = 2,    [DTYPE_F32] = 4, [DTYPE_F64] = 8,
-    };
-    return sizes[dtype];
+    switch (dtype) {
+    case DTYPE_BOOL: case DTYPE_U8: case DTYPE_I8: case DTYPE_F8_E4M3: case DTYPE_F8_E5M2: case DTYPE_F8_E8M0: return 1;
+    case DTYPE_U16: case DTYPE_I16: case DTYPE_F16: case DTYPE_BF16: return 2;
+    case DTYPE_U32: case DTYPE_I32: case DTYPE_F32: return 4;
+    case DTYPE_U64: case DTYPE_I64: case DTYPE_F64: return 8;
+    default: return 0;
+    }
 }
 
 typedef struct Tensor {
@@ -164,6 +167,9 @@ typedef struct Checkpoint {
  * no index. Checks every header, offset, overlap and index entry; reads no weight. */
 bool checkpoint_open(Checkpoint *checkpoint, const char *directory, Error *error);
 void checkpoint_close(Checkpoint *checkpoint);
+
+/* Of all its files. */
+size_t checkpoint_bytes(const Checkpoint *checkpoint);
 
 /* The tensor of that name, or NULL. */
 const Tensor *checkpoint_find(const Checkpoint *checkpoint, const char *name);
@@ -287,7 +293,9 @@ typedef struct LayerWeights {
     Matrix gate_proj, up_proj, down_proj;           /* [inter, hidden] twice, [hidden, inter]; rows 0 where absent */
     Matrix router;                                  /* [n_routed_experts, hidden], "mlp.gate" */
     const float *e_score_correction_bias;           /* [n_routed_experts] f32 */
-    Matrix *expert_gate, *expert_up, *expert_down;  /* [n_routed_experts] of [moe_inter, hidden] twice, [hidden, moe_inter] */
+    const Matrix *expert_gate, *expert_up, *expert_down;        /* in the operations' memory: [n_routed_experts] of [moe_inter,
+                                                     * hidden] twice, [hidden, moe_inter] */
+    DType expert_dtype;                             /* of all of them */
 } LayerWeights;
 
 typedef struct Weights {
@@ -295,13 +303,14 @@ typedef struct Weights {
     LayerWeights *layers;                           /* [num_hidden_layers] */
     const float *norm;                              /* [hidden] f32 */
     Matrix lm_head;                                 /* [vocab_size, hidden]; embed_tokens again when tied */
-    float **owned;                                  /* stb_ds: the small vectors and scales that were widened to f32 */
+    void **owned;                                   /* stb_ds: what was made from the file: vectors and scales in f32, lists */
     size_t parameters, bytes;                       /* of the bound tensors, as stored */
 } Weights;
 
-/* Binds every tensor the family needs after checking dtype, rank and each dimension. */
-bool weights_bind(Weights *weights, const Checkpoint *checkpoint, const Config *config, Error *error);
-void weights_free(Weights *weights, const Config *config);
+/* Binds every tensor the family needs after checking dtype, rank and each dimension. backend: whose memory they are to be in, or
+ * NULL: nothing is moved, they stay where the checkpoint is mapped. */
+bool weights_bind(Weights *weights, const Checkpoint *checkpoint, const Config *config, const Backend *backend, Error *error);
+void weights_free(Weights *weights);
 
 /* ---------------------------------------------------------------------------------------------------------------------
  * Rows and the KV hierarchy (Adaptive HiSparse: paper 3.1, 3.2, 3.5; the reference design of the spec, A8)
@@ -320,6 +329,7 @@ enum {
     TAIL_PAGES = 2,             /* required of every session: a block of rows may cross from one page into the next */
     QUERY_BLOCK = 8,            /* K_max: rows of one session that are resolved together */
     REPOPULATE_PAGES = 8,       /* bundles started a round while memory is spare */
+    MAX_BLOCK = 32,             /* rows of a draft block */
     BACKUP_PAGES = 1,           /* bundles backed up a round before anything asks for their memory */
 };
 
@@ -373,14 +383,22 @@ typedef struct Selection {      /* which positions each row of the pass attends 
 /* The rows to copy from host to device before a run of the pass can attend, in ascending order within each session. Made
  * by the resolve of a producing layer, replayed for each layer that follows it: their slots have the same numbers. */
 typedef struct MissPlan {
-    HostRow *from;              /* [capacity] */
+    HostRow *from;              /* [capacity] of what follows, each backend has its own order */
     DeviceRow *to;              /* [capacity] */
-    int count, capacity;
-    int picked[TIERS];          /* where the selected rows were found, counted per query */
-    int staged;                 /* of the rows to copy: did not fit the hot cache */
+    int *count;                 /* [rows] entries of each run; on the GPU, of the block that begins at the row */
+    int capacity;
 } MissPlan;
 
-/* What the device sees. `ready` names only pages whose bytes have arrived; the others name what a session owns. */
+/* What a pass finds out as it goes, in the memory of its operations; read when all of it has run. */
+typedef struct PassReport {
+    int picked[TIERS];          /* where the selected rows were found, counted per query */
+    int fetched, staged;        /* rows that a resolve had to copy; those of them that did not fit the hot cache */
+    int copied;                 /* rows copied for all sources */
+    int bad_place, bad_row;     /* the first place in the pass, as check_finite() was told, where a row was not finite; or -1 */
+} PassReport;
+
+/* Where operations find a session's rows. The controller keeps it in host memory, and operations see it as it was when the pass
+ * began (Cache.seen). `ready` names only pages whose bytes have arrived; the others name what a session owns. */
 typedef struct CacheTables {
     int *tail_base;             /* [sessions] the first row of the tail, a multiple of 64 */
     DevicePage *tail;           /* [sessions, tail_ring] page p of the session at p mod tail_ring */
@@ -388,11 +406,15 @@ typedef struct CacheTables {
     DevicePage *hot;            /* [sessions, hot_pages] slot t is row t mod 64 of hot page t / 64 */
     DevicePage *index;          /* [sessions, context_pages] of the index pool */
     HostPage *host;             /* [sessions, context_pages] */
+} CacheTables;
+
+/* What only operations read and write: who sits in the hot caches. */
+typedef struct HotTables {
     uint32_t *clock;            /* [sessions, groups] resolves so far: stamps count them */
     int32_t *tag;               /* [sessions, groups, hot_rows] the row a slot holds, or -1 */
     uint32_t *stamp;            /* [sessions, groups, hot_rows] the resolve that last used the slot; 0: none */
     uint16_t *slot_of;          /* [sessions, groups, context_pages * 64] slot + 1 of the row, or 0 */
-} CacheTables;
+} HotTables;
 
 /* One page of one session's history, as the controller sees it. The order matters: from FILLING on it is optional history. */
 typedef enum PageState {
@@ -475,7 +497,7 @@ typedef struct CacheStats {     /* since the start */
 } CacheStats;
 
 typedef struct Cache {
-    const struct Backend *backend;
+    const Backend *backend;
     /* the shape: fixed by plan_memory() */
     KvMode mode;
     Reclaim reclaim;
@@ -501,8 +523,11 @@ typedef struct Cache {
     uint8_t *staging;           /* [live_sources, staging_blocks * staging_rows] rows */
     uint8_t *index_keys;        /* [groups, index pages, 64] index keys; always on the device */
     uint8_t *draft_ring;        /* [draft_layers, sessions, draft_rows] rows: position t of a session at t mod draft_rows (eq. 10) */
+    int *history;               /* MEMORY_HOST: [sessions, context + 1 + MAX_BLOCK] each session's ids, and drafts behind them */
     uint8_t *host, *host_index; /* [sources, host pages, 64] rows; [groups, host pages, 64] index keys */
-    CacheTables tables;
+    CacheTables tables, seen;   /* as the controller writes them; and as operations see them, in their memory */
+    size_t tables_bytes;        /* of either, from tail_base on */
+    HotTables slots;
     PageList device_pages, index_pages, host_pages;
     int *staging_owner;         /* [live_sources] the group whose rows an arena holds, or -1; the debug build insists on it */
     uint64_t *bits;             /* [context_pages] scratch of a resolve: a bit per row of the session */
@@ -525,7 +550,7 @@ typedef struct Cache {
     int cursor;                 /* round robin over sessions */
     bool waiting;               /* a session waits for device pages: nothing is lent */
     CacheStats stats;
-    uint8_t *block, *host_block;
+    uint8_t *block, *host_block, *tables_block;
     size_t bytes, host_bytes;   /* planned: under --kv-budget, and in host memory */
     size_t least_bytes, least_host_bytes;   /* that one session of the whole context needs */
 } Cache;
@@ -567,6 +592,11 @@ static inline RowPool row_pool(const Cache *cache, SourceId source) {
                      cache->device_pages.n_pages * PAGE_ROWS};
 }
 
+/* The ids of a session, for the operations. */
+static inline int *cache_history(const Cache *cache, int session) {
+    return cache->history + (size_t)session * ((size_t)cache->context + 1 + MAX_BLOCK);
+}
+
 /* Where the tables say that a page of a session lies. */
 static inline HostPage *host_page(const Cache *cache, int session, int page) {
     return &cache->tables.host[(size_t)session * (size_t)cache->context_pages + (size_t)page];
@@ -598,10 +628,10 @@ typedef struct HotCache {
 
 static inline HotCache hot_cache(const Cache *cache, int session, int group) {
     size_t state = (size_t)session * (size_t)cache->groups + (size_t)group;
-    return (HotCache){.tag = cache->tables.tag + state * (size_t)cache->hot_rows,
-                      .stamp = cache->tables.stamp + state * (size_t)cache->hot_rows,
-                      .slot_of = cache->tables.slot_of + state * (size_t)cache->context_pages * PAGE_ROWS,
-                      .clock = cache->tables.clock + state};
+    return (HotCache){.tag = cache->slots.tag + state * (size_t)cache->hot_rows,
+                      .stamp = cache->slots.stamp + state * (size_t)cache->hot_rows,
+                      .slot_of = cache->slots.slot_of + state * (size_t)cache->context_pages * PAGE_ROWS,
+                      .clock = cache->slots.clock + state};
 }
 
 /* Takes a session in: its hot cache, tail, index and host pages for `rows` rows (prompt and all it may generate). `ids` [n_ids]
@@ -631,9 +661,6 @@ void cache_step(Cache *cache);
 /* Forgets the rows from n on, history included. False when a page shared with another session would have to be copied and the
  * host has none free. */
 bool cache_truncate(Cache *cache, int session, int n);
-
-/* A failed pass leaves slots that name rows which never arrived in some layers: forget them. */
-void cache_forget_hot(Cache *cache, int session);
 
 /* Ends a session's stay, finished or aborted. Whole pages of its prompt stay on the host for those who share it. */
 void cache_release(Cache *cache, int session);
@@ -668,15 +695,15 @@ typedef struct Sampling {
     uint64_t seed;
 } Sampling;
 
-typedef struct Sampler {        /* scratch of one choice */
+typedef struct Sampler {        /* scratch of one choice, in the operations' memory */
     int *picks;                 /* [vocab_size] tokens that the filters leave */
     float *weights;             /* [vocab_size] e^(logit - best) */
     bool *seen;                 /* [vocab_size], all false between calls */
 } Sampler;
 
 /* Takes and gives back the scratch of a vocabulary. */
-Sampler sampler_open(int vocab);
-void sampler_close(Sampler *sampler);
+Sampler sampler_open(const Backend *backend, int vocab);
+void sampler_close(const Backend *backend, Sampler *sampler);
 
 /* The index of the largest of `n` values; of equal ones, the first. */
 int argmax(const float *values, int n);
@@ -691,7 +718,6 @@ int argmax(const float *values, int n);
  */
 
 enum {
-    MAX_BLOCK = 32,             /* rows of a draft block */
     MAX_BLOCK_QUERIES = 1024,   /* of a block and one key/value head */
     KEPT_FEATURES = 32,         /* last rows of a session that does not draft: they enter the ring when it does */
     MAX_TAPS = 32,              /* target layers that a feature is made of */
@@ -735,7 +761,7 @@ typedef struct DraftWeights {
     Matrix markov_w1, markov_w2;                /* [vocab, markov_rank], [draft_vocab_size, markov_rank] */
     Matrix confidence;          /* [1, hidden + markov_rank, or hidden] */
     float confidence_bias;
-    int *target_ids;            /* [draft_vocab_size] of the target, for each of the draft's ids, from "d2t"; NULL: they are the same */
+    const int *target_ids;      /* [draft_vocab_size] of the target, for each of the draft's ids, from "d2t"; NULL: they are the same */
 } DraftWeights;
 
 typedef struct LengthPredictor {                /* DVL: a small network over a block's features (DScale III-B) */
@@ -747,21 +773,21 @@ typedef struct LengthPredictor {                /* DVL: a small network over a b
 typedef struct DraftBlock {     /* one session's block of a round: drafted, then verified */
     int session;                /* slot of the cache, and of the ring */
     int position;               /* n: of the anchor, the newest committed token */
-    int *ids;                   /* the session's, ids[n] the anchor, drafts behind it; what is drafted is written there */
+    int *ids;                   /* the session's history, ids[n] the anchor, drafts behind it; what is drafted is written there */
     int ring_first;             /* the ring has the rows [ring_first, n) */
     int first, count;           /* verification: its rows among the logits, K_r of them; 1: the anchor alone */
-    const Sampling *sampling;
+    Sampling sampling;
     uint64_t stream;            /* which noise the session draws */
 } DraftBlock;
 
 typedef struct Drafts {         /* what a draft pass proposes for each of its blocks, the first ones of the round */
     int slots, blocks;
     bool one_hot;               /* DFlash: the law of a draft under acceptance by rejection is its best token */
-    int *ids;                   /* [blocks, slots, CANDIDATES] the best tokens of each slot, by unary or Markov logits */
+    int *ids;                   /* MEMORY_DEVICE, as all but the last three: [blocks, slots, CANDIDATES] the best tokens of each slot, by unary or Markov logits */
     float *scores;              /* [blocks, slots, CANDIDATES] what the choice is made by */
     float *q;                   /* [blocks, slots, CANDIDATES] the law a token was drawn from; accept by rejection only */
-    int *tokens;                /* [blocks, slots] */
     float *features;            /* [blocks, slots, DVL_FEATURES] */
+    int *tokens;                /* [blocks, slots] */
     float *confidence;          /* [blocks, slots] logits of the confidence head */
     float *survival;            /* [blocks, slots] scores for lengths, not increasing */
 } Drafts;
@@ -770,8 +796,11 @@ typedef enum AcceptRule { ACCEPT_COUPLED, ACCEPT_REJECTION } AcceptRule;
 
 typedef struct DraftState {     /* activations of a draft pass; [rows] stands for max_rows */
     int max_rows;               /* max_blocks * block_size, and at least 64 */
-    Row *rows;                  /* [rows] */
-    int *indices;               /* [rows] */
+    Row *rows;                  /* [rows] of the pass, where operations read them */
+    int *indices;               /* [rows] likewise */
+    Row *row_list;              /* [rows] where the pipeline makes them, and the next two */
+    int *index_list;            /* [rows] */
+    DeviceRow *ring_list;       /* [rows] */
     float *features;            /* [target's max_rows, n_taps * target's hidden] f32, of the target's pass */
     float *gathered;            /* [rows, n_taps * target's hidden] f32 */
     float *kept;                /* [sessions, KEPT_FEATURES, n_taps * target's hidden] f32, position t at t mod KEPT_FEATURES */
@@ -788,8 +817,8 @@ typedef struct DraftState {     /* activations of a draft pass; [rows] stands fo
     float *scratch;             /* [2, sessions, MAX_PREDICTOR_WIDTH] f32 */
     DeviceRow *ring_rows;       /* [rows] */
     Drafts drafts;              /* [sessions] blocks */
-    uint8_t *block;
-    size_t bytes;
+    uint8_t *block, *host_block;
+    size_t bytes, host_bytes;   /* host_bytes: of what the pipeline reads or writes itself */
 } DraftState;
 
 typedef struct Drafter {
@@ -809,9 +838,35 @@ typedef struct Drafter {
  * row r's inputs alone and sums in an order fixed by the shapes, never by the number of rows or threads.
  */
 
-typedef struct Backend {
+/* Where memory lies, as the operations need it. What the pipeline itself reads or writes is MEMORY_HOST, and operations may use it
+ * too, for what is small: on a GPU each access crosses the link. In C there is no difference. */
+typedef enum Memory { MEMORY_DEVICE, MEMORY_HOST } Memory;
+
+struct Backend {
     const char *name;
     int live_sources;           /* chi of eq. 11: payloads of one group that it stages at the same time */
+    bool shares_memory;         /* with the pipeline: MEMORY_DEVICE is host memory too, and an operation has run when it returns */
+
+    /* Makes the device ready, before anything else; false, with an error, where there is none that can be used. */
+    bool (*start)(Error *error);
+
+    /* Free memory of that kind, in bytes. */
+    size_t (*available)(Memory memory);
+
+    /* Zeroed memory, or NULL and an error; and back (NULL: nothing). */
+    void *(*take)(size_t bytes, Memory memory, Error *error);
+    void (*give_back)(void *block, Memory memory);
+
+    /* Where operations find these bytes of a checkpoint, or of what was made from it: a copy on the device, or the bytes
+     * themselves. They stay until release_weights(). NULL and an error where there is no room. */
+    const void *(*import_weights)(const void *data, size_t bytes, Error *error);
+    void (*release_weights)(void);
+
+    /* How many Samplers accept() wants for so many rows of logits. */
+    int (*samplers)(int logit_rows);
+
+    /* Everything that was asked for has run: results in MEMORY_HOST are there. */
+    void (*wait)(void);
 
     /* y[r] = row tokens[r] of the embedding. */
     void (*embed)(float *y, const Matrix *embedding, const Row *rows, int n_rows);
@@ -834,6 +889,9 @@ typedef struct Backend {
     void (*rope)(float *x, int n_rows, int heads, int head_stride, int offset, int dim, bool interleaved,
                  const float *cosine, const float *sine);
 
+    /* Where rows are stored: their places in the pool of a tail, and among the index keys. */
+    void (*locate_rows)(DeviceRow *kv_rows, DeviceRow *index_rows, const Cache *cache, const Row *rows, int n_rows);
+
     /* Writes row ids[r] of a pool: `quantised` values from a[r], `plain` values from b[r]. */
     void (*store_rows)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows,
                        const float *a, size_t a_stride, const float *b, size_t b_stride);
@@ -846,14 +904,19 @@ typedef struct Backend {
                          const RowFormat *format, const DevicePage *pages, int context_pages, int heads, int head_dim,
                          const Row *rows, int n_rows, float *scratch, int scratch_rows);
 
-    /* Finds every selected row of the rows [begin, end) of the pass, which belong to one plan group (paper 3.2, eq. 6, 12): tail,
-     * ready optional page, hot cache, else host. Each session's rows follow each other and are resolved as a union.
-     * locations: [rows, capacity], in the order of the selection, -1 for -1. Appends what has to be copied to the plan. */
-    void (*resolve)(Cache *cache, int group, const Selection *selection, const Row *rows, int begin, int end,
-                    DeviceRow *locations, MissPlan *plan);
+    /* Finds every selected row of run `run` of the pass, its rows [begin, end), which belong to one plan group (paper 3.2, eq. 6,
+     * 12): tail, ready optional page, hot cache, else host. Each session's rows follow each other, at most QUERY_BLOCK of them
+     * where there is a hot cache, and are resolved as a union. rows: as the pipeline has them, [rows]; locations: [rows,
+     * capacity], in the order of the selection, -1 for -1. What has to be copied becomes the run's part of the plan. */
+    void (*resolve)(Cache *cache, int group, const Selection *selection, const Row *rows, int begin, int end, int run,
+                    DeviceRow *locations, MissPlan *plan, PassReport *report);
 
-    /* Copies the entries [begin, end) of the plan from the host to the hot cache and the staging of one source. */
-    void (*fetch_rows)(Cache *cache, SourceId source, const MissPlan *plan, int begin, int end);
+    /* Copies what that run planned from the host to the hot cache and the staging of one source. */
+    void (*fetch_rows)(Cache *cache, SourceId source, const MissPlan *plan, const Row *rows, int begin, int end, int run,
+                       PassReport *report);
+
+    /* The hot caches of a session, one in each group, are empty from now on and their clocks at 0. */
+    void (*forget_hot)(Cache *cache, int session);
 
     /* A copy between the tiers, beside the passes: started, and later asked for until it is complete (the record may have
      * moved; the device page tells it from others). wait: until then. The bytes of a copy to the host are taken, and those of a
@@ -861,8 +924,11 @@ typedef struct Backend {
     void (*start_copy)(Cache *cache, const Transfer *transfer);
     bool (*finish_copy)(Cache *cache, const Transfer *transfer, bool wait);
 
-    /* At once, and in any direction. */
+    /* In any direction, once everything before it has run; complete when it returns. */
     void (*copy_bytes)(void *to, const void *from, size_t bytes);
+
+    /* From host memory to the operations', before the next of them runs; `from` is free again at once. */
+    void (*upload)(void *to, const void *from, size_t bytes);
 
     /* q_absorbed[r, h] = W_UK[h]^T q_nope[r, h] | q_rope[r, h]: the query in the space of cached rows (DeepSeek-V2, 2.1.2).
      * q: [rows, heads, nope + rope]; q_absorbed: [rows, heads, kv_lora_rank + rope]; kv_b: kv_b_proj. */
@@ -901,8 +967,9 @@ typedef struct Backend {
     void (*experts)(float *y, const float *x, const int *picks, const float *weights, int n_rows,
                     const LayerWeights *layer, const Config *config, float *scratch);
 
-    /* The first row that holds a NaN or an infinity, or -1. */
-    int (*first_not_finite)(const float *x, int n_rows, int dim);
+    /* If nothing was found yet: the first row that holds a NaN or an infinity becomes the report's bad_row, and `place` its
+     * bad_place. */
+    void (*check_finite)(PassReport *report, int place, const float *x, int n_rows, int dim);
 
     /* y[r] = x[r] * factor for rows of `dim` at their strides: features out of the residual stream; embeddings by their scale. */
     void (*copy_rows)(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, int dim, float factor);
@@ -925,8 +992,14 @@ typedef struct Backend {
     void (*cap_logits)(float *y, size_t n, float multiplier, float softcap);
 
     /* The best CANDIDATES of each of n rows of logits, by value and then by lower id, row r at ids + r * stride and values + r
-     * * stride. Where the vocabulary is smaller the last are repeated. */
-    void (*candidates)(int *ids, float *values, size_t stride, const float *logits, int n, int vocab);
+     * * stride. Where the vocabulary is smaller the last are repeated. target_ids: [vocab] the ids to write for them, or NULL. */
+    void (*candidates)(int *ids, float *values, size_t stride, const float *logits, int n, int vocab, const int *target_ids);
+
+    /* The token before slot `slot` of every block becomes rows[i].token: the anchor, or the draft before. */
+    void (*take_tokens)(Row *rows, const DraftBlock *blocks, int slot, int n);
+
+    /* y[i * stride] += bias. */
+    void (*add_bias)(float *y, size_t stride, float bias, int n);
 
     /* What DVL's predictor looks at, DVL_FEATURES numbers of each of n slots at features + r * stride: the best logit; how far
      * ranks 2 to 16 lie below it (values + r * values_stride: its candidates'); the logarithm of its probability; the
@@ -965,12 +1038,13 @@ typedef struct Backend {
      * session's filters, and accepted[i] is how many drafts of block i equal it from the first on. By rejection: draft j is
      * accepted with probability min(1, p / q), and the first that is not is replaced by a draw from max(p - q, 0), or all are
      * followed by a draw from p (Leviathan et al. 2023, algorithm 1). choices: [logit rows], up to row accepted[i] of each
-     * block; logits are overwritten. samplers: one for each thread that takes part. */
+     * block; logits are overwritten. samplers: one for each block that is worked on at the same time. */
     void (*accept)(int *choices, int *accepted, float *logits, int vocab, const DraftBlock *blocks, const Drafts *drafts, int n,
                    AcceptRule rule, Sampler *samplers, int n_samplers);
-} Backend;
+};
 
 extern const Backend c_backend;
+extern const Backend cuda_backend;                  /* in a build that has nvcc */
 
 /* The k best of n >= k scores, as ascending positions; equal scores: the lower position. Sampling filters by it too. */
 void top_k(int *picks, const float *scores, int n, int k);
@@ -982,6 +1056,9 @@ void top_k(int *picks, const float *scores, int n, int k);
 typedef struct State {          /* [rows] stands for max_rows; everything lies in one block, planned before a weight is read */
     int max_rows;               /* of one pass */
     int logit_rows;             /* of one head() call */
+    Row *rows;                  /* [rows] of the pass, where operations read them */
+    int *indices;               /* [rows] which of them something is wanted of */
+    PassReport *report;
     float *hidden;              /* [rows, hidden_size] f32, the residual stream */
     float *normed;              /* [rows, hidden_size] f32, a layer's input; after forward(): the final norm's output */
     float *branch;              /* [rows, hidden_size] f32, what a sublayer adds to the residual stream */
@@ -1005,10 +1082,9 @@ typedef struct State {          /* [rows] stands for max_rows; everything lies i
     Selection selection;        /* of the nearest full layer at or before the current one */
     DeviceRow *locations;       /* [rows, capacity] where the selected rows lie */
     MissPlan plan;              /* of the nearest full layer too */
-    int *run_ends;              /* [rows] the pass in runs: rows that are resolved, and then attend, together */
-    int *plan_ends;             /* [rows] the end of each run's entries in the plan */
-    int n_runs;
     float *logits;              /* [logit_rows, vocab_size] f32 */
+    int run_ends[MAX_PASS_ROWS];            /* the pass in runs: rows that are resolved, and then attend, together */
+    int n_runs;
     uint8_t *block;
     size_t bytes;
 } State;
@@ -1022,6 +1098,7 @@ typedef struct Probe {
 } Probe;
 
 typedef struct EngineOptions {
+    const Backend *backend;          /* NULL: c_backend */
     const char *model;          /* directory */
     const char *draft;          /* directory of a drafter, or NULL */
     int sessions;               /* slots */
@@ -1054,7 +1131,7 @@ typedef struct Engine {
 bool engine_plan(Engine *engine, const EngineOptions *options, Error *error);
 
 /* Binds every tensor of the model and of its drafter; reads no weight. */
-bool engine_bind(Engine *engine, Error *error);
+bool engine_bind(Engine *engine, const Backend *backend, Error *error);
 
 /* Refuses a plan that does not fit, binds the weights and takes the planned memory. */
 bool engine_load(Engine *engine, Error *error);
@@ -1312,8 +1389,15 @@ struct cJSON *session_open(const Runner *runner, const char *path, FILE **file, 
 bool session_restore(Runner *runner, Session *session, const struct cJSON *header, FILE *file, const char *path, Error *error);
 
 /* ---------------------------------------------------------------------------------------------------------------------
- * Measurements (bench.c)
+ * Measurements (bench.c; the first three are engine.cu's)
  */
+
+/* The median seconds, as the GPU counts them, of what `work` puts on its stream; work is called twice and must not wait. */
+double cuda_seconds(void (*work)(void *), void *user);
+
+/* Puts on the stream: a copy in any direction; a kernel that reads the bytes and forgets them (sum: a word of device memory). */
+void cuda_begin_copy(void *to, const void *from, size_t bytes);
+void cuda_read(const void *data, size_t bytes, unsigned *sum);
 
 /* Makes the measurement of that name and prints it. What it draws goes into the directory, as NAME.csv and NAME.svg. 0: done;
  * 1: it failed; 2: there is none of that name. The last two with an error. */

@@ -45,7 +45,7 @@ enum { EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ROWS };
 typedef struct Options {
     EngineOptions engine;
     const char *prompt, *file, *ids, *decode, *jsonl, *output, *dump, *trace, *system, *session, *positional;
-    const char *kv_dtype, *kv_mode, *reclaim, *lookup, *think, *special, *only;  /* only: of options that have one value so far */
+    const char *kv_dtype, *kv_mode, *reclaim, *lookup, *think, *special, *device, *only; /* only: of options that have one value so far */
     const char *draft;          /* NULL: not said */
     const char *verify, *accept, *allocate;
     int width;                  /* 0: auto; -1: not said */
@@ -97,7 +97,11 @@ static const struct OptionSpec {
     {"--chat", FLAG, AT(chat)},
     {"--system", TEXT, AT(system)},
     {"--think", WORD, AT(think), .words = "on|off"},
-    {"--device", WORD, AT(only), .words = "auto|cpu", .later = "cuda"},
+#ifdef TIDE_CUDA
+    {"--device", WORD, AT(device), .words = "auto|cpu|cuda"},
+#else
+    {"--device", WORD, AT(device), .words = "auto|cpu", .later = "cuda"},
+#endif
     {"--threads", COUNT, AT(threads), 1, 1024},
     {"--kv-dtype", WORD, AT(kv_dtype), .words = "f32|bf16|fp8"},
     {"--kv", WORD, AT(kv_mode), .words = "resident|hisparse|adaptive"},
@@ -142,7 +146,11 @@ static const char usage_text[] =
     "  --stop TEXT       end the answer before TEXT (may be repeated)\n"
     "  --chat            generate, batch: the prompt is a user's message, not text to continue; implied by the next two\n"
     "  --system TEXT     system message      --think on|off   reasoning before the answer (default off)\n"
+#ifdef TIDE_CUDA
+    "  --device auto|cpu|cuda --threads N --kv-dtype f32|bf16|fp8 (default bf16) --index-topk N\n"
+#else
     "  --device auto|cpu --threads N --kv-dtype f32|bf16|fp8 (default bf16) --index-topk N\n"
+#endif
     "  --kv resident|hisparse|adaptive (default adaptive)   where the history lies: all of it on the device; on the host behind "
     "a\n"
     "                    hot cache; on the host, with spare device memory lent to it\n"
@@ -347,8 +355,23 @@ static bool set_speculation(Speculation *speculation, const Drafter *drafter, co
     return true;
 }
 
+/* Where the model runs: --device, or the GPU where there is one. False: there is none, and it was asked for. */
+static bool choose_device(Options *options, Error *error) {
+#ifdef TIDE_CUDA
+    const bool wanted = options->device && !strcmp(options->device, "cuda");
+    if (options->device && !strcmp(options->device, "cpu")) return true;
+    if (cuda_backend.start(error)) options->engine.backend = &cuda_backend;
+    else if (wanted) return false;
+    else if (!options->quiet) notice("%s; running on the CPU", error->text);
+#endif
+    (void)options;
+    (void)error;
+    return true;
+}
+
 static bool start(Runner *runner, Options *options, bool need_tokenizer, int *status) {
     Error error;
+    if (!choose_device(options, &error)) return *status = report(&error), false;
     if (!runner_open(runner, &options->engine, need_tokenizer, options->quiet ? NULL : stderr, &error))
         return *status = report(&error), false;
     const Config *config = &runner->engine.config;
@@ -873,6 +896,7 @@ static int command_batch(Options *options) {
 
 typedef struct Dump {           /* what a pass leaves for --dump; probes append rows in order */
     const Config *config;
+    const Backend *backend;     /* in whose memory a pass leaves it */
     float **hidden;             /* [layers + 1] stb_ds of [T, hidden_size] */
     int **topk;                 /* [layers] stb_ds of [T, k] positions, -1 where fewer are visible; NULL where none is made */
     float *logits;              /* stb_ds [T + D, vocab_size] */
@@ -883,18 +907,19 @@ static void dump_hidden(void *user, int layer, const float *hidden, const Row *r
     Dump *dump = user;
     (void)rows;
     size_t n = (size_t)n_rows * (size_t)dump->config->hidden_size;
-    memcpy(arraddnptr(dump->hidden[layer], n), hidden, n * sizeof(float));
+    dump->backend->copy_bytes(arraddnptr(dump->hidden[layer], n), hidden, n * sizeof(float));
 }
 
 static void dump_selection(void *user, int layer, const Selection *selection, const Row *rows, int n_rows) {
     Dump *dump = user;
     (void)rows;
-    for (int r = 0; r < n_rows; r++)
-        for (int i = 0; i < dump->topk_width; i++) {
-            bool picked = i < selection->count[r];
-            arrput(dump->topk[layer],
-                   picked ? selection->ids[(size_t)r * (size_t)selection->capacity + (size_t)i] : -1);
-        }
+    for (int r = 0; r < n_rows; r++) {
+        int *row = arraddnptr(dump->topk[layer], dump->topk_width), count;
+        dump->backend->copy_bytes(&count, selection->count + r, sizeof count);
+        dump->backend->copy_bytes(row, selection->ids + (size_t)r * (size_t)selection->capacity,
+                                  (size_t)dump->topk_width * sizeof *row);
+        for (int i = count; i < dump->topk_width; i++) row[i] = -1;
+    }
 }
 
 typedef struct DumpTensor { char name[32]; const char *dtype; int64_t shape[2]; int rank; const void *data; } DumpTensor;
@@ -945,25 +970,29 @@ static void eval_admit(Runner *runner, int rows) {
 static bool eval_rows(Runner *runner, const int *ids, int cached, int n, bool (*visit)(void *, int, const float *), void *user,
                       Error *error) {
     Engine *engine = &runner->engine;
-    for (int begin = cached, take; begin < n; begin += take) {
+    const size_t vocab = (size_t)engine->config.vocab_size;
+    float *logits = allocate_zeroed(vocab, sizeof *logits);
+    bool ok = true;
+    for (int begin = cached, take; begin < n && ok; begin += take) {
         cache_step(&engine->cache);
         take = n - begin < engine->state.max_rows ? n - begin : engine->state.max_rows;
         take = cache_room(&engine->cache, 0, take);
         for (int r = 0; r < take; r++) runner->rows[r] = (Row){0, begin + r, ids[begin + r]};
-        if (!forward(engine, runner->rows, take, error)) return false;
-        cache_commit(&engine->cache, 0, begin + take);
-        for (int first = 0; first < take;) {
-            int some = take - first < engine->state.logit_rows ? take - first : engine->state.logit_rows;
+        ok = forward(engine, runner->rows, take, error);
+        if (ok) cache_commit(&engine->cache, 0, begin + take);
+        for (int first = 0, some; first < take && ok; first += some) {
+            some = take - first < engine->state.logit_rows ? take - first : engine->state.logit_rows;
             for (int i = 0; i < some; i++) runner->finals[i] = first + i;
-            if (!head(engine, runner->rows, runner->finals, some, error)) return false;
-            for (int i = 0; i < some; i++)
-                if (!visit(user, begin + first + i, engine->state.logits + (size_t)i * (size_t)engine->config.vocab_size))
-                    return false;
-            first += some;
+            ok = head(engine, runner->rows, runner->finals, some, error);
+            for (int i = 0; i < some && ok; i++) {
+                engine->backend->copy_bytes(logits, engine->state.logits + (size_t)i * vocab, vocab * sizeof *logits);
+                ok = visit(user, begin + first + i, logits);
+            }
         }
-        if (interrupted) return fail(error, "interrupted");
+        if (ok && interrupted) ok = fail(error, "interrupted");
     }
-    return true;
+    free(logits);
+    return ok;
 }
 
 static bool keep_logits(void *user, int position, const float *logits) {
@@ -984,6 +1013,7 @@ static bool eval_dump(Runner *runner, const Options *options, int **prompt, Erro
         return fail(error, "%d ids do not fit the context of %d: raise -c", T + D, runner->engine.cache.context);
     }
     Dump dump = {.config = config,
+                 .backend = runner->engine.backend,
                  .context = runner->engine.cache.context,
                  .hidden = allocate_zeroed((size_t)layers + 1, sizeof(float *)),
                  .topk = allocate_zeroed((size_t)layers, sizeof(int *)),
@@ -1245,7 +1275,7 @@ static int command_inspect(Options *options) {
         print_draft_config(&engine.drafter.config);
         print_tensors(&engine.drafter.checkpoint);
     }
-    ok = ok && engine_bind(&engine, &error);
+    ok = ok && engine_bind(&engine, NULL, &error);
     if (ok)
         printf("%.1f M parameters in use, %.1f MB\n", (double)engine.weights.parameters / 1e6,
                (double)engine.weights.bytes / 1e6);

@@ -74,7 +74,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         plan(&config, 128, 1 << 24);
         Checkpoint empty = {.directory = copy_string("fuzz")};
         Weights weights;
-        if (weights_bind(&weights, &empty, &config, &error)) abort();
+        if (weights_bind(&weights, &empty, &config, NULL, &error)) abort();
         checkpoint_close(&empty);
         if (config.n_eos < 0 || config.n_eos > 16) abort();
         if (has_latent_attention(&config) && !config.indexer_full[0]) abort();

@@ -72,7 +72,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         }
         Config config = tiny_config();
         Weights weights;
-        if (weights_bind(&weights, &checkpoint, &config, &error)) weights_free(&weights, &config);
+        if (weights_bind(&weights, &checkpoint, &config, NULL, &error)) weights_free(&weights);
         else if (!*error.text || strchr(error.text, '\n')) abort();
     } else if (!*error.text || strchr(error.text, '\n')) abort();
     free(mapped.path);

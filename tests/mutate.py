@@ -98,7 +98,7 @@ MUTANTS = [
     ("recall: pages on their way back are asked for again", "recall(cache, deficit - pages_coming(cache));", "recall(cache, deficit);"),
     ("recall: in resident mode too", "        if (cache->mode == MODE_ADAPTIVE && found >= 0) recall(", "        if (found >= 0) recall("),
     ("recall: for a prompt that waits for another to compute its prefix", "MODE_ADAPTIVE && found >= 0) recall(", "MODE_ADAPTIVE) recall("),
-    ("truncate: tags stay", "    drop_pages(cache, s, first);\n    cache_forget_hot(cache, s);", "    drop_pages(cache, s, first);"),
+    ("truncate: tags stay", "    drop_pages(cache, s, first);\n    cache->backend->forget_hot(cache, s);", "    drop_pages(cache, s, first);"),
     ("truncate: a complete page is left in the tail",
      "    for (; cache->tables.tail_base[s] < first * PAGE_ROWS; end_copies(cache, INT_MAX, true)) advance_tail(cache, s);\n", ""),
     ("truncate: wants host pages for what nobody shares", "        shared += host_info(cache, s, page)->refs > 1;",

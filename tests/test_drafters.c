@@ -100,8 +100,9 @@ static struct Record {
     float layer_out[8][MAX_BLOCK * 512];
 } record;
 
-static void recorded_candidates(int *ids, float *values, size_t stride, const float *logits, int n, int vocab) {
-    candidates(ids, values, stride, logits, n, vocab);
+static void recorded_candidates(int *ids, float *values, size_t stride, const float *logits, int n, int vocab,
+                                const int *target_ids) {
+    candidates(ids, values, stride, logits, n, vocab, target_ids);
     if (n != 1 || record.calls == 2 * MAX_BLOCK) return;
     memcpy(record.ids[record.calls], ids, sizeof record.ids[0]);
     memcpy(record.values[record.calls++], values, sizeof record.values[0]);
@@ -235,7 +236,7 @@ static void test_threshold(Engine *engine, const Checkpoint *golden, const char 
     memcpy(ids, ints(golden, "prompt_ids"), (size_t)P * sizeof(int));
     CHECK(run_prompt(engine, 1, ids, 0, P, 0, NULL, &error), "%s: the prompt of the second run: %s", what, error.text);
     ids[P] = *ints(golden, "round.anchor_id");
-    DraftBlock block = {.session = 1, .position = P, .ids = ids, .sampling = &greedy};
+    DraftBlock block = {.session = 1, .position = P, .ids = ids, .sampling = greedy};
     bool same = true;
     for (int r = 0; r < rounds && same; r++) {
         same = block.position == ints(golden, "thr.anchor_pos")[r];
@@ -263,7 +264,7 @@ static void play_golden(Engine *engine, const Checkpoint *golden, const char *wh
     CHECK(m == config->slots, "%s: drafts %d tokens a round, wanted %d", what, config->slots, m);
     if (m != config->slots) return;
     const bool whole = has(golden, "features");             /* goldens of the shipped drafters have no context */
-    Sampler sampler = sampler_open(engine->config.vocab_size);
+    Sampler sampler = sampler_open(&c_backend, engine->config.vocab_size);
     float *features = allocate_zeroed((size_t)P * (size_t)engine->drafter.weights.fc.cols, sizeof(float));
     memcpy(ids, ints(golden, "prompt_ids"), (size_t)P * sizeof(int));
     watch(engine);
@@ -276,7 +277,7 @@ static void play_golden(Engine *engine, const Checkpoint *golden, const char *wh
     }
     free(features);
     ids[P] = *ints(golden, "round.anchor_id");
-    DraftBlock block = {.session = 0, .position = P, .ids = ids, .sampling = &greedy};
+    DraftBlock block = {.session = 0, .position = P, .ids = ids, .sampling = greedy};
     for (int r = 0; r < R; r++) {
         int n = block.position;
         CHECK(n == ints(golden, "round.anchor_pos")[r] && ids[n] == ints(golden, "round.anchor_id")[r], "%s: round %d begins where it should",
@@ -338,7 +339,7 @@ static void play_golden(Engine *engine, const Checkpoint *golden, const char *wh
     printf("%s: features %.0e, keys %.0e, values %.0e, hidden %.0e, layers %.0e, unary %.0e, selector %.0e, chain %.0e, confidence %.0e\n", what,
            worst.features, worst.keys, worst.values, worst.hidden, worst.layer_out, worst.unary, worst.selector, worst.chain, worst.confidence);
     if (has(golden, "thr.accepted")) test_threshold(engine, golden, what, &sampler);
-    sampler_close(&sampler);
+    sampler_close(&c_backend, &sampler);
 }
 
 /* ---- acceptance by rejection */
@@ -359,7 +360,7 @@ static void test_sampled(const Checkpoint *golden, const char *what, int c) {
     const float *p = floats(golden, name[6]);
     double worst_p = 0, worst_next = 0;
     int wrong = 0;
-    Sampler sampler = sampler_open(V);
+    Sampler sampler = sampler_open(&c_backend, V);
     float *dense = allocate_zeroed((size_t)V, sizeof(float)), *logits = allocate_zeroed((size_t)V, sizeof(float)), best;
     for (int trial = 0; trial < trials; trial++)
         for (int j = 0;; j++) {
@@ -410,7 +411,7 @@ static void test_sampled(const Checkpoint *golden, const char *what, int c) {
     CHECK(worst_p <= 1e-4, "%s: sampled.%d: p differs by %g", what, c, worst_p);
     CHECK(wrong == 0, "%s: sampled.%d: %d of %d trials accept another number", what, c, wrong, trials);
     CHECK(worst_next <= 1e-4, "%s: sampled.%d: the next token's law differs by %g", what, c, worst_next);
-    sampler_close(&sampler);
+    sampler_close(&c_backend, &sampler);
     free(dense), free(logits);
 }
 
@@ -1025,7 +1026,7 @@ static bool binds_to(const char *directory, int hidden, int vocab, int layers, D
     Config target = {.family = FAMILY_QWEN3, .hidden_size = hidden, .vocab_size = vocab, .num_hidden_layers = layers};
     Weights weights = {.embed_tokens = {.rows = vocab, .cols = hidden}, .lm_head = {.rows = vocab, .cols = hidden}};
     *drafter = (Drafter){0};
-    return drafter_plan(drafter, directory, &target, error) && bind_drafter(drafter, &target, &weights, error);
+    return drafter_plan(drafter, directory, &target, error) && bind_drafter(drafter, &target, &weights, NULL, error);
 }
 
 static void test_published_shapes(void) {
@@ -1053,7 +1054,7 @@ static void test_published_shapes(void) {
     shape_ring(&cache, &drafter.config, &(EngineOptions){.kv_dtype = KV_F8});
     CHECK(cache.draft_rows == 2176, "W 2048, p 64 and K 8 make %d rows", cache.draft_rows);
     CHECK(cache.draft_format.dtype == KV_BF16, "draft rows are no narrower than bf16");
-    drafter_close(&drafter);
+    drafter_close(&drafter, &c_backend);
     free(directory);
 
     /* Qwen3-4B-DFlash-b16: 58 tensors, block_size at the top, no layer_types. */
@@ -1068,7 +1069,7 @@ static void test_published_shapes(void) {
     CHECK(tensors == 58, "58 tensors, not %d", tensors);
     CHECK(ok && drafter.config.slots == 15 && drafter.config.window[0] == INT_MAX && !drafter.config.causal[0], "Qwen3-4B-DFlash-b16 binds: %s",
           error.text);
-    drafter_close(&drafter);
+    drafter_close(&drafter, &c_backend);
     free(directory);
 
     /* RedHatAI/GLM-5.2-speculator.dspark: no sample_from_anchor, seven tokens of a block of eight: row 0 predicts nothing. */
@@ -1087,7 +1088,7 @@ static void test_published_shapes(void) {
     CHECK(ok && drafter.config.first_slot == 1 && drafter.config.slots == 7 && !memcmp(drafter.config.target_layer_ids, taps, sizeof taps)
               && drafter.config.markov_rank == 256 && drafter.config.backbone.num_key_value_heads == 64,
           "GLM-5.2-speculator.dspark is read: %s", error.text);
-    drafter_close(&drafter);
+    drafter_close(&drafter, &c_backend);
     free(directory);
 }
 
@@ -1115,7 +1116,7 @@ static bool propose(const char *fixture, const char *directory, Proposal *propos
     checkpoint_close(&golden);
     watch(&engine);
     if (!run_prompt(&engine, 0, ids, 0, P, 0, NULL, error)) return engine_close(&engine), false;
-    DraftBlock block = {.position = P, .ids = ids, .sampling = &greedy};
+    DraftBlock block = {.position = P, .ids = ids, .sampling = greedy};
     draft(&engine, &block, true);
     const Drafts *drafts = &engine.drafter.state.drafts;
     *proposal = (Proposal){.slots = drafts->slots, .causal = engine.drafter.config.causal[0], .window = engine.drafter.config.window[0],
@@ -1413,7 +1414,7 @@ static void exercise(Engine *engine) {
     int ids[8 + MAX_BLOCK] = {5, 17, 40, 3, 81};
     Error error;
     CHECK(run_prompt(engine, 0, ids, 0, 4, 0, NULL, &error), "a prompt: %s", error.text);
-    DraftBlock block = {.position = 4, .ids = ids, .sampling = &greedy};
+    DraftBlock block = {.position = 4, .ids = ids, .sampling = greedy};
     draft_blocks(engine, &block, 1, ACCEPT_COUPLED, true);
     bool inside = true;
     for (int k = 0; k < engine->drafter.config.slots; k++) inside &= ids[5 + k] >= 0 && ids[5 + k] < engine->config.vocab_size;
@@ -1585,7 +1586,7 @@ static void spoil_ring(Engine *engine, int session, int from, int to, bool outsi
 
 /* The block's states of a draft pass at n. */
 static void draft_states(Engine *engine, int session, int *ids, int n, float *states) {
-    DraftBlock block = {.session = session, .position = n, .ids = ids, .sampling = &greedy};
+    DraftBlock block = {.session = session, .position = n, .ids = ids, .sampling = greedy};
     draft_blocks(engine, &block, 1, ACCEPT_COUPLED, true);
     const DraftConfig *config = &engine->drafter.config;
     memcpy(states, engine->drafter.state.normed, (size_t)(config->block_size * config->backbone.hidden_size) * sizeof(float));
@@ -1774,7 +1775,7 @@ static void test_batches(const char *fixture) {
         int n = s % 7 == 0 ? 200 : 1 + random_below(150);
         random_ids(ids[s], n + 1, 96);
         CHECK(run_prompt(&engine, s, ids[s], 0, n, 0, NULL, &error), "%s", error.text);
-        blocks[s] = (DraftBlock){.session = s, .position = n, .ids = ids[s], .sampling = s % 3 ? &warm : &greedy, .stream = (uint64_t)s};
+        blocks[s] = (DraftBlock){.session = s, .position = n, .ids = ids[s], .sampling = s % 3 ? warm : greedy, .stream = (uint64_t)s};
     }
     for (int rule = ACCEPT_COUPLED; rule <= ACCEPT_REJECTION; rule++) {
         for (int s = 0; s < SESSIONS; s++) {
@@ -1934,7 +1935,7 @@ static void test_candidates(void) {
         for (int i = 0; i < n * vocab; i++) logits[i] = (float)(random_below(2 * grain) - grain) / 8;
         if (trial % 11 == 0)
             for (int i = 0; i < n * vocab; i++) if (random_below(3) == 0) logits[i] = -INFINITY;
-        c_backend.candidates(ids, values, stride, logits, n, vocab);
+        c_backend.candidates(ids, values, stride, logits, n, vocab, NULL);
         for (int r = 0; r < n; r++) {
             const float *row = logits + r * vocab;
             int count = vocab < CANDIDATES ? vocab : CANDIDATES, last = -1;
@@ -1959,7 +1960,7 @@ static void test_candidates(void) {
         int ids[CANDIDATES];
         for (int all = 0; all < 2; all++) {
             for (int i = 0; i < vocab; i++) logits[i] = all || random_below(2) ? NAN : random_float();
-            c_backend.candidates(ids, values, CANDIDATES, logits, 1, vocab);
+            c_backend.candidates(ids, values, CANDIDATES, logits, 1, vocab, NULL);
             for (int c = 0; c < CANDIDATES; c++) CHECK(ids[c] >= 0 && ids[c] < vocab, "candidate %d of %d", ids[c], vocab);
         }
         free(logits);
@@ -1973,7 +1974,7 @@ static void test_length_features(void) {
         int vocab = 16 + random_below(trial % 4 ? 60 : 3000), ids[CANDIDATES];
         float *logits = allocate_zeroed((size_t)vocab, sizeof(float)), values[CANDIDATES], features[DVL_FEATURES], spread = (float)(1 + random_below(20));
         for (int i = 0; i < vocab; i++) logits[i] = spread * random_float();
-        c_backend.candidates(ids, values, CANDIDATES, logits, 1, vocab);
+        c_backend.candidates(ids, values, CANDIDATES, logits, 1, vocab, NULL);
         c_backend.length_features(features, DVL_FEATURES, values, CANDIDATES, logits, 1, vocab);
         double total = 0, entropy = 0, wanted[DVL_FEATURES];
         for (int i = 0; i < vocab; i++) total += exp((double)logits[i] - values[0]);
@@ -2014,14 +2015,14 @@ static void test_small_vocabulary(int vocab, bool one_hot) {
     float target[64], own[64], logits[2 * 64], scores[CANDIDATES], q[CANDIDATES], features[DVL_FEATURES];
     int list[CANDIDATES], token[1], ids[4] = {0}, choices[2], accepted[1], count[64] = {0}, taken = 0;
     const Sampling sampling = {.temperature = 1, .top_p = 1, .repeat_penalty = 1, .seed = 99};
-    Sampler sampler = sampler_open(vocab);
+    Sampler sampler = sampler_open(&c_backend, vocab);
     Drafts drafts = {.slots = 1, .blocks = 1, .one_hot = one_hot, .ids = list, .scores = scores, .q = q, .tokens = token, .features = features};
     random_state = (uint64_t)vocab;
     /* What the draft finds unlikely the target does not want at all: a draft that is taken too easily shows. */
     for (int i = 0; i < vocab; i++) own[i] = random_float(), target[i] = 3 * own[i] + 0.5f * random_float();
     for (int trial = 0; trial < TRIALS; trial++) {
-        DraftBlock block = {.position = 0, .ids = ids, .count = 2, .sampling = &sampling, .stream = (uint64_t)trial};
-        c_backend.candidates(list, scores, CANDIDATES, own, 1, vocab);
+        DraftBlock block = {.position = 0, .ids = ids, .count = 2, .sampling = sampling, .stream = (uint64_t)trial};
+        c_backend.candidates(list, scores, CANDIDATES, own, 1, vocab, NULL);
         c_backend.draw_drafts(&drafts, 0, &block, 1, ACCEPT_REJECTION);
         memcpy(logits, target, (size_t)vocab * sizeof(float)), memcpy(logits + vocab, target, (size_t)vocab * sizeof(float));
         c_backend.accept(choices, accepted, logits, vocab, &block, &drafts, 1, ACCEPT_REJECTION, &sampler, 1);
@@ -2031,7 +2032,7 @@ static void test_small_vocabulary(int vocab, bool one_hot) {
     double total = 0, chi = 0, own_total = 0, overlap = 0;
     for (int i = 0; i < vocab; i++) total += exp(target[i]);
     /* q: the 16 best of the draft's own logits, or the best alone. */
-    c_backend.candidates(list, scores, CANDIDATES, own, 1, vocab);
+    c_backend.candidates(list, scores, CANDIDATES, own, 1, vocab, NULL);
     int distinct = vocab < CANDIDATES ? vocab : CANDIDATES;
     for (int c = 0; c < distinct; c++) own_total += exp(scores[c]);
     for (int i = 0; i < vocab; i++) {
@@ -2044,7 +2045,7 @@ static void test_small_vocabulary(int vocab, bool one_hot) {
     CHECK(vocab == 1 || chi <= vocab - 1 + 6 * sqrt(2 * (vocab - 1)), "a vocabulary of %d%s: chi-square %.1f", vocab, one_hot ? ", best draft" : "", chi);
     CHECK(fabs(taken / (double)TRIALS - overlap) < 0.015, "a vocabulary of %d%s: %.4f are accepted, wanted %.4f", vocab,
           one_hot ? ", best draft" : "", taken / (double)TRIALS, overlap);
-    sampler_close(&sampler);
+    sampler_close(&c_backend, &sampler);
 }
 
 int main(int argc, char **argv) {

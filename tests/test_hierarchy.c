@@ -69,7 +69,7 @@ typedef struct World {
     int kinds;                  /* of pages that prompts are made of */
     int layer;                  /* which attends */
     void (*select)(struct World *w, int session, int position, int *out, int k);    /* instead of by chance; or NULL */
-    int plan_ends[MAX_PASS_ROWS], n_runs, run;      /* of the group that attends: where each run's part of the plan ends */
+    int planned[MAX_PASS_ROWS], n_runs, run;        /* of the group that attends: entries of each run's part of the plan */
     DeviceRow *expected;        /* [rows, k] */
     int picked[TIERS], staged;  /* by the last resolve */
     uint8_t *free_before, *index_free_before;       /* pages that were free when last looked at */
@@ -218,7 +218,7 @@ static void no_rotations(float *cosine, float *sine, const Row *rows, int n_rows
 /* What a block of one session's queries must resolve to. Plain LRU: of the slots that this block does not use, those used longest ago,
  * of equals the lowest, in the order of their numbers for the missing rows in theirs. */
 static void model_block(World *w, int group, const Selection *selection, const Row *rows, int begin, int end, int staged_before,
-                        MissPlan *wanted) {
+                        MissPlan *wanted, int *n_wanted) {
     const Cache *cache = &w->engine.cache;
     int s = rows[begin].session, k = selection->capacity, n = 0, misses = 0, victims = 0, staging = 0;
     Model *model = &w->model[s];
@@ -268,8 +268,8 @@ static void model_block(World *w, int group, const Selection *selection, const R
             model->used[group][slot] = now;
             slot_for[i] = slot++;
         }
-        wanted->from[wanted->count].id = (int64_t)host_id(cache, s, page) * 64 + needed[i] % 64;
-        wanted->to[wanted->count++].id = slot_for[i] < MAX_HOT
+        wanted->from[*n_wanted].id = (int64_t)host_id(cache, s, page) * 64 + needed[i] % 64;
+        wanted->to[(*n_wanted)++].id = slot_for[i] < MAX_HOT
             ? cache->tables.hot[s * cache->hot_pages + slot_for[i] / 64].id * 64 + slot_for[i] % 64
             : cache->device_pages.n_pages * 64 + staged_before * cache->staging_rows + slot_for[i] - MAX_HOT;
     }
@@ -285,10 +285,10 @@ static void model_block(World *w, int group, const Selection *selection, const R
     }
 }
 
-static void watched_resolve(Cache *cache, int group, const Selection *selection, const Row *rows, int begin, int end,
-                            DeviceRow *locations, MissPlan *plan) {
+static void watched_resolve(Cache *cache, int group, const Selection *selection, const Row *rows, int begin, int end, int run,
+                            DeviceRow *locations, MissPlan *plan, PassReport *report) {
     World *w = world;
-    int k = selection->capacity, blocks = 0;
+    int k = selection->capacity, blocks = 0, n_wanted = 0, planned = run_begin(plan, run);
     static HostRow from[8 * MAX_ROWS];
     static DeviceRow to[8 * MAX_ROWS];
     MissPlan wanted = {.from = from, .to = to};
@@ -298,42 +298,44 @@ static void watched_resolve(Cache *cache, int group, const Selection *selection,
     for (int first = begin, last; first < end; first = last) {
         for (last = first; last < end && rows[last].session == rows[first].session;) last++;
         REQUIRED_THAT(w, last - first <= QUERY_BLOCK || !cache->hot_rows, "%d queries are resolved together", last - first);
-        model_block(w, group, selection, rows, first, last, blocks, &wanted);
+        model_block(w, group, selection, rows, first, last, blocks, &wanted, &n_wanted);
         blocks += last - first > 1;
     }
-    MissPlan before = *plan;
-    c_backend.resolve(cache, group, selection, rows, begin, end, locations, plan);
-    REQUIRED_THAT(w, plan->count - before.count == wanted.count, "%d rows are to be fetched, not %d", plan->count - before.count,
-                  wanted.count);
-    REQUIRED_THAT(w, plan->count <= plan->capacity || !plan->count, "the plan of %d rows overflows", plan->count);
-    for (int i = 0; i < wanted.count && !w->broken; i++)
-        REQUIRED_THAT(w, plan->from[before.count + i].id == from[i].id && plan->to[before.count + i].id == to[i].id,
-                      "entry %d of the plan copies %ld to %d, not %ld to %d", i, (long)plan->from[before.count + i].id,
-                      plan->to[before.count + i].id, (long)from[i].id, to[i].id);
+    PassReport before = *report;
+    REQUIRED_THAT(w, run == w->n_runs, "run %d comes after %d runs", run, w->n_runs);
+    c_backend.resolve(cache, group, selection, rows, begin, end, run, locations, plan, report);
+    REQUIRED_THAT(w, plan->count[run] == n_wanted && report->fetched - before.fetched == n_wanted,
+                  "%d rows are to be fetched, not %d", plan->count[run], n_wanted);
+    REQUIRED_THAT(w, planned + n_wanted <= plan->capacity || !n_wanted, "the plan of %d rows overflows", planned + n_wanted);
+    for (int i = 0; i < n_wanted && !w->broken; i++)
+        REQUIRED_THAT(w, plan->from[planned + i].id == from[i].id && plan->to[planned + i].id == to[i].id,
+                      "entry %d of the plan copies %ld to %d, not %ld to %d", i, (long)plan->from[planned + i].id,
+                      plan->to[planned + i].id, (long)from[i].id, to[i].id);
     for (int i = begin * k; i < end * k && !w->broken; i++)
         REQUIRED_THAT(w, locations[i].id == w->expected[i].id, "row %d rank %d: position %d is located at %d, not %d", i / k,
                       i % k, selection->ids[i], locations[i].id, w->expected[i].id);
     for (int tier = 0; tier < TIERS; tier++) {
-        REQUIRED_THAT(w, plan->picked[tier] - before.picked[tier] == w->picked[tier], "tier %d counts %d picks, not %d", tier,
-                      plan->picked[tier] - before.picked[tier], w->picked[tier]);
+        REQUIRED_THAT(w, report->picked[tier] - before.picked[tier] == w->picked[tier], "tier %d counts %d picks, not %d", tier,
+                      report->picked[tier] - before.picked[tier], w->picked[tier]);
         seen.picked[tier] += w->picked[tier];
     }
-    REQUIRED_THAT(w, plan->staged - before.staged == w->staged, "%d rows staged, not %d", plan->staged - before.staged,
+    REQUIRED_THAT(w, report->staged - before.staged == w->staged, "%d rows staged, not %d", report->staged - before.staged,
                   w->staged);
     seen.staged += w->staged;
     for (int i = begin * k; i < end * k; i++) locations_digest = mix(locations_digest, (uint64_t)locations[i].id);
-    w->plan_ends[w->n_runs++] = plan->count;
+    w->planned[w->n_runs++] = n_wanted;
 }
 
 /* Each run has its own part of the plan, which every source of the group copies once. */
-static void watched_fetch(Cache *cache, SourceId source, const MissPlan *plan, int begin, int end) {
+static void watched_fetch(Cache *cache, SourceId source, const MissPlan *plan, const Row *rows, int begin, int end, int run,
+                          PassReport *report) {
     World *w = world;
-    int first = w->run ? w->plan_ends[w->run - 1] : 0;
-    REQUIRED_THAT(w, source.id == w->layer && begin == first && end == w->plan_ends[w->run],
-                  "source %d: run %d copies the entries %d to %d of the plan, not %d to %d", w->layer, w->run, begin, end, first,
-                  w->plan_ends[w->run]);
+    int copied = report->copied;
+    REQUIRED_THAT(w, source.id == w->layer && run == w->run && plan->count[run] == w->planned[run],
+                  "source %d: run %d copies %d entries of the plan, not %d", w->layer, run, plan->count[run], w->planned[run]);
     w->run++;
-    if (!w->broken) c_backend.fetch_rows(cache, source, plan, begin, end);
+    if (!w->broken) c_backend.fetch_rows(cache, source, plan, rows, begin, end, run, report);
+    REQUIRED_THAT(w, report->copied - copied == plan->count[run], "%d rows are counted as copied", report->copied - copied);
 }
 
 static const Row *pass_rows;    /* of the pass under way */
@@ -572,7 +574,7 @@ static void check_session(World *w, int s, int source, int group) {
     REQUIRED_THAT(w, cache_coverage(cache, s) == (base ? lent / (base / 64.0) : 1), "session %d: a coverage of %g", s,
                   cache_coverage(cache, s));
     int its_group = cache->groups ? cache->group_of[source] : 0;
-    const int32_t *tag = cache->tables.tag + (size_t)(s * cache->groups + its_group) * (size_t)cache->hot_rows;
+    const int32_t *tag = cache->slots.tag + (size_t)(s * cache->groups + its_group) * (size_t)cache->hot_rows;
     for (int slot = 0; slot < cache->hot_rows && !w->broken; slot++) {
         REQUIRED_THAT(w, tag[slot] == model->tag[its_group][slot], "session %d, group %d: slot %d holds %d, not %d", s, its_group,
                       slot, tag[slot], model->tag[its_group][slot]);
@@ -600,7 +602,7 @@ static void check_world(World *w, bool stepped) {
  * Steps of a trace
  */
 
-static void forget_hot(Model *model) {
+static void forget_model_hot(Model *model) {
     for (int g = 0; g < MAX_SOURCES; g++) {
         model->clock[g] = 0;
         for (int slot = 0; slot < MAX_HOT; slot++) model->tag[g][slot] = -1, model->used[g][slot] = 0;
@@ -678,7 +680,7 @@ static void take_in(World *w, int s, int cached) {
     Model *model = &w->model[s];
     *model = (Model){.admitted = true, .rows = w->asks_rows, .committed = cached, .n_prompt = w->n_prompt, .n_ids = w->n_prompt};
     for (int i = 0; i < w->n_prompt; i++) set_id(model, i, w->prompt[i]);
-    forget_hot(model);
+    forget_model_hot(model);
     w->asking = -1;
 }
 
@@ -794,7 +796,7 @@ static void truncate_session(World *w, int s, int n) {
         return;
     }
     seen.truncated++;
-    if (changes) forget_hot(model);
+    if (changes) forget_model_hot(model);
     if (changes) model->committed = n;
     if (n > model->committed) n = model->committed;
     model->n_prompt = model->n_ids = n;             /* what follows is something else */
@@ -914,7 +916,9 @@ static void run_pass(World *w, const Row *rows, int n, int fails_at) {
     REQUIRED_THAT(w, placed, "%.200s", error.text);
     if (!placed) return;
     split_runs(state, cache, rows, n);
-    locate_rows(engine, rows, n);
+    memcpy(state->rows, rows, (size_t)n * sizeof *rows);
+    memset(state->report, 0, sizeof *state->report);
+    locate_rows(state->kv_rows, state->index_rows, cache, state->rows, n);
     pass_rows = rows;
     for (w->layer = 0; w->layer < cache->sources && !w->broken && w->layer != fails_at; w->layer++) {
         sign_new_rows(w, rows, n, w->layer);
@@ -927,15 +931,15 @@ static void run_pass(World *w, const Row *rows, int n, int fails_at) {
             }
         if (w->shape.producer[w->layer]) w->n_runs = 0;
         w->run = 0;
-        if (!w->broken) attend_selection(engine, w->layer, rows);
-        REQUIRED_THAT(w, w->run == w->n_runs, "source %d copies for %d runs of %d", w->layer, w->run, w->n_runs);
+        if (!w->broken) attend_selection(engine, w->layer);
+        REQUIRED_THAT(w, w->run == (w->engine.cache.hot_rows ? w->n_runs : 0), "source %d copies for %d runs of %d", w->layer, w->run, w->n_runs);
         if (chance(30)) let_bytes_move(w);
     }
     seen.passes++;
     if (fails_at < 0) return;
-    for (int r = 0; r < n; r++) {                   /* as forward() does */
-        cache_forget_hot(cache, rows[r].session);
-        forget_hot(&w->model[rows[r].session]);
+    for (int r = 0; r < n; r++) {                   /* slots name rows that have not arrived in later sources */
+        forget_hot(cache, rows[r].session);
+        forget_model_hot(&w->model[rows[r].session]);
     }
     seen.failed++;
 }
@@ -1246,7 +1250,7 @@ static void test_followers_have_their_own_payload(void) {
     for (int i = 0; i < 20; i++) advance(w, 0, 1, 1), step(w);
     const Cache *cache = &w->engine.cache;
     int hot = 0;
-    for (int slot = 0; slot < cache->hot_rows; slot++) hot += cache->tables.tag[slot] >= 0;
+    for (int slot = 0; slot < cache->hot_rows; slot++) hot += cache->slots.tag[slot] >= 0;
     CHECK(cache->groups == 1 && hot > 0, "one group, rows in its hot cache");
     for (int source = 0; source < 5; source++) check_session(w, 0, source, 0);
     finish(w, __func__);
@@ -1314,7 +1318,7 @@ static void test_pads_stay_pads(void) {
     for (size_t i = 0; i < sizeof selections / sizeof *selections; i++) {
         chosen_at = w->model[0].committed;
         memcpy(chosen[0], selections[i], sizeof selections[i]);
-        const int32_t *tag = w->engine.cache.tables.tag;
+        const int32_t *tag = w->engine.cache.slots.tag;
         int32_t before[16];
         memcpy(before, tag, sizeof before);
         advance(w, 0, 1, 1);
@@ -1368,7 +1372,7 @@ static void test_copies_under_way_are_bounded(void) {
 static void set_clocks(World *w, int s, long clock) {
     const Cache *cache = &w->engine.cache;
     for (int g = 0; g < cache->groups; g++) {
-        cache->tables.clock[s * cache->groups + g] = (uint32_t)clock;
+        cache->slots.clock[s * cache->groups + g] = (uint32_t)clock;
         w->model[s].clock[g] = clock;
     }
 }
@@ -1409,16 +1413,16 @@ static void test_victims_are_the_oldest_and_of_equals_the_lowest(void) {
         World *w = begin(shape);
         enter(w, 0, 1, 200, 320);
         prefill(w, 0, 200);
-        cache_forget_hot(&w->engine.cache, 0);
-        forget_hot(&w->model[0]);
+        forget_hot(&w->engine.cache, 0);
+        forget_model_hot(&w->model[0]);
         w->select = choose;
         for (size_t i = 0; i < sizeof rounds / sizeof *rounds; i++) {
             chosen_at = w->model[0].committed;
             memcpy(chosen[0], rounds[i].selects, sizeof rounds[i].selects);
             advance(w, 0, 1, 1);
-            CHECK(!memcmp(w->engine.cache.tables.tag, rounds[i].slots, sizeof rounds[i].slots),
-                  "after %zu selections the slots hold %d %d %d %d", i + 1, w->engine.cache.tables.tag[0],
-                  w->engine.cache.tables.tag[1], w->engine.cache.tables.tag[2], w->engine.cache.tables.tag[3]);
+            CHECK(!memcmp(w->engine.cache.slots.tag, rounds[i].slots, sizeof rounds[i].slots),
+                  "after %zu selections the slots hold %d %d %d %d", i + 1, w->engine.cache.slots.tag[0],
+                  w->engine.cache.slots.tag[1], w->engine.cache.slots.tag[2], w->engine.cache.slots.tag[3]);
             step(w);
         }
         finish(w, __func__);
@@ -1445,17 +1449,17 @@ static void test_a_union_is_copied_once(void) {
         World *w = begin(plain_shape(MODE_HISPARSE));
         enter(w, 0, 1, 300, 320);
         prefill(w, 0, 256);
-        cache_forget_hot(&w->engine.cache, 0);
-        forget_hot(&w->model[0]);
+        forget_hot(&w->engine.cache, 0);
+        forget_model_hot(&w->model[0]);
         w->select = choose;
         chosen_at = w->model[0].committed;
         for (int r = 0; r < 8; r++)
             for (int i = 0; i < 8; i++) chosen[r][i] = apart ? 8 * r + i : 7 * ((i + r) % 8);
         advance(w, 0, 8, 8);
         const MissPlan *plan = &w->engine.state.plan;
-        CHECK(plan->count == (apart ? 64 : 8), "%d rows are copied", plan->count);
+        CHECK(plan->count[0] == (apart ? 64 : 8), "%d rows are copied", plan->count[0]);
         CHECK(w->staged == (apart ? 64 - 16 : 0), "%d of them are staged", w->staged);
-        for (int i = 1; i < plan->count; i++) CHECK(plan->from[i - 1].id < plan->from[i].id, "the plan is sorted");
+        for (int i = 1; i < plan->count[0]; i++) CHECK(plan->from[i - 1].id < plan->from[i].id, "the plan is sorted");
         finish(w, __func__);
     }
 }
@@ -1493,10 +1497,10 @@ static void test_admission_initialises_everything(void) {
         int stale = cache->tables.tail_base[0] != 0 || cache->session[0].committed || cache->session[0].placed
                     || cache->session[0].n_tail;
         for (int i = 0; i < cache->groups * cache->hot_rows; i++)
-            stale += cache->tables.tag[i] != -1 || cache->tables.stamp[i] != 0;
-        for (int i = 0; i < cache->groups && cache->hot_rows; i++) stale += cache->tables.clock[i] != 0;
+            stale += cache->slots.tag[i] != -1 || cache->slots.stamp[i] != 0;
+        for (int i = 0; i < cache->groups && cache->hot_rows; i++) stale += cache->slots.clock[i] != 0;
         for (int i = 0; i < cache->groups * cache->context_pages * 64 && cache->hot_rows; i++)
-            stale += cache->tables.slot_of[i] != 0;
+            stale += cache->slots.slot_of[i] != 0;
         for (int page = 0; page < cache->context_pages; page++)
             stale += ready_id(cache, 0, page) != 0 || cache->session[0].pages[page].state != PAGE_ABSENT;
         for (int i = 0; i < cache->tail_ring; i++) stale += cache->tables.tail[i].id != 0;
@@ -1597,7 +1601,7 @@ static void test_rollback_leaves_nothing_above_the_frontier(void) {
             for (int i = 0; i < 4; i++) advance(w, 0, 8, 2), step(w);
             truncate_session(w, 0, n);
             int above = 0;
-            for (int i = 0; i < cache->groups * cache->hot_rows; i++) above += cache->tables.tag[i] >= n;
+            for (int i = 0; i < cache->groups * cache->hot_rows; i++) above += cache->slots.tag[i] >= n;
             for (int page = (n + 63) / 64; page < cache->context_pages; page++)
                 above += ready_id(cache, 0, page) != 0 || (cache->mode != MODE_RESIDENT && host_rows(w, 0, page) != 0);
             CHECK(!above, "mode %d: %d mappings at or above %d", mode, above, n);
@@ -1906,7 +1910,7 @@ static void test_going_back_needs_no_more_host_pages(void) {
     CHECK(cache_truncate(&w->engine.cache, 0, 63), "the session goes back");
     w->model[0].committed = 63;
     w->model[0].n_ids = w->model[0].n_prompt = 64;
-    forget_hot(&w->model[0]);
+    forget_model_hot(&w->model[0]);
     check_world(w, false);
     advance(w, 0, 1, 1);
     finish(w, __func__);

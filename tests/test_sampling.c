@@ -15,7 +15,7 @@ static int draw(const float *logits, int vocab, const Sampling *sampling, uint64
                 int n) {
     static float copy[1 << 17];
     memcpy(copy, logits, (size_t)vocab * sizeof(float));
-    DraftBlock block = {.sampling = sampling, .stream = session, .ids = (int *)history};
+    DraftBlock block = {.sampling = *sampling, .stream = session, .ids = (int *)history};
     return sample(&sampler, copy, vocab, &block, sampling->repeat_penalty == 1 ? position : n - 1);
 }
 
@@ -316,7 +316,7 @@ static void test_streams(const char *fixture) {
 }
 
 int main(void) {
-    sampler = sampler_open(1 << 17);
+    sampler = sampler_open(&c_backend, 1 << 17);
     Sampling top_k = plain, top_p = plain, min_p = plain, hot = plain, all = plain;
     top_k.top_k = 12;
     top_p.top_p = 0.8f;
@@ -341,6 +341,6 @@ int main(void) {
     test_key();
     test_streams("tests/fixtures/qwen3-a");
     test_streams("tests/fixtures/glm_moe_dsa-a");
-    sampler_close(&sampler);
+    sampler_close(&c_backend, &sampler);
     return check_report();
 }
