@@ -18,9 +18,12 @@ OBJECTS := build/engine.o build/backend.o build/tokenizer.o build/bench.o build/
 
 # The CUDA backend joins the program where there is an nvcc; sm_90a needs one of CUDA 12. `make NVCC=` builds without.
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
-ifneq ($(and $(NVCC),$(wildcard engine.cu)),)
+ifneq ($(NVCC),)
 CUDA_RELEASE := $(shell $(NVCC) --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
-CUDA_TARGETS := -gencode=arch=compute_80,code=sm_80 $(if $(filter-out 10 11,$(CUDA_RELEASE)),-gencode=arch=compute_90a,code=sm_90a)
+CUDA_TARGETS := -gencode=arch=compute_80,code=sm_80
+ifneq ($(filter-out 10 11,$(CUDA_RELEASE)),)
+CUDA_TARGETS += -gencode=arch=compute_90a,code=sm_90a
+endif
 NVCC_FLAGS := -std=c++20 -O3 $(CUDA_TARGETS) -Xcompiler -Wall,-Wextra,-Werror,-Wno-missing-field-initializers,-fopenmp
 CUDA_LIBS := -L$(dir $(realpath $(NVCC)))../lib64 -lcudart_static -lstdc++ -lpthread -ldl -lrt
 OBJECTS += build/engine_cuda.o
@@ -31,7 +34,7 @@ endif
 tide: $(OBJECTS)
 	$(CC) $(FLAGS) $(CFLAGS) $^ $(LDLIBS) -o $@
 
-build/%.o: %.c engine.h | build
+build/%.o: %.c engine.h Makefile | build
 	$(CC) $(FLAGS) $(CFLAGS) -c $< -o $@
 
 build/engine_cuda.o: engine.cu engine.h | build

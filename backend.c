@@ -84,6 +84,13 @@ static const void *import_weights(const void *data, size_t bytes, Error *error) 
 
 static void release_weights(void) {}
 
+static bool begin_work(uint64_t key) {
+    (void)key;
+    return false;
+}
+
+static void end_work(void) {}
+
 static void wait_for_all(void) {}
 
 static void copy_bytes(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); }
@@ -889,7 +896,8 @@ static void attend_end(float *y, size_t y_stride, const float *sum, int heads, i
 static void sparse_attention(float *z, const float *q, const RowPool *pool, const RowFormat *format, const DeviceRow *locations,
                              const int *counts, int capacity, int n_rows, int heads, float scale) {
     const int latent = format->quantised, width = latent + format->plain, threads = omp_get_max_threads();
-    const size_t work = (size_t)(n_rows * heads) * (size_t)width * (size_t)(n_rows ? 2 * counts[n_rows - 1] : 0);
+    if (!n_rows) return;
+    const size_t work = (size_t)(n_rows * heads) * (size_t)width * (size_t)(2 * counts[n_rows - 1]);
     /* With few rows the heads are shared out, so that one decoding session keeps every thread busy. */
     const int parts = n_rows >= threads ? 1 : (threads + n_rows - 1) / n_rows < heads ? (threads + n_rows - 1) / n_rows : heads;
 #pragma omp parallel for schedule(dynamic) if (work > SHARED_WORK)
@@ -1930,6 +1938,8 @@ const Backend c_backend = {
     .import_weights = import_weights,
     .release_weights = release_weights,
     .samplers = samplers,
+    .begin_work = begin_work,
+    .end_work = end_work,
     .wait = wait_for_all,
     .copy_bytes = copy_bytes,
     .upload = copy_bytes,

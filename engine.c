@@ -1047,7 +1047,8 @@ static void lay_out_state(State *state, const Config *config, const Cache *cache
     state->router_logits = carve_floats(arena, rows, config->n_routed_experts);
     state->expert_picks = carve(arena, (size_t)rows, (size_t)config->num_experts_per_tok, sizeof(int));
     state->expert_weights = carve_floats(arena, rows, config->num_experts_per_tok);
-    state->expert_scratch = carve_floats(arena, rows, 2 * (hidden + config->moe_intermediate_size));
+    state->expert_scratch = carve_floats(arena, rows, larger(2 * (hidden + config->moe_intermediate_size),
+                                                             config->num_experts_per_tok * config->moe_intermediate_size));
 }
 
 /* The drafter's activations; its logits are the target's. */
@@ -2438,6 +2439,16 @@ static void forward_dsa(Engine *engine, const Row *rows, int n) {
     }
 }
 
+/* Works that a backend may keep: what tells them apart, and passes of how many rows are worth it. */
+enum { WORK_LAYERS, WORK_HEAD, WORK_DRAFT, KEPT_ROWS = 64 };
+
+static uint64_t work_key(const Engine *engine, int work, int n, const int *more, int n_more) {
+    uint64_t key = XXH3_64bits(&engine->state.block, sizeof engine->state.block);       /* no two engines share their activations */
+    key = XXH3_64bits_withSeed(&work, sizeof work, key);
+    key = XXH3_64bits_withSeed(&n, sizeof n, key);
+    return XXH3_64bits_withSeed(more, (size_t)n_more * sizeof *more, key) | 1;
+}
+
 /* Rows, tables and a fresh report go where operations read them; then the first of these run. */
 static void begin_pass(Engine *engine, const Row *rows, int n) {
     static const PassReport nothing = {.bad_place = -1, .bad_row = -1};
@@ -2448,10 +2459,27 @@ static void begin_pass(Engine *engine, const Row *rows, int n) {
     backend->upload(state->rows, rows, (size_t)n * sizeof *rows);
     backend->upload(state->report, &nothing, sizeof nothing);
     if (!backend->shares_memory) backend->upload(cache->seen.tail_base, cache->tables.tail_base, cache->tables_bytes);
-    backend->locate_rows(state->kv_rows, state->index_rows, cache, state->rows, n);
-    backend->rotations(state->cosine, state->sine, state->rows, n, state->inverse_frequency, rope_dim(&engine->config),
+}
+
+/* All layers, from the rows' tokens to the final norm. Passes of few rows come in few shapes, and each is kept as one work. */
+static void run_layers(Engine *engine, const Row *rows, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    const size_t hidden = (size_t)config->hidden_size;
+    bool watched = engine->probe.entering || engine->probe.selected;
+    uint64_t key = watched || n > KEPT_ROWS ? 0 : work_key(engine, WORK_LAYERS, n, state->run_ends, state->n_runs);
+    if (backend->begin_work(key)) return;
+    backend->locate_rows(state->kv_rows, state->index_rows, &engine->cache, state->rows, n);
+    backend->rotations(state->cosine, state->sine, state->rows, n, state->inverse_frequency, rope_dim(config),
                        engine->rope_attention_factor);
     backend->embed(state->hidden, &engine->weights.embed_tokens, state->rows, n);
+    tap_layer(engine, -1, n);
+    (has_latent_attention(config) ? forward_dsa : forward_qwen3)(engine, rows, n);
+    if (engine->probe.entering) engine->probe.entering(engine->probe.user, config->num_hidden_layers, state->hidden, rows, n);
+    backend->rms_norm(state->normed, hidden, state->hidden, hidden, engine->weights.norm, n, config->hidden_size,
+                      config->rms_norm_eps);
+    backend->end_work();
 }
 
 /* What the pass did to the hierarchy, and whether every number in it was finite. */
@@ -2472,8 +2500,6 @@ static bool end_pass(Engine *engine, const Row *rows, Error *error) {
 
 bool forward(Engine *engine, const Row *rows, int n_rows, Error *error) {
     const Config *config = &engine->config;
-    State *state = &engine->state;
-    const size_t hidden = (size_t)config->hidden_size;
     for (int r = 0; r < n_rows; r++) {
         bool inside = rows[r].session >= 0 && rows[r].session < engine->cache.sessions && rows[r].token >= 0
                       && rows[r].token < config->vocab_size && rows[r].position >= 0 && rows[r].position < engine->cache.context;
@@ -2485,12 +2511,7 @@ bool forward(Engine *engine, const Row *rows, int n_rows, Error *error) {
     if (!cache_place(&engine->cache, rows, n_rows, &engine->failed_session, error)) return false;
     allocation_forbidden = true;
     begin_pass(engine, rows, n_rows);
-    tap_layer(engine, -1, n_rows);
-    (has_latent_attention(config) ? forward_dsa : forward_qwen3)(engine, rows, n_rows);
-    if (engine->probe.entering)
-        engine->probe.entering(engine->probe.user, config->num_hidden_layers, state->hidden, rows, n_rows);
-    engine->backend->rms_norm(state->normed, hidden, state->hidden, hidden, engine->weights.norm, n_rows, config->hidden_size,
-                              config->rms_norm_eps);
+    run_layers(engine, rows, n_rows);
     allocation_forbidden = false;
     return end_pass(engine, rows, error);
 }
@@ -2501,9 +2522,12 @@ bool head(Engine *engine, const Row *rows, const int *indices, int n, Error *err
     const size_t hidden = (size_t)engine->config.hidden_size, vocab = (size_t)engine->config.vocab_size;
     PassReport report;
     backend->upload(state->indices, indices, (size_t)n * sizeof *indices);
-    backend->gather_rows(state->branch, state->normed, state->indices, n, engine->config.hidden_size);
-    backend->linear(state->logits, vocab, state->branch, hidden, n, &engine->weights.lm_head);
-    backend->check_finite(state->report, 0, state->logits, n, engine->config.vocab_size);
+    if (!backend->begin_work(n > KEPT_ROWS ? 0 : work_key(engine, WORK_HEAD, n, NULL, 0))) {
+        backend->gather_rows(state->branch, state->normed, state->indices, n, engine->config.hidden_size);
+        backend->linear(state->logits, vocab, state->branch, hidden, n, &engine->weights.lm_head);
+        backend->check_finite(state->report, 0, state->logits, n, engine->config.vocab_size);
+        backend->end_work();
+    }
     if (read_report(engine, &report)) return true;
     const Row *row = &rows[indices[report.bad_row]];
     engine->failed_session = row->session;
@@ -3039,12 +3063,6 @@ static void run_draft_layers(Engine *engine, const DraftBlock *blocks, int n_blo
     const int dim = config->head_dim, heads = config->num_attention_heads, kv_heads = config->num_key_value_heads,
               size = draft->block_size, n = n_blocks * size;
     const size_t hidden = (size_t)config->hidden_size, q_width = (size_t)(heads * dim), inner = (size_t)config->intermediate_size;
-    for (int r = 0; r < n; r++) {
-        const DraftBlock *block = &blocks[r / size];
-        state->row_list[r] = (Row){block->session, block->position + r % size,
-                                   r % size ? draft->mask_token_id : block->ids[block->position]};
-    }
-    backend->upload(state->rows, state->row_list, (size_t)n * sizeof *state->rows);
     backend->rotations(state->cosine, state->sine, state->rows, n, state->inverse_frequency, dim, drafter->rope_attention_factor);
     backend->embed(state->hidden, &drafter->weights.backbone.embed_tokens, state->rows, n);
     if (draft->input_embedding_scale != 1)
@@ -3120,8 +3138,6 @@ static void draft_tokens(Engine *engine, Drafts *drafts, DraftBlock *blocks, int
     const size_t hidden = (size_t)config->backbone.hidden_size, vocab = (size_t)config->draft_vocab_size,
                  rows = (size_t)(n * slots);
     float *logits = engine->state.logits;
-    for (int r = 0; r < n * slots; r++) state->index_list[r] = r % n * config->block_size + config->first_slot + r / n;
-    backend->upload(state->indices, state->index_list, rows * sizeof *state->indices);
     backend->gather_rows(state->branch, state->normed, state->indices, n * slots, config->backbone.hidden_size);
     backend->linear(logits, vocab, state->branch, hidden, n * slots, &drafter->weights.backbone.lm_head);
     if (config->final_logit_softcapping > 0 || config->output_multiplier != 1)
@@ -3154,6 +3170,21 @@ static Drafts drafts_from(const Drafts *drafts, int block) {
     return part;
 }
 
+/* The blocks' rows, and which of them predict a token: slot by slot, [slots, blocks]. */
+static void upload_blocks(Engine *engine, const DraftBlock *blocks, int n) {
+    const DraftConfig *config = &engine->drafter.config;
+    DraftState *state = &engine->drafter.state;
+    const int size = config->block_size, rows = n * config->slots;
+    for (int r = 0; r < n * size; r++) {
+        const DraftBlock *block = &blocks[r / size];
+        state->row_list[r] = (Row){block->session, block->position + r % size,
+                                   r % size ? config->mask_token_id : block->ids[block->position]};
+    }
+    for (int r = 0; r < rows; r++) state->index_list[r] = r % n * size + config->first_slot + r / n;
+    engine->backend->upload(state->rows, state->row_list, (size_t)(n * size) * sizeof *state->rows);
+    engine->backend->upload(state->indices, state->index_list, (size_t)rows * sizeof *state->indices);
+}
+
 void draft_blocks(Engine *engine, DraftBlock *blocks, int n, AcceptRule rule, bool features) {
     DraftState *state = &engine->drafter.state;
     state->drafts.blocks = n;
@@ -3166,8 +3197,12 @@ void draft_blocks(Engine *engine, DraftBlock *blocks, int n, AcceptRule rule, bo
             catch_up(engine, blocks[i].session, blocks[i].position);
             blocks[i].ring_first = session->draft_end == blocks[i].position ? session->draft_first : blocks[i].position;
         }
+        upload_blocks(engine, blocks + begin, count);
+        int more[3] = {begin, rule, features};
+        if (engine->backend->begin_work(work_key(engine, WORK_DRAFT, count, more, 3))) continue;
         run_draft_layers(engine, blocks + begin, count);
         draft_tokens(engine, &part, blocks + begin, count, rule, features);
+        engine->backend->end_work();
     }
     engine->backend->wait();
 }

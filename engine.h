@@ -865,6 +865,12 @@ struct Backend {
     /* How many Samplers accept() wants for so many rows of logits. */
     int (*samplers)(int logit_rows);
 
+    /* Around work that comes again and again. True: it has been put on the stream, as it was the last time under this key. False:
+     * call the operations, and then end_work(). What they are given is the same each time, numbers and places, and no upload(),
+     * copy_bytes() or wait() is among them. key 0: it does not come again. */
+    bool (*begin_work)(uint64_t key);
+    void (*end_work)(void);
+
     /* Everything that was asked for has run: results in MEMORY_HOST are there. */
     void (*wait)(void);
 
@@ -963,7 +969,7 @@ struct Backend {
     void (*route)(int *picks, float *weights, const float *logits, const float *bias, int n_rows, const Config *config);
 
     /* y[r] += sum over r's picks of weight * down(silu(gate x) * up x), experts in ascending order.
-     * scratch: [rows, 2 * (hidden_size + moe_intermediate_size)]. */
+     * scratch: as State.expert_scratch. */
     void (*experts)(float *y, const float *x, const int *picks, const float *weights, int n_rows,
                     const LayerWeights *layer, const Config *config, float *scratch);
 
@@ -1075,7 +1081,8 @@ typedef struct State {          /* [rows] stands for max_rows; everything lies i
     float *router_logits;       /* [rows, n_routed_experts] f32 */
     int *expert_picks;          /* [rows, num_experts_per_tok] */
     float *expert_weights;      /* [rows, num_experts_per_tok] f32 */
-    float *expert_scratch;      /* [rows, 2 * (hidden_size + moe_intermediate_size)] f32 */
+    float *expert_scratch;      /* [rows, the larger of 2 * (hidden_size + moe_intermediate_size) and num_experts_per_tok *
+                                 * moe_intermediate_size] f32 */
     float *cosine, *sine;       /* [rows, rope dim / 2] f32 */
     float *inverse_frequency;   /* [rope dim / 2] f32 */
     DeviceRow *kv_rows, *index_rows;    /* [rows] where each row of the pass is stored */

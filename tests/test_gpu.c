@@ -1,0 +1,1974 @@
+/* tests/test_gpu.c, first part: what every twin test uses. An operation runs once in C and once on the GPU, on the same random
+ * inputs. Included by the parts while they are developed; becomes the head of tests/test_gpu.c. */
+#include "../engine.c"
+#include "check.h"
+
+extern const Backend c_backend, cuda_backend;
+
+static uint64_t test_seed = 1;
+
+/* splitmix64: uniform words. */
+static uint64_t draw(void) {
+    uint64_t z = (test_seed += 0x9E3779B97F4A7C15u);
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+    return z ^ z >> 31;
+}
+
+static int draw_between(int low, int high) { return low + (int)(draw() % (uint64_t)(high - low + 1)); }
+
+/* Roughly normal, times scale. */
+static float *random_floats(size_t n, float scale) {
+    float *x = malloc(n * sizeof(float) + 64);
+    for (size_t i = 0; i < n; i++) {
+        uint64_t bits = draw();
+        int sum = (int)(bits & 0xffff) + (int)(bits >> 16 & 0xffff) + (int)(bits >> 32 & 0xffff) + (int)(bits >> 48);
+        x[i] = scale * ((float)sum / 65535.0f - 2.0f) * 1.7320508f;
+    }
+    return x;
+}
+
+/* Device memory that holds a copy of n bytes (poisoned with 0xff where source is NULL), and back. */
+static void *to_device(const void *source, size_t bytes) {
+    Error error;
+    void *block = cuda_backend.take(bytes + 64, MEMORY_DEVICE, &error);
+    if (!block) fprintf(stderr, "%s\n", error.text), exit(1);
+    void *poison = malloc(bytes + 64);
+    memset(poison, 0xff, bytes + 64);
+    if (source) memcpy(poison, source, bytes);
+    cuda_backend.copy_bytes(block, poison, bytes + 64);
+    free(poison);
+    return block;
+}
+
+static void *from_device(const void *device, size_t bytes) {
+    void *block = malloc(bytes + 64);
+    cuda_backend.copy_bytes(block, device, bytes);
+    return block;
+}
+
+static void free_device(void *block) { cuda_backend.give_back(block, MEMORY_DEVICE); }
+
+/* |a - b| / |b| over n values; NaN if one of them is. */
+static double distance(const float *a, const float *b, size_t n) {
+    double difference = 0, size = 0;
+    for (size_t i = 0; i < n; i++) {
+        difference += ((double)a[i] - b[i]) * ((double)a[i] - b[i]);
+        size += (double)b[i] * b[i];
+    }
+    return size > 0 ? sqrt(difference / size) : sqrt(difference);
+}
+/* Twin tests of "activations", "products" and "mixture of experts". */
+
+enum { TEST_TAIL = 64 }; /* floats behind every output, which must stay as they are */
+
+static void *keep[64]; /* device blocks of one test */
+static int n_kept;
+
+static void *on_device(const void *source, size_t bytes) {
+    void *block = to_device(source, bytes);
+    if (n_kept == 64) fprintf(stderr, "too many blocks\n"), exit(1);
+    return keep[n_kept++] = block;
+}
+
+static void free_kept(void) {
+    while (n_kept) free_device(keep[--n_kept]);
+}
+
+/* An output of n floats, poisoned, with a poisoned tail. */
+static float *output_on_device(size_t n) { return on_device(NULL, (n + TEST_TAIL) * sizeof(float)); }
+
+/* The output, back; checks that all of it was written and nothing behind it. */
+static float *fetch_output(const float *device, size_t n, const char *name) {
+    float *out = from_device(device, (n + TEST_TAIL) * sizeof(float));
+    size_t unwritten = 0, beyond = 0;
+    for (size_t i = 0; i < n; i++) unwritten += float_to_bits(out[i]) == 0xffffffffu;
+    for (size_t i = n; i < n + TEST_TAIL; i++) beyond += float_to_bits(out[i]) != 0xffffffffu;
+    CHECK(!unwritten && !beyond, "%s: %zu of %zu values not written, %zu written beyond", name, unwritten, n, beyond);
+    return out;
+}
+
+static void compare(const char *name, const float *got, const float *wanted, size_t n, double bound) {
+    double off = distance(got, wanted, n);
+    CHECK(off <= bound, "%s: off by %g of at most %g", name, off, bound);
+}
+
+/* ---- matrices */
+
+static uint16_t bf16_bits(float x) {
+    uint32_t bits = float_to_bits(x);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* Random stored weights of any type, around 1 in size; e4m3 without NaN, subnormals and all exponents included. */
+static Matrix random_matrix(DType dtype, int rows, int cols, int first_row) {
+    Matrix w = {
+        .dtype = dtype, .rows = rows, .cols = cols, .scale_cols = (cols + SCALE_BLOCK - 1) / SCALE_BLOCK, .first_row = first_row};
+    size_t n = (size_t)rows * (size_t)cols;
+    uint8_t *data = malloc(n * dtype_size(dtype) + 64);
+    for (size_t i = 0; i < n; i++) {
+        uint64_t bits = draw();
+        if (dtype == DTYPE_F8_E4M3) data[i] = (bits & 0x7f) == 0x7f ? 0 : (uint8_t)bits;
+        else if (dtype == DTYPE_F16) { /* below 2 */ uint16_t half = (uint16_t)(bits & 0xbfff);
+            memcpy(data + 2 * i, &half, 2);
+        } else {
+            float x = (float)((double)(bits >> 11) * 0x1p-52 - 1);
+            uint16_t half = bf16_bits(x);
+            if (dtype == DTYPE_BF16) memcpy(data + 2 * i, &half, 2);
+            else memcpy(data + 4 * i, &x, 4);
+        }
+    }
+    w.data = data;
+    if (dtype == DTYPE_F8_E4M3) {
+        size_t blocks = (size_t)((first_row + rows + SCALE_BLOCK - 1) / SCALE_BLOCK) * (size_t)w.scale_cols;
+        float *scale = random_floats(blocks, 1);
+        for (size_t i = 0; i < blocks; i++) scale[i] = (fabsf(scale[i]) + 0.1f) / 100;
+        w.scale = scale;
+    }
+    return w;
+}
+
+static void free_weights(Matrix *w) {
+    free((void *)w->data);
+    free((void *)w->scale);
+}
+
+static Matrix matrix_on_device(const Matrix *w) {
+    Matrix copy = *w;
+    copy.data = on_device(w->data, (size_t)w->rows * (size_t)w->cols * dtype_size(w->dtype));
+    if (w->scale)
+        copy.scale = on_device(w->scale,
+                               (size_t)((w->first_row + w->rows + SCALE_BLOCK - 1) / SCALE_BLOCK) * (size_t)w->scale_cols * 4);
+    return copy;
+}
+
+static const DType weight_types[] = {DTYPE_F32, DTYPE_F16, DTYPE_BF16, DTYPE_F8_E4M3};
+static const char *const weight_names[] = {"f32", "f16", "bf16", "e4m3"};
+
+/* What rounding x to 16 bits may cost: f32 weights and rows at odd addresses are multiplied in f32. */
+static double product_bound(DType dtype) { return dtype == DTYPE_F32 ? 5e-6 : 4e-3; }
+
+/* ---- activations */
+
+static void test_norms(void) {
+    static const int dims[] = {1, 8, 12, 128, 576, 1024, 1025, 2048, 7168};
+    for (int d = 0; d < 9; d++)
+        for (int n = 0; n <= 5; n += n ? 4 : 1) {
+            const int dim = dims[d], gap = d % 3;
+            const size_t stride = (size_t)(dim + gap), all = (size_t)n * stride, dense = (size_t)n * (size_t)dim;
+            float *x = random_floats(all + 1, 3), *weight = random_floats((size_t)dim, 1), *bias = random_floats((size_t)dim, 1);
+            float *wanted = malloc((all + 1) * 4), *rows = malloc((dense + 1) * 4);
+            float *dx = on_device(x, all * 4), *dw = on_device(weight, (size_t)dim * 4), *db = on_device(bias, (size_t)dim * 4);
+            float *dy = output_on_device(dense), *one = output_on_device((size_t)dim);
+            c_backend.rms_norm(wanted, (size_t)dim, x, stride, weight, n, dim, 1e-6f);
+            cuda_backend.rms_norm(dy, (size_t)dim, dx, stride, dw, n, dim, 1e-6f);
+            float *y = fetch_output(dy, dense, "rms_norm");
+            compare("rms_norm", y, wanted, dense, 1e-6);
+            for (int r = 0; r < n; r++) {
+                cuda_backend.rms_norm(one, (size_t)dim, dx + (size_t)r * stride, stride, dw, 1, dim, 1e-6f);
+                float *alone = fetch_output(one, (size_t)dim, "rms_norm");
+                CHECK(!memcmp(alone, y + (size_t)r * (size_t)dim, (size_t)dim * 4), "rms_norm: row %d of %d alone, dim %d", r, n,
+                      dim);
+                free(alone);
+            }
+            free(y);
+            cuda_backend.rms_norm(dx, stride, dx, stride, dw, n, dim, 1e-6f); /* in place, as before a projection */
+            y = from_device(dx, all * 4);
+            for (int r = 0; r < n; r++) {
+                compare("rms_norm in place", y + (size_t)r * stride, wanted + (size_t)r * (size_t)dim, (size_t)dim, 1e-6);
+                for (int i = 0; i < gap; i++)
+                    CHECK(y[(size_t)r * stride + (size_t)(dim + i)] == x[(size_t)r * stride + (size_t)(dim + i)],
+                          "rms_norm: gap");
+            }
+            free(y);
+            for (size_t i = 0; i < dense; i++) rows[i] = x[i] + 2;
+            float *dr = on_device(rows, dense * 4), *dl = output_on_device(dense);
+            c_backend.layer_norm(wanted, rows, weight, bias, n, dim, 1e-6f);
+            cuda_backend.layer_norm(dl, dr, dw, db, n, dim, 1e-6f);
+            y = fetch_output(dl, dense, "layer_norm");
+            compare("layer_norm", y, wanted, dense, 2e-5);
+            for (int r = 0; r < n; r++) {
+                cuda_backend.layer_norm(one, dr + (size_t)r * (size_t)dim, dw, db, 1, dim, 1e-6f);
+                float *alone = fetch_output(one, (size_t)dim, "layer_norm");
+                CHECK(!memcmp(alone, y + (size_t)r * (size_t)dim, (size_t)dim * 4), "layer_norm: row %d of %d alone, dim %d", r,
+                      n, dim);
+                free(alone);
+            }
+            free(y), free(x), free(weight), free(bias), free(wanted), free(rows);
+            free_kept();
+        }
+}
+
+static void test_embed(void) {
+    for (int t = 0; t < 4; t++)
+        for (int d = 0; d < 3; d++) {
+            const int vocab = 300, dim = d == 0 ? 12 : d == 1 ? 128 : 520, n = 7;
+            Matrix table = random_matrix(weight_types[t], vocab, dim, 0), device = matrix_on_device(&table);
+            Row rows[7];
+            for (int r = 0; r < n; r++) rows[r] = (Row){0, r, draw_between(0, vocab - 1)};
+            float *wanted = malloc((size_t)(n * dim) * 4), *dy = output_on_device((size_t)(n * dim));
+            c_backend.embed(wanted, &table, rows, n);
+            cuda_backend.embed(dy, &device, on_device(rows, sizeof rows), n);
+            float *y = fetch_output(dy, (size_t)(n * dim), "embed");
+            CHECK(!memcmp(y, wanted, (size_t)(n * dim) * 4), "embed: %s, dim %d", weight_names[t], dim);
+            cuda_backend.embed(dy, &device, NULL, 0);
+            free(y), free(wanted);
+            free_weights(&table);
+            free_kept();
+        }
+}
+
+static void test_rope(void) {
+    for (int interleaved = 0; interleaved < 2; interleaved++)
+        for (int n = 0; n <= 9; n += 3) {
+            const int heads = 3, stride = 96, offset = 20, dim = 64, half = dim / 2;
+            const size_t values = (size_t)(n * heads * stride), angles = (size_t)(n * half);
+            Row rows[9];
+            float inverse[32], *x = random_floats(values + 1, 1), *cosine = malloc(angles * 4 + 4),
+                               *sine = malloc(angles * 4 + 4);
+            for (int r = 0; r < n; r++) rows[r] = (Row){0, draw_between(0, 1 << 20), 0};
+            for (int i = 0; i < half; i++) inverse[i] = powf(1e4f, -(float)i / (float)half);
+            float *dc = output_on_device(angles), *ds = output_on_device(angles), *dx = on_device(x, values * 4);
+            c_backend.rotations(cosine, sine, rows, n, inverse, dim, 1.25f);
+            cuda_backend.rotations(dc, ds, on_device(rows, sizeof rows), n, on_device(inverse, sizeof inverse), dim, 1.25f);
+            float *c = fetch_output(dc, angles, "rotations"), *s = fetch_output(ds, angles, "rotations");
+            compare("rotations: cosine", c, cosine, angles, 1e-6);
+            compare("rotations: sine", s, sine, angles, 1e-6);
+            c_backend.rope(x, n, heads, stride, offset, dim, interleaved, cosine, sine);
+            cuda_backend.rope(dx, n, heads, stride, offset, dim, interleaved, dc, ds);
+            float *y = from_device(dx, values * 4);
+            compare("rope", y, x, values, 1e-6);
+            for (int r = 0; r < n * heads; r++)
+                CHECK(!memcmp(y + r * stride, x + r * stride, (size_t)offset * 4)
+                          && !memcmp(y + r * stride + offset + dim, x + r * stride + offset + dim,
+                                     (size_t)(stride - offset - dim) * 4),
+                      "rope: values outside");
+            free(x), free(y), free(c), free(s), free(cosine), free(sine);
+            free_kept();
+        }
+}
+
+static void test_elementwise(void) {
+    static const size_t sizes[] = {0, 1, 7, 256, 1000, 70001};
+    for (int i = 0; i < 6; i++) {
+        const size_t n = sizes[i];
+        float *a = random_floats(n + 1, 4), *b = random_floats(n + 1, 4), *wanted = malloc(n * 4 + 4);
+        if (n > 2) a[0] = 200, a[1] = -200;
+        float *da = on_device(a, n * 4), *db = on_device(b, n * 4), *dy = output_on_device(n), *y;
+        c_backend.swiglu(wanted, a, b, n);
+        cuda_backend.swiglu(dy, da, db, n);
+        y = fetch_output(dy, n, "swiglu");
+        compare("swiglu", y, wanted, n, 1e-6);
+        free(y);
+        cuda_backend.zero(dy, n);
+        y = fetch_output(dy, n, "zero");
+        for (size_t j = 0; j < n; j++) CHECK(float_to_bits(y[j]) == 0, "zero");
+        free(y);
+        for (int cap = 0; cap < 2; cap++) {
+            float *dz = on_device(a, n * 4), *z = malloc(n * 4 + 4);
+            memcpy(z, a, n * 4);
+            c_backend.cap_logits(z, n, 1.5f, cap ? 30 : 0);
+            cuda_backend.cap_logits(dz, n, 1.5f, cap ? 30 : 0);
+            y = from_device(dz, n * 4);
+            compare("cap_logits", y, z, n, 1e-6);
+            free(y), free(z);
+        }
+        c_backend.add(a, b, n);
+        cuda_backend.add(da, db, n);
+        y = from_device(da, n * 4);
+        CHECK(!memcmp(y, a, n * 4), "add");
+        c_backend.add_bias(a, 3, 0.5f, (int)(n / 3));
+        cuda_backend.add_bias(da, 3, 0.5f, (int)(n / 3));
+        free(y);
+        y = from_device(da, n * 4);
+        CHECK(!memcmp(y, a, n * 4), "add_bias");
+        free(y), free(a), free(b), free(wanted);
+        free_kept();
+    }
+}
+
+static void test_copies(void) {
+    for (int n = 0; n <= 12; n += 4) {
+        const int dim = 37, indices[12] = {5, 0, 11, 3, 3, 7, 1, 2, 9, 10, 4, 8};
+        float *x = random_floats(12 * 50, 1), *dx = on_device(x, 12 * 50 * 4), *wanted = malloc(12 * 50 * 4);
+        float *dy = output_on_device((size_t)(n * dim)), *y, *dz = on_device(x, 12 * 50 * 4);
+        c_backend.gather_rows(wanted, x, indices, n, dim);
+        cuda_backend.gather_rows(dy, dx, on_device(indices, sizeof indices), n, dim);
+        y = fetch_output(dy, (size_t)(n * dim), "gather_rows");
+        CHECK(!memcmp(y, wanted, (size_t)(n * dim) * 4), "gather_rows");
+        free(y);
+        memcpy(wanted, x, 12 * 50 * 4);
+        c_backend.copy_rows(wanted, 45, x, 50, n, dim, 0.75f);
+        cuda_backend.copy_rows(dz, 45, dx, 50, n, dim, 0.75f);
+        y = from_device(dz, 12 * 50 * 4);
+        CHECK(!memcmp(y, wanted, 12 * 50 * 4), "copy_rows");
+        free(x), free(y), free(wanted);
+        free_kept();
+    }
+}
+
+static void test_check_finite(void) {
+    const int n = 20, dim = 333;
+    for (int times = 0; times < 6; times++) {
+        float *x = random_floats((size_t)(n * dim), 1);
+        PassReport report = {.bad_place = -1, .bad_row = -1}, *device = on_device(&report, sizeof report), *got;
+        float *dx = on_device(x, (size_t)(n * dim) * 4);
+        cuda_backend.check_finite(device, 3, dx, n, dim);
+        cuda_backend.check_finite(device, 3, dx, 0, dim);
+        got = from_device(device, sizeof report);
+        CHECK(got->bad_row == -1 && got->bad_place == -1, "check_finite: nothing is bad, row %d", got->bad_row);
+        free(got);
+        x[13 * dim + 5] = NAN, x[9 * dim + dim - 1] = INFINITY, x[17 * dim] = -INFINITY;
+        float *bad = on_device(x, (size_t)(n * dim) * 4);
+        c_backend.check_finite(&report, 4, x, n, dim);
+        cuda_backend.check_finite(device, 4, bad, n, dim);
+        cuda_backend.check_finite(device, 4, bad + 9 * dim, n - 9, dim); /* its row 0: found too late */
+        cuda_backend.check_finite(device, 5, bad, n, dim);
+        got = from_device(device, sizeof report);
+        CHECK(got->bad_row == report.bad_row && got->bad_place == 4, "check_finite: row %d, place %d", got->bad_row,
+              got->bad_place);
+        free(got), free(x);
+        free_kept();
+    }
+}
+
+static void test_take_tokens(void) {
+    int ids[3][40];
+    DraftBlock blocks[3], *device;
+    Row rows[3];
+    memset(blocks, 0, sizeof blocks);
+    for (int i = 0; i < 3; i++) {
+        for (int j = 0; j < 40; j++) ids[i][j] = draw_between(0, 1 << 20);
+        rows[i] = (Row){i, 7, -1};
+        blocks[i].position = 4 * i;
+        blocks[i].ids = on_device(ids[i], sizeof ids[i]);
+    }
+    device = on_device(blocks, sizeof blocks);
+    Row *on = on_device(rows, sizeof rows);
+    for (int slot = 0; slot < 5; slot++) {
+        cuda_backend.take_tokens(on, device, slot, 0);
+        cuda_backend.take_tokens(on, device, slot, 3);
+        Row *got = from_device(on, sizeof rows);
+        for (int i = 0; i < 3; i++)
+            CHECK(got[i].token == ids[i][4 * i + slot] && got[i].session == i && got[i].position == 7, "take_tokens: block %d",
+                  i);
+        free(got);
+    }
+    free_kept();
+}
+
+static void test_convolve(void) {
+    for (int blocks = 0; blocks <= 3; blocks++)
+        for (int taps = 1; taps <= 5; taps += 2) {
+            const int size = 6, group = 8, dim = 72, groups = dim / group, n = blocks * size;
+            const size_t stride = (size_t)(2 * taps * groups), values = (size_t)(n * dim);
+            float *z = random_floats(values + 1, 1), *base = random_floats((size_t)(taps * dim), 1),
+                  *delta = random_floats((size_t)n * stride + 1, 1);
+            float *dz = on_device(z, values * 4), *db = on_device(base, (size_t)(taps * dim) * 4),
+                  *dd = on_device(delta, (size_t)n * stride * 4);
+            float *again = on_device(z, values * 4), *y, *alone;
+            c_backend.convolve(z, base, delta, stride, n, size, taps, group, dim);
+            cuda_backend.convolve(dz, db, dd, stride, n, size, taps, group, dim);
+            y = from_device(dz, values * 4);
+            compare("convolve", y, z, values, 1e-6);
+            for (int b = 0; b < blocks; b++)
+                cuda_backend.convolve(again + b * size * dim, db, dd + (size_t)(b * size) * stride, stride, size, size, taps,
+                                      group, dim);
+            alone = from_device(again, values * 4);
+            CHECK(!memcmp(alone, y, values * 4), "convolve: each block alone");
+            free(z), free(base), free(delta), free(y), free(alone);
+            free_kept();
+        }
+}
+
+/* ---- products */
+
+/* One shape: against C, and each batch size against the largest one, rows in another place. */
+static void check_linear(DType dtype, const char *type, int rows, int cols, int n, int x_gap, int y_gap, int first_row) {
+    const size_t x_stride = (size_t)(cols + x_gap), y_stride = (size_t)(rows + y_gap), out = (size_t)n * y_stride;
+    static const int sizes[] = {1, 2, 3, 7, 8, 9, 16, 17, 31, 33, 64, 65, 130};
+    char name[128];
+    snprintf(name, sizeof name, "linear %s [%d, %d] at row %d, %d rows, gaps %d %d", type, rows, cols, first_row, n, x_gap,
+             y_gap);
+    Matrix w = random_matrix(dtype, rows, cols, first_row), device = matrix_on_device(&w);
+    float *x = random_floats((size_t)n * x_stride + 1, 1), *dx = on_device(x, (size_t)n * x_stride * 4);
+    float *dy = output_on_device(out), *dz = output_on_device(out), *wanted = calloc(out + 1, 4);
+    c_backend.linear(wanted, y_stride, x, x_stride, n, &w);
+    cuda_backend.linear(dy, y_stride, dx, x_stride, n, &device);
+    float *y = from_device(dy, (out + TEST_TAIL) * 4);
+    size_t wrong_gaps = 0, unwritten = 0;
+    for (size_t i = 0; i < out + TEST_TAIL; i++) {
+        bool inside = i < out && i % y_stride < (size_t)rows, poison = float_to_bits(y[i]) == 0xffffffffu;
+        if (inside) unwritten += poison;
+        else {
+            wrong_gaps += !poison;
+            if (i < out) y[i] = wanted[i] = 0;
+        }
+    }
+    CHECK(!unwritten && !wrong_gaps, "%s: %zu not written, %zu beyond", name, unwritten, wrong_gaps);
+    compare(name, y, wanted, out, product_bound(dtype));
+    for (int s = 0; s < 13 && sizes[s] < n; s++)
+        for (int times = 0; times < 2; times++) {
+            const int first = times ? n - sizes[s] : draw_between(0, n - sizes[s]);
+            cuda_backend.linear(dz, y_stride, dx + (size_t)first * x_stride, x_stride, sizes[s], &device);
+            float *z = from_device(dz, out * 4);
+            int different = 0;
+            for (int r = 0; r < sizes[s]; r++)
+                different += memcmp(z + (size_t)r * y_stride, y + (size_t)(first + r) * y_stride, (size_t)rows * 4) != 0;
+            CHECK(!different, "%s: %d of %d rows from %d on have other bits", name, different, sizes[s], first);
+            free(z);
+        }
+    cuda_backend.linear(dy, y_stride, dx, x_stride, 0, &device);
+    free(x), free(y), free(wanted);
+    free_weights(&w);
+    free_kept();
+}
+
+static void test_linear(void) {
+    static const int shapes[][2] = {{1, 8},      {1, 20},      {8, 12},     {20, 8},    {12, 40},   {16, 16},
+                                    {33, 48},    {64, 64},     {100, 136},  {130, 256}, {257, 384}, {576, 2048},
+                                    {128, 1040}, {1000, 1000}, {2049, 512}, {40, 7168}, {7000, 208}};
+    for (int t = 0; t < 4; t++)
+        for (int s = 0; s < 17; s++) {
+            const int *shape = shapes[s];
+            check_linear(weight_types[t], weight_names[t], shape[0], shape[1], s < 11 ? 140 : 70, 0, 0, 0);
+            check_linear(weight_types[t], weight_names[t], shape[0], shape[1], draw_between(1, 20) + (shape[0] < 20 ? 20 : 0),
+                         draw_between(1, 9), draw_between(1, 9), draw_between(0, 300));
+        }
+}
+
+/* A NaN in one row must not reach the others, and must show in its own. */
+static void test_linear_bad_row(void) {
+    for (int t = 0; t < 4; t++) {
+        const int rows = 64, cols = 256, n = 11;
+        Matrix w = random_matrix(weight_types[t], rows, cols, 0), device = matrix_on_device(&w);
+        float *x = random_floats((size_t)(n * cols), 1);
+        x[4 * cols + 77] = NAN;
+        float *dy = on_device(NULL, (size_t)(n * rows) * 4);
+        cuda_backend.linear(dy, (size_t)rows, on_device(x, (size_t)(n * cols) * 4), (size_t)cols, n, &device);
+        float *y = from_device(dy, (size_t)(n * rows) * 4);
+        for (int i = 0; i < n * rows; i++)
+            CHECK(!isfinite(y[i]) == (i / rows == 4), "linear %s: row %d of a pass with a NaN in row 4", weight_names[t],
+                  i / rows);
+        free(x), free(y);
+        free_weights(&w);
+        free_kept();
+    }
+}
+
+static void check_latent(DType dtype, const char *type, Config config, int n) {
+    const int heads = config.num_attention_heads, nope = config.qk_nope_head_dim, rope = config.qk_rope_head_dim,
+              v = config.v_head_dim, lora = config.kv_lora_rank;
+    const size_t q_width = (size_t)(heads * (nope + rope)), a_width = (size_t)(heads * (lora + rope)),
+                 z_width = (size_t)(heads * lora), v_width = (size_t)(heads * v), rows = (size_t)n;
+    char name[128];
+    snprintf(name, sizeof name, "%s, %d heads, %d + %d, value %d, rank %d, %d rows", type, heads, nope, rope, v, lora, n);
+    Matrix w = random_matrix(dtype, heads * (nope + v), lora, 0), device = matrix_on_device(&w);
+    float *q = random_floats(rows * q_width + 1, 1), *z = random_floats(rows * z_width + 1, 1);
+    float *dq = on_device(q, rows * q_width * 4), *dz = on_device(z, rows * z_width * 4);
+    float *da = output_on_device(rows * a_width), *dv = output_on_device(rows * v_width), *one = output_on_device(a_width),
+          *one_v = output_on_device(v_width);
+    float *absorbed = malloc(rows * a_width * 4 + 4), *values = malloc(rows * v_width * 4 + 4);
+    c_backend.absorb_query(absorbed, q, n, &w, &config);
+    c_backend.expand_value(values, z, n, &w, &config);
+    cuda_backend.absorb_query(da, dq, n, &device, &config);
+    cuda_backend.expand_value(dv, dz, n, &device, &config);
+    float *a = fetch_output(da, rows * a_width, "absorb_query"), *b = fetch_output(dv, rows * v_width, "expand_value");
+    double off_a = distance(a, absorbed, rows * a_width), off_v = distance(b, values, rows * v_width);
+    CHECK(off_a <= product_bound(dtype), "absorb_query %s: off by %g", name, off_a);
+    CHECK(off_v <= product_bound(dtype), "expand_value %s: off by %g", name, off_v);
+    for (size_t r = 0; r < rows; r += 1 + rows / 5) {
+        cuda_backend.absorb_query(one, dq + r * q_width, 1, &device, &config);
+        cuda_backend.expand_value(one_v, dz + r * z_width, 1, &device, &config);
+        float *alone = fetch_output(one, a_width, "absorb_query"), *alone_v = fetch_output(one_v, v_width, "expand_value");
+        CHECK(!memcmp(alone, a + r * a_width, a_width * 4), "absorb_query %s: row %zu alone has other bits", name, r);
+        CHECK(!memcmp(alone_v, b + r * v_width, v_width * 4), "expand_value %s: row %zu alone has other bits", name, r);
+        free(alone), free(alone_v);
+    }
+    free(q), free(z), free(absorbed), free(values), free(a), free(b);
+    free_weights(&w);
+    free_kept();
+}
+
+static void test_latent_products(void) {
+    static const int rows[] = {0, 1, 5, 8, 21, 70};
+    Config shapes[4];
+    memset(shapes, 0, sizeof shapes);
+    for (int i = 0; i < 4; i++) {
+        static const int numbers[4][5] = {
+            {2, 8, 4, 12, 20}, {4, 64, 32, 64, 128}, {16, 128, 64, 128, 512}, {8, 192, 64, 256, 512}};
+        shapes[i].num_attention_heads = numbers[i][0], shapes[i].qk_nope_head_dim = numbers[i][1],
+        shapes[i].qk_rope_head_dim = numbers[i][2];
+        shapes[i].v_head_dim = numbers[i][3], shapes[i].kv_lora_rank = numbers[i][4];
+    }
+    for (int t = 0; t < 4; t++)
+        for (int i = 0; i < 4; i++)
+            for (int n = 0; n < (i < 2 ? 6 : 5); n++) check_latent(weight_types[t], weight_names[t], shapes[i], rows[n]);
+}
+
+/* ---- mixture of experts */
+
+static void check_route(Config config, int n) {
+    const int experts = config.n_routed_experts, k = config.num_experts_per_tok;
+    const size_t values = (size_t)n * (size_t)experts, chosen = (size_t)n * (size_t)k;
+    float *logits = random_floats(values + 1, 2), *bias = random_floats((size_t)experts, 0.3f), *weights = malloc(chosen * 4 + 4);
+    int *picks = malloc(chosen * 4 + 4), wrong = 0;
+    for (int e = 0; e < experts; e += 3) bias[e] = bias[0]; /* equal choices: few different logits too */
+    for (size_t i = 0; i < values; i++) logits[i] = rintf(logits[i] * 4) / 4;
+    if (n > 2) logits[experts + 1] = NAN, logits[2 * experts] = -INFINITY;
+    int *dp = on_device(NULL, chosen * 4);
+    float *dw = output_on_device(chosen), *dl = on_device(logits, values * 4), *db = on_device(bias, (size_t)experts * 4);
+    c_backend.route(picks, weights, logits, bias, n, &config);
+    cuda_backend.route(dp, dw, dl, db, n, &config);
+    float *w = fetch_output(dw, chosen, "route");
+    int *p = from_device(dp, chosen * 4);
+    for (size_t i = 0; i < chosen; i++) {
+        /* Scores may differ by a rounding, so an equal choice may go to a neighbour: what is picked must be worth as much. */
+        size_t r = i / (size_t)k * (size_t)experts;
+        float a = logits[r + (size_t)picks[i]], b = p[i] >= 0 && p[i] < experts ? logits[r + (size_t)p[i]] : 1e9f;
+        if (p[i] != picks[i] && !(fabsf(1 / (1 + expf(-a)) + bias[picks[i]] - 1 / (1 + expf(-b)) - bias[p[i]]) < 1e-6f)) wrong++;
+        if (!(fabsf(w[i] - weights[i]) < 1e-4f) && !(isnan(w[i]) && isnan(weights[i])) && p[i] == picks[i]) wrong++;
+    }
+    CHECK(!wrong, "route: %d of %zu picks are wrong; %d experts, %d groups, %d rows", wrong, chosen, experts, config.n_group, n);
+    for (int r = 0; r < n; r += 1 + n / 6) {
+        cuda_backend.route(dp, dw, dl + (size_t)r * (size_t)experts, db, 1, &config);
+        float *alone = from_device(dw, (size_t)k * 4);
+        int *alone_picks = from_device(dp, (size_t)k * 4);
+        CHECK(!memcmp(alone, w + r * k, (size_t)k * 4) && !memcmp(alone_picks, p + r * k, (size_t)k * 4),
+              "route: row %d of %d alone", r, n);
+        free(alone), free(alone_picks);
+    }
+    free(logits), free(bias), free(weights), free(picks), free(w), free(p);
+    free_kept();
+}
+
+static void test_route(void) {
+    static const int shapes[][5] = {{8, 2, 1, 1, 1},   {12, 3, 4, 2, 0},      {256, 8, 8, 4, 1},
+                                    {160, 6, 1, 1, 0}, {4096, 16, 64, 20, 1}, {20, 4, 10, 3, 1}};
+    for (int s = 0; s < 6; s++)
+        for (int n = 0; n <= 40; n = n ? n * 3 + 1 : 1) {
+            Config config;
+            memset(&config, 0, sizeof config);
+            config.n_routed_experts = shapes[s][0], config.num_experts_per_tok = shapes[s][1], config.n_group = shapes[s][2];
+            config.topk_group = shapes[s][3], config.norm_topk_prob = shapes[s][4], config.routed_scaling_factor = 2.5f;
+            check_route(config, n);
+        }
+}
+
+/* Distinct picks of every row, in any order; few experts are popular. */
+static void random_picks(int *picks, int n, int experts, int k) {
+    for (int r = 0; r < n; r++)
+        for (int i = 0; i < k; i++)
+            for (bool again = true; again;) {
+                picks[r * k + i] = draw() % 3 ? draw_between(0, experts - 1) : draw_between(0, k);
+                again = false;
+                for (int j = 0; j < i; j++) again |= picks[r * k + j] == picks[r * k + i];
+            }
+}
+
+/* One array of matrices whose data are parts of one large matrix's. */
+static void make_experts(Matrix **host, const Matrix **device, DType dtype, int n, int rows, int cols, Matrix *whole) {
+    *whole = random_matrix(dtype, n * (rows + SCALE_BLOCK - 1) / SCALE_BLOCK * SCALE_BLOCK + n * SCALE_BLOCK, cols, 0);
+    Matrix copy = matrix_on_device(whole), *list = malloc((size_t)n * sizeof *list);
+    *host = malloc((size_t)n * sizeof **host);
+    for (int e = 0; e < n; e++) {
+        const int pitch = (rows + SCALE_BLOCK - 1) / SCALE_BLOCK * SCALE_BLOCK;
+        const size_t offset = (size_t)(e * pitch) * (size_t)cols * dtype_size(dtype),
+                     scales = (size_t)(e * pitch / SCALE_BLOCK) * (size_t)whole->scale_cols;
+        (*host)[e] = *whole, list[e] = copy;
+        (*host)[e].rows = list[e].rows = rows;
+        (*host)[e].data += offset, list[e].data += offset;
+        if (whole->scale) (*host)[e].scale += scales, list[e].scale += scales;
+    }
+    *device = on_device(list, (size_t)n * sizeof *list);
+    free(list);
+}
+
+static void check_experts(DType dtype, const char *type, Config config, int n) {
+    const int experts = config.n_routed_experts, k = config.num_experts_per_tok, hidden = config.hidden_size,
+              inter = config.moe_intermediate_size;
+    const int each = 2 * (hidden + inter) > k * inter ? 2 * (hidden + inter) : k * inter;
+    const size_t values = (size_t)n * (size_t)hidden, width = (size_t)hidden;
+    char name[128];
+    snprintf(name, sizeof name, "experts %s [%d of %d, %d, %d], %d rows", type, k, experts, inter, hidden, n);
+    LayerWeights host, device;
+    Matrix whole[3], *lists[3];
+    memset(&host, 0, sizeof host);
+    make_experts(&lists[0], &device.expert_gate, dtype, experts, inter, hidden, &whole[0]);
+    make_experts(&lists[1], &device.expert_up, dtype, experts, inter, hidden, &whole[1]);
+    make_experts(&lists[2], &device.expert_down, dtype, experts, hidden, inter, &whole[2]);
+    host.expert_gate = lists[0], host.expert_up = lists[1], host.expert_down = lists[2];
+    host.expert_dtype = device.expert_dtype = dtype;
+    float *x = random_floats(values + 1, 0.1f), *y = random_floats(values + 1, 1),
+          *weights = random_floats((size_t)(n * k) + 1, 1);
+    float *scratch = malloc((size_t)(n + 1) * (size_t)each * 4);
+    int *picks = malloc((size_t)(n * k) * 4 + 4);
+    random_picks(picks, n, experts, k);
+    float *dx = on_device(x, values * 4), *dy = on_device(y, values * 4), *dz = on_device(y, values * 4),
+          *dw = on_device(weights, (size_t)(n * k) * 4);
+    int *dp = on_device(picks, (size_t)(n * k) * 4);
+    float *ds = on_device(NULL, (size_t)(n + 1) * (size_t)each * 4);
+    c_backend.experts(y, x, picks, weights, n, &host, &config, scratch);
+    cuda_backend.experts(dy, dx, dp, dw, n, &device, &config, ds);
+    float *out = from_device(dy, values * 4);
+    compare(name, out, y, values, dtype == DTYPE_F32 ? 1e-5 : 1e-2);
+    for (int take = 1; take < n; take = take * 3 + 1) { /* in order, so many at a time */
+        float *before = from_device(dz, values * 4);
+        for (int first = n % take; first < n; first += take)
+            cuda_backend.experts(dz + (size_t)first * width, dx + (size_t)first * width, dp + first * k, dw + first * k, take,
+                                 &device, &config, ds);
+        float *parts = from_device(dz, values * 4);
+        size_t from = (size_t)(n % take) * width;
+        CHECK(!memcmp(parts + from, out + from, (values - from) * 4), "%s: %d at a time have other bits", name, take);
+        cuda_backend.copy_bytes(dz, before, values * 4);
+        free(before), free(parts);
+    }
+    free(x), free(y), free(weights), free(scratch), free(picks), free(out);
+    for (int i = 0; i < 3; i++) free(lists[i]), free_weights(&whole[i]);
+    free_kept();
+}
+
+static void test_experts(void) {
+    static const int shapes[][4] = {{4, 2, 8, 12},     {6, 3, 20, 8},     {8, 2, 64, 48},
+                                    {16, 4, 256, 128}, {12, 4, 528, 272}, {32, 8, 1024, 256}};
+    static const int rows[] = {0, 1, 2, 9, 17, 60, 130};
+    for (int t = 0; t < 4; t++)
+        for (int s = 0; s < 6; s++)
+            for (int r = 0; r < 7; r++) {
+                Config config;
+                memset(&config, 0, sizeof config);
+                config.n_routed_experts = shapes[s][0], config.num_experts_per_tok = shapes[s][1],
+                config.hidden_size = shapes[s][2];
+                config.moe_intermediate_size = shapes[s][3];
+                check_experts(weight_types[t], weight_names[t], config, rows[r]);
+            }
+}
+
+static void test_products(void) {
+    test_norms();
+    test_embed();
+    test_rope();
+    test_elementwise();
+    test_copies();
+    test_check_finite();
+    test_take_tokens();
+    test_convolve();
+    test_linear();
+    test_linear_bad_row();
+    test_latent_products();
+    test_route();
+    test_experts();
+}
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Cached rows and the index selection
+ */
+
+/* Rows of one pool, which starts out poisoned: the whole of it has to be the same in the end. */
+static void check_stored(RowFormat format, int n_rows) {
+    enum { POOL_ROWS = 150 };
+    const size_t bytes = POOL_ROWS * format.stride, a_stride = (size_t)format.quantised + 3, b_stride = (size_t)format.plain + 5;
+    const size_t n_a = a_stride * (size_t)n_rows, n_b = b_stride * (size_t)n_rows;
+    float *a = random_floats(n_a, 3), *b = random_floats(n_b, 3);
+    static const float odd[] = {0, -0.0f, 1e-39f, 1e-42f, -3e38f, 448, 464, 0.001953125f, 0.0009765625f, 1e-36f, INFINITY, NAN};
+    for (size_t i = 0; i < n_a; i++) {
+        if (draw() % 16 == 0) a[i] = odd[draw() % (sizeof odd / sizeof *odd)];
+        if (i / 64 % 3 == 0) a[i] *= 1e-38f;
+    }
+    for (size_t i = 0; i < n_b; i++) if (draw() % 16 == 0) b[i] = odd[draw() % (sizeof odd / sizeof *odd)];
+    DeviceRow ids[POOL_ROWS];
+    for (int i = 0; i < POOL_ROWS; i++) ids[i].id = i;
+    for (int i = POOL_ROWS - 1; i > 0; i--) {
+        int j = draw_between(0, i);
+        DeviceRow moved = ids[i];
+        ids[i] = ids[j], ids[j] = moved;
+    }
+    uint8_t *pool = malloc(bytes);
+    memset(pool, 0xff, bytes);
+    void *device_pool = to_device(NULL, bytes), *device_ids = to_device(ids, sizeof ids);
+    void *device_a = to_device(a, n_a * sizeof *a), *device_b = to_device(b, n_b * sizeof *b);
+    c_backend.store_rows(pool, &format, ids, n_rows, a, a_stride, b, b_stride);
+    cuda_backend.store_rows(device_pool, &format, device_ids, n_rows, device_a, a_stride, device_b, b_stride);
+    uint8_t *stored = from_device(device_pool, bytes);
+    size_t same = 0;
+    while (same < bytes && stored[same] == pool[same]) same++;
+    CHECK(same == bytes, "store_rows: dtype %d, %d + %d values, groups of %d, %d rows: row %zu differs at byte %zu",
+          (int)format.dtype, format.quantised, format.plain, format.group, n_rows, same / format.stride, same % format.stride);
+    free_device(device_pool), free_device(device_a), free_device(device_b), free_device(device_ids);
+    free(pool), free(stored), free(a), free(b);
+}
+
+static void test_store_rows(void) {
+    static const int shapes[][3] = {{512, 64, 128}, {20, 8, 128}, {12, 4, 8}, {0, 128, 128}, {2048, 0, 128}, {7, 3, 4}, {1, 1, 1},
+                                    {130, 64, 128}};
+    for (int kind = KV_F32; kind <= KV_F8; kind++)
+        for (int i = 0; i < (int)(sizeof shapes / sizeof *shapes); i++)
+            for (int n_rows = 0; n_rows < 150; n_rows = n_rows * 4 + 1)
+                check_stored(row_format((KvDtype)kind, shapes[i][0], shapes[i][1], shapes[i][2]), n_rows);
+}
+
+/* One call of index_select: its inputs, here and on the device. */
+typedef struct IndexCase {
+    int heads, dim, context_pages, sessions, capacity, n_rows;
+    KvDtype dtype;
+    bool whole;                 /* small whole numbers, so that every sum is exact and many scores are equal */
+    RowFormat format;
+    float *q, *weights, *key_values;        /* [rows, heads, dim], [rows, heads], [index pages, 64, dim] as stored */
+    uint8_t *keys;
+    DevicePage *pages;
+    Row *rows;
+    void *device_q, *device_weights, *device_keys, *device_pages, *device_rows;
+} IndexCase;
+
+/* What it gives: ids, counts, and the scores that it leaves. */
+typedef struct IndexResult {
+    int *ids, *count;
+    float *scores;
+} IndexResult;
+
+static float to_bf16(float x) { return bits_to_float((float_to_bits(x) + 0x7fff + (float_to_bits(x) >> 16 & 1)) & 0xffff0000); }
+
+static float *index_values(size_t n, bool whole, int low, int high) {
+    float *x = random_floats(n, 1);
+    for (size_t i = 0; i < n; i++) x[i] = whole ? (float)draw_between(low, high) : to_bf16(x[i]);
+    return x;
+}
+
+/* Sessions in runs of up to 11 rows, at positions anywhere. */
+static void draw_index_rows(IndexCase *test) {
+    const int context = test->context_pages * PAGE_ROWS;
+    for (int r = 0, session = 0; r < test->n_rows; session++) {
+        int left = test->n_rows - r, run = session + 1 == test->sessions ? left : draw_between(1, left < 11 ? left : 11);
+        int last = draw() % 3 == 0 ? context - 1 : draw_between(run - 1, context - 1);
+        for (int i = 0; i < run; i++) test->rows[r + i] = (Row){session, last - run + 1 + i, 0};
+        r += run;
+    }
+}
+
+static void index_open(IndexCase *test) {
+    const int n_pages = test->sessions * test->context_pages, n_keys = (n_pages + 1) * PAGE_ROWS;
+    const size_t heads = (size_t)test->heads, dim = (size_t)test->dim, n = (size_t)test->n_rows;
+    test->format = row_format(test->dtype, 0, test->dim, 128);
+    test->q = index_values(n * heads * dim, test->whole, -3, 3);
+    test->weights = index_values(n * heads, test->whole, -1, 3);
+    test->key_values = index_values((size_t)n_keys * dim, test->whole, -3, 3);
+    test->keys = malloc((size_t)n_keys * test->format.stride);
+    memset(test->keys, 0xff, (size_t)n_keys * test->format.stride);         /* NaN between and behind the values */
+    DeviceRow *ids = malloc((size_t)n_keys * sizeof *ids);
+    for (int i = 0; i < n_keys; i++) ids[i].id = i;
+    c_backend.store_rows(test->keys, &test->format, ids, n_keys, test->key_values, dim, test->key_values, dim);
+    free(ids);
+    test->pages = malloc((size_t)n_pages * sizeof *test->pages);
+    for (int i = 0; i < n_pages; i++) {                                     /* page 0 is nobody's */
+        int j = draw_between(0, i);
+        test->pages[i] = test->pages[j];
+        test->pages[j].id = i + 1;
+    }
+    test->rows = calloc(n + 1, sizeof *test->rows);
+    draw_index_rows(test);
+    test->device_q = to_device(test->q, n * heads * dim * sizeof(float));
+    test->device_weights = to_device(test->weights, n * heads * sizeof(float));
+    test->device_keys = to_device(test->keys, (size_t)n_keys * test->format.stride);
+    test->device_pages = to_device(test->pages, (size_t)n_pages * sizeof *test->pages);
+    test->device_rows = to_device(test->rows, n * sizeof *test->rows);
+}
+
+static void index_close(IndexCase *test) {
+    free_device(test->device_q), free_device(test->device_weights), free_device(test->device_keys);
+    free_device(test->device_pages), free_device(test->device_rows);
+    free(test->q), free(test->weights), free(test->key_values), free(test->keys), free(test->pages), free(test->rows);
+}
+
+static void free_result(IndexResult *result) { free(result->ids), free(result->count), free(result->scores); }
+
+static bool poisoned(const void *data, size_t bytes) {
+    for (size_t i = 0; i < bytes; i++) if (((const uint8_t *)data)[i] != 0xff) return false;
+    return true;
+}
+
+/* Rows [begin, begin + n) on the GPU. */
+static IndexResult index_on_gpu(const IndexCase *test, int begin, int n, int scratch_rows) {
+    const size_t context = (size_t)test->context_pages * PAGE_ROWS, heads = (size_t)test->heads, first = (size_t)begin;
+    const size_t ids_bytes = (size_t)n * (size_t)test->capacity * sizeof(int), count_bytes = (size_t)n * sizeof(int);
+    const size_t scratch_bytes = (size_t)scratch_rows * context * sizeof(float);
+    void *ids = to_device(NULL, ids_bytes), *count = to_device(NULL, count_bytes), *scratch = to_device(NULL, scratch_bytes);
+    Selection selection = {ids, count, test->capacity};
+    cuda_backend.index_select(&selection, (float *)test->device_q + first * heads * (size_t)test->dim,
+                              (float *)test->device_weights + first * heads, test->device_keys, &test->format, test->device_pages,
+                              test->context_pages, test->heads, test->dim, (Row *)test->device_rows + first, n, scratch,
+                              scratch_rows);
+    IndexResult result = {from_device(ids, ids_bytes + 64), from_device(count, count_bytes + 64),
+                          from_device(scratch, scratch_bytes + 64)};
+    CHECK(poisoned((uint8_t *)result.ids + ids_bytes, 64) && poisoned((uint8_t *)result.count + count_bytes, 64) &&
+          poisoned((uint8_t *)result.scores + scratch_bytes, 64), "index_select writes behind its outputs");
+    free_device(ids), free_device(count), free_device(scratch);
+    return result;
+}
+
+static double index_score(const IndexCase *test, int r, int position) {
+    const size_t dim = (size_t)test->dim;
+    const int page = test->pages[test->rows[r].session * test->context_pages + position / PAGE_ROWS].id;
+    const float *key = test->key_values + (size_t)(page * PAGE_ROWS + position % PAGE_ROWS) * dim;
+    double score = 0;
+    for (int h = 0; h < test->heads; h++) {
+        const float *q = test->q + (size_t)(r * test->heads + h) * dim;
+        double dot = 0;
+        for (size_t i = 0; i < dim; i++) dot += (double)q[i] * key[i];
+        score += (dot > 0 ? dot : 0) * test->weights[r * test->heads + h];
+    }
+    return score / sqrt((double)test->heads * test->dim);
+}
+
+/* The selection of row r is right as far as rounding lets one say: ascending, and nothing left out is clearly better. */
+static bool selects_best(const IndexCase *test, int r, const int *ids, int count) {
+    const int visible = test->rows[r].position + 1;
+    double worst = INFINITY, best = -INFINITY, largest = 0;
+    if (count != (visible < test->capacity ? visible : test->capacity)) return false;
+    for (int i = count; i < test->capacity; i++) if (ids[i] != -1) return false;
+    for (int s = 0, i = 0; s < visible; s++) {
+        double score = index_score(test, r, s);
+        largest = fmax(largest, fabs(score));
+        if (i < count && ids[i] == s) worst = fmin(worst, score), i++;
+        else best = fmax(best, score);
+        if (s + 1 == visible && i != count) return false;
+    }
+    return worst >= best - 1e-4 * largest;
+}
+
+/* Rows [begin, begin + n) alone are what they are in `all`, scores included where they were needed. */
+static void check_index_part(const IndexCase *test, const IndexResult *all, int begin, int n, int scratch_rows) {
+    const size_t context = (size_t)test->context_pages * PAGE_ROWS, k = (size_t)test->capacity;
+    IndexResult part = index_on_gpu(test, begin, n, scratch_rows);
+    bool same = true;
+    for (int i = 0; i < n; i++) {
+        const size_t r = (size_t)(begin + i);
+        same &= part.count[i] == all->count[r] && !memcmp(part.ids + (size_t)i * k, all->ids + r * k, k * sizeof(int));
+        if (scratch_rows >= n && test->n_rows <= 512 && test->rows[r].position >= test->capacity)
+            same &= !memcmp(part.scores + (size_t)i * context, all->scores + r * context,
+                            (size_t)(test->rows[r].position + 1) * sizeof(float));
+    }
+    CHECK(same, "index_select: rows %d .. %d of %d, %d at a time, are not what they are together", begin, begin + n, test->n_rows,
+          scratch_rows);
+    free_result(&part);
+}
+
+static void check_index(IndexCase test) {
+    index_open(&test);
+    const int n = test.n_rows;
+    const size_t k = (size_t)test.capacity, context = (size_t)test.context_pages * PAGE_ROWS;
+    IndexResult all = index_on_gpu(&test, 0, n, n + 1);
+    if (test.whole) {
+        Selection wanted = {malloc(((size_t)n * k + 1) * sizeof(int)), malloc(((size_t)n + 1) * sizeof(int)), test.capacity};
+        float *scratch = malloc(((size_t)n + 1) * context * sizeof *scratch);
+        c_backend.index_select(&wanted, test.q, test.weights, test.keys, &test.format, test.pages, test.context_pages, test.heads,
+                               test.dim, test.rows, n, scratch, n + 1);
+        bool same = !memcmp(wanted.ids, all.ids, (size_t)n * k * sizeof(int)) &&
+                    !memcmp(wanted.count, all.count, (size_t)n * sizeof(int));
+        CHECK(same, "index_select: %d heads of %d, %d pages, %d of them, dtype %d, %d rows: not the selection of the C twin",
+              test.heads, test.dim, test.context_pages, test.capacity, (int)test.dtype, n);
+        free(wanted.ids), free(wanted.count), free(scratch);
+    } else for (int r = 0; r < n; r++)
+        CHECK(selects_best(&test, r, all.ids + (size_t)r * k, all.count[r]),
+              "index_select: %d heads of %d, %d pages, %d of them, dtype %d: row %d at %d does not select the best", test.heads,
+              test.dim, test.context_pages, test.capacity, (int)test.dtype, r, test.rows[r].position);
+    for (int r = 0; r < n && r < 12; r++) check_index_part(&test, &all, r, 1, 1);
+    if (n > 2) {
+        check_index_part(&test, &all, 1, n - 1, n);
+        check_index_part(&test, &all, 0, n, 2);
+        check_index_part(&test, &all, n / 3, n / 2, 3);
+        check_index_part(&test, &all, n - 2, 2, 2);
+    }
+    free_result(&all);
+    index_close(&test);
+}
+
+static void test_index_select(void) {
+    static const struct { int heads, dim, pages, sessions, capacity, rows; KvDtype dtype; bool whole; } cases[] = {
+        {32, 128, 40, 3, 256, 9, KV_BF16, true}, {32, 128, 300, 2, 2048, 6, KV_BF16, true}, {4, 16, 3, 4, 20, 17, KV_BF16, true},
+        {2, 8, 2, 3, 8, 5, KV_BF16, true}, {16, 64, 10, 5, 64, 40, KV_BF16, true}, {8, 32, 5, 2, 33, 12, KV_F32, true},
+        {64, 64, 20, 2, 512, 20, KV_BF16, true}, {32, 128, 20, 2, 100, 8, KV_F32, true}, {4, 16, 2, 3, 500, 6, KV_BF16, true},
+        {64, 128, 40, 3, 256, 10, KV_BF16, false}, {32, 128, 100, 2, 1024, 5, KV_BF16, false},
+        {3, 12, 6, 3, 50, 11, KV_BF16, false},
+        {5, 20, 6, 3, 50, 11, KV_BF16, false}, {12, 24, 6, 3, 50, 11, KV_BF16, false}, {3, 12, 6, 3, 50, 11, KV_F32, false},
+        {2, 8, 8, 2, 30, 300, KV_BF16, true}, {32, 128, 1200, 1, 2048, 1, KV_BF16, true}, {8, 32, 8, 32, 64, 150, KV_BF16, true},
+        {32, 128, 8, 2, 64, 0, KV_BF16, true}, {1, 4, 1, 1, 3, 1, KV_F32, true},
+    };
+    for (int i = 0; i < (int)(sizeof cases / sizeof *cases); i++)
+        check_index((IndexCase){.heads = cases[i].heads, .dim = cases[i].dim, .context_pages = cases[i].pages,
+                                .sessions = cases[i].sessions, .capacity = cases[i].capacity, .n_rows = cases[i].rows,
+                                .dtype = cases[i].dtype, .whole = cases[i].whole});
+}
+
+/* Scores that are all the same, or not numbers: k ascending positions still, the lowest. */
+static void test_index_odd(void) {
+    IndexCase test = {.heads = 32, .dim = 128, .context_pages = 40, .sessions = 2, .capacity = 100, .n_rows = 5, .dtype = KV_BF16,
+                      .whole = true};
+    for (int kind = 0; kind < 2; kind++) {
+        index_open(&test);
+        for (int i = 0; i < test.n_rows; i++) test.rows[i].position = 2000 + i;
+        cuda_backend.copy_bytes(test.device_rows, test.rows, (size_t)test.n_rows * sizeof *test.rows);
+        float *weights = calloc((size_t)(test.n_rows * test.heads), sizeof *weights);
+        if (kind) for (int i = 0; i < test.n_rows * test.heads; i++) weights[i] = NAN;
+        cuda_backend.copy_bytes(test.device_weights, weights, (size_t)(test.n_rows * test.heads) * sizeof *weights);
+        IndexResult result = index_on_gpu(&test, 0, test.n_rows, test.n_rows);
+        bool lowest = true;
+        for (int r = 0; r < test.n_rows; r++)
+            for (int i = 0; i < test.capacity; i++) lowest &= result.ids[r * test.capacity + i] == i;
+        CHECK(lowest, "index_select: equal scores (kind %d) are not the lowest positions", kind);
+        free_result(&result);
+        free(weights);
+        index_close(&test);
+    }
+}
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Attention
+ */
+
+/* A pool of n rows of that format that hold random vectors; in C's memory, and a copy on the GPU. */
+static uint8_t *random_pool(const RowFormat *format, int n, void **copy) {
+    const size_t a = (size_t)format->quantised, b = (size_t)format->plain;
+    float *quantised = random_floats((size_t)n * a, 1), *plain = random_floats((size_t)n * b, 1);
+    DeviceRow *ids = malloc((size_t)n * sizeof *ids);
+    uint8_t *pool = calloc((size_t)n, format->stride);
+    for (int i = 0; i < n; i++) ids[i].id = i;
+    c_backend.store_rows(pool, format, ids, n, quantised, a, plain, b);
+    *copy = to_device(pool, (size_t)n * format->stride);
+    free(quantised), free(plain), free(ids);
+    return pool;
+}
+
+static void test_sparse_attention(void) {
+    static const struct { int heads, latent, tail, group; double bound; } shapes[] = {
+        {64, 512, 64, 128, 8e-3}, {128, 512, 64, 128, 8e-3}, {16, 512, 64, 128, 8e-3}, {4, 32, 16, 128, 1e-4}, {5, 64, 8, 32, 1e-4}, {9, 20, 6, 128, 1e-4},
+    };
+    for (int trial = 0; trial < 60; trial++) {
+        const int shape = trial % 6, heads = shapes[shape].heads, latent = shapes[shape].latent, width = latent + shapes[shape].tail;
+        const RowFormat format = row_format((KvDtype)(trial / 6 % 3), latent, shapes[shape].tail, shapes[shape].group);
+        const int capacity = trial % 4 ? draw_between(1, 700) : 2048, n = trial == 7 ? 0 : draw_between(1, 9), rows = 3000, staged = 100;
+        void *pool_copy, *staging_copy;
+        uint8_t *pool = random_pool(&format, rows, &pool_copy), *staging = random_pool(&format, staged, &staging_copy);
+        float *q = random_floats((size_t)(n * heads * width), 1), *z = calloc((size_t)(n * heads * latent) + 1, sizeof *z);
+        DeviceRow *locations = malloc((size_t)(n * capacity + 1) * sizeof *locations);
+        int *count = malloc((size_t)(n + 1) * sizeof *count);
+        for (int r = 0; r < n; r++) {
+            count[r] = draw() % 3 ? draw_between(1, capacity) : capacity;
+            for (int i = 0; i < capacity; i++) locations[r * capacity + i].id = i < count[r] ? draw_between(0, rows + staged - 1) : -1;
+        }
+        RowPool on_cpu = {pool, staging, rows}, on_gpu = {pool_copy, staging_copy, rows};
+        const float scale = 1 / sqrtf((float)width);
+        c_backend.sparse_attention(z, q, &on_cpu, &format, locations, count, capacity, n, heads, scale);
+        float *q_gpu = to_device(q, (size_t)(n * heads * width) * 4), *z_gpu = to_device(NULL, (size_t)(n * heads * latent) * 4);
+        DeviceRow *locations_gpu = to_device(locations, (size_t)(n * capacity) * sizeof *locations);
+        int *count_gpu = to_device(count, (size_t)n * sizeof *count);
+        cuda_backend.sparse_attention(z_gpu, q_gpu, &on_gpu, &format, locations_gpu, count_gpu, capacity, n, heads, scale);
+        float *got = from_device(z_gpu, (size_t)(n * heads * latent) * 4);
+        if (n) {
+            double off = distance(got, z, (size_t)(n * heads * latent));
+            CHECK(off < (format.dtype == KV_F32 ? 1e-4 : shapes[shape].bound), "sparse attention, shape %d, dtype %d, %d rows of %d: off by %g", shape, format.dtype, n, capacity, off);
+            int r = draw_between(0, n - 1);
+            cuda_backend.sparse_attention(z_gpu, q_gpu + r * heads * width, &on_gpu, &format, locations_gpu + r * capacity, count_gpu + r, capacity, 1, heads, scale);
+            float *alone = from_device(z_gpu, (size_t)(heads * latent) * 4);
+            CHECK(!memcmp(alone, got + r * heads * latent, (size_t)(heads * latent) * 4), "sparse attention, shape %d: row %d alone has the same bits", shape, r);
+            free(alone);
+        }
+        free_device(q_gpu), free_device(z_gpu), free_device(locations_gpu), free_device(count_gpu), free_device(pool_copy), free_device(staging_copy);
+        free(pool), free(staging), free(q), free(z), free(locations), free(count), free(got);
+    }
+}
+
+static void test_dense_attention(void) {
+    static const struct { int heads, kv_heads, dim; } shapes[] = {{32, 8, 128}, {4, 2, 32}, {6, 2, 20}, {16, 1, 64}};
+    enum { SESSIONS = 3, PAGES = 20, POOL = 80 };
+    for (int trial = 0; trial < 36; trial++) {
+        const int shape = trial % 4, heads = shapes[shape].heads, kv_heads = shapes[shape].kv_heads, dim = shapes[shape].dim,
+                  n = trial == 5 ? 0 : draw_between(1, 12), width = heads * dim;
+        const RowFormat format = row_format((KvDtype)(trial / 4 % 3), 2 * kv_heads * dim, 0, dim < 128 ? dim : 128);
+        void *copy;
+        uint8_t *pool = random_pool(&format, POOL * PAGE_ROWS, &copy);
+        DevicePage pages[SESSIONS * PAGES];
+        for (int i = 0; i < SESSIONS * PAGES; i++) pages[i].id = draw_between(1, POOL - 1);
+        Row rows[16];
+        for (int r = 0, session = 0, position = draw_between(0, 900); r < n; r++, position++) {
+            if (draw() % 3 == 0) session = (session + draw_between(1, SESSIONS - 1)) % SESSIONS, position = draw_between(0, PAGES * PAGE_ROWS - 14);
+            rows[r] = (Row){session, position, 0};
+        }
+        float *q = random_floats((size_t)(n * width) + 1, 1), *y = calloc((size_t)(n * width) + 1, sizeof *y);
+        RowPool on_cpu = {pool, NULL, POOL * PAGE_ROWS}, on_gpu = {copy, NULL, POOL * PAGE_ROWS};
+        c_backend.dense_attention(y, q, &on_cpu, &format, pages, PAGES, rows, n, heads, kv_heads, dim, 0.1f);
+        float *q_gpu = to_device(q, (size_t)(n * width) * 4), *y_gpu = to_device(NULL, (size_t)(n * width) * 4);
+        DevicePage *pages_gpu = to_device(pages, sizeof pages);
+        Row *rows_gpu = to_device(rows, (size_t)n * sizeof *rows);
+        cuda_backend.dense_attention(y_gpu, q_gpu, &on_gpu, &format, pages_gpu, PAGES, rows_gpu, n, heads, kv_heads, dim, 0.1f);
+        float *got = from_device(y_gpu, (size_t)(n * width) * 4);
+        if (n) {
+            double off = distance(got, y, (size_t)(n * width));
+            CHECK(off < 8e-3, "dense attention, shape %d, dtype %d, %d rows: off by %g", shape, format.dtype, n, off);
+            int r = draw_between(0, n - 1);
+            cuda_backend.dense_attention(y_gpu, q_gpu + r * width, &on_gpu, &format, pages_gpu, PAGES, rows_gpu + r, 1, heads, kv_heads, dim, 0.1f);
+            float *alone = from_device(y_gpu, (size_t)width * 4);
+            CHECK(!memcmp(alone, got + r * width, (size_t)width * 4), "dense attention, shape %d: row %d alone has the same bits", shape, r);
+            free(alone);
+        }
+        free_device(q_gpu), free_device(y_gpu), free_device(pages_gpu), free_device(rows_gpu), free_device(copy);
+        free(pool), free(q), free(y), free(got);
+    }
+}
+
+static void test_block_attention(void) {
+    enum { SESSIONS = 4, RING = 384 };
+    for (int trial = 0; trial < 36; trial++) {
+        const int heads = trial % 3 ? 8 : 6, kv_heads = 2, dim = trial % 2 ? 32 : 24, block_size = draw_between(1, 9), n_blocks = trial == 3 ? 0 : draw_between(1, SESSIONS),
+                  window = trial % 4 ? draw_between(5, 256) : INT_MAX, n = n_blocks * block_size, width = heads * dim, kv_width = 2 * kv_heads * dim;
+        const bool causal = trial % 5 < 2;
+        const RowFormat format = row_format(trial % 3 ? KV_BF16 : KV_F32, kv_width, 0, 128);
+        void *copy;
+        Error error;
+        uint8_t *ring = random_pool(&format, SESSIONS * RING, &copy);
+        DraftBlock *blocks = cuda_backend.take(SESSIONS * sizeof *blocks, MEMORY_HOST, &error);
+        for (int i = 0; i < n_blocks; i++) {
+            int position = draw_between(1, 900), first = position - draw_between(0, position < 300 ? position : 300);
+            blocks[i] = (DraftBlock){.session = (i + trial) % SESSIONS, .position = position, .ring_first = first};
+        }
+        float *q = random_floats((size_t)(n * width) + 1, 1), *kv = random_floats((size_t)(n * kv_width) + 1, 1), *y = calloc((size_t)(n * width) + 1, sizeof *y);
+        c_backend.block_attention(y, q, kv, ring, &format, RING, blocks, n_blocks, block_size, window, causal, heads, kv_heads, dim, 0.2f);
+        float *q_gpu = to_device(q, (size_t)(n * width) * 4), *kv_gpu = to_device(kv, (size_t)(n * kv_width) * 4), *y_gpu = to_device(NULL, (size_t)(n * width) * 4);
+        cuda_backend.block_attention(y_gpu, q_gpu, kv_gpu, copy, &format, RING, blocks, n_blocks, block_size, window, causal, heads, kv_heads, dim, 0.2f);
+        float *got = from_device(y_gpu, (size_t)(n * width) * 4);
+        double off = distance(got, y, (size_t)(n * width));
+        if (n) CHECK(off < 2e-4, "block attention, %d blocks of %d, window %d, causal %d: off by %g", n_blocks, block_size, window, causal, off);
+        free_device(q_gpu), free_device(kv_gpu), free_device(y_gpu), free_device(copy);
+        cuda_backend.give_back(blocks, MEMORY_HOST);
+        free(ring), free(q), free(kv), free(y), free(got);
+    }
+}
+/* Twin tests of the hierarchy's operations, sampling and acceptance, and the drafters' operations. */
+
+void cuda_allocate(int *lengths, const float *scores, const int *limits, int n, int slots, int budget, bool seeded);
+
+/* Poisoned memory that both sides reach. */
+static void *host_block(size_t bytes) {
+    Error error;
+    void *block = cuda_backend.take(bytes + 64, MEMORY_HOST, &error);
+    if (!block) fprintf(stderr, "%s\n", error.text), exit(1);
+    return memset(block, 0xff, bytes + 64);
+}
+
+static void free_host(void *block) { cuda_backend.give_back(block, MEMORY_HOST); }
+
+/* Whether the 64 bytes behind a block of the device are still poison. */
+static bool poison_behind(const void *device, size_t bytes) {
+    uint8_t *end = from_device((const uint8_t *)device + bytes, 64);
+    bool whole = true;
+    for (int i = 0; i < 64; i++) whole &= end[i] == 0xff;
+    free(end);
+    return whole;
+}
+
+static bool chance(double p) { return (double)(draw() >> 11) * 0x1p-53 < p; }
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * The hierarchy's operations
+ */
+
+/* The same cache twice: in C, and on the device. Both have the same bytes everywhere. */
+typedef struct Twins {
+    Cache c, gpu;
+    PassReport c_report, *gpu_report;
+    uint8_t *host;              /* MEMORY_HOST, read by both */
+} Twins;
+
+static void *twin_table(void *c_field, void *gpu_field, const void *values, size_t bytes) {
+    void *copy = malloc(bytes + 64);
+    memcpy(copy, values, bytes);
+    void *device = to_device(values, bytes);
+    memcpy(c_field, &copy, sizeof copy);
+    memcpy(gpu_field, &device, sizeof device);
+    return copy;
+}
+
+/* A table of n page ids, which begin at `first` or are 0 with probability `none`. Returns the next free id. */
+static int random_pages(void *c_field, void *gpu_field, size_t n, int first, double none) {
+    int32_t *pages = malloc(n * sizeof *pages + 64);
+    for (size_t i = 0; i < n; i++) pages[i] = chance(none) ? 0 : first++;
+    twin_table(c_field, gpu_field, pages, n * sizeof *pages);
+    free(pages);
+    return first;
+}
+
+static Twins make_twins(int sessions, int context, int groups, int k, int hot_rows, Lookup lookup, double not_ready) {
+    Twins t = {0};
+    Cache *c = &t.c, *g = &t.gpu;
+    static int group_of[1] = {0}, member_of[1] = {0};
+    c->lookup = lookup;
+    c->sessions = sessions, c->context = context, c->sources = 1, c->groups = groups;
+    c->group_of = group_of, c->member_of = member_of;
+    c->index_topk = k, c->hot_rows = hot_rows, c->live_sources = 1;
+    c->staging_blocks = sessions, c->staging_rows = QUERY_BLOCK * k;
+    c->context_pages = (context + PAGE_ROWS - 1) / PAGE_ROWS, c->hot_pages = (hot_rows + PAGE_ROWS - 1) / PAGE_ROWS;
+    c->tail_ring = 4;
+    c->format = row_format(KV_F8, 40, 12, 16);
+    *g = *c;
+    size_t n = (size_t)sessions, pages = n * (size_t)c->context_pages, states = n * (size_t)groups,
+           slots = states * (size_t)hot_rows;
+    int *tail_base = malloc(n * sizeof(int));
+    for (int s = 0; s < sessions; s++) {
+        tail_base[s] = (context - 1) / PAGE_ROWS * PAGE_ROWS - draw_between(0, 2) * PAGE_ROWS;
+        if (tail_base[s] < 0) tail_base[s] = 0;
+    }
+    twin_table(&c->seen.tail_base, &g->seen.tail_base, tail_base, n * sizeof(int));
+    free(tail_base);
+    int next = random_pages(&c->seen.tail, &g->seen.tail, n * (size_t)c->tail_ring, 1, 0);
+    next = random_pages(&c->seen.ready, &g->seen.ready, pages, next, not_ready);
+    next = random_pages(&c->seen.hot, &g->seen.hot, n * (size_t)c->hot_pages + 1, next, 0);
+    c->device_pages.n_pages = g->device_pages.n_pages = next;
+    c->host_pages.n_pages = g->host_pages.n_pages = random_pages(&c->seen.host, &g->seen.host, pages, 1, 0);
+    random_pages(&c->seen.index, &g->seen.index, pages, 1, 0);
+    c->tables = c->seen;                            /* which of the two C reads for the host's pages does not matter here */
+    void *zero = calloc(states * (size_t)c->context_pages * PAGE_ROWS + slots + 64, sizeof(uint32_t));
+    twin_table(&c->slots.clock, &g->slots.clock, zero, states * sizeof(uint32_t));
+    twin_table(&c->slots.stamp, &g->slots.stamp, zero, slots * sizeof(uint32_t));
+    twin_table(&c->slots.slot_of, &g->slots.slot_of, zero, states * (size_t)c->context_pages * PAGE_ROWS * sizeof(uint16_t));
+    memset(zero, 0xff, slots * sizeof(int32_t));
+    twin_table(&c->slots.tag, &g->slots.tag, zero, slots * sizeof(int32_t));
+    free(zero);
+    c->bits = calloc((size_t)c->context_pages + 1, sizeof *c->bits);
+    c->ranks = calloc((size_t)c->context_pages + 1, sizeof *c->ranks);
+    c->missing = calloc((size_t)c->staging_rows + 1, sizeof(int32_t));
+    c->places = calloc((size_t)c->staging_rows + 1, sizeof(int32_t));
+    c->victims = calloc((size_t)hot_rows + 1, sizeof(int32_t));
+    t.gpu_report = to_device(&t.c_report, sizeof t.c_report);
+    return t;
+}
+
+/* Memory for the rows of the one source: only where it is small. */
+static void give_rows(Twins *t) {
+    Cache *c = &t->c, *g = &t->gpu;
+    size_t host = (size_t)c->host_pages.n_pages * PAGE_ROWS * c->format.stride,
+           pool = (size_t)c->device_pages.n_pages * PAGE_ROWS * c->format.stride,
+           staging = (size_t)c->staging_blocks * (size_t)c->staging_rows * c->format.stride;
+    t->host = host_block(host);
+    for (size_t i = 0; i < host; i++) t->host[i] = (uint8_t)(draw() >> 20);
+    c->host = g->host = t->host;
+    void *rows = malloc(pool > staging ? pool : staging);
+    memset(rows, 0xee, pool > staging ? pool : staging);
+    twin_table(&c->device, &g->device, rows, pool);
+    twin_table(&c->staging, &g->staging, rows, staging);
+    free(rows);
+}
+
+static void free_twins(Twins *t) {
+    Cache *c = &t->c, *g = &t->gpu;
+    void *mine[] = {c->seen.tail_base, c->seen.tail, c->seen.ready, c->seen.hot, c->seen.index, c->seen.host, c->slots.clock,
+                    c->slots.stamp, c->slots.slot_of, c->slots.tag, c->bits, c->ranks, c->missing, c->places, c->victims,
+                    c->device, c->staging};
+    void *theirs[] = {g->seen.tail_base, g->seen.tail, g->seen.ready, g->seen.hot, g->seen.index, g->seen.host, g->slots.clock,
+                      g->slots.stamp, g->slots.slot_of, g->slots.tag, g->device, g->staging, t->gpu_report};
+    for (size_t i = 0; i < sizeof mine / sizeof *mine; i++) free(mine[i]);
+    for (size_t i = 0; i < sizeof theirs / sizeof *theirs; i++)
+        if (theirs[i]) free_device(theirs[i]);
+    if (t->host) free_host(t->host);
+}
+
+/* Rows of a pass in two runs, each with some sessions once; ends[] of the runs. Returns how many rows. */
+static int random_pass(Row *rows, int ends[2], const Cache *cache, int most) {
+    int n = 0;
+    for (int run = 0; run < 2; run++) {
+        for (int s = 0; s < cache->sessions; s++) {
+            if (chance(0.3)) continue;
+            int own = chance(0.4) ? 1 : draw_between(1, most), first = cache->context - own - draw_between(0, 3);
+            for (int i = 0; i < own; i++) rows[n++] = (Row){s, first + i < 0 ? 0 : first + i, 0};
+        }
+        ends[run] = n;
+    }
+    return n;
+}
+
+/* Ascending selections from a few favourites of each session, so that rounds and rows overlap. */
+static void random_selection(int *ids, const Row *rows, int n, int k, int favourites) {
+    for (int r = 0; r < n; r++) {
+        int count = 0, last = -1, wanted = chance(0.1) ? 0 : chance(0.2) ? draw_between(1, k) : k;
+        for (int j = 0; j < favourites && count < wanted; j++) {
+            int position = (int)((int64_t)rows[r].position * j / favourites) + (int)chance(0.2);
+            if (position <= last || position > rows[r].position || !chance(1.2 * wanted / favourites)) continue;
+            ids[r * k + count++] = last = position;
+        }
+        for (; count < k; count++) ids[r * k + count] = -1;
+    }
+}
+
+static bool same_on_device(const void *device, const void *values, size_t bytes) {
+    void *copy = from_device(device, bytes);
+    bool same = !memcmp(copy, values, bytes);
+    free(copy);
+    return same;
+}
+
+/* The device's plan, whose entries lie where their blocks begin, is that of C, one list. */
+static bool same_plans(const MissPlan *c, const MissPlan *gpu, int n, int k) {
+    int *count = from_device(gpu->count, (size_t)n * sizeof(int)), at = 0;
+    HostRow *from = from_device(gpu->from, (size_t)n * (size_t)k * sizeof *from);
+    DeviceRow *to = from_device(gpu->to, (size_t)n * (size_t)k * sizeof *to);
+    bool same = true;
+    for (int r = 0; r < n && same; r++)
+        for (int i = 0; i < count[r]; i++, at++)
+            same &= from[r * k + i].id == c->from[at].id && to[r * k + i].id == c->to[at].id;
+    same &= at == c->count[0] + c->count[1];
+    free(count), free(from), free(to);
+    return same;
+}
+
+static bool same_rows(const uint8_t *device, const uint8_t *rows, size_t n, const RowFormat *format) {
+    uint8_t *copy = from_device(device, n * format->stride);
+    bool same = true;
+    for (size_t i = 0; i < n; i++) same &= !memcmp(copy + i * format->stride, rows + i * format->stride, format->bytes);
+    free(copy);
+    return same;
+}
+
+static void check_hot_tables(const Twins *t, const char *name, int round) {
+    const Cache *c = &t->c, *g = &t->gpu;
+    size_t states = (size_t)c->sessions * (size_t)c->groups, slots = states * (size_t)c->hot_rows;
+    CHECK(same_on_device(g->slots.clock, c->slots.clock, states * sizeof(uint32_t)), "%s %d: clocks", name, round);
+    CHECK(same_on_device(g->slots.tag, c->slots.tag, slots * sizeof(int32_t)), "%s %d: tags", name, round);
+    CHECK(same_on_device(g->slots.stamp, c->slots.stamp, slots * sizeof(uint32_t)), "%s %d: stamps", name, round);
+    CHECK(same_on_device(g->slots.slot_of, c->slots.slot_of, states * (size_t)c->context_pages * PAGE_ROWS * sizeof(uint16_t)),
+          "%s %d: the array of slots", name, round);
+}
+
+/* Resolves and fetches one pass in both; most: rows of a session at most. */
+static void twin_pass(Twins *t, const char *name, int round, int most, int favourites) {
+    Cache *c = &t->c, *g = &t->gpu;
+    const int k = c->index_topk, group = draw_between(0, c->groups - 1);
+    Row rows[MAX_PASS_ROWS];
+    int ends[2], n = random_pass(rows, ends, c, most);
+    const size_t entries = (size_t)n * (size_t)k;
+    int *ids = malloc(entries * sizeof(int) + 64), counts[MAX_PASS_ROWS + 2] = {0};
+    random_selection(ids, rows, n, k, favourites);
+    DeviceRow *locations = malloc(entries * sizeof *locations + 64);
+    MissPlan plan = {malloc(entries * sizeof(HostRow) + 64), malloc(entries * sizeof(DeviceRow) + 64), counts, (int)entries};
+    MissPlan device_plan = {to_device(NULL, entries * sizeof(HostRow)), to_device(NULL, entries * sizeof(DeviceRow)),
+                            to_device(NULL, (size_t)n * sizeof(int)), (int)entries};
+    Selection selection = {ids, NULL, k}, device_selection = {to_device(ids, entries * sizeof(int)), NULL, k};
+    DeviceRow *device_locations = to_device(NULL, entries * sizeof(DeviceRow));
+    Row *device_rows = to_device(rows, (size_t)n * sizeof(Row));
+    for (int run = 0, begin = 0; run < 2; begin = ends[run++]) {
+        c_backend.resolve(c, group, &selection, rows, begin, ends[run], run, locations, &plan, &t->c_report);
+        cuda_backend.resolve(g, group, &device_selection, device_rows, begin, ends[run], run, device_locations, &device_plan,
+                             t->gpu_report);
+        if (!c->device) continue;
+        c_backend.fetch_rows(c, (SourceId){0}, &plan, rows, begin, ends[run], run, &t->c_report);
+        cuda_backend.fetch_rows(g, (SourceId){0}, &device_plan, device_rows, begin, ends[run], run, t->gpu_report);
+    }
+    CHECK(same_on_device(device_locations, locations, entries * sizeof(DeviceRow)), "%s %d: locations", name, round);
+    CHECK(poison_behind(device_locations, entries * sizeof(DeviceRow)), "%s %d: behind the locations", name, round);
+    if (c->hot_rows) {
+        CHECK(same_plans(&plan, &device_plan, n, k), "%s %d: plans", name, round);
+        CHECK(poison_behind(device_plan.count, (size_t)n * sizeof(int)), "%s %d: behind the counts", name, round);
+        check_hot_tables(t, name, round);
+    }
+    CHECK(same_on_device(t->gpu_report, &t->c_report, sizeof t->c_report), "%s %d: the report", name, round);
+    if (c->device) {
+        CHECK(same_rows(g->device, c->device, (size_t)c->device_pages.n_pages * PAGE_ROWS, &c->format), "%s %d: rows", name,
+              round);
+        CHECK(same_rows(g->staging, c->staging, (size_t)c->staging_blocks * (size_t)c->staging_rows, &c->format),
+              "%s %d: staged rows", name, round);
+    }
+    free(ids), free(locations), free(plan.from), free(plan.to);
+    free_device(device_plan.from), free_device(device_plan.to), free_device(device_plan.count);
+    free_device(device_selection.ids), free_device(device_locations), free_device(device_rows);
+}
+
+static void twin_passes(const char *name, Twins t, int rounds, int most, int favourites, bool fetch) {
+    if (fetch) give_rows(&t);
+    for (int round = 0; round < rounds; round++) {
+        if (round == rounds / 2) c_backend.forget_hot(&t.c, 0), cuda_backend.forget_hot(&t.gpu, 0);
+        twin_pass(&t, name, round, most, favourites);
+    }
+    if (t.c.hot_rows) CHECK(t.c_report.picked[TIER_HOT] && t.c_report.picked[TIER_HOST], "%s: finds hot rows and misses", name);
+    CHECK(strncmp(name, "overflow", 8) || t.c_report.staged, "%s: stages rows", name);
+    free_twins(&t);
+}
+
+static void test_resolve(void) {
+    Twins none = make_twins(2, 100, 1, 8, 16, LOOKUP_DIRECT, 0.5);
+    MissPlan plan = {0};
+    Selection selection = {.capacity = 8};
+    cuda_backend.resolve(&none.gpu, 0, &selection, NULL, 3, 3, 0, NULL, &plan, none.gpu_report);
+    cuda_backend.fetch_rows(&none.gpu, (SourceId){0}, &plan, NULL, 3, 3, 0, none.gpu_report);
+    CHECK(same_on_device(none.gpu_report, &none.c_report, sizeof none.c_report), "an empty run changes nothing");
+    free_twins(&none);
+    twin_passes("small", make_twins(3, 300, 2, 12, 24, LOOKUP_DIRECT, 0.6), 40, 8, 60, true);
+    twin_passes("small scan", make_twins(3, 300, 2, 12, 24, LOOKUP_SCAN, 0.6), 40, 8, 60, true);
+    twin_passes("overflow", make_twins(4, 1000, 1, 20, 20, LOOKUP_DIRECT, 0.9), 20, 8, 300, true);
+    twin_passes("overflow scan", make_twins(4, 1000, 1, 20, 21, LOOKUP_SCAN, 0.9), 20, 8, 300, true);
+    twin_passes("resident", make_twins(3, 500, 1, 16, 0, LOOKUP_DIRECT, 0.0), 10, 40, 60, false);
+    twin_passes("large", make_twins(16, 40000, 2, 512, 1024, LOOKUP_DIRECT, 0.7), 12, 4, 2500, false);
+    twin_passes("large scan", make_twins(16, 40000, 2, 512, 1024, LOOKUP_SCAN, 0.7), 6, 4, 2500, false);
+    twin_passes("wide", make_twins(2, 200000, 1, 2048, 4096, LOOKUP_DIRECT, 0.8), 8, 8, 9000, false);
+    twin_passes("beyond the bitmap", make_twins(2, 5000000, 1, 256, 300, LOOKUP_DIRECT, 0.9), 6, 8, 1500, false);
+    twin_passes("beyond the bitmap, scan", make_twins(2, 5000000, 1, 256, 300, LOOKUP_SCAN, 0.9), 6, 8, 1500, false);
+}
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Sampling and acceptance
+ */
+
+enum { TEST_BLOCKS = 12, TEST_SLOTS = 7, TEST_HISTORY = 300 };
+
+/* Blocks of a round as the pipeline holds them, with drafts that the target often agrees with. */
+typedef struct Verification {
+    int vocab, n, n_rows, slots;
+    DraftBlock *blocks;         /* MEMORY_HOST */
+    int *ids;                   /* MEMORY_HOST [n, TEST_HISTORY] */
+    float *logits;              /* [n_rows, vocab] */
+    Drafts c, gpu;
+} Verification;
+
+static Sampling random_sampling(int kind) {
+    Sampling sampling = {.temperature = 0.6f + 0.1f * (float)draw_between(0, 8), .top_p = 1, .repeat_penalty = 1, .seed = draw()};
+    if (kind == 0) sampling.temperature = 0;
+    if (kind == 2 || kind == 5) sampling.top_k = chance(0.2) ? 1 : draw_between(2, 60);
+    if (kind == 3 || kind == 5) sampling.top_p = chance(0.1) ? 0 : 0.3f + 0.1f * (float)draw_between(0, 6);
+    if (kind == 4 || kind == 5) sampling.min_p = chance(0.1) ? 1 : 0.05f;
+    if (kind == 6 || kind == 5) sampling.repeat_penalty = 1.3f;
+    return sampling;
+}
+
+/* kind: of sampling, as above; 7: each block another. counts: rows of a block at most. */
+static Verification make_verification(int vocab, int n, int kind, int most) {
+    Verification v = {.vocab = vocab, .n = n, .slots = TEST_SLOTS};
+    const size_t at = (size_t)n * TEST_SLOTS, candidates = at * CANDIDATES;
+    v.blocks = host_block((size_t)n * sizeof *v.blocks);
+    v.ids = host_block((size_t)n * TEST_HISTORY * sizeof *v.ids);
+    for (int i = 0; i < n * TEST_HISTORY; i++) v.ids[i] = draw_between(0, vocab - 1);
+    for (int i = 0; i < n; i++) {
+        v.blocks[i] = (DraftBlock){.session = i, .position = draw_between(0, TEST_HISTORY - 2 - TEST_SLOTS), .first = v.n_rows,
+                                   .ids = v.ids + i * TEST_HISTORY, .count = draw_between(1, most), .stream = draw(),
+                                   .sampling = random_sampling(kind == 7 ? draw_between(0, 6) : kind)};
+        v.n_rows += v.blocks[i].count;
+    }
+    v.logits = random_floats((size_t)v.n_rows * (size_t)vocab, 2.5f);
+    for (size_t i = 0; i < (size_t)v.n_rows * (size_t)vocab; i++)
+        if (chance(0.3)) v.logits[i] = rintf(v.logits[i]);          /* ties */
+    int *ids = malloc(candidates * sizeof(int)), *tokens = host_block(at * sizeof(int));
+    float *q = malloc(candidates * sizeof(float));
+    for (size_t i = 0; i < at; i++) {
+        float total = 0;
+        for (int c = 0; c < CANDIDATES; c++) {
+            ids[i * CANDIDATES + (size_t)c] = (int)((draw() + (uint64_t)c) % (uint64_t)vocab);
+            q[i * CANDIDATES + (size_t)c] = chance(0.5) ? 0.01f : 1;
+        }
+        for (int c = 0; c < CANDIDATES; c++)        /* distinct, but for copies of the last with a q of 0 */
+            for (int d = 0; d < c; d++)
+                if (ids[i * CANDIDATES + (size_t)c] == ids[i * CANDIDATES + (size_t)d]) q[i * CANDIDATES + (size_t)c] = 0;
+        for (int c = 0; c < CANDIDATES; c++) total += q[i * CANDIDATES + (size_t)c];
+        for (int c = 0; c < CANDIDATES; c++) q[i * CANDIDATES + (size_t)c] /= total;
+        tokens[i] = ids[i * CANDIDATES + draw() % CANDIDATES];
+    }
+    v.c = (Drafts){.slots = TEST_SLOTS, .blocks = n, .ids = ids, .q = q, .tokens = tokens};
+    return v;
+}
+
+static void free_verification(Verification *v) {
+    free_host(v->blocks), free_host(v->ids), free_host(v->c.tokens);
+    free(v->logits), free(v->c.ids), free(v->c.q);
+}
+
+/* Accepts n blocks, whose first is block `from`, on the device. choices, accepted: MEMORY_HOST. */
+static void accept_on_device(int *choices, int *accepted, const Verification *v, int from, int n, AcceptRule rule,
+                             Sampler *samplers, int n_samplers) {
+    const size_t at = (size_t)from * TEST_SLOTS, size = (size_t)n * TEST_SLOTS, width = (size_t)v->vocab;
+    DraftBlock *blocks = host_block((size_t)n * sizeof *blocks);
+    int n_rows = 0, before = v->blocks[from].first;
+    for (int i = 0; i < n; i++) {
+        blocks[i] = v->blocks[from + i];
+        blocks[i].first -= before;
+        n_rows += blocks[i].count;
+    }
+    float *logits = to_device(v->logits + (size_t)before * width, (size_t)n_rows * width * sizeof(float));
+    Drafts drafts = v->c;
+    drafts.ids = to_device(v->c.ids + at * CANDIDATES, size * CANDIDATES * sizeof(int));
+    drafts.q = to_device(v->c.q + at * CANDIDATES, size * CANDIDATES * sizeof(float));
+    drafts.tokens = v->c.tokens + at;
+    cuda_backend.accept(choices, accepted, logits, v->vocab, blocks, &drafts, n, rule, samplers, n_samplers);
+    cuda_backend.wait();
+    CHECK(poison_behind(logits, (size_t)n_rows * width * sizeof(float)), "accept: behind the logits");
+    free_device(logits), free_device(drafts.ids), free_device(drafts.q), free_host(blocks);
+}
+
+static void twin_accept(int vocab, int n, int kind, int most, AcceptRule rule) {
+    Verification v = make_verification(vocab, n, kind, most);
+    const int n_samplers = 3;
+    int choices[TEST_BLOCKS * MAX_BLOCK], accepted[TEST_BLOCKS];
+    int *device_choices = host_block(sizeof choices), *device_accepted = host_block(sizeof accepted);
+    Sampler *samplers = host_block((size_t)n_samplers * sizeof *samplers), own = sampler_open(&c_backend, vocab);
+    for (int i = 0; i < n_samplers; i++) samplers[i] = sampler_open(&cuda_backend, vocab);
+    if (rule == ACCEPT_COUPLED)                     /* a draft is what the target says, more often than not */
+        for (int i = 0; i < n; i++) {
+            float *copy = malloc((size_t)v.blocks[i].count * (size_t)vocab * sizeof(float));
+            memcpy(copy, v.logits + (size_t)v.blocks[i].first * (size_t)vocab,
+                   (size_t)v.blocks[i].count * (size_t)vocab * sizeof(float));
+            for (int j = 0; j + 1 < v.blocks[i].count && !chance(0.15); j++) {
+                DraftBlock row = v.blocks[i];
+                row.first = 0, row.count = 1, row.position += j;
+                c_backend.accept(choices, accepted, copy + (size_t)j * (size_t)vocab, vocab, &row, &v.c, 1, rule, &own, 1);
+                v.c.tokens[i * TEST_SLOTS + j] = row.ids[row.position + 1] = choices[0];
+            }
+            free(copy);
+        }
+    accept_on_device(device_choices, device_accepted, &v, 0, n, rule, samplers, n_samplers);
+    float *logits = malloc((size_t)v.n_rows * (size_t)vocab * sizeof(float));
+    memcpy(logits, v.logits, (size_t)v.n_rows * (size_t)vocab * sizeof(float));
+    c_backend.accept(choices, accepted, logits, vocab, v.blocks, &v.c, n, rule, &own, 1);
+    for (int i = 0; i < n; i++) {
+        const DraftBlock *block = &v.blocks[i];
+        CHECK(device_accepted[i] == accepted[i], "vocab %d, kind %d, rule %d, block %d of %d rows: accepted %d, in C %d", vocab,
+              kind, rule, i, block->count, device_accepted[i], accepted[i]);
+        for (int j = 0; j <= accepted[i]; j++)
+            CHECK(device_choices[block->first + j] == choices[block->first + j],
+                  "vocab %d, kind %d, rule %d, block %d: token %d is %d, "
+                  "in C %d",
+                  vocab, kind, rule, i, j, device_choices[block->first + j], choices[block->first + j]);
+    }
+    CHECK(device_choices[v.n_rows] == -1 && device_accepted[n] == -1, "accept: writes nothing behind its results");
+    int *alone = host_block(sizeof choices), *alone_accepted = host_block(sizeof accepted);
+    for (int i = 0; i < n; i += 2) {                /* the same beside one other block, or none, and elsewhere */
+        int some = n - i < 2 ? 1 : draw_between(1, 2), first = v.blocks[i].first;
+        accept_on_device(alone, alone_accepted, &v, i, some, rule, samplers, n_samplers);
+        for (int b = i; b < i + some; b++) {
+            CHECK(alone_accepted[b - i] == device_accepted[b], "accept: block %d alone accepts as many", b);
+            for (int j = 0; j <= device_accepted[b]; j++)
+                CHECK(alone[v.blocks[b].first - first + j] == device_choices[v.blocks[b].first + j], "accept: block %d alone", b);
+        }
+    }
+    for (int i = 0; i < n_samplers; i++) sampler_close(&cuda_backend, &samplers[i]);
+    sampler_close(&c_backend, &own);
+    free(logits), free_host(samplers), free_host(device_choices), free_host(device_accepted), free_host(alone),
+        free_host(alone_accepted);
+    free_verification(&v);
+}
+
+static void test_accept(void) {
+    const int vocabs[] = {5, 33, 1000, 4099, 32000};
+    for (size_t v = 0; v < sizeof vocabs / sizeof *vocabs; v++)
+        for (int kind = 0; kind <= 7; kind++) {
+            twin_accept(vocabs[v], TEST_BLOCKS, kind, TEST_SLOTS + 1, ACCEPT_COUPLED);
+            twin_accept(vocabs[v], TEST_BLOCKS, kind, TEST_SLOTS + 1, ACCEPT_REJECTION);
+            twin_accept(vocabs[v], 3, kind, 1, ACCEPT_COUPLED);
+        }
+    twin_accept(151936, 4, 7, 4, ACCEPT_COUPLED);
+    Drafts none = {0};
+    cuda_backend.accept(NULL, NULL, NULL, 100, NULL, &none, 0, ACCEPT_COUPLED, NULL, 0);
+}
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Drafters' operations
+ */
+
+static void twin_candidates(int n, int vocab, bool mapped) {
+    const size_t stride = 3 * CANDIDATES, size = (size_t)n * stride, width = (size_t)vocab;
+    float *logits = random_floats((size_t)n * width, 3), *values = malloc(size * sizeof(float) + 64);
+    int *ids = malloc(size * sizeof(int) + 64), *map = malloc(width * sizeof(int));
+    for (size_t i = 0; i < (size_t)n * width; i++)
+        if (chance(0.5)) logits[i] = rintf(logits[i]);
+    for (int i = 0; i < vocab; i++) map[i] = 3 * i + 1;
+    memset(values, 0xff, size * sizeof(float)), memset(ids, 0xff, size * sizeof(int));
+    float *device_logits = to_device(logits, (size_t)n * width * sizeof(float)),
+          *device_values = to_device(NULL, size * sizeof(float));
+    int *device_ids = to_device(NULL, size * sizeof(int)), *device_map = to_device(map, width * sizeof(int));
+    c_backend.candidates(ids, values, stride, logits, n, vocab, mapped ? map : NULL);
+    cuda_backend.candidates(device_ids, device_values, stride, device_logits, n, vocab, mapped ? device_map : NULL);
+    CHECK(same_on_device(device_ids, ids, size * sizeof(int)), "candidates: ids of %d rows of %d", n, vocab);
+    CHECK(same_on_device(device_values, values, size * sizeof(float)), "candidates: values of %d rows of %d", n, vocab);
+    CHECK(poison_behind(device_ids, size * sizeof(int)) && poison_behind(device_values, size * sizeof(float)),
+          "candidates: behind");
+    const size_t out_stride = DVL_FEATURES + 3, out = (size_t)n * out_stride;
+    float *features = malloc(out * sizeof(float) + 64), *device_features = to_device(NULL, out * sizeof(float));
+    memset(features, 0, out * sizeof(float));
+    c_backend.length_features(features, out_stride, values, stride, logits, n, vocab);
+    cuda_backend.length_features(device_features, out_stride, device_values, stride, device_logits, n, vocab);
+    float *got = from_device(device_features, out * sizeof(float));
+    for (int r = 0; r < n; r++)
+        CHECK(distance(got + (size_t)r * out_stride, features + (size_t)r * out_stride, DVL_FEATURES) < 1e-4,
+              "length_features: row %d of %d, vocab %d: %g", r, n, vocab,
+              distance(got + (size_t)r * out_stride, features + (size_t)r * out_stride, DVL_FEATURES));
+    CHECK(poison_behind(device_features, out * sizeof(float)), "length_features: behind");
+    float *alone = to_device(NULL, out * sizeof(float));
+    for (int r = 0; r < n; r += 3) {
+        cuda_backend.length_features(alone, out_stride, device_values + (size_t)r * stride, stride,
+                                     device_logits + (size_t)r * width, 1, vocab);
+        CHECK(same_on_device(alone, got + (size_t)r * out_stride, DVL_FEATURES * sizeof(float)), "length_features: row %d alone",
+              r);
+    }
+    free(logits), free(values), free(ids), free(map), free(features), free(got);
+    free_device(device_logits), free_device(device_values), free_device(device_ids), free_device(device_map);
+    free_device(device_features), free_device(alone);
+}
+
+static void test_candidates(void) {
+    const int vocabs[] = {3, 16, 17, 40, 1001, 32000, 151936};
+    for (size_t v = 0; v < sizeof vocabs / sizeof *vocabs; v++)
+        for (int n = 0; n <= 5; n += n ? 4 : 1) twin_candidates(n, vocabs[v], n == 5);
+    twin_candidates(700, 50, false);                /* more rows than one launch takes */
+}
+
+/* A matrix of random values of that type in both memories. */
+static void twin_matrix(Matrix *c, Matrix *gpu, DType dtype, int rows, int cols, float size) {
+    const size_t n = (size_t)rows * (size_t)cols, bytes = n * dtype_size(dtype),
+                 scales = (size_t)((rows + 127) / 128 * ((cols + 127) / 128));
+    float *x = random_floats(n, size), *scale = random_floats(scales, 0.2f);
+    uint8_t *data = malloc(bytes + 64);
+    for (size_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, &x[i], sizeof bits);
+        uint16_t half = dtype == DTYPE_BF16 ? (uint16_t)(bits >> 16) : (uint16_t)((draw() & 0x83ff) | 0x2800 | (draw() & 0x0800));
+        if (dtype == DTYPE_F32) memcpy(data + 4 * i, &x[i], 4);
+        else if (dtype == DTYPE_F8_E4M3) data[i] = (uint8_t)((draw() & 0x87) | (uint8_t)draw_between(2, 6) << 3);
+        else memcpy(data + 2 * i, &half, 2);
+    }
+    for (size_t i = 0; i < scales; i++) scale[i] = 0.5f + fabsf(scale[i]);
+    *c = (Matrix){data, dtype == DTYPE_F8_E4M3 ? scale : NULL, dtype, rows, cols, (cols + 127) / 128, 0};
+    *gpu = *c;
+    gpu->data = to_device(data, bytes);
+    if (c->scale) gpu->scale = to_device(scale, scales * sizeof(float));
+    else free(scale);
+    free(x);
+}
+
+static void free_matrix(Matrix *c, Matrix *gpu) {
+    free((void *)c->data), free_device((void *)gpu->data);
+    if (c->scale) free((void *)c->scale), free_device((void *)gpu->scale);
+}
+
+static void twin_predictor(int n, int slots, DType dtype) {
+    const int widths[] = {slots * DVL_FEATURES, 37, 64, slots};
+    LengthPredictor c = {.layers = 3}, gpu = {.layers = 3};
+    for (int l = 0; l < 3; l++) {
+        twin_matrix(&c.weight[l], &gpu.weight[l], dtype, widths[l + 1], widths[l], 0.2f);
+        c.bias[l] = random_floats((size_t)widths[l + 1], 0.1f);
+        gpu.bias[l] = to_device(c.bias[l], (size_t)widths[l + 1] * sizeof(float));
+    }
+    const size_t out = (size_t)n * (size_t)slots, in = (size_t)n * (size_t)widths[0];
+    float *features = random_floats(in, 1), *scores = malloc(out * sizeof(float) + 64),
+          *device_scores = host_block(out * sizeof(float)), *device_features = to_device(features, in * sizeof(float)),
+          *alone = host_block(out * sizeof(float)), *scratch = malloc(2 * (size_t)(n + 1) * MAX_PREDICTOR_WIDTH * sizeof(float));
+    c_backend.predict_lengths(scores, features, n, &c, scratch);
+    cuda_backend.predict_lengths(device_scores, device_features, n, &gpu, NULL);
+    cuda_backend.wait();
+    CHECK(!n || distance(device_scores, scores, out) < 1e-4, "predict_lengths: %d blocks of %d: %g", n, slots,
+          distance(device_scores, scores, out));
+    CHECK(isnan(device_scores[out]), "predict_lengths: writes nothing behind its results");
+    for (int i = 0; i < n; i++) {
+        cuda_backend.predict_lengths(alone, device_features + (size_t)i * (size_t)widths[0], 1, &gpu, NULL);
+        cuda_backend.wait();
+        CHECK(!memcmp(alone, device_scores + i * slots, (size_t)slots * sizeof(float)), "predict_lengths: block %d alone", i);
+    }
+    for (int l = 0; l < 3; l++) {
+        free_matrix(&c.weight[l], &gpu.weight[l]);
+        free((void *)c.bias[l]), free_device((void *)gpu.bias[l]);
+    }
+    free(features), free(scores), free(scratch), free_host(device_scores), free_host(alone), free_device(device_features);
+}
+
+static void test_predict_lengths(void) {
+    const DType dtypes[] = {DTYPE_F32, DTYPE_BF16, DTYPE_F16, DTYPE_F8_E4M3};
+    for (int d = 0; d < 4; d++)
+        for (int n = 0; n <= 9; n += 3) twin_predictor(n, draw_between(1, 31), dtypes[d]);
+}
+
+/* Draws all slots of n blocks, by their candidates or along the selector's path, in both. */
+static void twin_draws(int n, int slots, int vocab, int rank, DType dtype, AcceptRule rule, bool one_hot) {
+    const size_t at = (size_t)n * (size_t)slots, size = at * CANDIDATES;
+    float *scores = random_floats(size, 2), *e = random_floats(at * (size_t)rank, 0.5f),
+          *device_e = to_device(e, at * (size_t)rank * sizeof(float));
+    int *ids = malloc(size * sizeof(int) + 64), *c_ids = malloc((size_t)n * TEST_HISTORY * sizeof(int) + 64),
+        *gpu_ids = host_block((size_t)n * TEST_HISTORY * sizeof(int));
+    for (size_t i = 0; i < size; i++) {             /* distinct; the last are copies in a small vocabulary */
+        int c = (int)(i % CANDIDATES), other = c < vocab ? c : vocab - 1;
+        ids[i] = (int)((i / CANDIDATES * 7 + (size_t)other) % (size_t)vocab);
+        if (c >= vocab) scores[i] = scores[i - 1];
+    }
+    for (int i = 0; i < n * TEST_HISTORY; i++) c_ids[i] = gpu_ids[i] = draw_between(0, vocab - 1);
+    DraftBlock *c_blocks = malloc((size_t)n * sizeof(DraftBlock) + 64), *gpu_blocks = host_block((size_t)n * sizeof(DraftBlock));
+    for (int i = 0; i < n; i++) {
+        c_blocks[i] = (DraftBlock){.session = i,
+                                   .position = draw_between(0, TEST_HISTORY - 1 - slots),
+                                   .ids = c_ids + i * TEST_HISTORY,
+                                   .stream = draw(),
+                                   .sampling = random_sampling(draw_between(0, 6))};
+        gpu_blocks[i] = c_blocks[i];
+        gpu_blocks[i].ids = gpu_ids + i * TEST_HISTORY;
+    }
+    Drafts c = {.slots = slots,
+                .blocks = n,
+                .one_hot = one_hot,
+                .ids = ids,
+                .scores = scores,
+                .q = malloc(size * sizeof(float) + 64),
+                .tokens = malloc(at * sizeof(int) + 64)};
+    Drafts gpu = c;
+    gpu.ids = to_device(ids, size * sizeof(int)), gpu.scores = to_device(scores, size * sizeof(float));
+    gpu.q = to_device(NULL, size * sizeof(float)), gpu.tokens = host_block(at * sizeof(int));
+    Matrix predecessor[2], successor[2];
+    twin_matrix(&predecessor[0], &predecessor[1], dtype, vocab, rank ? rank : 8, 0.5f);
+    twin_matrix(&successor[0], &successor[1], dtype, vocab, rank ? rank : 8, 0.5f);
+    if (rank) {
+        c_backend.select_path(&c, e, &predecessor[0], &successor[0], c_blocks, n, rule);
+        cuda_backend.select_path(&gpu, device_e, &predecessor[1], &successor[1], gpu_blocks, n, rule);
+    } else for (int slot = 0; slot < slots; slot++) {
+        c_backend.draw_drafts(&c, slot, c_blocks, n, rule);
+        cuda_backend.draw_drafts(&gpu, slot, gpu_blocks, n, rule);
+    }
+    cuda_backend.wait();
+    CHECK(!memcmp(gpu.tokens, c.tokens, at * sizeof(int)), "drafts: tokens (%d blocks, rank %d, rule %d)", n, rank, rule);
+    CHECK(!memcmp(gpu_ids, c_ids, (size_t)n * TEST_HISTORY * sizeof(int)), "drafts: ids (%d blocks, rank %d, rule %d)", n, rank,
+          rule);
+    CHECK(gpu.tokens[at] == -1, "drafts: writes nothing behind the tokens");
+    float *q = from_device(gpu.q, size * sizeof(float)), *after = from_device(gpu.scores, size * sizeof(float));
+    if (n && rule == ACCEPT_REJECTION) CHECK(distance(q, c.q, size) < 1e-4, "drafts: laws: %g", distance(q, c.q, size));
+    if (n) CHECK(distance(after, c.scores, size) < 1e-5, "drafts: scores: %g", distance(after, c.scores, size));
+    free(q), free(after), free(scores), free(e), free(ids), free(c_ids), free(c_blocks), free(c.q), free(c.tokens);
+    free_host(gpu_ids), free_host(gpu_blocks), free_host(gpu.tokens);
+    free_device(gpu.ids), free_device(gpu.scores), free_device(gpu.q), free_device(device_e);
+    free_matrix(&predecessor[0], &predecessor[1]), free_matrix(&successor[0], &successor[1]);
+}
+
+static void test_draws(void) {
+    const DType dtypes[] = {DTYPE_F32, DTYPE_BF16, DTYPE_F16, DTYPE_F8_E4M3};
+    for (int round = 0; round < 8; round++)
+        for (int n = 0; n <= 33; n += n ? 16 : 1) {
+            AcceptRule rule = round % 2 ? ACCEPT_REJECTION : ACCEPT_COUPLED;
+            int vocab = round == 2 ? 9 : 500, slots = draw_between(1, 15);
+            twin_draws(n, slots, vocab, 0, DTYPE_F32, rule, round % 4 == 3);
+            twin_draws(n, slots, vocab, round % 3 ? 64 : 20, dtypes[round % 4], rule, false);
+        }
+}
+
+/* The same path alone, in a batch and elsewhere in it has the same bits. */
+static void test_path_independence(void) {
+    enum { N = 6, SLOTS = 5, RANK = 48, VOCAB = 300, SIZE = SLOTS * CANDIDATES };
+    Matrix predecessor[2], successor[2];
+    twin_matrix(&predecessor[0], &predecessor[1], DTYPE_BF16, VOCAB, RANK, 0.5f);
+    twin_matrix(&successor[0], &successor[1], DTYPE_BF16, VOCAB, RANK, 0.5f);
+    float *scores = random_floats(SIZE, 2), *e = random_floats(SLOTS * RANK, 0.5f), *whole = malloc(sizeof(float) * N * SIZE);
+    float *spread = malloc(sizeof(float) * N * SLOTS * RANK);
+    int ids[N * SIZE], *history = host_block(N * 64 * sizeof(int)), *tokens = host_block(N * SLOTS * sizeof(int));
+    DraftBlock *blocks = host_block(N * sizeof(DraftBlock));
+    float *first = NULL;
+    for (int n = N; n >= 1; n -= n > 2 ? 4 : 1) {
+        for (int i = 0; i < n * SIZE; i++) ids[i] = i % SIZE % VOCAB, whole[i] = scores[i % SIZE];
+        for (int slot = 0; slot < SLOTS; slot++)
+            for (int i = 0; i < n; i++) memcpy(spread + (slot * n + i) * RANK, e + slot * RANK, RANK * sizeof(float));
+        for (int i = 0; i < n; i++) {
+            history[i * 64 + 9] = 17;
+            blocks[i] = (DraftBlock){.position = 9, .ids = history + i * 64, .stream = 5,
+                                     .sampling = {.temperature = 1, .top_p = 1, .repeat_penalty = 1, .seed = 3}};
+        }
+        Drafts drafts = {.slots = SLOTS, .blocks = n, .ids = to_device(ids, sizeof ids), .tokens = tokens,
+                         .scores = to_device(whole, (size_t)n * SIZE * sizeof(float))};
+        float *device_e = to_device(spread, (size_t)n * SLOTS * RANK * sizeof(float));
+        cuda_backend.select_path(&drafts, device_e, &predecessor[1], &successor[1], blocks, n, ACCEPT_COUPLED);
+        float *got = from_device(drafts.scores, (size_t)n * SIZE * sizeof(float));
+        if (!first) first = malloc(SIZE * sizeof(float)), memcpy(first, got, SIZE * sizeof(float));
+        for (int i = 0; i < n; i++)
+            CHECK(!memcmp(got + i * SIZE, first, SIZE * sizeof(float)), "select_path: block %d of %d has the same bits", i, n);
+        free(got), free_device(drafts.ids), free_device(drafts.scores), free_device(device_e);
+    }
+    free(first), free(scores), free(e), free(whole), free(spread), free_host(history), free_host(tokens), free_host(blocks);
+    free_matrix(&predecessor[0], &predecessor[1]), free_matrix(&successor[0], &successor[1]);
+}
+
+static void test_allocate(void) {
+    for (int round = 0; round < 60; round++) {
+        const int n = round == 0 ? 0 : round < 40 ? draw_between(1, 40) : draw_between(300, 512), slots = draw_between(1, 31);
+        float *scores = host_block((size_t)n * (size_t)slots * sizeof(float));
+        int *limits = host_block((size_t)n * sizeof(int)), *got = host_block((size_t)n * sizeof(int)), lengths[512];
+        for (int i = 0; i < n; i++) {
+            float score = 1;
+            for (int j = 0; j < slots; j++) scores[i * slots + j] = score *= chance(0.3) ? 1 : 0.25f * (float)draw_between(2, 4);
+            limits[i] = draw_between(1, slots + 1);
+        }
+        const int budgets[] = {0, n, n + draw_between(0, n * slots), n + n * slots / 3, 3 * n * slots};
+        for (int b = 0; b < 10; b++) {
+            const bool seeded = b % 2;
+            (seeded ? c_backend.allocate_seeded : c_backend.allocate)(lengths, scores, limits, n, slots, budgets[b / 2]);
+            memset(got, 0xff, (size_t)n * sizeof(int));
+            cuda_allocate(got, scores, limits, n, slots, budgets[b / 2], seeded);
+            cuda_backend.wait();
+            CHECK(!memcmp(got, lengths, (size_t)n * sizeof(int)), "allocate: %d sessions, %d slots, budget %d, seeded %d", n,
+                  slots, budgets[b / 2], seeded);
+            CHECK(got[n] == -1, "allocate: writes nothing behind the lengths");
+        }
+        free_host(scores), free_host(limits), free_host(got);
+    }
+}
+
+static void test_pack_blocks(void) {
+    int ids[40];
+    Row c_rows[64], gpu_rows[64];
+    for (int i = 0; i < 40; i++) ids[i] = 100 + i;
+    for (int n = 0; n <= 5; n++) {
+        DraftBlock c_blocks[5] = {0}, gpu_blocks[5];
+        for (int i = 0; i < n; i++) c_blocks[i] = (DraftBlock){.session = 7 - i, .position = 3 * i, .ids = ids, .count = 1 + i};
+        memcpy(gpu_blocks, c_blocks, sizeof c_blocks);
+        memset(c_rows, 0, sizeof c_rows), memset(gpu_rows, 0, sizeof gpu_rows);
+        int c = c_backend.pack_blocks(c_rows, c_blocks, n, 40), gpu = cuda_backend.pack_blocks(gpu_rows, gpu_blocks, n, 40);
+        CHECK(c == gpu && !memcmp(c_rows, gpu_rows, sizeof c_rows), "pack_blocks: %d blocks", n);
+        for (int i = 0; i < n; i++) CHECK(c_blocks[i].first == gpu_blocks[i].first, "pack_blocks: first row of block %d", i);
+    }
+}
+
+/* ---------------------------------------------------------------------------------------------------------------------
+ * Whole models on the GPU
+ */
+
+/* The logits [n, vocab] of rows of session 0 from `first` on, in passes of at most `most` rows; NULL and an error where one fails. */
+static float *run_ids(Engine *engine, const int32_t *ids, int first, int n, int most, Error *error) {
+    const size_t vocab = (size_t)engine->config.vocab_size;
+    float *logits = malloc((size_t)n * vocab * sizeof *logits);
+    for (int begin = first, count; begin < first + n; begin += count) {
+        cache_step(&engine->cache);
+        count = first + n - begin < most ? first + n - begin : most;
+        if (count > engine->state.logit_rows) count = engine->state.logit_rows;
+        count = cache_room(&engine->cache, 0, count);
+        Row rows[MAX_PASS_ROWS];
+        int finals[MAX_PASS_ROWS];
+        for (int r = 0; r < count; r++) rows[r] = (Row){0, begin + r, ids[begin + r]}, finals[r] = r;
+        if (!forward(engine, rows, count, error) || !head(engine, rows, finals, count, error)) return free(logits), NULL;
+        engine->backend->copy_bytes(logits + (size_t)(begin - first) * vocab, engine->state.logits, (size_t)count * vocab * sizeof(float));
+        cache_commit(&engine->cache, 0, begin + count);
+    }
+    return logits;
+}
+
+static bool open_on_gpu(Engine *engine, const char *directory, int context, KvDtype dtype, KvMode mode) {
+    EngineOptions options = {.backend = &cuda_backend, .model = directory, .sessions = 1, .context = context, .kv_dtype = dtype,
+                             .kv_mode = mode};
+    Error error;
+    int cached;
+    bool ok = engine_open(engine, &options, &error);
+    CHECK(ok, "%s", error.text);
+    return ok && cache_admit(&engine->cache, 0, NULL, 0, context, &cached);
+}
+
+static double largest_difference(const float *a, const float *b, size_t n) {
+    double worst = 0;
+    for (size_t i = 0; i < n; i++) worst = fmax(worst, isnan(a[i]) ? INFINITY : fabs((double)a[i] - b[i]));
+    return worst;
+}
+
+/* ---- the C backend with activations rounded as the GPU's products round them: what the GPU is to be compared with, since rounding by
+ * itself flips near ties in the routers and selections of small random models. test_forward holds the C backend to the goldens. */
+
+/* x [n, cols] as it meets the weights: f16 ones in f16, f32 ones and rows that do not fill 16 bytes as it is, others in bf16. The caller
+ * frees it. */
+static float *round_input(const float *x, size_t stride, int n, const Matrix *w) {
+    float *out = malloc((size_t)n * (size_t)w->cols * sizeof *out);
+    bool exact = w->dtype == DTYPE_F32 || (size_t)w->cols * dtype_size(w->dtype) % 16;
+    for (int r = 0; r < n; r++)
+        for (int i = 0; i < w->cols; i++) {
+            float v = x[(size_t)r * stride + (size_t)i];
+            uint32_t bits = float_to_bits(v);
+            if (!exact && w->dtype == DTYPE_F16) v = (float)(_Float16)v;
+            else if (!exact) v = bits_to_float((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
+            out[(size_t)r * (size_t)w->cols + (size_t)i] = v;
+        }
+    return out;
+}
+
+static void rounded_linear(float *y, size_t y_stride, const float *x, size_t x_stride, int n, const Matrix *w) {
+    float *input = round_input(x, x_stride, n, w);
+    c_backend.linear(y, y_stride, input, (size_t)w->cols, n, w);
+    free(input);
+}
+
+static void rounded_expand_value(float *y, const float *z, int n, const Matrix *kv_b, const Config *config) {
+    float *input = round_input(z, (size_t)kv_b->cols, n * config->num_attention_heads, kv_b);
+    c_backend.expand_value(y, input, n, kv_b, config);
+    free(input);
+}
+
+static void rounded_experts(float *y, const float *x, const int *picks, const float *weights, int n, const LayerWeights *layer,
+                            const Config *config, float *scratch) {
+    const size_t hidden = (size_t)config->hidden_size, inter = (size_t)config->moe_intermediate_size;
+    float *gate = scratch, *up = gate + inter, *out = up + inter;
+    for (int e = 0; e < config->n_routed_experts; e++)
+        for (int i = 0; i < n * config->num_experts_per_tok; i++) {
+            if (picks[i] != e) continue;
+            const size_t r = (size_t)(i / config->num_experts_per_tok);
+            rounded_linear(gate, inter, x + r * hidden, hidden, 1, &layer->expert_gate[e]);
+            rounded_linear(up, inter, x + r * hidden, hidden, 1, &layer->expert_up[e]);
+            c_backend.swiglu(gate, gate, up, inter);
+            rounded_linear(out, hidden, gate, inter, 1, &layer->expert_down[e]);
+            for (size_t j = 0; j < hidden; j++) y[r * hidden + j] += weights[i] * out[j];
+        }
+}
+
+/* Mean and largest difference between the GPU's logits and those of both references. */
+static void compare_with_references(const char *directory, const float *logits, const float *golden, const int32_t *ids, int n, int vocab) {
+    Backend rounded = c_backend;
+    EngineOptions options = {.model = directory, .sessions = 1, .context = n + 8, .kv_dtype = KV_F32, .kv_mode = MODE_RESIDENT};
+    Engine engine;
+    Error error;
+    int cached;
+    bool ok = engine_open(&engine, &options, &error);
+    CHECK(ok, "%s", error.text);
+    if (!ok) return;
+    rounded.linear = rounded_linear;
+    rounded.expand_value = rounded_expand_value;
+    rounded.experts = rounded_experts;
+    engine.backend = &rounded;
+    cache_admit(&engine.cache, 0, NULL, 0, n + 8, &cached);
+    float *wanted = run_ids(&engine, ids, 0, n, MAX_PASS_ROWS, &error);
+    const size_t size = (size_t)n * (size_t)vocab;
+    double means[2] = {0};
+    for (size_t i = 0; i < size; i++) {
+        means[0] += fabs((double)logits[i] - wanted[i]) / (double)size;
+        means[1] += fabs((double)logits[i] - golden[i]) / (double)size;
+    }
+    double worst = largest_difference(logits, wanted, size);
+    printf("%s: logits differ by %.1e in the mean, %.1e at most from the C backend's with rounded activations; by %.1e and %.1e from the "
+           "golden ones, which are of exact activations\n", directory, means[0], worst, means[1], largest_difference(logits, golden, size));
+    CHECK(means[0] <= 2e-2, "%s: logits differ by %g in the mean", directory, means[0]);
+    free(wanted);
+    engine.backend = &c_backend;
+    engine_close(&engine);
+}
+
+/* The prompt of a fixture in one pass is near the references' logits; in other passes it has the same bits. */
+static void test_fixture(const char *directory) {
+    Checkpoint golden = {0};
+    Engine engine;
+    Error error;
+    char path[PATH_MAX];
+    bool ok = map_file(&golden, join(path, directory, "golden.safetensors"), &error);
+    CHECK(ok, "%s", error.text);
+    if (!ok) return;
+    const Tensor *ids = checkpoint_find(&golden, "input_ids"), *wanted = checkpoint_find(&golden, "logits");
+    const int n = (int)ids->shape[0];
+    for (int kind = 0; kind < 3; kind++) {
+        static const KvDtype dtypes[] = {KV_F32, KV_BF16, KV_F8};
+        float *whole = NULL;
+        for (int way = 0; way < 6; way++) {
+            static const int most[] = {MAX_PASS_ROWS, 1, 7, 3, 8, 5};
+            KvMode mode = way < 3 ? MODE_RESIDENT : way == 5 ? MODE_ADAPTIVE : MODE_HISPARSE;
+            if (!open_on_gpu(&engine, directory, n + 8, dtypes[kind], mode)) break;
+            float *logits = run_ids(&engine, (const int32_t *)ids->data, 0, n, most[way], &error);
+            const size_t size = (size_t)n * (size_t)engine.config.vocab_size;
+            CHECK(logits, "%s: %s", directory, error.text);
+            if (logits && !way && !kind) compare_with_references(directory, logits, (const float *)wanted->data, (const int32_t *)ids->data, n, engine.config.vocab_size);
+            if (logits && way) CHECK(!memcmp(logits, whole, size * sizeof *logits), "%s: rows %d, passes of %d, %s: the same bits", directory, kind, most[way], kv_mode_names[mode]);
+            if (!way) whole = logits;
+            else free(logits);
+            engine_close(&engine);
+        }
+        free(whole);
+    }
+    checkpoint_close(&golden);
+}
+
+static void test_fixtures(const char *parent) {
+    DIR *listing = opendir(parent);
+    for (struct dirent *entry; listing && (entry = readdir(listing));) {
+        char directory[PATH_MAX], path[PATH_MAX];
+        bool family = !strncmp(entry->d_name, "qwen3-", 6) || !strncmp(entry->d_name, "glm_moe_dsa-", 12)
+                      || !strncmp(entry->d_name, "deepseek_v32-", 13);
+        if (family && !access(join(path, join(directory, parent, entry->d_name), "golden.safetensors"), R_OK)) test_fixture(directory);
+    }
+    if (listing) closedir(listing);
+}
+
+/* ---- rounds: whatever the batch, the mode and the drafter, the same ids */
+
+enum { ROUND_SESSIONS = 16, ROUND_TOKENS = 48, ROUND_CONTEXT = 512 };
+
+static int *answer_prompts(const char *draft, KvMode mode, int slots, float temperature, size_t budget, VerifyRule verify) {
+    EngineOptions options = {.backend = &cuda_backend, .model = "weights/mini", .draft = draft, .sessions = slots,
+                             .context = ROUND_CONTEXT, .kv_dtype = KV_BF16, .kv_mode = mode, .kv_budget = budget};
+    Runner runner;
+    Error error;
+    bool ok = runner_open(&runner, &options, true, NULL, &error);
+    CHECK(ok, "%s", error.text);
+    if (!ok) return NULL;
+    runner.speculation.verify = verify;
+    int *answers = calloc(ROUND_SESSIONS * ROUND_TOKENS, sizeof(int)), next = 0, done = 0;
+    Session sessions[ROUND_SESSIONS] = {0}, *active[ROUND_SESSIONS];
+    int running[ROUND_SESSIONS], n;
+    for (int s = 0; s < slots; s++) running[s] = -1;
+    while (done < ROUND_SESSIONS) {
+        n = 0;
+        for (int s = 0; s < slots; s++) {
+            Session *session = &sessions[s];
+            if (running[s] < 0 && next < ROUND_SESSIONS) {
+                *session = (Session){.slot = s, .stream = (uint64_t)next, .max_new = ROUND_TOKENS,
+                                     .sampling = {.temperature = temperature, .top_p = 0.95f, .top_k = next % 2 ? 0 : 50,
+                                                  .repeat_penalty = next % 3 ? 1 : 1.1f, .seed = 7}};
+                test_seed = (uint64_t)next + 1;
+                for (int i = 0, length = 5 + next * 23; i < length; i++) arrput(session->ids, 300 + (int)(draw() % 5000));
+                session_begin(session, &runner.engine);
+                running[s] = next++;
+            }
+            if (running[s] >= 0 && session_admit(&runner, session)) active[n++] = session;
+        }
+        if (n) run_round(&runner, active, n);
+        else cache_step(&runner.engine.cache);
+        for (int s = 0; s < slots; s++) {
+            if (running[s] < 0 || sessions[s].finish == RUNNING) continue;
+            CHECK(sessions[s].finish != FINISH_ERROR, "%s", sessions[s].error.text);
+            for (int i = 0; i < tokens_generated(&sessions[s]); i++)
+                answers[running[s] * ROUND_TOKENS + i] = sessions[s].ids[sessions[s].prompt_length + i];
+            session_free(&sessions[s]);
+            cache_release(&runner.engine.cache, s);
+            running[s] = -1;
+            done++;
+        }
+    }
+    printf("mini, %s, %s, %d slots, T %g: %ld rounds, %ld tokens, %.2f s\n", draft ? draft : "no drafts", kv_mode_names[mode], slots,
+           (double)temperature, runner.rounds, runner.tokens, runner.seconds);
+    runner_close(&runner);
+    return answers;
+}
+
+static void test_rounds(void) {
+    static const char *const drafts[] = {NULL, "weights/draft-dflash2", "weights/draft-dspark"};
+    for (int warm = 0; warm < 2; warm++) {
+        int *plain = answer_prompts(NULL, MODE_RESIDENT, 1, (float)warm, 0, VERIFY_FULL);
+        for (int d = 0; d < 3; d++)
+            for (int mode = MODE_HISPARSE; mode < MODES && plain; mode++)
+                for (int slots = 1; slots <= 16; slots += 5) {
+                    int *other = answer_prompts(drafts[d], (KvMode)mode, slots, (float)warm, 0, d == 1 ? VERIFY_DVL : d == 2 ? VERIFY_CONFIDENCE : VERIFY_FULL);
+                    CHECK(other && !memcmp(other, plain, ROUND_SESSIONS * ROUND_TOKENS * sizeof(int)), "%s, %s, %d slots, T %d: the same ids",
+                          drafts[d] ? drafts[d] : "no drafts", kv_mode_names[mode], slots, warm);
+                    free(other);
+                }
+        free(plain);
+    }
+}
+
+#define RUN(test) (test(), printf(#test ": %d passed, %d failed so far\n", checks_passed, checks_failed))
+
+int main(void) {
+    Error error;
+    setlinebuf(stdout);
+    if (!cuda_backend.start(&error)) return fprintf(stderr, "test_gpu: %s\n", error.text), 1;
+    RUN(test_products);
+    RUN(test_store_rows);
+    RUN(test_index_select);
+    RUN(test_index_odd);
+    RUN(test_sparse_attention);
+    RUN(test_dense_attention);
+    RUN(test_block_attention);
+    RUN(test_resolve);
+    RUN(test_accept);
+    RUN(test_candidates);
+    RUN(test_predict_lengths);
+    RUN(test_draws);
+    RUN(test_path_independence);
+    RUN(test_allocate);
+    RUN(test_pack_blocks);
+    printf("operations: %d passed, %d failed\n", checks_passed, checks_failed);
+    test_fixtures("tests/fixtures");
+    RUN(test_rounds);
+    return check_report();
+}
