@@ -17,6 +17,7 @@ extern "C" {
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 #include <float.h>
+#include <unistd.h>
 
 /* =====================================================================================================================
  * The device
@@ -77,7 +78,11 @@ static bool speculation_start(Error *error);
 static bool start(Error *error) {
     if (gpu.stream) return true;
     int count = 0;
+    /* Without a driver there is no need to wake its library, which takes memory and time. The second is what Windows lends Linux. */
+    if (access("/dev/nvidiactl", F_OK) && access("/dev/dxg", F_OK)) return fail(error, "no GPU can be used: there is none");
     cudaError_t status = cudaGetDeviceCount(&count);
+    if (status == cudaErrorInsufficientDriver)
+        return fail(error, "no GPU can be used: its driver is too old for CUDA %d.%d", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
     if (status != cudaSuccess || !count)
         return fail(error, "no GPU can be used: %s", status == cudaSuccess ? "there is none" : cudaGetErrorString(status));
     cudaDeviceProp properties;

@@ -149,9 +149,14 @@ def environment(extra=None):
     return env | (extra or {})
 
 
+HAS_CUDA = b"auto|cpu|cuda" in subprocess.run([TIDE, "--help"], capture_output=True).stdout
+
+
 def run(*args, stdin=b"", env=None, quiet=True, limits=None, **streams):
     """Runs tide to its end; stderr is checked for what it may never hold."""
-    command = [TIDE, *args] + (["--quiet"] if quiet and args and args[0] in ("chat", "generate", "batch", "eval") else [])
+    runs_a_model = bool(args) and args[0] in ("chat", "generate", "batch", "eval")
+    on_cpu = ["--device", "cpu"] if runs_a_model and "--device" not in args else []
+    command = [TIDE, *args[:1], *on_cpu, *args[1:]] + (["--quiet"] if quiet and runs_a_model else [])
     process = subprocess.Popen(command, stdin=streams.get("stdin_file", subprocess.PIPE), stdout=streams.get("stdout", subprocess.PIPE),
                                stderr=subprocess.PIPE, env=environment(env), preexec_fn=limits)
     try:
@@ -215,10 +220,21 @@ def test_values():
 
 def test_later_issues():
     """What the contract promises for later is refused by a sentence, never as an unknown option."""
-    for option, value in [("--device", "cuda"), ("--exact", "off")]:
+    for option, value in [("--exact", "off")] + ([] if HAS_CUDA else [("--device", "cuda")]):
         refused(2, option + "|this build does not have", "generate", "-m", CHAIN, "-p", "x", option, value)
     for option, value in [("--device", "cpu"), ("--device", "auto"), ("--kv", "resident"), ("--draft", "none"), ("--exact", "on")]:
         equal(generate("-p", "1", "-n", "2", option, value).out, b"23\n", option + " " + value)
+
+
+def test_device():
+    """Where the build has CUDA and the machine no GPU: one sentence, and the CPU; or an error, if CUDA was asked for."""
+    if not HAS_CUDA or os.path.exists("/dev/nvidiactl"):
+        return
+    refused(1, "no GPU can be used", "generate", "-m", CHAIN, "-p", "1", "-n", "2", "--device", "cuda")
+    result = run("generate", "-m", CHAIN, "-p", "1", "-n", "2", "--device", "auto", quiet=False)
+    equal(result.out, b"23\n", "the CPU answers")
+    check(result.err.count(b"no GPU can be used: there is none; running on the CPU\n") == 1, "and says so once", result.err)
+    equal(run("generate", "-m", CHAIN, "-p", "1", "-n", "2", "--device", "auto").err, b"", "--quiet says nothing")
 
 
 def test_wrong_combinations():
@@ -632,7 +648,7 @@ def test_eval():
     refused(1, "context", "eval", "-m", RANDOM, "-f", text, "--dump", HOME + "/d", "-c", "100")
     refused(1, "at least", "eval", "-m", CHAIN, "--ids", "1", "--ppl")
     refused(1, "320", "eval", "-m", CHAIN, "--ids", "1,5000", "--ppl")
-    process = subprocess.Popen([TIDE, "eval", "-m", RANDOM, "-f", write(HOME + "/longer", "the quick brown fox " * 2000), "--ppl"], stderr=subprocess.PIPE, env=environment())
+    process = subprocess.Popen([TIDE, "eval", "--device", "cpu", "-m", RANDOM, "-f", write(HOME + "/longer", "the quick brown fox " * 2000), "--ppl"], stderr=subprocess.PIPE, env=environment())
     process.stderr.readline()                       # the plan
     process.send_signal(signal.SIGINT)
     err = process.stderr.read()
@@ -1240,6 +1256,8 @@ def test_memory_refusals():
         return                                      # the sanitizer maps terabytes of its own
     outcomes = []
     for megabytes in (16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024):
+        if HAS_CUDA and subprocess.run([TIDE, "--help"], capture_output=True, preexec_fn=address_space(megabytes << 20)).returncode < 0:
+            continue                                # CUDA's runtime needs more before main() begins
         result = run("generate", "-m", RANDOM, "-p", "x", "-n", "4", "--seed", "1", limits=address_space(megabytes << 20))
         outcomes.append(result.code)
         check(result.code in (0, 1, 127) and (result.code == 0) == (result.err == b"") and result.err.count(b"\n") <= 1, "one sentence under %d MB of address space" % megabytes, result.code, result.err)
