@@ -5,6 +5,7 @@
 #   make mutants     spoils the hierarchy rule by rule and sees its test fail
 #   make fuzz        the fuzz targets, FUZZ_SECONDS each (needs clang)
 #   make bench       measures and puts the figures into README.md
+#   make bench-gpu   the same for a GPU's figures
 #   make bench-claims   measures, and says of each claim of the paper whether it holds here; data and drawings in build/bench
 
 CC ?= gcc
@@ -98,4 +99,10 @@ build build/bench build/bench/dspark:
 clean:
 	rm -rf build tide
 
-.PHONY: test test-gpu test-asan mutants fuzz bench bench-claims clean
+# The same for the GPU's figures.
+bench-gpu: tide | build/bench
+	{ set -e; echo '```'; nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | sed 's/^/GPU              /'; \
+	  ./tide bench gpu -o build/bench; echo '```'; } > build/bench-gpu.txt
+	sed -i -e '/^<!-- gpu/,/^<!-- end of gpu/{//!d}' -e '/^<!-- gpu/r build/bench-gpu.txt' README.md
+
+.PHONY: bench-gpu test test-gpu test-asan mutants fuzz bench bench-claims clean

@@ -2705,6 +2705,7 @@ static __device__ void walk_bins(Wanted *wanted, const unsigned *count, const un
         if (lane >= step) sum += other, sum_mass += other_mass;
     }
     const unsigned reached = __ballot_sync(~0u, sum >= wanted->count || sum_mass >= wanted->mass);
+    __syncwarp();                                   /* all lanes have read what one now writes */
     if (lane != (reached ? __ffs(reached) - 1 : WARP - 1)) return;
     sum -= own, sum_mass -= own_mass;
     int bin = first;

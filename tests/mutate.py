@@ -58,8 +58,8 @@ MUTANTS = [
     ("pads: the last location stays", "        locations[i] = nowhere;\n        if (position < 0) continue;",
      "        if (position < 0) continue;"),
     ("plan: a follower replays the whole plan for each run",
-     "&state->plan, planned, state->plan_ends[run]);", "&state->plan, 0, state->plan_ends[0]);"),
-    ("plan: forgotten between two runs", "        planned = state->plan_ends[run];\n", ""),
+     "const int first = run_begin(plan, run), count = plan->count[run];", "const int first = 0, count = run_begin(plan, run + 1);"),
+    ("plan: the entries of two runs in the same place", "    for (int i = 0; i < run; i++) begin += plan->count[i];\n", ""),
     ("runs: a session twice in one run", "if (again || blocks", "if (blocks"),
     ("tail: found by the page, not modulo the ring", "? *tail_page(cache, session, page) :", "? tail_page(cache, session, 0)[page % 3] :"),
     # the controller
