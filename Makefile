@@ -51,8 +51,9 @@ build/test_%: tests/test_%.c $(wildcard tests/*.h) engine.c backend.c engine.h b
 test: tide $(TESTS)
 	tests/run.sh $(TESTS) tests/test_cli.py
 
-build/test_gpu: tests/test_gpu.c tests/check.h build/engine.o build/backend.o build/tokenizer.o build/engine_cuda.o
-	$(CC) $(FLAGS) -I. $(CFLAGS) $^ $(LDLIBS) -o $@
+GPU_TEST_OBJECTS := build/backend.o build/tokenizer.o build/engine_cuda.o
+build/test_gpu: tests/test_gpu.c tests/check.h engine.c engine.h $(GPU_TEST_OBJECTS)
+	$(CC) $(filter-out -DTIDE_DEBUG,$(TEST_FLAGS)) -I. $(CFLAGS) $< $(GPU_TEST_OBJECTS) $(LDLIBS) -o $@
 
 test-gpu: build/test_gpu
 	build/test_gpu

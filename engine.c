@@ -1249,7 +1249,8 @@ bool plan_memory(Engine *engine, const EngineOptions *options, Error *error) {
     state->bytes = arena.used;
     engine->drafter.state.bytes = draft_arena.used;
     engine->drafter.state.host_bytes = draft_host_arena.used;
-    return (!arena.overflow && !draft_arena.overflow && !draft_host_arena.overflow) || fail(error, "%s: the memory plan overflows", options->model);
+    return (!arena.overflow && !draft_arena.overflow && !draft_host_arena.overflow)
+           || fail(error, "%s: the memory plan overflows", options->model);
 }
 
 /* Whether the plan fits: the operations' memory, weights included where they are moved there, and the host's. */
@@ -1352,9 +1353,9 @@ bool take_memory(Engine *engine, Error *error) {
         || !(cache->history = backend->take(history, MEMORY_HOST, error))
         || (!backend->shares_memory && !take_block(backend, &cache->tables_block, cache->tables_bytes, MEMORY_HOST, error)))
         return false;
-    Arena cache_arena = {.base = cache->block}, host_arena = {.base = cache->host_block}, state_arena = {.base = engine->state.block},
-          draft_arena = {.base = draft->block}, draft_host_arena = {.base = draft->host_block},
-          tables_arena = {.base = cache->tables_block};
+    Arena cache_arena = {.base = cache->block}, host_arena = {.base = cache->host_block},
+          state_arena = {.base = engine->state.block}, draft_arena = {.base = draft->block},
+          draft_host_arena = {.base = draft->host_block}, tables_arena = {.base = cache->tables_block};
     lay_out_cache(cache, &cache_arena);
     cache->tables = cache->seen;
     if (!backend->shares_memory) lay_out_tables(&cache->tables, cache, &tables_arena);
@@ -2811,7 +2812,8 @@ static void bind_draft_heads(Binder *binder, Drafter *drafter, const Weights *ta
     weights->confidence_bias = bias ? widen(bias->data, bias->dtype) : 0;
 }
 
-static bool bind_drafter(Drafter *drafter, const Config *target_config, const Weights *target, const Backend *backend, Error *error) {
+static bool bind_drafter(Drafter *drafter, const Config *target_config, const Weights *target, const Backend *backend,
+                         Error *error) {
     DraftConfig *config = &drafter->config;
     const Config *backbone = &config->backbone;
     DraftWeights *weights = &drafter->weights;
@@ -2849,7 +2851,10 @@ static bool bind_predictor(Drafter *drafter, const Backend *backend, Error *erro
     LengthPredictor *predictor = &drafter->predictor;
     if (access(join(path, drafter->checkpoint.directory, "dvl"), F_OK)) return true;
     if (!checkpoint_open(&drafter->predictor_file, path, error)) return false;
-    Binder binder = {.checkpoint = &drafter->predictor_file, .weights = &drafter->weights.backbone, .backend = backend, .error = error,
+    Binder binder = {.checkpoint = &drafter->predictor_file,
+                     .weights = &drafter->weights.backbone,
+                     .backend = backend,
+                     .error = error,
                      .used = allocate_zeroed(arrlenu(drafter->predictor_file.tensors), sizeof(bool))};
     const Tensor *weight;
     int in = drafter->config.slots * DVL_FEATURES, layers = 0;
@@ -2899,7 +2904,8 @@ static bool drafter_plan(Drafter *drafter, const char *directory, const Config *
            && checkpoint_open(&drafter->checkpoint, directory, error);
 }
 
-static bool drafter_bind(Drafter *drafter, const Config *target_config, const Weights *target, const Backend *backend, Error *error) {
+static bool drafter_bind(Drafter *drafter, const Config *target_config, const Weights *target, const Backend *backend,
+                         Error *error) {
     return !drafter->config.architecture
            || (bind_drafter(drafter, target_config, target, backend, error) && bind_predictor(drafter, backend, error)
                && read_temperatures(drafter, error));
@@ -2910,7 +2916,8 @@ static void drafter_prepare(Drafter *drafter, const Backend *backend) {
     const Config *backbone = &drafter->config.backbone;
     if (!drafter->config.architecture) return;
     drafter->state.drafts.one_hot = !drafter->config.selector_rank && !drafter->config.markov_rank;
-    drafter->rope_attention_factor = upload_frequencies(backend, drafter->state.inverse_frequency, &backbone->rope, backbone->head_dim);
+    drafter->rope_attention_factor = upload_frequencies(backend, drafter->state.inverse_frequency, &backbone->rope,
+                                                        backbone->head_dim);
 }
 
 static void drafter_close(Drafter *drafter, const Backend *backend) {
@@ -3366,7 +3373,8 @@ static int best_budget(const Runner *runner, const float *scores, const int *lim
     while (x < room) {
         int next = -1;                              /* scores of a session do not increase: its best open one is its next */
         for (int i = 0; i < n; i++)
-            if (taken[i] + 1 < limits[i] && (next < 0 || scores[i * slots + taken[i]] > scores[next * slots + taken[next]])) next = i;
+            if (taken[i] + 1 < limits[i] && (next < 0 || scores[i * slots + taken[i]] > scores[next * slots + taken[next]]))
+                next = i;
         if (next < 0) break;
         tokens += scores[next * slots + taken[next]++];
         double wider = plain > 0 ? tokens / (cost_of(cost, n + others + ++x) + draft_seconds) : ++x;    /* nothing is known: all */
@@ -3823,7 +3831,8 @@ static void commit_round(Runner *runner, Session **sessions, int n, int n_blocks
 }
 
 /* What the round tells of costs, where it was one of decoding alone, and to the statistics. */
-static void account_round(Runner *runner, int n_rows, int block_rows, int drafted, const RoundTimes *times, const CacheStats *before) {
+static void account_round(Runner *runner, int n_rows, int block_rows, int drafted, const RoundTimes *times,
+                          const CacheStats *before) {
     Speculation *speculation = &runner->speculation;
     SpeculationStats *stats = &speculation->stats;
     const CacheStats *after = &runner->engine.cache.stats;

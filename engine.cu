@@ -262,8 +262,10 @@ static void release_weights(void) {
 
 static cudaEvent_t *copy_event(const Cache *cache, const Transfer *transfer) {
     if (transit.n_copied < cache->device_pages.n_pages) {
-        transit.copied = (cudaEvent_t *)checked_realloc(transit.copied, (size_t)cache->device_pages.n_pages * sizeof(cudaEvent_t));
-        memset(transit.copied + transit.n_copied, 0, (size_t)(cache->device_pages.n_pages - transit.n_copied) * sizeof(cudaEvent_t));
+        transit.copied = (cudaEvent_t *)checked_realloc(transit.copied,
+                                                        (size_t)cache->device_pages.n_pages * sizeof(cudaEvent_t));
+        memset(transit.copied + transit.n_copied, 0,
+               (size_t)(cache->device_pages.n_pages - transit.n_copied) * sizeof(cudaEvent_t));
         transit.n_copied = cache->device_pages.n_pages;
     }
     cudaEvent_t *event = &transit.copied[transfer->device.id];
@@ -290,8 +292,8 @@ static void start_copy(Cache *cache, const Transfer *transfer) {
     const size_t stride = cache->format.stride, index_stride = cache->index_format.stride;
     const size_t page_rows = PAGE_ROWS, host_rows = (size_t)cache->host_pages.n_pages * page_rows;
     if (!no_page(transfer->device))
-        copy_pages(cache->device, (size_t)cache->device_pages.n_pages * page_rows * stride, cache->host, host_rows * stride, stride,
-                   transfer->device.id, transfer->host.id, cache->sources, transfer);
+        copy_pages(cache->device, (size_t)cache->device_pages.n_pages * page_rows * stride, cache->host, host_rows * stride,
+                   stride, transfer->device.id, transfer->host.id, cache->sources, transfer);
     if (!no_page(transfer->index))
         copy_pages(cache->index_keys, (size_t)cache->index_pages.n_pages * page_rows * index_stride, cache->host_index,
                    host_rows * index_stride, index_stride, transfer->index.id, transfer->host.id, cache->groups, transfer);
@@ -2234,7 +2236,8 @@ struct HistoryKeys {
         return own;
     }
     __device__ float at(int s, int j) const {
-        return cached_value(row_at(pool, format.stride, DeviceRow{pages[s / PAGE_ROWS].id * PAGE_ROWS + s % PAGE_ROWS}), format, j);
+        return cached_value(row_at(pool, format.stride, DeviceRow{pages[s / PAGE_ROWS].id * PAGE_ROWS + s % PAGE_ROWS}), format,
+                            j);
     }
     __device__ float key(int head, int s, int j) const { return at(s, head * dim + j); }
     __device__ float value(int head, int s, int j) const { return at(s, (kv_heads + head) * dim + j); }
@@ -2289,12 +2292,13 @@ static __device__ float *partial_of(float *parts, int row, int head, int heads, 
 /* ---- any shape: a warp for each head, a lane for each key of a tile, then for each value */
 
 template <typename Keys>
-static __global__ void attend_kernel(Keys lists, float *parts, const float *q, int first_row, int heads, int kv_heads, int key_dim,
-                                     int value_dim, float scale, int chunks) {
+static __global__ void attend_kernel(Keys lists, float *parts, const float *q, int first_row, int heads, int kv_heads,
+                                     int key_dim, int value_dim, float scale, int chunks) {
     extern __shared__ float attend_shared[];
-    const int r = first_row + blockIdx.x, group = heads / kv_heads, tiles = divide_up(group, ATTEND_WARPS), kv = blockIdx.y / tiles,
-              warp = threadIdx.x / 32, lane = threadIdx.x % 32, member = blockIdx.y % tiles * ATTEND_WARPS + warp, head = kv * group + member;
-    const int key_pitch = key_dim + 1;              /* 32 lanes read the same value of 32 keys: odd pitches keep them apart */
+    const int r = first_row + blockIdx.x, group = heads / kv_heads, tiles = divide_up(group, ATTEND_WARPS),
+              kv = blockIdx.y / tiles, warp = threadIdx.x / 32, lane = threadIdx.x % 32,
+              member = blockIdx.y % tiles * ATTEND_WARPS + warp, head = kv * group + member;
+    const int key_pitch = key_dim + 1; /* 32 lanes read the same value of 32 keys: odd pitches keep them apart */
     float *key_tile = attend_shared, *query = key_tile + TILE_KEYS * key_pitch + warp * key_dim,
           *value_tile = Keys::shared ? key_tile : key_tile + TILE_KEYS * key_pitch + ATTEND_WARPS * key_dim;
     const int value_pitch = Keys::shared ? key_pitch : value_dim;
@@ -2404,7 +2408,8 @@ template <bool FP8> struct LatentShared {
 };
 
 /* n rows of the selection, from id `first` of the chunk on, begin their way into shared memory; the others of the tile are zeros. */
-template <bool FP8> static __device__ void start_tile(LatentShared<FP8> *shared, const SelectedKeys &keys, int turn, int first, int n) {
+template <bool FP8>
+static __device__ void start_tile(LatentShared<FP8> *shared, const SelectedKeys &keys, int turn, int first, int n) {
     for (int i = threadIdx.x; i < TILE_KEYS * StoredRow<FP8>::PIECES; i += LATENT_THREADS) {
         const int s = i / StoredRow<FP8>::PIECES, p = i % StoredRow<FP8>::PIECES;
         const uint8_t *row = row_at(keys.pool, keys.format.stride, shared->ids[s < n ? first + s : first]);
@@ -2488,7 +2493,8 @@ template <bool FP8> static __device__ void weigh_tile(LatentShared<FP8> *shared,
         score[i] = first + i < n ? __expf(score[i] - largest) : 0;
         total += score[i];
     }
-    *(uint2 *)(shared->weights + head * WEIGHT_PITCH + first) = make_uint2(pair_bf16(score[0], score[1]), pair_bf16(score[2], score[3]));
+    *(uint2 *)(shared->weights + head * WEIGHT_PITCH + first) = make_uint2(pair_bf16(score[0], score[1]),
+                                                                           pair_bf16(score[2], score[3]));
     for (int step = 1; step < 8; step *= 2) total += __shfl_xor_sync(~0u, total, step);
     if (threadIdx.x % 8) return;
     const float shrink = __expf(before - largest);
@@ -2499,8 +2505,8 @@ template <bool FP8> static __device__ void weigh_tile(LatentShared<FP8> *shared,
 
 /* total [16 heads, a quarter of the values] = total * shrink + weights . latents */
 template <bool FP8>
-static __device__ void add_tile(float (&total)[LATENT_TILES][4], const LatentShared<FP8> *shared, const __nv_bfloat16 *rows, int head_group,
-                                int part) {
+static __device__ void add_tile(float (&total)[LATENT_TILES][4], const LatentShared<FP8> *shared, const __nv_bfloat16 *rows,
+                                int head_group, int part) {
     const int lane = threadIdx.x % 32;
     const float above = shared->shrink[head_group * 16 + lane / 4], below = shared->shrink[head_group * 16 + lane / 4 + 8];
 #pragma unroll
@@ -2568,7 +2574,8 @@ latent_kernel(SelectedKeys lists, float *parts, const float *q, int first_row, i
         if (!quarter && lane % 4 == 0) part[0] = shared->maximum[head], part[1] = shared->sum[head];
 #pragma unroll
         for (int t = 0; t < LATENT_TILES; t++)
-            *(float2 *)(part + 2 + quarter * (LATENT / LATENT_PARTS) + t * 8 + lane % 4 * 2) = make_float2(total[t][2 * i], total[t][2 * i + 1]);
+            *(float2 *)(part + 2 + quarter * (LATENT / LATENT_PARTS) + t * 8 + lane % 4 * 2) = make_float2(total[t][2 * i],
+                                                                                                           total[t][2 * i + 1]);
     }
 }
 
@@ -2589,8 +2596,8 @@ static void attend_in_groups(const Keys &keys, float *y, int n_rows, int heads, 
 }
 
 template <typename Keys>
-static void attend(const Keys &keys, float *y, const float *q, int n_rows, int heads, int kv_heads, int key_dim, int value_dim, float scale,
-                   int longest) {
+static void attend(const Keys &keys, float *y, const float *q, int n_rows, int heads, int kv_heads, int key_dim, int value_dim,
+                   float scale, int longest) {
     attend_in_groups(keys, y, n_rows, heads, value_dim, longest, [&](int first, int n, int chunks) {
         const size_t values = Keys::shared ? 0 : TILE_KEYS * value_dim,
                      bytes = (TILE_KEYS * (key_dim + 1) + ATTEND_WARPS * key_dim + values) * sizeof(float);
@@ -2626,9 +2633,9 @@ static void dense_attention(float *y, const float *q, const RowPool *pool, const
     if (n_rows) attend(keys, y, q, n_rows, heads, kv_heads, head_dim, head_dim, scale, context_pages * PAGE_ROWS);
 }
 
-static void block_attention(float *y, const float *q, const float *kv, const uint8_t *ring, const RowFormat *format, int ring_rows,
-                            const DraftBlock *blocks, int n_blocks, int block_size, int window, bool causal, int heads, int kv_heads,
-                            int head_dim, float scale) {
+static void block_attention(float *y, const float *q, const float *kv, const uint8_t *ring, const RowFormat *format,
+                            int ring_rows, const DraftBlock *blocks, int n_blocks, int block_size, int window, bool causal,
+                            int heads, int kv_heads, int head_dim, float scale) {
     const BlockKeys keys = {ring, *format, kv, blocks, ring_rows, block_size, window, kv_heads, head_dim, causal, 0, 0, 0};
     if (n_blocks) attend(keys, y, q, n_blocks * block_size, heads, kv_heads, head_dim, head_dim, scale, ring_rows + block_size);
 }

@@ -783,7 +783,8 @@ typedef struct DraftBlock {     /* one session's block of a round: drafted, then
 typedef struct Drafts {         /* what a draft pass proposes for each of its blocks, the first ones of the round */
     int slots, blocks;
     bool one_hot;               /* DFlash: the law of a draft under acceptance by rejection is its best token */
-    int *ids;                   /* MEMORY_DEVICE, as all but the last three: [blocks, slots, CANDIDATES] the best tokens of each slot, by unary or Markov logits */
+    int *ids;                   /* MEMORY_DEVICE, as all but the last three: [blocks, slots, CANDIDATES] the best tokens of each slot,
+                                 * by unary or Markov logits */
     float *scores;              /* [blocks, slots, CANDIDATES] what the choice is made by */
     float *q;                   /* [blocks, slots, CANDIDATES] the law a token was drawn from; accept by rejection only */
     float *features;            /* [blocks, slots, DVL_FEATURES] */

@@ -1,5 +1,6 @@
-/* tests/test_gpu.c, first part: what every twin test uses. An operation runs once in C and once on the GPU, on the same random
- * inputs. Included by the parts while they are developed; becomes the head of tests/test_gpu.c. */
+/* test_gpu.c: what needs a GPU. Every operation runs once in C and once on the GPU, on the same random inputs, and on the GPU alone and
+ * among others, where the bits have to be the same. Then whole models: fixtures beside their references, and the shipped one in every
+ * mode, batch and with every drafter. */
 #include "../engine.c"
 #include "check.h"
 
@@ -939,13 +940,17 @@ static uint8_t *random_pool(const RowFormat *format, int n, void **copy) {
 }
 
 static void test_sparse_attention(void) {
-    static const struct { int heads, latent, tail, group; double bound; } shapes[] = {
-        {64, 512, 64, 128, 8e-3}, {128, 512, 64, 128, 8e-3}, {16, 512, 64, 128, 8e-3}, {4, 32, 16, 128, 1e-4}, {5, 64, 8, 32, 1e-4}, {9, 20, 6, 128, 1e-4},
+    static const struct { int heads, latent, tail, group; double bound;
+    } shapes[] = {
+        {64, 512, 64, 128, 8e-3}, {128, 512, 64, 128, 8e-3}, {16, 512, 64, 128, 8e-3},
+        {4, 32, 16, 128, 1e-4},   {5, 64, 8, 32, 1e-4},      {9, 20, 6, 128, 1e-4},
     };
     for (int trial = 0; trial < 60; trial++) {
-        const int shape = trial % 6, heads = shapes[shape].heads, latent = shapes[shape].latent, width = latent + shapes[shape].tail;
+        const int shape = trial % 6, heads = shapes[shape].heads, latent = shapes[shape].latent,
+                  width = latent + shapes[shape].tail;
         const RowFormat format = row_format((KvDtype)(trial / 6 % 3), latent, shapes[shape].tail, shapes[shape].group);
-        const int capacity = trial % 4 ? draw_between(1, 700) : 2048, n = trial == 7 ? 0 : draw_between(1, 9), rows = 3000, staged = 100;
+        const int capacity = trial % 4 ? draw_between(1, 700) : 2048, n = trial == 7 ? 0 : draw_between(1, 9), rows = 3000,
+                  staged = 100;
         void *pool_copy, *staging_copy;
         uint8_t *pool = random_pool(&format, rows, &pool_copy), *staging = random_pool(&format, staged, &staging_copy);
         float *q = random_floats((size_t)(n * heads * width), 1), *z = calloc((size_t)(n * heads * latent) + 1, sizeof *z);
@@ -953,7 +958,8 @@ static void test_sparse_attention(void) {
         int *count = malloc((size_t)(n + 1) * sizeof *count);
         for (int r = 0; r < n; r++) {
             count[r] = draw() % 3 ? draw_between(1, capacity) : capacity;
-            for (int i = 0; i < capacity; i++) locations[r * capacity + i].id = i < count[r] ? draw_between(0, rows + staged - 1) : -1;
+            for (int i = 0; i < capacity; i++)
+                locations[r * capacity + i].id = i < count[r] ? draw_between(0, rows + staged - 1) : -1;
         }
         RowPool on_cpu = {pool, staging, rows}, on_gpu = {pool_copy, staging_copy, rows};
         const float scale = 1 / sqrtf((float)width);
@@ -965,14 +971,18 @@ static void test_sparse_attention(void) {
         float *got = from_device(z_gpu, (size_t)(n * heads * latent) * 4);
         if (n) {
             double off = distance(got, z, (size_t)(n * heads * latent));
-            CHECK(off < (format.dtype == KV_F32 ? 1e-4 : shapes[shape].bound), "sparse attention, shape %d, dtype %d, %d rows of %d: off by %g", shape, format.dtype, n, capacity, off);
+            CHECK(off < (format.dtype == KV_F32 ? 1e-4 : shapes[shape].bound),
+                  "sparse attention, shape %d, dtype %d, %d rows of %d: off by %g", shape, format.dtype, n, capacity, off);
             int r = draw_between(0, n - 1);
-            cuda_backend.sparse_attention(z_gpu, q_gpu + r * heads * width, &on_gpu, &format, locations_gpu + r * capacity, count_gpu + r, capacity, 1, heads, scale);
+            cuda_backend.sparse_attention(z_gpu, q_gpu + r * heads * width, &on_gpu, &format, locations_gpu + r * capacity,
+                                          count_gpu + r, capacity, 1, heads, scale);
             float *alone = from_device(z_gpu, (size_t)(heads * latent) * 4);
-            CHECK(!memcmp(alone, got + r * heads * latent, (size_t)(heads * latent) * 4), "sparse attention, shape %d: row %d alone has the same bits", shape, r);
+            CHECK(!memcmp(alone, got + r * heads * latent, (size_t)(heads * latent) * 4),
+                  "sparse attention, shape %d: row %d alone has the same bits", shape, r);
             free(alone);
         }
-        free_device(q_gpu), free_device(z_gpu), free_device(locations_gpu), free_device(count_gpu), free_device(pool_copy), free_device(staging_copy);
+        free_device(q_gpu), free_device(z_gpu), free_device(locations_gpu), free_device(count_gpu), free_device(pool_copy),
+            free_device(staging_copy);
         free(pool), free(staging), free(q), free(z), free(locations), free(count), free(got);
     }
 }
@@ -990,7 +1000,9 @@ static void test_dense_attention(void) {
         for (int i = 0; i < SESSIONS * PAGES; i++) pages[i].id = draw_between(1, POOL - 1);
         Row rows[16];
         for (int r = 0, session = 0, position = draw_between(0, 900); r < n; r++, position++) {
-            if (draw() % 3 == 0) session = (session + draw_between(1, SESSIONS - 1)) % SESSIONS, position = draw_between(0, PAGES * PAGE_ROWS - 14);
+            if (draw() % 3 == 0)
+                session = (session + draw_between(1, SESSIONS - 1)) % SESSIONS,
+                position = draw_between(0, PAGES * PAGE_ROWS - 14);
             rows[r] = (Row){session, position, 0};
         }
         float *q = random_floats((size_t)(n * width) + 1, 1), *y = calloc((size_t)(n * width) + 1, sizeof *y);
@@ -1005,9 +1017,11 @@ static void test_dense_attention(void) {
             double off = distance(got, y, (size_t)(n * width));
             CHECK(off < 8e-3, "dense attention, shape %d, dtype %d, %d rows: off by %g", shape, format.dtype, n, off);
             int r = draw_between(0, n - 1);
-            cuda_backend.dense_attention(y_gpu, q_gpu + r * width, &on_gpu, &format, pages_gpu, PAGES, rows_gpu + r, 1, heads, kv_heads, dim, 0.1f);
+            cuda_backend.dense_attention(y_gpu, q_gpu + r * width, &on_gpu, &format, pages_gpu, PAGES, rows_gpu + r, 1, heads,
+                                         kv_heads, dim, 0.1f);
             float *alone = from_device(y_gpu, (size_t)width * 4);
-            CHECK(!memcmp(alone, got + r * width, (size_t)width * 4), "dense attention, shape %d: row %d alone has the same bits", shape, r);
+            CHECK(!memcmp(alone, got + r * width, (size_t)width * 4), "dense attention, shape %d: row %d alone has the same bits",
+                  shape, r);
             free(alone);
         }
         free_device(q_gpu), free_device(y_gpu), free_device(pages_gpu), free_device(rows_gpu), free_device(copy);
@@ -1018,8 +1032,9 @@ static void test_dense_attention(void) {
 static void test_block_attention(void) {
     enum { SESSIONS = 4, RING = 384 };
     for (int trial = 0; trial < 36; trial++) {
-        const int heads = trial % 3 ? 8 : 6, kv_heads = 2, dim = trial % 2 ? 32 : 24, block_size = draw_between(1, 9), n_blocks = trial == 3 ? 0 : draw_between(1, SESSIONS),
-                  window = trial % 4 ? draw_between(5, 256) : INT_MAX, n = n_blocks * block_size, width = heads * dim, kv_width = 2 * kv_heads * dim;
+        const int heads = trial % 3 ? 8 : 6, kv_heads = 2, dim = trial % 2 ? 32 : 24, block_size = draw_between(1, 9),
+                  n_blocks = trial == 3 ? 0 : draw_between(1, SESSIONS), window = trial % 4 ? draw_between(5, 256) : INT_MAX,
+                  n = n_blocks * block_size, width = heads * dim, kv_width = 2 * kv_heads * dim;
         const bool causal = trial % 5 < 2;
         const RowFormat format = row_format(trial % 3 ? KV_BF16 : KV_F32, kv_width, 0, 128);
         void *copy;
@@ -1030,13 +1045,19 @@ static void test_block_attention(void) {
             int position = draw_between(1, 900), first = position - draw_between(0, position < 300 ? position : 300);
             blocks[i] = (DraftBlock){.session = (i + trial) % SESSIONS, .position = position, .ring_first = first};
         }
-        float *q = random_floats((size_t)(n * width) + 1, 1), *kv = random_floats((size_t)(n * kv_width) + 1, 1), *y = calloc((size_t)(n * width) + 1, sizeof *y);
-        c_backend.block_attention(y, q, kv, ring, &format, RING, blocks, n_blocks, block_size, window, causal, heads, kv_heads, dim, 0.2f);
-        float *q_gpu = to_device(q, (size_t)(n * width) * 4), *kv_gpu = to_device(kv, (size_t)(n * kv_width) * 4), *y_gpu = to_device(NULL, (size_t)(n * width) * 4);
-        cuda_backend.block_attention(y_gpu, q_gpu, kv_gpu, copy, &format, RING, blocks, n_blocks, block_size, window, causal, heads, kv_heads, dim, 0.2f);
+        float *q = random_floats((size_t)(n * width) + 1, 1), *kv = random_floats((size_t)(n * kv_width) + 1, 1),
+              *y = calloc((size_t)(n * width) + 1, sizeof *y);
+        c_backend.block_attention(y, q, kv, ring, &format, RING, blocks, n_blocks, block_size, window, causal, heads, kv_heads,
+                                  dim, 0.2f);
+        float *q_gpu = to_device(q, (size_t)(n * width) * 4), *kv_gpu = to_device(kv, (size_t)(n * kv_width) * 4),
+              *y_gpu = to_device(NULL, (size_t)(n * width) * 4);
+        cuda_backend.block_attention(y_gpu, q_gpu, kv_gpu, copy, &format, RING, blocks, n_blocks, block_size, window, causal,
+                                     heads, kv_heads, dim, 0.2f);
         float *got = from_device(y_gpu, (size_t)(n * width) * 4);
         double off = distance(got, y, (size_t)(n * width));
-        if (n) CHECK(off < 2e-4, "block attention, %d blocks of %d, window %d, causal %d: off by %g", n_blocks, block_size, window, causal, off);
+        if (n)
+            CHECK(off < 2e-4, "block attention, %d blocks of %d, window %d, causal %d: off by %g", n_blocks, block_size, window,
+                  causal, off);
         free_device(q_gpu), free_device(kv_gpu), free_device(y_gpu), free_device(copy);
         cuda_backend.give_back(blocks, MEMORY_HOST);
         free(ring), free(q), free(kv), free(y), free(got);
@@ -1736,7 +1757,8 @@ static float *run_ids(Engine *engine, const int32_t *ids, int first, int n, int 
         int finals[MAX_PASS_ROWS];
         for (int r = 0; r < count; r++) rows[r] = (Row){0, begin + r, ids[begin + r]}, finals[r] = r;
         if (!forward(engine, rows, count, error) || !head(engine, rows, finals, count, error)) return free(logits), NULL;
-        engine->backend->copy_bytes(logits + (size_t)(begin - first) * vocab, engine->state.logits, (size_t)count * vocab * sizeof(float));
+        engine->backend->copy_bytes(logits + (size_t)(begin - first) * vocab, engine->state.logits,
+                                    (size_t)count * vocab * sizeof(float));
         cache_commit(&engine->cache, 0, begin + count);
     }
     return logits;
@@ -1806,7 +1828,8 @@ static void rounded_experts(float *y, const float *x, const int *picks, const fl
 }
 
 /* Mean and largest difference between the GPU's logits and those of both references. */
-static void compare_with_references(const char *directory, const float *logits, const float *golden, const int32_t *ids, int n, int vocab) {
+static void compare_with_references(const char *directory, const float *logits, const float *golden, const int32_t *ids, int n,
+                                    int vocab) {
     Backend rounded = c_backend;
     EngineOptions options = {.model = directory, .sessions = 1, .context = n + 8, .kv_dtype = KV_F32, .kv_mode = MODE_RESIDENT};
     Engine engine;
@@ -1828,8 +1851,10 @@ static void compare_with_references(const char *directory, const float *logits, 
         means[1] += fabs((double)logits[i] - golden[i]) / (double)size;
     }
     double worst = largest_difference(logits, wanted, size);
-    printf("%s: logits differ by %.1e in the mean, %.1e at most from the C backend's with rounded activations; by %.1e and %.1e from the "
-           "golden ones, which are of exact activations\n", directory, means[0], worst, means[1], largest_difference(logits, golden, size));
+    printf("%s: logits differ by %.1e in the mean, %.1e at most from the C backend's with rounded activations; by %.1e and %.1e "
+           "from the "
+           "golden ones, which are of exact activations\n",
+           directory, means[0], worst, means[1], largest_difference(logits, golden, size));
     CHECK(means[0] <= 2e-2, "%s: logits differ by %g in the mean", directory, means[0]);
     free(wanted);
     engine.backend = &c_backend;
@@ -1857,8 +1882,12 @@ static void test_fixture(const char *directory) {
             float *logits = run_ids(&engine, (const int32_t *)ids->data, 0, n, most[way], &error);
             const size_t size = (size_t)n * (size_t)engine.config.vocab_size;
             CHECK(logits, "%s: %s", directory, error.text);
-            if (logits && !way && !kind) compare_with_references(directory, logits, (const float *)wanted->data, (const int32_t *)ids->data, n, engine.config.vocab_size);
-            if (logits && way) CHECK(!memcmp(logits, whole, size * sizeof *logits), "%s: rows %d, passes of %d, %s: the same bits", directory, kind, most[way], kv_mode_names[mode]);
+            if (logits && !way && !kind)
+                compare_with_references(directory, logits, (const float *)wanted->data, (const int32_t *)ids->data, n,
+                                        engine.config.vocab_size);
+            if (logits && way)
+                CHECK(!memcmp(logits, whole, size * sizeof *logits), "%s: rows %d, passes of %d, %s: the same bits", directory,
+                      kind, most[way], kv_mode_names[mode]);
             if (!way) whole = logits;
             else free(logits);
             engine_close(&engine);
@@ -1874,7 +1903,8 @@ static void test_fixtures(const char *parent) {
         char directory[PATH_MAX], path[PATH_MAX];
         bool family = !strncmp(entry->d_name, "qwen3-", 6) || !strncmp(entry->d_name, "glm_moe_dsa-", 12)
                       || !strncmp(entry->d_name, "deepseek_v32-", 13);
-        if (family && !access(join(path, join(directory, parent, entry->d_name), "golden.safetensors"), R_OK)) test_fixture(directory);
+        if (family && !access(join(path, join(directory, parent, entry->d_name), "golden.safetensors"), R_OK))
+            test_fixture(directory);
     }
     if (listing) closedir(listing);
 }
@@ -1924,8 +1954,8 @@ static int *answer_prompts(const char *draft, KvMode mode, int slots, float temp
             done++;
         }
     }
-    printf("mini, %s, %s, %d slots, T %g: %ld rounds, %ld tokens, %.2f s\n", draft ? draft : "no drafts", kv_mode_names[mode], slots,
-           (double)temperature, runner.rounds, runner.tokens, runner.seconds);
+    printf("mini, %s, %s, %d slots, T %g: %ld rounds, %ld tokens, %.2f s\n", draft ? draft : "no drafts", kv_mode_names[mode],
+           slots, (double)temperature, runner.rounds, runner.tokens, runner.seconds);
     runner_close(&runner);
     return answers;
 }
@@ -1937,9 +1967,13 @@ static void test_rounds(void) {
         for (int d = 0; d < 3; d++)
             for (int mode = MODE_HISPARSE; mode < MODES && plain; mode++)
                 for (int slots = 1; slots <= 16; slots += 5) {
-                    int *other = answer_prompts(drafts[d], (KvMode)mode, slots, (float)warm, 0, d == 1 ? VERIFY_DVL : d == 2 ? VERIFY_CONFIDENCE : VERIFY_FULL);
-                    CHECK(other && !memcmp(other, plain, ROUND_SESSIONS * ROUND_TOKENS * sizeof(int)), "%s, %s, %d slots, T %d: the same ids",
-                          drafts[d] ? drafts[d] : "no drafts", kv_mode_names[mode], slots, warm);
+                    int *other = answer_prompts(drafts[d], (KvMode)mode, slots, (float)warm, 0,
+                                                d == 1   ? VERIFY_DVL
+                                                : d == 2 ? VERIFY_CONFIDENCE
+                                                         : VERIFY_FULL);
+                    CHECK(other && !memcmp(other, plain, ROUND_SESSIONS * ROUND_TOKENS * sizeof(int)),
+                          "%s, %s, %d slots, T %d: the same ids", drafts[d] ? drafts[d] : "no drafts", kv_mode_names[mode], slots,
+                          warm);
                     free(other);
                 }
         free(plain);
