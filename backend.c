@@ -47,7 +47,7 @@ static size_t read_limit(const char *path, const char *label, size_t unit, size_
 }
 
 /* Bytes this process may still take: the machine's free memory, under its container's and its own limit. */
-size_t available_memory(Memory memory) {
+static size_t available_memory(Memory memory) {
     (void)memory;
     size_t available = read_limit("/proc/meminfo", "MemAvailable:", 1024, SIZE_MAX);
     size_t container = read_limit("/sys/fs/cgroup/memory.max", "", 1,

@@ -2586,7 +2586,12 @@ template <typename Keys, typename Work>
 static void attend_in_groups(const Keys &keys, float *y, int n_rows, int heads, int value_dim, int longest, Work work) {
     const int chunks = divide_up(longest, SPLIT_KEYS);
     const size_t one = (size_t)heads * chunks * (value_dim + 2);
-    const int most = one < PARTIAL_FLOATS ? (int)(PARTIAL_FLOATS / one) : 1;
+    if (one > PARTIAL_FLOATS) {
+        fprintf(stderr, "tide: lists of %d rows are too long for the GPU's attention over %d heads: lower -c or --index-topk\n",
+                longest, heads);
+        _exit(1);
+    }
+    const int most = (int)(PARTIAL_FLOATS / one);
     for (int first = 0; first < n_rows; first += most) {
         const int n = n_rows - first < most ? n_rows - first : most;
         work(first, n, chunks);
