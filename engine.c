@@ -2246,12 +2246,6 @@ static void check_part(Engine *engine, int layer, int part, const float *x, int 
     engine->backend->check_finite(engine->state.report, layer * CHECKED_PARTS + part, x, n, dim);
 }
 
-/* What the pass so far has found out, once it has run. False where a number was not finite. */
-static bool read_report(Engine *engine, PassReport *report) {
-    engine->backend->copy_bytes(report, engine->state.report, sizeof *report);
-    return report->bad_row < 0;
-}
-
 /* What precedes the attention in every family: its input is the normed residual stream. */
 static const LayerWeights *begin_layer(Engine *engine, int i, const Row *rows, int n) {
     const LayerWeights *layer = &engine->weights.layers[i];
@@ -2450,6 +2444,13 @@ static uint64_t work_key(const Engine *engine, int work, int n, const int *more,
     return XXH3_64bits_withSeed(more, (size_t)n_more * sizeof *more, key) | 1;
 }
 
+/* Backend.begin_work(); what has to be run by its parts takes longer than it will, so the round tells nothing of costs. */
+static bool begin_kept_work(Engine *engine, uint64_t key) {
+    bool begun = engine->backend->begin_work(key);
+    if (key && !begun) engine->work_is_new = !engine->backend->shares_memory;
+    return begun;
+}
+
 /* Rows, tables and a fresh report go where operations read them; then the first of these run. */
 static void begin_pass(Engine *engine, const Row *rows, int n) {
     static const PassReport nothing = {.bad_place = -1, .bad_row = -1};
@@ -2457,6 +2458,7 @@ static void begin_pass(Engine *engine, const Row *rows, int n) {
     State *state = &engine->state;
     Cache *cache = &engine->cache;
     split_runs(state, cache, rows, n);
+    engine->pass_counted = false;
     backend->upload(state->rows, rows, (size_t)n * sizeof *rows);
     backend->upload(state->report, &nothing, sizeof nothing);
     if (!backend->shares_memory) backend->upload(cache->seen.tail_base, cache->tables.tail_base, cache->tables_bytes);
@@ -2470,7 +2472,7 @@ static void run_layers(Engine *engine, const Row *rows, int n) {
     const size_t hidden = (size_t)config->hidden_size;
     bool watched = engine->probe.entering || engine->probe.selected;
     uint64_t key = watched || n > KEPT_ROWS ? 0 : work_key(engine, WORK_LAYERS, n, state->run_ends, state->n_runs);
-    if (backend->begin_work(key)) return;
+    if (begin_kept_work(engine, key)) return;
     backend->locate_rows(state->kv_rows, state->index_rows, &engine->cache, state->rows, n);
     backend->rotations(state->cosine, state->sine, state->rows, n, state->inverse_frequency, rope_dim(config),
                        engine->rope_attention_factor);
@@ -2483,23 +2485,7 @@ static void run_layers(Engine *engine, const Row *rows, int n) {
     backend->end_work();
 }
 
-/* What the pass did to the hierarchy, and whether every number in it was finite. */
-static bool end_pass(Engine *engine, const Row *rows, Error *error) {
-    CacheStats *stats = &engine->cache.stats;
-    PassReport report;
-    bool finite = read_report(engine, &report);
-    for (int tier = 0; tier < TIERS; tier++) stats->picked[tier] += (uint64_t)report.picked[tier];
-    stats->fetched += (uint64_t)report.fetched;
-    stats->staged += (uint64_t)report.staged;
-    stats->bytes_fetched += (uint64_t)report.copied * engine->cache.format.bytes;
-    if (finite) return true;
-    const Row *row = &rows[report.bad_row];
-    engine->failed_session = row->session;
-    return fail(error, "layer %d: the %s of session %d at position %d is not finite", report.bad_place / CHECKED_PARTS,
-                checked_parts[report.bad_place % CHECKED_PARTS], row->session, row->position);
-}
-
-bool forward(Engine *engine, const Row *rows, int n_rows, Error *error) {
+bool begin_forward(Engine *engine, const Row *rows, int n_rows, Error *error) {
     const Config *config = &engine->config;
     for (int r = 0; r < n_rows; r++) {
         bool inside = rows[r].session >= 0 && rows[r].session < engine->cache.sessions && rows[r].token >= 0
@@ -2514,25 +2500,53 @@ bool forward(Engine *engine, const Row *rows, int n_rows, Error *error) {
     begin_pass(engine, rows, n_rows);
     run_layers(engine, rows, n_rows);
     allocation_forbidden = false;
-    return end_pass(engine, rows, error);
+    return true;
 }
 
-bool head(Engine *engine, const Row *rows, const int *indices, int n, Error *error) {
+void begin_head(Engine *engine, const int *indices, int n) {
     const Backend *backend = engine->backend;
     State *state = &engine->state;
     const size_t hidden = (size_t)engine->config.hidden_size, vocab = (size_t)engine->config.vocab_size;
-    PassReport report;
     backend->upload(state->indices, indices, (size_t)n * sizeof *indices);
-    if (!backend->begin_work(n > KEPT_ROWS ? 0 : work_key(engine, WORK_HEAD, n, NULL, 0))) {
+    if (!begin_kept_work(engine, n > KEPT_ROWS ? 0 : work_key(engine, WORK_HEAD, n, NULL, 0))) {
         backend->gather_rows(state->branch, state->normed, state->indices, n, engine->config.hidden_size);
         backend->linear(state->logits, vocab, state->branch, hidden, n, &engine->weights.lm_head);
-        backend->check_finite(state->report, 0, state->logits, n, engine->config.vocab_size);
+        check_part(engine, engine->config.num_hidden_layers, 0, state->logits, n, engine->config.vocab_size);
         backend->end_work();
     }
-    if (read_report(engine, &report)) return true;
-    const Row *row = &rows[indices[report.bad_row]];
+}
+
+/* Takes what the pass did to the hierarchy into the statistics: once, after its layers or after its head. */
+static void count_pass(CacheStats *stats, const PassReport *report, size_t row_bytes) {
+    for (int tier = 0; tier < TIERS; tier++) stats->picked[tier] += (uint64_t)report->picked[tier];
+    stats->fetched += (uint64_t)report->fetched;
+    stats->staged += (uint64_t)report->staged;
+    stats->bytes_fetched += (uint64_t)report->copied * row_bytes;
+}
+
+bool end_pass(Engine *engine, const Row *rows, const int *indices, Error *error) {
+    const int layers = engine->config.num_hidden_layers;
+    PassReport report;
+    engine->backend->copy_bytes(&report, engine->state.report, sizeof report);
+    if (!engine->pass_counted) count_pass(&engine->cache.stats, &report, engine->cache.format.bytes);
+    engine->pass_counted = true;
+    if (report.bad_row < 0) return true;
+    const int layer = report.bad_place / CHECKED_PARTS;
+    const Row *row = &rows[layer < layers ? report.bad_row : indices[report.bad_row]];
     engine->failed_session = row->session;
-    return fail(error, "lm_head: the logits of session %d at position %d are not finite", row->session, row->position);
+    if (layer == layers)
+        return fail(error, "lm_head: the logits of session %d at position %d are not finite", row->session, row->position);
+    return fail(error, "layer %d: the %s of session %d at position %d is not finite", layer,
+                checked_parts[report.bad_place % CHECKED_PARTS], row->session, row->position);
+}
+
+bool forward(Engine *engine, const Row *rows, int n_rows, Error *error) {
+    return begin_forward(engine, rows, n_rows, error) && end_pass(engine, rows, NULL, error);
+}
+
+bool head(Engine *engine, const Row *rows, const int *indices, int n, Error *error) {
+    begin_head(engine, indices, n);
+    return end_pass(engine, rows, indices, error);
 }
 
 /* =====================================================================================================================
@@ -3174,6 +3188,7 @@ static Drafts drafts_from(const Drafts *drafts, int block) {
     part.tokens += at;
     part.features += at * DVL_FEATURES;
     part.confidence += at;
+    part.survival += at;
     return part;
 }
 
@@ -3206,9 +3221,11 @@ void draft_blocks(Engine *engine, DraftBlock *blocks, int n, AcceptRule rule, bo
         }
         upload_blocks(engine, blocks + begin, count);
         int more[3] = {begin, rule, features};
-        if (engine->backend->begin_work(work_key(engine, WORK_DRAFT, count, more, 3))) continue;
+        if (begin_kept_work(engine, work_key(engine, WORK_DRAFT, count, more, 3))) continue;
         run_draft_layers(engine, blocks + begin, count);
         draft_tokens(engine, &part, blocks + begin, count, rule, features);
+        if (features)
+            engine->backend->predict_lengths(part.survival, part.features, count, &engine->drafter.predictor, state->scratch);
         engine->backend->end_work();
     }
     engine->backend->wait();
@@ -3471,8 +3488,6 @@ static void score_drafts(Runner *runner, int n) {
     const Drafter *drafter = &engine->drafter;
     const Drafts *drafts = &drafter->state.drafts;
     const int slots = drafts->slots;
-    if (runner->speculation.verify == VERIFY_DVL)
-        engine->backend->predict_lengths(drafts->survival, drafts->features, n, &drafter->predictor, drafter->state.scratch);
     for (int i = 0; i < n; i++) {
         float *survival = drafts->survival + i * slots;
         if (runner->speculation.verify == VERIFY_FULL)
@@ -3836,7 +3851,7 @@ static void account_round(Runner *runner, int n_rows, int block_rows, int drafte
     Speculation *speculation = &runner->speculation;
     SpeculationStats *stats = &speculation->stats;
     const CacheStats *after = &runner->engine.cache.stats;
-    if (n_rows == block_rows) {
+    if (n_rows == block_rows && !runner->engine.work_is_new) {
         measure_cost(&speculation->pass_cost, n_rows, times->verify + times->accept, runner->rounds);
         if (drafted) measure_cost(&speculation->draft_cost, drafted, times->draft, runner->rounds);
     }
@@ -3859,6 +3874,7 @@ void run_round(Runner *runner, Session **sessions, int n) {
     const CacheStats before = engine->cache.stats;
     const double start = now();
     RoundTimes times = {0};
+    engine->work_is_new = false;
     cache_step(&engine->cache);
     int drafted = 0, n_blocks = collect_blocks(runner, sessions, n, &drafted);
     if (drafted) draft_round(runner, drafted, n_blocks, &times);
@@ -3870,13 +3886,13 @@ void run_round(Runner *runner, Session **sessions, int n) {
     if (!n_rows) return;
     const double packed = now();
     Error error;
-    if (!forward(engine, runner->rows, n_rows, &error) || !head(engine, runner->rows, runner->finals, n_finals, &error))
-        return fail_round(runner, sessions, n, drafted, &error);
+    if (!begin_forward(engine, runner->rows, n_rows, &error)) return fail_round(runner, sessions, n, drafted, &error);
+    begin_head(engine, runner->finals, n_finals);
     const double passed = now();
     engine->backend->accept(runner->choices, runner->accepted, engine->state.logits, engine->config.vocab_size, runner->blocks,
                             &engine->drafter.state.drafts, n_blocks, runner->speculation.accept, runner->samplers,
                             runner->n_samplers);
-    engine->backend->wait();
+    if (!end_pass(engine, runner->rows, runner->finals, &error)) return fail_round(runner, sessions, n, drafted, &error);
     commit_round(runner, sessions, n, n_blocks, drafted);
     const double accepted = now();
     if (engine->drafter.config.architecture) feed_drafter(runner, n_rows);

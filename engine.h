@@ -1133,6 +1133,8 @@ typedef struct Engine {
     float rope_attention_factor;                    /* on cosine and sine; 1 without yarn */
     float softmax_scale;
     int failed_session;                             /* slot whose numbers made the last forward() or head() fail, or -1 */
+    bool pass_counted;                              /* the report of the pass is in the statistics */
+    bool work_is_new;                               /* some of the round's work was not yet kept by the backend */
 } Engine;
 
 /* Reads config.json and the headers of the weights and plans the memory; the sizes are in engine->cache and engine->state. */
@@ -1168,6 +1170,12 @@ void prepare_rope(Engine *engine);
  * earlier position is cached or among them. Afterwards state.normed holds the final norm's output. Fails, naming layer,
  * session and position, where a hidden state stops being finite; the cache then holds nothing new that counts. */
 bool forward(Engine *engine, const Row *rows, int n_rows, Error *error);
+
+/* forward() and head() in parts, so that a round waits for its pass once: the first two only ask for their work (begin_forward()
+ * fails on rows that cannot be run), end_pass() waits for it and fails as they do. indices: head()'s, or NULL without one. */
+bool begin_forward(Engine *engine, const Row *rows, int n_rows, Error *error);
+void begin_head(Engine *engine, const int *indices, int n);
+bool end_pass(Engine *engine, const Row *rows, const int *indices, Error *error);
 
 /* The rows indices [n] of the pass just made are committed: their features become rows of the draft ring. Rows of one session
  * come in ascending positions; one that does not follow what the ring has of it starts the ring anew. */
