@@ -2246,33 +2246,27 @@ static void check_part(Engine *engine, int layer, int part, const float *x, int 
     engine->backend->check_finite(engine->state.report, layer * CHECKED_PARTS + part, x, n, dim);
 }
 
-/* What precedes the attention in every family: its input is the normed residual stream. */
+/* A layer as it begins in every family: the stream has been normed for it, in state->normed. */
 static const LayerWeights *begin_layer(Engine *engine, int i, const Row *rows, int n) {
-    const LayerWeights *layer = &engine->weights.layers[i];
-    const Config *config = &engine->config;
-    State *state = &engine->state;
-    size_t hidden = (size_t)config->hidden_size;
-    if (engine->probe.entering) engine->probe.entering(engine->probe.user, i, state->hidden, rows, n);
-    engine->backend->rms_norm(state->normed, hidden, state->hidden, hidden, layer->input_layernorm, n, config->hidden_size,
-                              config->rms_norm_eps);
-    return layer;
+    if (engine->probe.entering) engine->probe.entering(engine->probe.user, i, engine->state.hidden, rows, n);
+    return &engine->weights.layers[i];
 }
 
-/* What follows the attention in every family: feed-forward on the normed stream, added to it, and a look at the result. */
+/* What follows the attention in every family: feed-forward on the normed stream, added to it; a look at the result, and the norm
+ * that the next layer, or the head, begins with. */
 static void finish_layer(Engine *engine, int i, int n) {
     const Backend *backend = engine->backend;
     State *state = &engine->state;
     const Config *config = &engine->config;
     const LayerWeights *layer = &engine->weights.layers[i];
-    size_t hidden = (size_t)config->hidden_size;
-    backend->add(state->hidden, state->branch, (size_t)n * hidden);
-    backend->rms_norm(state->normed, hidden, state->hidden, hidden, layer->post_attention_layernorm, n, config->hidden_size,
-                      config->rms_norm_eps);
+    const float *next = i + 1 < config->num_hidden_layers ? engine->weights.layers[i + 1].input_layernorm : engine->weights.norm;
+    backend->add_norm(state->normed, state->hidden, state->branch, layer->post_attention_layernorm, n, config->hidden_size,
+                      config->rms_norm_eps, NULL, 0);
     if (config->mlp_sparse && config->mlp_sparse[i]) mixture_of_experts(engine, layer, n);
     else mlp(engine, layer, n);
-    backend->add(state->hidden, state->branch, (size_t)n * hidden);
+    backend->add_norm(state->normed, state->hidden, state->branch, next, n, config->hidden_size, config->rms_norm_eps,
+                      state->report, i * CHECKED_PARTS);
     tap_layer(engine, i, n);
-    check_part(engine, i, 0, state->hidden, n, config->hidden_size);
 }
 
 /* Grouped-query attention with normed queries and keys (Qwen3). A cached row is all key heads, then all value heads; each
@@ -2293,12 +2287,8 @@ static void forward_qwen3(Engine *engine, const Row *rows, int n) {
         backend->linear(v, width, state->normed, hidden, n, &layer->v_proj);
 
         /* Each head of query and key is normed by itself, before it is rotated. */
-        backend->rms_norm(state->q, (size_t)dim, state->q, (size_t)dim, layer->q_norm, n * heads, dim, config->rms_norm_eps);
-        backend->rope(state->q, n, heads, dim, 0, dim, false, state->cosine, state->sine);
-        for (int h = 0; h < kv_heads; h++) {
-            backend->rms_norm(k + h * dim, width, k + h * dim, width, layer->k_norm, n, dim, config->rms_norm_eps);
-            backend->rope(k, n, 1, (int)width, h * dim, dim, false, state->cosine, state->sine);
-        }
+        backend->norm_heads(state->q, q_width, n, heads, dim, layer->q_norm, config->rms_norm_eps, state->cosine, state->sine);
+        backend->norm_heads(k, width, n, kv_heads, dim, layer->k_norm, config->rms_norm_eps, state->cosine, state->sine);
         RowPool pool = row_pool(cache, (SourceId){i});
         backend->store_rows(pool.rows, &cache->format, state->kv_rows, n, state->kv, width, state->kv, 0);
         backend->dense_attention(state->attended, state->q, &pool, &cache->format, cache->seen.ready, cache->context_pages,
@@ -2322,21 +2312,18 @@ static void select_rows(Engine *engine, int i, int n) {
     const size_t hidden = (size_t)config->hidden_size;
     backend->linear(state->index_q, (size_t)(heads * dim), state->q_lora, (size_t)config->q_lora_rank, n, &layer->indexer_wq_b);
     backend->linear(state->index_k, (size_t)dim, state->normed, hidden, n, &layer->indexer_wk);
-    backend->layer_norm(state->index_k, state->index_k, layer->indexer_k_norm, layer->indexer_k_norm_bias, n, dim, 1e-6f);
     backend->rope(state->index_q, n, heads, dim, 0, config->qk_rope_head_dim, config->indexer_rope_interleave, state->cosine,
                   state->sine);
-    backend->rope(state->index_k, n, 1, dim, 0, config->qk_rope_head_dim, config->indexer_rope_interleave, state->cosine,
-                  state->sine);
     uint8_t *keys = group_index_keys(cache, cache->group_of[i]);
-    backend->store_rows(keys, &cache->index_format, state->index_rows, n, state->index_k, (size_t)dim, state->index_k,
-                        (size_t)dim);
+    backend->store_index_keys(keys, &cache->index_format, state->index_rows, n, state->index_k, dim, layer->indexer_k_norm,
+                              layer->indexer_k_norm_bias, config->qk_rope_head_dim, config->indexer_rope_interleave, state->cosine,
+                              state->sine, state->report, i * CHECKED_PARTS + 2);
     backend->linear(state->index_weights, (size_t)heads, state->normed, hidden, n, &layer->indexer_weights_proj);
     backend->index_select(&state->selection, state->index_q, state->index_weights, keys, &cache->index_format,
                           cache->seen.index, cache->context_pages, heads, dim, state->rows, n, state->index_scratch,
                           state->scratch_rows);
     /* What only selects never reaches the hidden state, where everything else that goes bad is seen. */
     check_part(engine, i, 1, state->index_q, n, heads * dim);
-    check_part(engine, i, 2, state->index_k, n, dim);
     check_part(engine, i, 3, state->index_weights, n, heads);
 }
 
@@ -2416,10 +2403,8 @@ static void forward_dsa(Engine *engine, const Row *rows, int n) {
 
         /* This layer's cached row: the normed latent and the rotated key. Every row of the pass is stored before any attends. */
         backend->linear(state->kv, width, state->normed, hidden, n, &layer->kv_a_proj);
-        backend->rms_norm(state->kv, width, state->kv, width, layer->kv_a_layernorm, n, lora, config->latent_norm_eps);
-        backend->rope(state->kv, n, 1, (int)width, lora, tail, true, state->cosine, state->sine);
-        backend->store_rows(row_pool(cache, (SourceId){i}).rows, &cache->format, state->kv_rows, n, state->kv, width,
-                            state->kv + lora, width);
+        backend->store_latents(row_pool(cache, (SourceId){i}).rows, &cache->format, state->kv_rows, n, state->kv, lora, tail,
+                               layer->kv_a_layernorm, config->latent_norm_eps, state->cosine, state->sine);
 
         /* A full layer selects; a shared one finds the selection of the layer before it still in the state, in its order. */
         if (config->indexer_full[i]) select_rows(engine, i, n);
@@ -2478,10 +2463,10 @@ static void run_layers(Engine *engine, const Row *rows, int n) {
                        engine->rope_attention_factor);
     backend->embed(state->hidden, &engine->weights.embed_tokens, state->rows, n);
     tap_layer(engine, -1, n);
+    backend->rms_norm(state->normed, hidden, state->hidden, hidden, engine->weights.layers[0].input_layernorm, n,
+                      config->hidden_size, config->rms_norm_eps);
     (has_latent_attention(config) ? forward_dsa : forward_qwen3)(engine, rows, n);
     if (engine->probe.entering) engine->probe.entering(engine->probe.user, config->num_hidden_layers, state->hidden, rows, n);
-    backend->rms_norm(state->normed, hidden, state->hidden, hidden, engine->weights.norm, n, config->hidden_size,
-                      config->rms_norm_eps);
     backend->end_work();
 }
 
@@ -2959,11 +2944,7 @@ static void finish_keys(Engine *engine, const LayerWeights *layer, int n) {
     DraftState *state = &engine->drafter.state;
     const int dim = config->head_dim, kv_heads = config->num_key_value_heads;
     const size_t width = 2 * (size_t)(kv_heads * dim);
-    for (int h = 0; h < kv_heads; h++) {
-        float *k = state->kv + h * dim;
-        engine->backend->rms_norm(k, width, k, width, layer->k_norm, n, dim, config->rms_norm_eps);
-        engine->backend->rope(state->kv, n, 1, (int)width, h * dim, dim, false, state->cosine, state->sine);
-    }
+    engine->backend->norm_heads(state->kv, width, n, kv_heads, dim, layer->k_norm, config->rms_norm_eps, state->cosine, state->sine);
 }
 
 static void project_keys_and_values(Engine *engine, const LayerWeights *layer, const float *x, int n) {
@@ -3080,43 +3061,40 @@ static void run_draft_layers(Engine *engine, const DraftBlock *blocks, int n_blo
     const Drafter *drafter = &engine->drafter;
     const DraftConfig *draft = &drafter->config;
     const Config *config = &draft->backbone;
+    const Weights *weights = &drafter->weights.backbone;
     const DraftState *state = &drafter->state;
     const int dim = config->head_dim, heads = config->num_attention_heads, kv_heads = config->num_key_value_heads,
               size = draft->block_size, n = n_blocks * size;
     const size_t hidden = (size_t)config->hidden_size, q_width = (size_t)(heads * dim), inner = (size_t)config->intermediate_size;
     backend->rotations(state->cosine, state->sine, state->rows, n, state->inverse_frequency, dim, drafter->rope_attention_factor);
-    backend->embed(state->hidden, &drafter->weights.backbone.embed_tokens, state->rows, n);
+    backend->embed(state->hidden, &weights->embed_tokens, state->rows, n);
     if (draft->input_embedding_scale != 1)
         backend->copy_rows(state->hidden, hidden, state->hidden, hidden, n, config->hidden_size, draft->input_embedding_scale);
+    backend->rms_norm(state->normed, hidden, state->hidden, hidden, weights->layers[0].input_layernorm, n, config->hidden_size,
+                      config->rms_norm_eps);
     for (int l = 0; l < config->num_hidden_layers; l++) {
-        const LayerWeights *layer = &drafter->weights.backbone.layers[l];
+        const LayerWeights *layer = &weights->layers[l];
         const DraftLayerWeights *extra = &drafter->weights.layers[l];
-        backend->rms_norm(state->normed, hidden, state->hidden, hidden, layer->input_layernorm, n, config->hidden_size,
-                          config->rms_norm_eps);
+        const float *next = l + 1 < config->num_hidden_layers ? layer[1].input_layernorm : weights->norm;
         convolve_input(engine, extra->attention_conv, &extra->attention_kernel, n);
         backend->linear(state->q, q_width, state->normed, hidden, n, &layer->q_proj);
-        backend->rms_norm(state->q, (size_t)dim, state->q, (size_t)dim, layer->q_norm, n * heads, dim, config->rms_norm_eps);
-        backend->rope(state->q, n, heads, dim, 0, dim, false, state->cosine, state->sine);
+        backend->norm_heads(state->q, q_width, n, heads, dim, layer->q_norm, config->rms_norm_eps, state->cosine, state->sine);
         project_keys_and_values(engine, layer, state->normed, n);
         backend->block_attention(state->attended, state->q, state->kv, layer_ring(cache, l), &cache->draft_format,
                                  cache->draft_rows, blocks, n_blocks, size, draft->window[l], draft->causal[l], heads, kv_heads,
                                  dim, 1 / sqrtf((float)dim));
         backend->linear(state->branch, hidden, state->attended, q_width, n, &layer->o_proj);
         convolve_output(engine, extra->attention_conv, &extra->attention_kernel, n);
-        backend->add(state->hidden, state->branch, (size_t)n * hidden);
-
-        backend->rms_norm(state->normed, hidden, state->hidden, hidden, layer->post_attention_layernorm, n, config->hidden_size,
-                          config->rms_norm_eps);
+        backend->add_norm(state->normed, state->hidden, state->branch, layer->post_attention_layernorm, n, config->hidden_size,
+                          config->rms_norm_eps, NULL, 0);
         convolve_input(engine, extra->mlp_conv, &extra->mlp_kernel, n);
         backend->linear(state->gate, inner, state->normed, hidden, n, &layer->gate_proj);
         backend->linear(state->up, inner, state->normed, hidden, n, &layer->up_proj);
         backend->swiglu(state->gate, state->gate, state->up, (size_t)n * inner);
         backend->linear(state->branch, hidden, state->gate, inner, n, &layer->down_proj);
         convolve_output(engine, extra->mlp_conv, &extra->mlp_kernel, n);
-        backend->add(state->hidden, state->branch, (size_t)n * hidden);
+        backend->add_norm(state->normed, state->hidden, state->branch, next, n, config->hidden_size, config->rms_norm_eps, NULL, 0);
     }
-    backend->rms_norm(state->normed, hidden, state->hidden, hidden, drafter->weights.backbone.norm, n, config->hidden_size,
-                      config->rms_norm_eps);
 }
 
 /* Candidates of one slot of every block, from its rows of logits: in the target's ids. */

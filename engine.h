@@ -881,8 +881,10 @@ struct Backend {
     /* y = weight * x / sqrt(mean(x^2) + eps) over each of `n` vectors of `dim`. y may be x. */
     void (*rms_norm)(float *y, size_t y_stride, const float *x, size_t x_stride, const float *weight, int n, int dim, float eps);
 
-    /* y = (x - mean) / sqrt(variance + eps) * weight + bias. y may be x. */
-    void (*layer_norm)(float *y, const float *x, const float *weight, const float *bias, int n, int dim, float eps);
+    /* What a sublayer adds to the residual stream, and the norm that the next one begins with: x += branch, then y as from rms_norm.
+     * n rows of `dim`. report: NULL, or x is looked at as check_finite() does. */
+    void (*add_norm)(float *y, float *x, const float *branch, const float *weight, int n, int dim, float eps, PassReport *report,
+                     int place);
 
     /* y[r, o] = sum_i W[o, i] x[r, i]: the reduction runs over i in blocks of fixed size. */
     void (*linear)(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w);
@@ -896,12 +898,28 @@ struct Backend {
     void (*rope)(float *x, int n_rows, int heads, int head_stride, int offset, int dim, bool interleaved,
                  const float *cosine, const float *sine);
 
+    /* Queries or keys of grouped-query attention (Qwen3), in place: each of the `heads` vectors of `dim` values that a row of
+     * `stride` begins with is normed by itself and then rotated as a whole, in pairs (i, i + dim / 2). */
+    void (*norm_heads)(float *x, size_t stride, int n_rows, int heads, int dim, const float *weight, float eps, const float *cosine,
+                       const float *sine);
+
     /* Where rows are stored: their places in the pool of a tail, and among the index keys. */
     void (*locate_rows)(DeviceRow *kv_rows, DeviceRow *index_rows, const Cache *cache, const Row *rows, int n_rows);
 
     /* Writes row ids[r] of a pool: `quantised` values from a[r], `plain` values from b[r]. */
     void (*store_rows)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows,
                        const float *a, size_t a_stride, const float *b, size_t b_stride);
+
+    /* The cached rows of latent attention: kv [rows, lora + tail] is normed in its first `lora` values and rotated in the others, in
+     * pairs (2i, 2i + 1), in place, and written to rows ids[r] of a pool. */
+    void (*store_latents)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *kv, int lora, int tail,
+                          const float *weight, float eps, const float *cosine, const float *sine);
+
+    /* The indexer's keys: k [rows, dim] becomes (k - mean) / sqrt(variance + 1e-6) * weight + bias, its first `turned` values are
+     * rotated as rope() does, and it is written to rows ids[r] of a pool. It is looked at as check_finite() does. */
+    void (*store_index_keys)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *k, int dim,
+                             const float *weight, const float *bias, int turned, bool interleaved, const float *cosine,
+                             const float *sine, PassReport *report, int place);
 
     /* Lightning indexer (DeepSeek-V3.2 eq. 1): score[s] = (heads * head_dim)^-0.5 sum_h w[h] relu(q[h] . key[s]), then the top
      * min(capacity, position + 1) positions; equal scores: the lower position. q: [rows, heads, head_dim]; head_weights:

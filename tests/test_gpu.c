@@ -157,9 +157,8 @@ static void test_norms(void) {
         for (int n = 0; n <= 5; n += n ? 4 : 1) {
             const int dim = dims[d], gap = d % 3;
             const size_t stride = (size_t)(dim + gap), all = (size_t)n * stride, dense = (size_t)n * (size_t)dim;
-            float *x = random_floats(all + 1, 3), *weight = random_floats((size_t)dim, 1), *bias = random_floats((size_t)dim, 1);
-            float *wanted = malloc((all + 1) * 4), *rows = malloc((dense + 1) * 4);
-            float *dx = on_device(x, all * 4), *dw = on_device(weight, (size_t)dim * 4), *db = on_device(bias, (size_t)dim * 4);
+            float *x = random_floats(all + 1, 3), *weight = random_floats((size_t)dim, 1), *wanted = malloc((all + 1) * 4);
+            float *dx = on_device(x, all * 4), *dw = on_device(weight, (size_t)dim * 4);
             float *dy = output_on_device(dense), *one = output_on_device((size_t)dim);
             c_backend.rms_norm(wanted, (size_t)dim, x, stride, weight, n, dim, 1e-6f);
             cuda_backend.rms_norm(dy, (size_t)dim, dx, stride, dw, n, dim, 1e-6f);
@@ -182,20 +181,7 @@ static void test_norms(void) {
                           "rms_norm: gap");
             }
             free(y);
-            for (size_t i = 0; i < dense; i++) rows[i] = x[i] + 2;
-            float *dr = on_device(rows, dense * 4), *dl = output_on_device(dense);
-            c_backend.layer_norm(wanted, rows, weight, bias, n, dim, 1e-6f);
-            cuda_backend.layer_norm(dl, dr, dw, db, n, dim, 1e-6f);
-            y = fetch_output(dl, dense, "layer_norm");
-            compare("layer_norm", y, wanted, dense, 2e-5);
-            for (int r = 0; r < n; r++) {
-                cuda_backend.layer_norm(one, dr + (size_t)r * (size_t)dim, dw, db, 1, dim, 1e-6f);
-                float *alone = fetch_output(one, (size_t)dim, "layer_norm");
-                CHECK(!memcmp(alone, y + (size_t)r * (size_t)dim, (size_t)dim * 4), "layer_norm: row %d of %d alone, dim %d", r,
-                      n, dim);
-                free(alone);
-            }
-            free(y), free(x), free(weight), free(bias), free(wanted), free(rows);
+            free(x), free(weight), free(wanted);
             free_kept();
         }
 }
@@ -247,6 +233,123 @@ static void test_rope(void) {
             free(x), free(y), free(c), free(s), free(cosine), free(sine);
             free_kept();
         }
+}
+
+/* Both results, a row alone, and what is reported of a row that is bad. */
+static void test_add_norm(void) {
+    static const int dims[] = {8, 320, 2048, 2049, 7168};
+    for (int d = 0; d < 5; d++)
+        for (int n = 0; n <= 6; n += 3) {
+            const int dim = dims[d], bad = n - 2;
+            const size_t width = (size_t)dim, all = (size_t)n * width;
+            float *x = random_floats(all + 1, 3), *branch = random_floats(all + 1, 3), *weight = random_floats(width, 1);
+            float *y = malloc((all + 1) * 4), *dx = on_device(x, all * 4), *db = on_device(branch, all * 4);
+            float *dw = on_device(weight, width * 4), *dy = output_on_device(all), *one = output_on_device(width);
+            PassReport report = {.bad_row = -1, .bad_place = -1}, *device = on_device(&report, sizeof report), *got;
+            cuda_backend.add_norm(dy, dx, db, dw, n, dim, 1e-6f, device, 7);
+            float *stream = from_device(dx, all * 4), *normed = fetch_output(dy, all, "add_norm");
+            got = from_device(device, sizeof *got);
+            CHECK(got->bad_row == -1 && got->bad_place == -1, "add_norm: nothing is bad");
+            free(got);
+            for (int r = 0; r < n; r++) {
+                float *own = on_device(x + (size_t)r * width, width * 4);
+                cuda_backend.add_norm(one, own, db + (size_t)r * width, dw, 1, dim, 1e-6f, NULL, 0);
+                float *alone = fetch_output(one, width, "add_norm"), *own_stream = from_device(own, width * 4);
+                CHECK(!memcmp(alone, normed + (size_t)r * width, width * 4)
+                          && !memcmp(own_stream, stream + (size_t)r * width, width * 4),
+                      "add_norm: row %d of %d alone, dim %d", r, n, dim);
+                free(alone), free(own_stream);
+            }
+            c_backend.add_norm(y, x, branch, weight, n, dim, 1e-6f, NULL, 0);
+            CHECK(!memcmp(stream, x, all * 4), "add_norm: the sums of %d x %d", n, dim);
+            compare("add_norm", normed, y, all, 1e-6);
+            if (n) {
+                float infinity = INFINITY;
+                cuda_backend.copy_bytes(dx + (size_t)bad * width + width / 2, &infinity, 4);
+                cuda_backend.add_norm(dy, dx, db, dw, n, dim, 1e-6f, device, 8);
+                cuda_backend.add_norm(dy, dx, db, dw, n, dim, 1e-6f, device, 9);
+                got = from_device(device, sizeof *got);
+                CHECK(got->bad_row == bad && got->bad_place == 8, "add_norm: row %d, place %d", got->bad_row, got->bad_place);
+                free(got);
+            }
+            free(x), free(branch), free(weight), free(y), free(stream), free(normed);
+            free_kept();
+        }
+}
+
+static void test_norm_heads(void) {
+    static const struct { int heads, dim, gap; } shapes[] = {{1, 16, 0}, {4, 64, 7}, {8, 128, 1024}, {3, 40, 1}, {32, 256, 0}};
+    for (int s = 0; s < 5; s++)
+        for (int n = 0; n <= 5; n += n ? 4 : 1) {
+            const int heads = shapes[s].heads, dim = shapes[s].dim;
+            const size_t stride = (size_t)(heads * dim + shapes[s].gap), all = (size_t)n * stride, angles = (size_t)(n * dim / 2);
+            float *x = random_floats(all + 1, 3), *weight = random_floats((size_t)dim, 1), *cosine = random_floats(angles + 1, 1),
+                  *sine = random_floats(angles + 1, 1);
+            float *dx = on_device(x, all * 4), *dw = on_device(weight, (size_t)dim * 4), *dc = on_device(cosine, angles * 4),
+                  *ds = on_device(sine, angles * 4), *last = on_device(n ? x + all - stride : x, n ? stride * 4 : 4);
+            c_backend.norm_heads(x, stride, n, heads, dim, weight, 1e-6f, cosine, sine);
+            cuda_backend.norm_heads(dx, stride, n, heads, dim, dw, 1e-6f, dc, ds);
+            float *y = from_device(dx, all * 4);
+            compare("norm_heads", y, x, all, 1e-6);
+            for (int r = 0; r < n; r++)
+                CHECK(!memcmp(y + (size_t)r * stride + heads * dim, x + (size_t)r * stride + heads * dim, (size_t)shapes[s].gap * 4),
+                      "norm_heads: values behind the heads");
+            if (n) {
+                cuda_backend.norm_heads(last, stride, 1, heads, dim, dw, 1e-6f, dc + angles - dim / 2, ds + angles - dim / 2);
+                float *alone = from_device(last, stride * 4);
+                CHECK(!memcmp(alone, y + all - stride, stride * 4), "norm_heads: a row alone, %d heads of %d", heads, dim);
+                free(alone);
+            }
+            free(x), free(y), free(weight), free(cosine), free(sine);
+            free_kept();
+        }
+}
+
+/* What is stored are the bytes that store_rows() makes of the values left in place, and those are the twin's. */
+static void check_stored(KvDtype dtype, int n, bool index) {
+    enum { LORA = 130, TAIL = 22, POOL = 12 };
+    const int quantised = index ? LORA + TAIL : LORA, plain = index ? 0 : TAIL, width = LORA + TAIL, turned = index ? 64 : TAIL;
+    const RowFormat format = row_format(dtype, quantised, plain, 128);
+    const size_t all = (size_t)(n * width), angles = (size_t)(n * turned / 2), bytes = POOL * format.stride;
+    float *x = random_floats(all + 1, 3), *weight = random_floats((size_t)width, 1), *bias = random_floats((size_t)width, 1),
+          *cosine = random_floats(angles + 1, 1), *sine = random_floats(angles + 1, 1);
+    DeviceRow ids[POOL];
+    for (int r = 0; r < n; r++) ids[r].id = (r * 5 + 3) % POOL;
+    uint8_t *pool = calloc(1, bytes), *device_pool = on_device(pool, bytes);
+    float *dx = on_device(x, all * 4), *dw = on_device(weight, (size_t)width * 4), *db = on_device(bias, (size_t)width * 4),
+          *dc = on_device(cosine, angles * 4), *ds = on_device(sine, angles * 4);
+    PassReport report = {.bad_row = -1, .bad_place = -1}, *device = on_device(&report, sizeof report);
+    DeviceRow *device_ids = on_device(ids, sizeof ids);
+    if (index) {
+        cuda_backend.store_index_keys(device_pool, &format, device_ids, n, dx, width, dw, db, turned, n % 2, dc, ds, device, 3);
+        c_backend.store_index_keys(pool, &format, ids, n, x, width, weight, bias, turned, n % 2, cosine, sine, &report, 3);
+    } else {
+        cuda_backend.store_latents(device_pool, &format, device_ids, n, dx, LORA, TAIL, dw, 1e-6f, dc, ds);
+        c_backend.store_latents(pool, &format, ids, n, x, LORA, TAIL, weight, 1e-6f, cosine, sine);
+    }
+    float *left = from_device(dx, all * 4);
+    uint8_t *stored = from_device(device_pool, bytes);
+    compare(index ? "store_index_keys" : "store_latents", left, x, all, 2e-5);
+    memset(pool, 0, bytes);
+    c_backend.store_rows(pool, &format, ids, n, left, (size_t)width, index ? left : left + LORA, (size_t)width);
+    CHECK(!memcmp(pool, stored, bytes), "%s: %d rows as dtype %d", index ? "store_index_keys" : "store_latents", n, dtype);
+    if (index && n) {
+        float nan = NAN;
+        cuda_backend.copy_bytes(dx + (n - 1) * width + 5, &nan, 4);
+        cuda_backend.store_index_keys(device_pool, &format, device_ids, n, dx, width, dw, db, turned, false, dc, ds, device, 4);
+        PassReport *got = from_device(device, sizeof *got);
+        CHECK(got->bad_row == n - 1 && got->bad_place == 4, "store_index_keys: row %d, place %d", got->bad_row, got->bad_place);
+        free(got);
+    }
+    free(x), free(weight), free(bias), free(cosine), free(sine), free(pool), free(left), free(stored);
+    free_kept();
+}
+
+static void test_stored_with_norms(void) {
+    static const KvDtype dtypes[] = {KV_F32, KV_BF16, KV_F8};
+    for (int d = 0; d < 3; d++)
+        for (int n = 0; n <= 9; n += 3)
+            for (int index = 0; index < 2; index++) check_stored(dtypes[d], n, index);
 }
 
 static void test_elementwise(void) {
@@ -649,6 +752,9 @@ static void test_products(void) {
     test_norms();
     test_embed();
     test_rope();
+    test_add_norm();
+    test_norm_heads();
+    test_stored_with_norms();
     test_elementwise();
     test_copies();
     test_check_finite();
