@@ -2420,7 +2420,7 @@ static void forward_dsa(Engine *engine, const Row *rows, int n) {
 }
 
 /* Works that a backend may keep: what tells them apart, and passes of how many rows are worth it. */
-enum { WORK_LAYERS, WORK_HEAD, WORK_DRAFT, KEPT_ROWS = 64 };
+enum { WORK_LAYERS, WORK_HEAD, WORK_DRAFT, WORK_CONTEXT, KEPT_ROWS = 64 };
 
 static uint64_t work_key(const Engine *engine, int work, int n, const int *more, int n_more) {
     uint64_t key = XXH3_64bits(&engine->state.block, sizeof engine->state.block);       /* no two engines share their activations */
@@ -2956,8 +2956,9 @@ static void project_keys_and_values(Engine *engine, const LayerWeights *layer, c
     finish_keys(engine, layer, n);
 }
 
-/* The rows state->row_list [n], whose features have been gathered, enter the ring. */
-static void store_context(Engine *engine, int n) {
+/* The rows state->row_list [n] enter the ring. Their features are those of rows `indices` of the pass just made; NULL: they have been
+ * gathered already. */
+static void store_context(Engine *engine, int n, const int *indices) {
     const Backend *backend = engine->backend;
     Cache *cache = &engine->cache;
     Drafter *drafter = &engine->drafter;
@@ -2976,6 +2977,10 @@ static void store_context(Engine *engine, int n) {
     }
     backend->upload(state->rows, state->row_list, (size_t)n * sizeof *state->rows);
     backend->upload(state->ring_rows, state->ring_list, (size_t)n * sizeof *state->ring_rows);
+    if (indices) backend->upload(state->indices, indices, (size_t)n * sizeof *indices);
+    const int gathers = indices != NULL;
+    if (begin_kept_work(engine, n > KEPT_ROWS ? 0 : work_key(engine, WORK_CONTEXT, n, &gathers, 1))) return;
+    if (indices) backend->gather_rows(state->gathered, state->features, state->indices, n, (int)feature);
     backend->linear(state->hidden, hidden, state->gathered, feature, n, &drafter->weights.fc);
     backend->rms_norm(state->normed, hidden, state->hidden, hidden, drafter->weights.hidden_norm, n, config->hidden_size,
                       config->rms_norm_eps);
@@ -2985,6 +2990,7 @@ static void store_context(Engine *engine, int n) {
         project_keys_and_values(engine, &drafter->weights.backbone.layers[l], state->normed, n);
         backend->store_rows(layer_ring(cache, l), &cache->draft_format, state->ring_rows, n, state->kv, width, state->kv, 0);
     }
+    backend->end_work();
 }
 
 void draft_feed(Engine *engine, const Row *rows, const int *indices, int n) {
@@ -2994,9 +3000,7 @@ void draft_feed(Engine *engine, const Row *rows, const int *indices, int n) {
         count = n - begin < state->max_rows ? n - begin : state->max_rows;
         if (count > cache->draft_rows) count = cache->draft_rows;       /* no two rows of one part share a place in the ring */
         for (int i = 0; i < count; i++) state->row_list[i] = rows[indices[begin + i]];
-        engine->backend->upload(state->indices, indices + begin, (size_t)count * sizeof *indices);
-        engine->backend->gather_rows(state->gathered, state->features, state->indices, count, engine->drafter.weights.fc.cols);
-        store_context(engine, count);
+        store_context(engine, count, indices + begin);
     }
 }
 
@@ -3018,7 +3022,7 @@ static void catch_up(Engine *engine, int s, int position) {
                                    kept_feature(&engine->drafter, s, t), (size_t)feature, 1, feature, 1);
     }
     session->kept_first = session->kept_end;
-    store_context(engine, n);
+    store_context(engine, n, NULL);
 }
 
 void draft_keep(Engine *engine, const Row *row, int index) {

@@ -306,7 +306,7 @@ static void test_norm_heads(void) {
 }
 
 /* What is stored are the bytes that store_rows() makes of the values left in place, and those are the twin's. */
-static void check_stored(KvDtype dtype, int n, bool index) {
+static void check_stored_with_norms(KvDtype dtype, int n, bool index) {
     enum { LORA = 130, TAIL = 22, POOL = 12 };
     const int quantised = index ? LORA + TAIL : LORA, plain = index ? 0 : TAIL, width = LORA + TAIL, turned = index ? 64 : TAIL;
     const RowFormat format = row_format(dtype, quantised, plain, 128);
@@ -349,7 +349,7 @@ static void test_stored_with_norms(void) {
     static const KvDtype dtypes[] = {KV_F32, KV_BF16, KV_F8};
     for (int d = 0; d < 3; d++)
         for (int n = 0; n <= 9; n += 3)
-            for (int index = 0; index < 2; index++) check_stored(dtypes[d], n, index);
+            for (int index = 0; index < 2; index++) check_stored_with_norms(dtypes[d], n, index);
 }
 
 static void test_elementwise(void) {
