@@ -2086,12 +2086,144 @@ static void test_rounds(void) {
     }
 }
 
+/* ---- a soak: sessions come, are broken off and end at random, under a budget that has to be shared, for as many rounds as asked */
+
+enum { SOAK_TALKS = 24, SOAK_SLOTS = 16, SOAK_CONTEXT = 1024, SOAK_TOKENS = 96, SOAK_WARM = 2000 };
+
+static Session soak_session(Runner *runner, int talk, int slot) {
+    Session session = {.slot = slot, .stream = (uint64_t)talk, .max_new = SOAK_TOKENS,
+                       .sampling = {.temperature = talk % 2 ? 0.8f : 0, .top_p = 0.95f, .top_k = talk % 3 ? 0 : 40, .repeat_penalty = 1,
+                                    .seed = 7}};
+    uint64_t before = test_seed;
+    test_seed = (uint64_t)talk + 1;
+    for (int i = 0, length = 5 + talk * 37; i < length; i++) arrput(session.ids, 300 + (int)(draw() % 5000));
+    test_seed = before;
+    session_begin(&session, &runner->engine);
+    return session;
+}
+
+/* What each talk says alone, without a drafter, everything resident. */
+static bool soak_alone(int **answers) {
+    EngineOptions options = {.backend = &cuda_backend, .model = "weights/mini", .sessions = 1, .context = SOAK_CONTEXT,
+                             .kv_dtype = KV_BF16, .kv_mode = MODE_RESIDENT};
+    Runner runner;
+    Error error;
+    bool ok = runner_open(&runner, &options, false, NULL, &error);
+    CHECK(ok, "%s", error.text);
+    for (int t = 0; ok && t < SOAK_TALKS; t++) {
+        Session session = soak_session(&runner, t, 0);
+        run_session(&runner, &session);
+        memcpy(arraddnptr(answers[t], arrlenu(session.ids)), session.ids, arrlenu(session.ids) * sizeof(int));
+        session_free(&session);
+        cache_release(&runner.engine.cache, 0);
+    }
+    if (ok) runner_close(&runner);
+    return ok;
+}
+
+static size_t resident_bytes(void) {
+    size_t all = 0, resident = 0;
+    FILE *file = fopen("/proc/self/statm", "r");
+    if (file && fscanf(file, "%zu %zu", &all, &resident) != 2) resident = 0;
+    if (file) fclose(file);
+    return resident * (size_t)sysconf(_SC_PAGESIZE);
+}
+
+/* As a user of them would end it: broken off one round in a hundred. */
+static void end_soaked(Runner *runner, Session *sessions, int *talk_of, int **answers, long *said, long *aborted) {
+    for (int s = 0; s < SOAK_SLOTS; s++) {
+        Session *session = &sessions[s];
+        if (talk_of[s] < 0) continue;
+        if (session->finish == RUNNING && draw_between(0, 99) == 0) session_stop(session, FINISH_INTERRUPTED), ++*aborted;
+        if (session->finish == RUNNING) continue;
+        const int *alone = answers[talk_of[s]];
+        const size_t n = arrlenu(session->ids);
+        CHECK(session->finish != FINISH_ERROR, "%s", session->error.text);
+        CHECK(session->finish == FINISH_INTERRUPTED ? n <= arrlenu(alone) : n == arrlenu(alone), "talk %d: %zu ids", talk_of[s], n);
+        CHECK(n <= arrlenu(alone) && !memcmp(session->ids, alone, n * sizeof(int)), "talk %d says what it says alone", talk_of[s]);
+        *said += tokens_generated(session);
+        session_free(session);
+        cache_release(&runner->engine.cache, s);
+        talk_of[s] = -1;
+    }
+}
+
+static void test_soak(long rounds) {
+    int *answers[SOAK_TALKS] = {NULL}, talk_of[SOAK_SLOTS];
+    EngineOptions options = {.backend = &cuda_backend, .model = "weights/mini", .draft = "weights/draft-dflash2", .sessions = SOAK_SLOTS,
+                             .context = SOAK_CONTEXT, .kv_dtype = KV_BF16, .kv_mode = MODE_ADAPTIVE, .kv_budget = 27 << 20};
+    Runner runner;
+    Error error;
+    Session sessions[SOAK_SLOTS] = {0};
+    long said = 0, aborted = 0;
+    size_t device = 0, host = 0;
+    if (!soak_alone(answers)) return;
+    bool ok = runner_open(&runner, &options, false, NULL, &error);
+    CHECK(ok, "%s", error.text);
+    if (!ok) return;
+    for (int s = 0; s < SOAK_SLOTS; s++) talk_of[s] = -1;
+    for (long turn = 0; runner.rounds < rounds && turn < 4 * rounds; turn++) {
+        Session *active[SOAK_SLOTS];
+        int n = 0;
+        for (int s = 0; s < SOAK_SLOTS; s++) {
+            if (talk_of[s] < 0 && draw_between(0, 3) == 0)
+                sessions[s] = soak_session(&runner, talk_of[s] = draw_between(0, SOAK_TALKS - 1), s);
+            if (talk_of[s] >= 0 && session_admit(&runner, &sessions[s])) active[n++] = &sessions[s];
+        }
+        if (n) run_round(&runner, active, n);
+        else cache_step(&runner.engine.cache);
+        end_soaked(&runner, sessions, talk_of, answers, &said, &aborted);
+        if (device || runner.rounds < SOAK_WARM) continue;
+        device = cuda_backend.available(MEMORY_DEVICE), host = resident_bytes();
+    }
+    const CacheStats *stats = &runner.engine.cache.stats;
+    const size_t host_end = resident_bytes();
+    printf("soak: %ld rounds, %ld tokens, %ld sessions broken off, %lu pages lent, %lu recalled, %lu rows fetched, %lu waits; "
+           "resident %zu MiB after %d rounds, %zu MiB at the end\n",
+           runner.rounds, said, aborted, stats->pages_lent, stats->pages_recalled, stats->fetched, stats->admission_waits, host >> 20,
+           SOAK_WARM, host_end >> 20);
+    CHECK(runner.rounds >= rounds && aborted && stats->pages_recalled && stats->fetched, "everything has happened");
+    CHECK(cuda_backend.available(MEMORY_DEVICE) == device, "device memory is what it was");
+    CHECK(host_end <= host + (8 << 20), "host memory has grown by %zu MiB", (host_end - host) >> 20);
+    for (int s = 0; s < SOAK_SLOTS; s++) session_free(&sessions[s]);
+    for (int t = 0; t < SOAK_TALKS; t++) arrfree(answers[t]);
+    runner_close(&runner);
+}
+
+/* ---- what cannot be done ends in one sentence */
+
+static void test_out_of_memory(void) {
+    Error error = {""};
+    void *block = cuda_backend.take((size_t)1 << 45, MEMORY_DEVICE, &error);
+    CHECK(!block && !strncmp(error.text, "cannot take ", 12) && strstr(error.text, "GPU memory: out of memory"), "%s", error.text);
+    block = cuda_backend.take(1 << 20, MEMORY_DEVICE, &error);
+    CHECK(block, "and a block that fits is there afterwards: %s", error.text);
+    cuda_backend.give_back(block, MEMORY_DEVICE);
+}
+
+/* This program again, in which a copy goes wrong. */
+static void test_cuda_error(void) {
+    char line[512] = "", more[8] = "", path[PATH_MAX] = "", command[PATH_MAX + 32];
+    CHECK(readlink("/proc/self/exe", path, sizeof path - 1) > 0, "the program's own path");
+    snprintf(command, sizeof command, "'%s' fault 2>&1", path);
+    FILE *pipe = popen(command, "r");
+    bool said = pipe && fgets(line, sizeof line, pipe) && !fgets(more, sizeof more, pipe);
+    int status = pipe ? pclose(pipe) : -1;
+    CHECK(said && !strncmp(line, "tide: engine.cu:", 16) && strstr(line, ": CUDA: "), "one line names file, line and cause: %s", line);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1, "and the program ends with 1");
+}
+
 #define RUN(test) (test(), printf(#test ": %d passed, %d failed so far\n", checks_passed, checks_failed))
 
-int main(void) {
+/* test_gpu: everything but the soak; test_gpu soak ROUNDS. */
+int main(int argc, char **argv) {
     Error error;
     setlinebuf(stdout);
     if (!cuda_backend.start(&error)) return fprintf(stderr, "test_gpu: %s\n", error.text), 1;
+    if (argc == 2 && !strcmp(argv[1], "fault")) return cuda_backend.copy_bytes((void *)8, &error, sizeof error), 0;
+    if (argc == 3 && !strcmp(argv[1], "soak")) return test_soak(atol(argv[2])), check_report();
+    RUN(test_out_of_memory);
+    RUN(test_cuda_error);
     RUN(test_products);
     RUN(test_store_rows);
     RUN(test_index_select);
