@@ -2334,9 +2334,8 @@ static void gpu_attention(GpuBench *bench) {
 }
 
 static bool bench_gpu(EngineOptions options, const char *directory, Error *error) {
-    (void)options;
     Figure figure;
-    if (!cuda_backend.start(error) || !open_figure(&figure, directory, "gpu", "what,seconds,bytes,of_read", error)) return false;
+    if (!cuda_backend.start(&options.device, error) || !open_figure(&figure, directory, "gpu", "what,seconds,bytes,of_read", error)) return false;
     GpuBench bench = {.pool = on_gpu((size_t)GPU_POOL * 1024), .x = on_gpu((size_t)GPU_VECTORS * 4), .y = on_gpu((size_t)GPU_VECTORS * 4),
                       .ints = on_gpu((size_t)GPU_VECTORS * 4), .sum = on_gpu(64), .csv = figure.csv};
     fill_gpu(bench.pool, (size_t)GPU_POOL * 1024, false);

@@ -30,6 +30,8 @@ static struct Device {
     int multiprocessors, major, minor;
     size_t shared_per_block;    /* bytes a block may ask for */
     cudaStream_t stream;        /* every operation's */
+    bool exact;                 /* how attention splits a sum may not depend on how many rows share a launch */
+    bool no_graph;              /* begin_work() keeps nothing */
 } gpu;
 
 static void check_cuda(cudaError_t status, const char *file, int line) {
@@ -75,7 +77,9 @@ static struct Transit {         /* between the pipeline's memory and the device'
 static bool attention_start(Error *error);
 static bool speculation_start(Error *error);
 
-static bool start(Error *error) {
+static bool start(const DeviceOptions *options, Error *error) {
+    gpu.exact = !options->inexact;
+    gpu.no_graph = options->no_graph;
     if (gpu.stream) return true;
     int count = 0;
     /* Without a driver there is no need to wake its library, which takes memory and time. The second is what Windows lends Linux. */
@@ -163,7 +167,7 @@ static struct Works {
 
 static bool begin_work(uint64_t key) {
     int at = 0;
-    if (!key) return false;
+    if (!key || gpu.no_graph) return false;
     while (at < works.n && works.kept[at].key != key) at++;
     if (at == works.n && works.n == MAX_WORKS) {    /* the one used longest ago makes room */
         for (int i = at = 0; i < works.n; i++)
@@ -247,6 +251,34 @@ static const void *import_weights(const void *data, size_t bytes, Error *error) 
         CUDA(cudaMemcpyAsync(to + done, transit.moving[turn], part, cudaMemcpyHostToDevice, gpu.stream));
         CUDA(cudaEventRecord(transit.moved[turn], gpu.stream));
     }
+    return to;
+}
+
+/* As backend.c makes them: four values are the four 16-bit pieces of one hash. */
+template <DType dtype>
+__global__ void make_weights_kernel(void *to, size_t count, float low, float step, uint64_t seed) {
+    const size_t four = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    uint64_t hash = seed + four;
+    hash = (hash ^ hash >> 33) * 0xff51afd7ed558ccdu;
+    hash = (hash ^ hash >> 33) * 0xc4ceb9fe1a85ec53u;
+    hash ^= hash >> 33;
+    for (size_t i = 4 * four; i < count && i < 4 * four + 4; i++, hash >>= 16) {
+        const float value = fmaf((float)(hash & 0xffff), step, low);
+        if (dtype == DTYPE_F32) ((float *)to)[i] = value;
+        else if (dtype == DTYPE_BF16) ((__nv_bfloat16 *)to)[i] = __float2bfloat16_rn(value);
+        else ((__nv_fp8_e4m3 *)to)[i] = __nv_fp8_e4m3(value);
+    }
+}
+
+static const void *make_weights(void *space, DType dtype, size_t count, float low, float high, uint64_t seed, Error *error) {
+    (void)space;
+    uint8_t *to = place_weights(count * dtype_size(dtype), error);
+    if (!to || !count) return to;
+    auto kernel = dtype == DTYPE_F32    ? make_weights_kernel<DTYPE_F32>
+                  : dtype == DTYPE_BF16 ? make_weights_kernel<DTYPE_BF16>
+                                        : make_weights_kernel<DTYPE_F8_E4M3>;
+    kernel<<<(unsigned)((count + 1023) / 1024), 256, 0, gpu.stream>>>(to, count, low, (high - low) / 65536, seed);
+    LAUNCHED();
     return to;
 }
 
@@ -4013,6 +4045,7 @@ extern "C" const Backend cuda_backend = {
     .give_back = give_back,
     .import_weights = import_weights,
     .release_weights = release_weights,
+    .make_weights = make_weights,
     .samplers = samplers,
     .begin_work = begin_work,
     .end_work = end_work,

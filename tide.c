@@ -45,7 +45,7 @@ enum { EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ROWS };
 typedef struct Options {
     EngineOptions engine;
     const char *prompt, *file, *ids, *decode, *jsonl, *output, *dump, *trace, *system, *session, *positional;
-    const char *kv_dtype, *kv_mode, *reclaim, *lookup, *think, *special, *device, *only; /* only: of options that have one value so far */
+    const char *kv_dtype, *kv_mode, *reclaim, *lookup, *think, *special, *device, *exact;
     const char *draft;          /* NULL: not said */
     const char *verify, *accept, *allocate;
     int width;                  /* 0: auto; -1: not said */
@@ -107,7 +107,10 @@ static const struct OptionSpec {
     {"--kv", WORD, AT(kv_mode), .words = "resident|hisparse|adaptive"},
     {"--kv-budget", BYTES, AT(engine.kv_budget), 1, 1e18},
     {"--index-topk", COUNT, AT(engine.index_topk), 1, MAX_CONTEXT},
-    {"--exact", WORD, AT(only), .words = "on", .later = "off"},
+    {"--exact", WORD, AT(exact), .words = "on|off"},
+    {"--no-graph", FLAG, AT(engine.device.no_graph)},
+    {"--dummy", FLAG, AT(engine.dummy), .commands = "chat|generate|batch|eval|inspect|bench"},
+    {"--layers", COUNT, AT(engine.layers), 1, 1024, .commands = "chat|generate|batch|eval|inspect|bench"},
     {"--draft", TEXT, AT(draft), .commands = "chat|generate|batch|inspect|bench"},
     {"--width", WIDTH, AT(width), .commands = "chat|generate|batch"},
     {"--verify", WORD, AT(verify), .words = "full|dvl|confidence", .commands = "chat|generate|batch"},
@@ -293,6 +296,8 @@ static bool parse_options(Options *options, int argc, char **argv) {
     options->engine.kv_mode = (KvMode)word_index("resident|hisparse|adaptive", options->kv_mode, MODE_ADAPTIVE);
     options->engine.reclaim = (Reclaim)word_index("whole|proportional", options->reclaim, RECLAIM_WHOLE);
     options->engine.lookup = (Lookup)word_index("direct|scan", options->lookup, LOOKUP_DIRECT);
+    options->engine.device.inexact = word_index("on|off", options->exact, 0);
+    if (options->engine.layers && !options->engine.dummy) return usage("--layers wants --dummy"), false;
     return true;
 }
 
@@ -360,7 +365,7 @@ static bool choose_device(Options *options, Error *error) {
 #ifdef TIDE_CUDA
     const bool wanted = options->device && !strcmp(options->device, "cuda");
     if (options->device && !strcmp(options->device, "cpu")) return true;
-    if (cuda_backend.start(error)) options->engine.backend = &cuda_backend;
+    if (cuda_backend.start(&options->engine.device, error)) options->engine.backend = &cuda_backend;
     else if (wanted) return false;
     else if (!options->quiet) notice("%s; running on the CPU", error->text);
 #endif
@@ -375,6 +380,8 @@ static bool start(Runner *runner, Options *options, bool need_tokenizer, int *st
     if (!runner_open(runner, &options->engine, need_tokenizer, options->quiet ? NULL : stderr, &error))
         return *status = report(&error), false;
     const Config *config = &runner->engine.config;
+    if (runner->engine.backend->shares_memory && (options->engine.device.inexact || options->engine.device.no_graph))
+        notice("--exact off and --no-graph do not apply to the CPU");
     bool hierarchy = options->engine.hot_rows || options->reclaim || options->lookup || options->engine.host_budget;
     if (!has_latent_attention(config) && (options->kv_mode || hierarchy))
         notice(
@@ -1838,7 +1845,7 @@ static int run_command(int argc, char **argv) {
     else if (!status) {
         options.chat |= options.system || options.think;
         options.engine.draft = options.draft;
-        if (!options.draft && same_folder(options.engine.model, model) && strcmp(argv[1], "eval"))
+        if (!options.draft && same_folder(options.engine.model, model) && strcmp(argv[1], "eval") && !options.engine.dummy)
             options.engine.draft = shipped(draft, "weights/draft-dflash2");
         if (options.draft && !strcmp(options.draft, "none")) options.engine.draft = NULL;
         if (!options.seeded && getrandom(&options.seed, sizeof options.seed, 0) != sizeof options.seed)

@@ -1985,7 +1985,7 @@ static void test_rounds(void) {
 int main(void) {
     Error error;
     setlinebuf(stdout);
-    if (!cuda_backend.start(&error)) return fprintf(stderr, "test_gpu: %s\n", error.text), 1;
+    if (!cuda_backend.start(&(DeviceOptions){0}, &error)) return fprintf(stderr, "test_gpu: %s\n", error.text), 1;
     RUN(test_products);
     RUN(test_store_rows);
     RUN(test_index_select);
