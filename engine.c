@@ -1147,7 +1147,7 @@ static void lay_out_draft(Drafter *drafter, const Config *target, const State *t
     state->drafts.survival = carve_floats(host_arena, sessions, slots);
 }
 
-static const char *const kv_dtype_names[] = {[KV_F32] = "f32", [KV_BF16] = "bf16", [KV_F8] = "fp8"};
+const char *const kv_dtype_names[] = {[KV_F32] = "f32", [KV_BF16] = "bf16", [KV_F8] = "fp8"};
 
 const char *const kv_mode_names[MODES] = {
     [MODE_RESIDENT] = "resident", [MODE_HISPARSE] = "hisparse", [MODE_ADAPTIVE] = "adaptive"};
@@ -3313,6 +3313,7 @@ bool engine_load(Engine *engine, Error *error) {
     const double begin = now();
     bool ok = check_memory(engine, error) && engine_bind(engine, engine->backend, error);
     if (ok) engine->backend->wait();
+    if (ok && engine->checkpoint.progress) engine->checkpoint.progress(engine->weight_bytes, engine->weight_bytes);
     engine->load_seconds = now() - begin;
     ok = ok && take_memory(engine, error);
     if (ok) {

@@ -160,10 +160,10 @@ static void upload(void *to, const void *from, size_t bytes) {
 enum { MAX_WORKS = 256 };
 
 static struct Works {
-    struct { uint64_t key; cudaGraphExec_t graph; long used; } kept[MAX_WORKS];
+    struct { uint64_t key; cudaGraphExec_t graph; long used, kernels; } kept[MAX_WORKS];
     int n, open;                /* open: which is being recorded, or -1 */
-    long clock;
-} works = {{}, 0, -1, 0};
+    long clock, kernels;        /* kernels: launched by graphs so far */
+} works = {{}, 0, -1, 0, 0};
 
 static bool begin_work(uint64_t key) {
     int at = 0;
@@ -183,6 +183,7 @@ static bool begin_work(uint64_t key) {
     }
     if (works.kept[at].graph) {
         CUDA(cudaGraphLaunch(works.kept[at].graph, gpu.stream));
+        works.kernels += works.kept[at].kernels;
         return true;
     }
     works.open = at;
@@ -194,9 +195,12 @@ static void end_work(void) {
     cudaGraph_t graph;
     if (works.open < 0) return;
     CUDA(cudaStreamEndCapture(gpu.stream, &graph));
+    size_t nodes;
+    CUDA(cudaGraphGetNodes(graph, NULL, &nodes));
     CUDA(cudaGraphInstantiate(&works.kept[works.open].graph, graph, 0));
     CUDA(cudaGraphDestroy(graph));
     CUDA(cudaGraphLaunch(works.kept[works.open].graph, gpu.stream));
+    works.kept[works.open].kernels = (long)nodes;   /* hardly anything else is captured */
     works.open = -1;
 }
 
@@ -418,6 +422,42 @@ __global__ void read_kernel(const uint4 *data, size_t n, unsigned *sum) {
     }
     for (; i < n; i += step) total += data[i].x ^ data[i].y ^ data[i].z ^ data[i].w;
     if (total == 0xdeadbeef) *sum = total;          /* hardly ever: so that the reads are made */
+}
+
+__global__ void empty_kernel() {}
+
+extern "C" void cuda_empty(void) {
+    empty_kernel<<<1, 32, 0, gpu.stream>>>();
+    LAUNCHED();
+}
+
+extern "C" long cuda_graph_kernels(void) { return works.kernels; }
+
+extern "C" void cuda_describe(char *text, size_t size) {
+    cudaDeviceProp properties;
+    int driver;
+    CUDA(cudaGetDeviceProperties(&properties, 0));
+    CUDA(cudaDriverGetVersion(&driver));
+    snprintf(text, size, "%s, driver for CUDA %d.%d, built with CUDA %d.%d", properties.name, driver / 1000, driver % 1000 / 10,
+             CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+}
+
+static cudaEvent_t marks[MAX_MARKS];
+
+/* Inside a capture an event must be asked for as a node of its own, or nothing could be read from it. */
+extern "C" void cuda_mark(int number) {
+    cudaStreamCaptureStatus status;
+    CUDA(cudaStreamIsCapturing(gpu.stream, &status));
+    if (!marks[number]) CUDA(cudaEventCreate(&marks[number]));
+    CUDA(cudaEventRecordWithFlags(marks[number], gpu.stream,
+                                  status == cudaStreamCaptureStatusActive ? cudaEventRecordExternal : cudaEventRecordDefault));
+}
+
+extern "C" double cuda_between(int first, int second) {
+    float milliseconds;
+    CUDA(cudaEventSynchronize(marks[second]));
+    CUDA(cudaEventElapsedTime(&milliseconds, marks[first], marks[second]));
+    return milliseconds / 1000.0;
 }
 
 /* Reads the bytes and does nothing with them. */

@@ -372,6 +372,7 @@ typedef enum KvMode {
 } KvMode;
 
 extern const char *const kv_mode_names[MODES];      /* as --kv spells them */
+extern const char *const kv_dtype_names[];          /* as --kv-dtype does */
 
 typedef enum Reclaim { RECLAIM_WHOLE, RECLAIM_PROPORTIONAL } Reclaim;   /* eq. 4, or a share from every session */
 typedef enum Lookup { LOOKUP_DIRECT, LOOKUP_SCAN } Lookup;  /* of hot rows: an array from row to slot, or the paper's scan */
@@ -1416,7 +1417,7 @@ struct cJSON *session_open(const Runner *runner, const char *path, FILE **file, 
 bool session_restore(Runner *runner, Session *session, const struct cJSON *header, FILE *file, const char *path, Error *error);
 
 /* ---------------------------------------------------------------------------------------------------------------------
- * Measurements (bench.c; the first three are engine.cu's)
+ * Measurements (bench.c; those named cuda_ are engine.cu's)
  */
 
 /* The median seconds, as the GPU counts them, of what `work` puts on its stream; work is called twice and must not wait. */
@@ -1426,8 +1427,28 @@ double cuda_seconds(void (*work)(void *), void *user);
 void cuda_begin_copy(void *to, const void *from, size_t bytes);
 void cuda_read(const void *data, size_t bytes, unsigned *sum);
 
-/* Makes the measurement of that name and prints it. What it draws goes into the directory, as NAME.csv and NAME.svg. 0: done;
- * 1: it failed; 2: there is none of that name. The last two with an error. */
-int bench(const char *name, const EngineOptions *options, const char *directory, Error *error);
+/* Puts on the stream, and into what is being captured: a mark, of any number below MAX_MARKS; a kernel that does nothing. And the seconds
+ * between two marks that have been reached: waits for them. */
+enum { MAX_MARKS = 16384 };
+void cuda_mark(int number);
+double cuda_between(int first, int second);
+void cuda_empty(void);
+
+/* Kernels that kept works have launched so far. */
+long cuda_graph_kernels(void);
+
+/* The device and the CUDA it is used through, in a line. */
+void cuda_describe(char *text, size_t size);
+
+typedef struct BenchOptions {
+    const char *name, *section; /* which measurement, and which part of it; section NULL: all */
+    const char *directory;      /* where NAME.csv and NAME.svg go */
+    bool markdown;              /* a table for README.md, where it has one */
+    int slots;                  /* sessions at most; 0: not said */
+} BenchOptions;
+
+/* Makes the measurement of that name and prints it. 0: done; 1: it failed; 2: there is none of that name, or no such part. The last two
+ * with an error. */
+int bench(const BenchOptions *bench, const EngineOptions *options, Error *error);
 
 #endif

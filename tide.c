@@ -44,7 +44,7 @@ enum { EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ROWS };
 
 typedef struct Options {
     EngineOptions engine;
-    const char *prompt, *file, *ids, *decode, *jsonl, *output, *dump, *trace, *system, *session, *positional;
+    const char *prompt, *file, *ids, *decode, *jsonl, *output, *dump, *trace, *system, *session, *positional, *section;
     const char *kv_dtype, *kv_mode, *reclaim, *lookup, *think, *special, *device, *exact;
     const char *draft;          /* NULL: not said */
     const char *verify, *accept, *allocate;
@@ -56,7 +56,7 @@ typedef struct Options {
     double temperature, top_p, min_p, repeat_penalty;   /* NAN: as the checkpoint says */
     int top_k;                  /* -1: as the checkpoint says */
     uint64_t seed;
-    bool seeded, ppl, stats, quiet, resume, chat, help;
+    bool seeded, ppl, stats, quiet, resume, chat, help, markdown;
 } Options;
 
 typedef enum OptionKind { TEXT, WORD, COUNT, NUMBER, BYTES, SEED, STOP, WIDTH, FLAG } OptionKind;
@@ -84,7 +84,8 @@ static const struct OptionSpec {
     {"--ppl", FLAG, AT(ppl), .commands = "eval"},
     {"-o", TEXT, AT(output), .commands = "batch|bench"},
     {"--resume", FLAG, AT(resume), .commands = "batch"},
-    {"--slots", COUNT, AT(slots), 1, MAX_PASS_ROWS, .commands = "batch|inspect"},
+    {"--slots", COUNT, AT(slots), 1, MAX_PASS_ROWS, .commands = "batch|inspect|bench"},
+    {"--md", FLAG, AT(markdown), .commands = "bench"},
     {"-n", COUNT, AT(n_new), 0, INT_MAX},
     {"-c", COUNT, AT(engine.context), 1, MAX_CONTEXT},
     {"--temp", NUMBER, AT(temperature), -1e9, 1e9},
@@ -283,9 +284,10 @@ static bool parse_options(Options *options, int argc, char **argv) {
         const struct OptionSpec *option = find_option(argv[a]);
         if (!option) {
             if (argv[a][0] == '-' && argv[a][1]) return usage("unknown option %s", argv[a]), false;
-            if (options->positional) return usage("one argument too many: %s", argv[a]), false;
+            const bool part = options->positional && !options->section && !strcmp(argv[1], "bench") && !strcmp(options->positional, "gpu");
+            if (options->positional && !part) return usage("one argument too many: %s", argv[a]), false;
             if (!listed("batch|bench", argv[1])) return usage("%s cannot use the argument %s", argv[1], argv[a]), false;
-            options->positional = argv[a];
+            *(part ? &options->section : &options->positional) = argv[a];
             continue;
         }
         if (option->commands && !listed(option->commands, argv[1])) return usage("%s cannot use %s", argv[1], argv[a]), false;
@@ -374,9 +376,23 @@ static bool choose_device(Options *options, Error *error) {
     return true;
 }
 
+/* A bar on the terminal while weights are moved, where that takes long enough to be seen. */
+static void show_progress(size_t bound, size_t all) {
+    enum { WIDTH = 40 };
+    static double begun, shown;
+    const double at = now();
+    if (!begun) begun = at;
+    if (at - begun < 0.5 || (at - shown < 0.1 && bound < all)) return;
+    shown = at;
+    const int filled = (int)((double)WIDTH * (double)bound / (double)all);
+    fprintf(stderr, "\rtide: [%.*s%*s] %.1f of %.1f GB, %.1f GB/s%s", filled, "========================================", WIDTH - filled, "",
+            (double)bound / 1e9, (double)all / 1e9, (double)bound / 1e9 / (at - begun), bound < all ? "" : "\r\033[K");
+}
+
 static bool start(Runner *runner, Options *options, bool need_tokenizer, int *status) {
     Error error;
     if (!choose_device(options, &error)) return *status = report(&error), false;
+    if (isatty(STDERR_FILENO) && !options->quiet) options->engine.progress = show_progress;
     if (!runner_open(runner, &options->engine, need_tokenizer, options->quiet ? NULL : stderr, &error))
         return *status = report(&error), false;
     const Config *config = &runner->engine.config;
@@ -1789,7 +1805,10 @@ static int command_chat(Options *options) {
 
 static int command_bench(Options *options) {
     Error error;
-    int status = bench(options->positional, &options->engine, options->output ? options->output : ".", &error);
+    const BenchOptions what = {.name = options->positional, .section = options->section, .markdown = options->markdown,
+                               .slots = options->slots, .directory = options->output ? options->output : "."};
+    if (what.name && listed("decode|first", what.name) && !choose_device(options, &error)) return report(&error);
+    int status = bench(&what, &options->engine, &error);
     if (status == EXIT_USAGE) return usage("%s", error.text);
     return status == EXIT_DONE ? status : report(&error);
 }
