@@ -2,7 +2,7 @@
  *
  *     figures . cpu . load . serving: loadstep, hotsweep, offered, cost . resolve . memory .
  *     speculation: acceptance, lengths, confidence, draft, speed
- *     kernels: gpu
+ *     kernels: gpu . whole steps: decode, first
  *
  * Owns: what `tide bench NAME` does: one function for each NAME, with its workload stated above it. A figure is measured or
  * computed in the run that prints it. stdout carries a table, and after it a line for each claim that the table bears on; the
@@ -2357,7 +2357,6 @@ static int find_section(const char *name, Error *error) {
 static bool bench_gpu(const BenchOptions *options, EngineOptions engine, Error *error) {
     Figure figure;
     const int section = find_section(options->section ? options->section : "all", error);
-    if (section > GPU_SECTIONS) return false;
     if (!cuda_backend.start(&engine.device, error)) return false;
     if (!open_figure(&figure, options->directory, "gpu", "what,seconds,bytes,of_read", error)) return false;
     GpuBench bench = {.pool = on_gpu((size_t)GPU_POOL * 1024), .x = on_gpu((size_t)GPU_VECTORS * 4), .y = on_gpu((size_t)GPU_VECTORS * 4),
@@ -2908,6 +2907,9 @@ static const struct {
 int bench(const BenchOptions *bench, const EngineOptions *options, Error *error) {
     enum { DONE, FAILED, UNKNOWN };
     char names[512] = "";
+#ifdef TIDE_CUDA
+    if (bench->section && find_section(bench->section, error) > GPU_SECTIONS) return UNKNOWN;
+#endif
     for (size_t i = 0; i < sizeof benches / sizeof *benches; i++) {
         EngineOptions used = *options;
         if (!benches[i].drafts) used.draft = NULL;

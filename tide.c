@@ -136,10 +136,9 @@ static const char usage_text[] =
     "       tide eval     [-m DIR] (-f FILE | --ids LIST) [--decode LIST] [--dump OUT.safetensors] [--ppl]\n"
     "       tide tokenize [-m DIR] (-p TEXT | -f FILE | --jsonl FILE | --decode LIST) [--special on|off]\n"
     "       tide inspect  [-m DIR]                                       config, tensors, memory plan; loads no weights\n"
-    "       tide bench    cpu|load|cost|loadstep|hotsweep|offered|resolve|memory|acceptance|lengths|confidence|speed|draft|gpu\n"
-    "                     [-o DIR]\n"
-    "                                                                    measurements; all but two draw DIR/NAME.svg from "
-    "NAME.csv\n"
+    "       tide bench    NAME [-o DIR]                                  measurements, into DIR/NAME.csv and NAME.svg: cpu load cost\n"
+    "                     loadstep hotsweep offered resolve memory acceptance lengths confidence speed draft first decode gpu\n"
+    "       tide bench    gpu [PART|all] [--md]                          PART: ceilings products experts selection attention ...\n"
     "\n"
     "  -m DIR            checkpoint directory as published (default: the one shipped in weights/mini)\n"
     "  -n N              tokens to generate at most (generate, batch: 256; chat: as many as fit)\n"
@@ -170,6 +169,10 @@ static const char usage_text[] =
     "drafts gives)\n"
     "  --session FILE    chat, generate: take up the session in FILE where there is one, and write it there at the end\n"
     "  --resume          batch: keep the finished rows of -o and go on after them\n"
+    "  --dummy           random weights: -m wants config.json alone; generate and eval with --ids, bench and inspect no tokenizer\n"
+    "  --layers L        of --dummy: the first L layers only\n"
+    "  --exact on|off    on a GPU: off lets attention split its sums by the load, so that tokens may depend on it (default on)\n"
+    "  --no-graph        on a GPU: launch each operation anew instead of replaying captured graphs\n"
     "  --stats --trace FILE.jsonl --quiet\n";
 
 /* One line to the user, whatever the arguments hold. */
