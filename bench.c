@@ -2385,8 +2385,8 @@ static bool bench_gpu(const BenchOptions *options, EngineOptions engine, Error *
  * own), the index keys of its session, the rows it selects, and the head: the step's time is set beside what reading these bytes would take.
  *
  * The table below it says where a step's time goes. Each operation is called through a table of operations that puts a mark behind it, on the
- * GPU an event inside the captured graph: a mark's time is what lies between it and the one before, so the marks' own cost is in the
- * figures too; the step without marks stands above.
+ * GPU an event inside the captured graph: an operation's time is what lies between its mark and the one before, less what a mark costs
+ * between two kernels that do nothing. The time of the device alone is that of the same graphs, without marks, replayed one after the other.
  */
 
 enum {
@@ -2416,6 +2416,8 @@ static struct Watch {
     double at[MAX_MARKS];       /* when, on the C backend */
     double bytes[MAX_MARKS];
     int n_marks, all_marks;     /* so far in this step; of the last step in which they were set */
+    double mark_seconds;        /* what a mark costs */
+    uint64_t keys[2];           /* of the last two works: the layers and the head */
     double expert_bytes, row_bytes;         /* read by one call of experts(); one selected row */
     const Cache *cache;
     int positions;              /* rows that a session's query sees */
@@ -2500,6 +2502,8 @@ static void watched_linear(float *y, size_t y_stride, const float *x, size_t x_s
 
 /* Its own works, so that those without marks stay as they are. */
 static bool watched_begin_work(uint64_t key) {
+    watch.keys[0] = watch.keys[1];
+    watch.keys[1] = key;
     if (watch.real->begin_work(key ? key ^ 0x6d61726bu << 1 : 0)) return true;
     set_mark(-1, 0);
     return false;
@@ -2523,7 +2527,7 @@ static void add_marks(void) {
         double seconds = watch.at[i] - watch.at[i - 1];
         if (watch.of[i] < 0) continue;
 #ifdef TIDE_CUDA
-        if (!watch.real->shares_memory) seconds = cuda_between(i - 1, i);
+        if (!watch.real->shares_memory) seconds = fmax(cuda_between(i - 1, i) - watch.mark_seconds, 0);
 #endif
         Operation *operation = &watch.operations[watch.of[i]];
         operation->seconds[watch.batch] += seconds / DECODE_MARKED;
@@ -2541,7 +2545,8 @@ typedef struct Decode {         /* a model with sessions that have a history */
     int *picks;                 /* [rows, per_token] */
     double read;                /* bytes a second */
     long kernels;               /* of a step, in captured graphs */
-    double empty_kernel;        /* seconds that one which does nothing takes there */
+    double empty_kernel, marked_kernel;     /* seconds that one which does nothing takes there, and with a mark behind it */
+    double device;              /* seconds that the graphs of a step take when nothing keeps them waiting; 0: there are none */
 } Decode;
 
 /* Bytes a second that the operations' memory is read at. */
@@ -2567,9 +2572,12 @@ static double measure_read(const Backend *backend, Error *error) {
 #ifdef TIDE_CUDA
 enum { EMPTY_KERNELS = 256 };
 
+/* Kernels that do nothing, with marks between them or without. */
 static void empty_work(void *user) {
-    (void)user;
-    for (int i = 0; i < EMPTY_KERNELS; i++) cuda_empty();
+    for (int i = 0; i < EMPTY_KERNELS; i++) {
+        cuda_empty();
+        if (user) cuda_mark(i);
+    }
 }
 #endif
 
@@ -2657,7 +2665,10 @@ static bool decode_open(Decode *decode, EngineOptions options, int asked, Error 
     if (!decode->read || !runner_open(&decode->runner, &options, false, stderr, error)) return false;
     Engine *engine = &decode->runner.engine;
 #ifdef TIDE_CUDA
-    if (!engine->backend->shares_memory) decode->empty_kernel = cuda_seconds(empty_work, NULL) / EMPTY_KERNELS;
+    if (!engine->backend->shares_memory) {
+        decode->empty_kernel = cuda_seconds(empty_work, NULL) / EMPTY_KERNELS;
+        decode->marked_kernel = cuda_seconds(empty_work, decode) / EMPTY_KERNELS;
+    }
 #endif
     tokenizer_close(decode->runner.tokenizer);
     decode->runner.tokenizer = NULL;                /* nothing ends a session */
@@ -2778,6 +2789,19 @@ static bool time_rounds(Decode *decode, int n, double *seconds, Error *error) {
     return true;
 }
 
+/* The graphs of the step that was watched last, replayed without a host in between. */
+static void time_device(Decode *decode) {
+    decode->device = 0;
+#ifdef TIDE_CUDA
+    if (!decode->kernels) return;
+    cuda_mark(0);
+    for (int step = 0; step < DECODE_STEPS; step++)
+        for (int i = 0; i < 2; i++) watch.real->begin_work(watch.keys[i]);
+    cuda_mark(1);
+    decode->device = cuda_between(0, 1) / DECODE_STEPS;
+#endif
+}
+
 static void print_decode(const Decode *decode, int batch, double seconds, FILE *csv) {
     const int n = decode_batches[batch];
     const StepBytes bytes = step_bytes(decode, n);
@@ -2789,10 +2813,11 @@ static void print_decode(const Decode *decode, int batch, double seconds, FILE *
     printf("                 %.1f MB: weights %.1f, experts %.1f (%.1f a layer), head %.1f, index keys %.1f, rows %.1f\n", all / 1e6,
            bytes.weights / 1e6, bytes.experts / 1e6, decode->passes ? (double)decode->picked / (double)decode->passes : 0, bytes.head / 1e6,
            bytes.keys / 1e6, bytes.rows / 1e6);
-    printf("                 operations with marks between them %.3f ms", 1e3 * marked);
-    if (decode->kernels)
-        printf("; %ld kernels in captured graphs, where an empty one takes %.2f us: %.1f%% of the step", decode->kernels,
-               1e6 * decode->empty_kernel, 100 * (double)decode->kernels * decode->empty_kernel / seconds);
+    printf("                 operations %.3f ms", 1e3 * marked);
+    if (decode->device)
+        printf("; the device %.3f ms, host and sampling the rest; %ld kernels, each of which takes %.2f us if it is empty: %.1f%% of the step",
+               1e3 * decode->device, decode->kernels, 1e6 * decode->empty_kernel,
+               100 * (double)decode->kernels * decode->empty_kernel / seconds);
     putchar('\n');
     fprintf(csv, "%d,%d,%.9f,%.0f,%.4f\n", n, decode->rows, seconds, all, share);
 }
@@ -2828,11 +2853,13 @@ static bool bench_decode(const BenchOptions *bench, EngineOptions options, Error
     bool ok = open_figure(&figure, bench->directory, "decode", "sessions,rows,seconds,bytes,of_read", error), opened = ok;
     memset(&watch, 0, sizeof watch);
     watch_engine(&decode.runner.engine);
+    watch.mark_seconds = decode.marked_kernel - decode.empty_kernel;
     printf("decode           %s, %d layers%s, %s rows, %s\n", options.model, decode.runner.engine.config.num_hidden_layers,
            options.dummy ? ", random weights" : "", kv_dtype_names[decode.runner.engine.cache.format.dtype], watch.real->name);
     for (int batch = 0; batch < DECODE_BATCHES && decode_batches[batch] <= decode.n && ok; batch++) {
         double seconds = 0;
         ok = watch_steps(&decode, batch, error) && time_rounds(&decode, decode_batches[batch], &seconds, error);
+        if (ok) time_device(&decode);
         if (ok) print_decode(&decode, batch, seconds, figure.csv);
     }
     if (ok) print_operations(&decode);

@@ -2346,20 +2346,19 @@ static void forward_qwen3(Engine *engine, const Row *rows, int n) {
     const int heads = config->num_attention_heads, kv_heads = config->num_key_value_heads, dim = config->head_dim;
     const size_t hidden = (size_t)config->hidden_size, q_width = (size_t)(heads * dim), kv_width = (size_t)(kv_heads * dim),
                  width = 2 * kv_width;
-    float *k = state->kv, *v = state->kv + kv_width;                 /* rows of `width`: keys and values as they are cached */
+    float *k = state->attended, *v = state->kv + kv_width;          /* rows of kv: keys and values as they are cached */
     for (int i = 0; i < config->num_hidden_layers; i++) {
         const LayerWeights *layer = begin_layer(engine, i, rows, n);
         backend->linear(state->q, q_width, state->normed, hidden, n, &layer->q_proj);
-        backend->linear(k, width, state->normed, hidden, n, &layer->k_proj);
+        backend->linear(k, kv_width, state->normed, hidden, n, &layer->k_proj);
         backend->linear(v, width, state->normed, hidden, n, &layer->v_proj);
 
         /* Each head of query and key is normed by itself, before it is rotated. */
         backend->rms_norm(state->q, (size_t)dim, state->q, (size_t)dim, layer->q_norm, n * heads, dim, config->rms_norm_eps);
         backend->rope(state->q, n, heads, dim, 0, dim, false, state->cosine, state->sine);
-        for (int h = 0; h < kv_heads; h++) {
-            backend->rms_norm(k + h * dim, width, k + h * dim, width, layer->k_norm, n, dim, config->rms_norm_eps);
-            backend->rope(k, n, 1, (int)width, h * dim, dim, false, state->cosine, state->sine);
-        }
+        backend->rms_norm(k, (size_t)dim, k, (size_t)dim, layer->k_norm, n * kv_heads, dim, config->rms_norm_eps);
+        backend->rope(k, n, kv_heads, dim, 0, dim, false, state->cosine, state->sine);
+        backend->copy_rows(state->kv, width, k, kv_width, n, (int)kv_width, 1);
         RowPool pool = row_pool(cache, (SourceId){i});
         backend->store_rows(pool.rows, &cache->format, state->kv_rows, n, state->kv, width, state->kv, 0);
         backend->dense_attention(state->attended, state->q, &pool, &cache->format, cache->seen.ready, cache->context_pages,
@@ -2994,26 +2993,19 @@ static uint8_t *layer_ring(const Cache *cache, int layer) {
     return cache->draft_ring + (size_t)layer * (size_t)cache->sessions * (size_t)cache->draft_rows * cache->draft_format.stride;
 }
 
-/* Norms and rotates the keys in rows of keys | values; rotations of their positions are in the state. */
-static void finish_keys(Engine *engine, const LayerWeights *layer, int n) {
+/* Rows of keys | values of x, the keys normed and rotated; the rotations of their positions are in the state. */
+static void project_keys_and_values(Engine *engine, const LayerWeights *layer, const float *x, int n) {
+    const Backend *backend = engine->backend;
     const Config *config = &engine->drafter.config.backbone;
     DraftState *state = &engine->drafter.state;
     const int dim = config->head_dim, kv_heads = config->num_key_value_heads;
-    const size_t width = 2 * (size_t)(kv_heads * dim);
-    for (int h = 0; h < kv_heads; h++) {
-        float *k = state->kv + h * dim;
-        engine->backend->rms_norm(k, width, k, width, layer->k_norm, n, dim, config->rms_norm_eps);
-        engine->backend->rope(state->kv, n, 1, (int)width, h * dim, dim, false, state->cosine, state->sine);
-    }
-}
-
-static void project_keys_and_values(Engine *engine, const LayerWeights *layer, const float *x, int n) {
-    const Config *config = &engine->drafter.config.backbone;
-    DraftState *state = &engine->drafter.state;
-    const size_t hidden = (size_t)config->hidden_size, kv_width = (size_t)(config->num_key_value_heads * config->head_dim);
-    engine->backend->linear(state->kv, 2 * kv_width, x, hidden, n, &layer->k_proj);
-    engine->backend->linear(state->kv + kv_width, 2 * kv_width, x, hidden, n, &layer->v_proj);
-    finish_keys(engine, layer, n);
+    const size_t hidden = (size_t)config->hidden_size, kv_width = (size_t)(kv_heads * dim);
+    float *k = state->attended;                     /* nothing has attended yet */
+    backend->linear(k, kv_width, x, hidden, n, &layer->k_proj);
+    backend->linear(state->kv + kv_width, 2 * kv_width, x, hidden, n, &layer->v_proj);
+    backend->rms_norm(k, (size_t)dim, k, (size_t)dim, layer->k_norm, n * kv_heads, dim, config->rms_norm_eps);
+    backend->rope(k, n, kv_heads, dim, 0, dim, false, state->cosine, state->sine);
+    backend->copy_rows(state->kv, 2 * kv_width, k, kv_width, n, (int)kv_width, 1);
 }
 
 /* The rows state->row_list [n], whose features have been gathered, enter the ring. */
