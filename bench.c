@@ -1709,7 +1709,8 @@ static bool bench_confidence(const BenchOptions *bench, EngineOptions options, E
     HeldPrompt *prompts = NULL;
     DraftRound *rounds = NULL, *halves[2] = {0};
     float temperatures[MAX_BLOCK];
-    if (!open_figure(&figure, bench->directory, "confidence", "slot,temperature,error_before,error_after,auc", error)) return false;
+    if (!open_figure(&figure, bench->directory, "confidence", "slot,temperature,error_before,error_after,auc", error))
+        return false;
     bool ok = open_held(options, &answerer, &prompts, error);
     const DraftConfig *draft = &answerer.runner.engine.drafter.config;
     if (ok && !draft->confidence_head) ok = fail(error, "%s: has no confidence head", options.draft);
@@ -1780,7 +1781,8 @@ static bool bench_draft(const BenchOptions *bench, EngineOptions options, Error 
                                   "title (w eq '0' ? 'as shipped' : 'window 2048')";
     Figure figure;
     bool ok = options.draft || fail(error, "this measurement wants a drafter: --draft DIR"), equal = true;
-    if (!ok || !open_figure(&figure, bench->directory, "draft", "window,context,bytes,equation_9,equation_11", error)) return false;
+    if (!ok || !open_figure(&figure, bench->directory, "draft", "window,context,bytes,equation_9,equation_11", error))
+        return false;
     printf("draft            bytes that a drafter adds to a session, by the plan and by the paper's arithmetic\n");
     printf("%8s %8s %12s %12s %12s\n", "window", "context", "planned", "eq. 9", "eq. 11");
     for (int window = 0, first = 0; window <= 2048 && ok; window += 2048, first = 0)
@@ -2127,8 +2129,8 @@ static void fill_gpu(void *to, size_t bytes, bool floats) {
 }
 
 static void gpu_line(GpuBench *bench, const char *what, double seconds, double bytes) {
-    printf(bench->markdown ? "| %s | %.1f | %.1f | %.1f%% |\n" : "%-58s %10.1f us %9.1f GB/s %6.1f%% of read\n", what, 1e6 * seconds,
-           bytes / seconds / 1e9, 100 * bytes / seconds / bench->read);
+    printf(bench->markdown ? "| %s | %.1f | %.1f | %.1f%% |\n" : "%-58s %10.1f us %9.1f GB/s %6.1f%% of read\n", what,
+           1e6 * seconds, bytes / seconds / 1e9, 100 * bytes / seconds / bench->read);
     fprintf(bench->csv, "%s,%.9f,%.0f,%.4f\n", what, seconds, bytes, bytes / seconds / bench->read);
 }
 
@@ -2359,8 +2361,13 @@ static bool bench_gpu(const BenchOptions *options, EngineOptions engine, Error *
     const int section = find_section(options->section ? options->section : "all", error);
     if (!cuda_backend.start(&engine.device, error)) return false;
     if (!open_figure(&figure, options->directory, "gpu", "what,seconds,bytes,of_read", error)) return false;
-    GpuBench bench = {.pool = on_gpu((size_t)GPU_POOL * 1024), .x = on_gpu((size_t)GPU_VECTORS * 4), .y = on_gpu((size_t)GPU_VECTORS * 4),
-                      .ints = on_gpu((size_t)GPU_VECTORS * 4), .sum = on_gpu(64), .csv = figure.csv, .markdown = options->markdown};
+    GpuBench bench = {.pool = on_gpu((size_t)GPU_POOL * 1024),
+                      .x = on_gpu((size_t)GPU_VECTORS * 4),
+                      .y = on_gpu((size_t)GPU_VECTORS * 4),
+                      .ints = on_gpu((size_t)GPU_VECTORS * 4),
+                      .sum = on_gpu(64),
+                      .csv = figure.csv,
+                      .markdown = options->markdown};
     fill_gpu(bench.pool, (size_t)GPU_POOL * 1024, false);
     fill_gpu(bench.x, (size_t)GPU_VECTORS * 4, true);
     char device[160];
@@ -2379,14 +2386,16 @@ static bool bench_gpu(const BenchOptions *options, EngineOptions engine, Error *
 
 /* ---- decode: a whole step of decoding, against the rate at which the memory is read
  *
- * Sessions of a long history decode one token a round, through run_round(), resident. The history is real in form and made up in content:
- * the first rows are run through the model, and pages of them, with low bits cleared at random so that no two have the same scores, are
- * repeated up to the context. A token must read every weight that it uses (of the experts those picked, counted in a pass of its
- * own), the index keys of its session, the rows it selects, and the head: the step's time is set beside what reading these bytes would take.
+ * Sessions of a long history decode one token a round, through run_round(), resident. The history is real in form and made up in
+ * content: the first rows are run through the model, and pages of them, with low bits cleared at random so that few have the same
+ * scores, are repeated up to the context. A token must read every weight that it uses (of the experts those picked, counted in a
+ * pass of its own), the index keys of its session, the rows it selects, and the head: the step's time is set beside what reading
+ * these bytes would take.
  *
- * The table below it says where a step's time goes. Each operation is called through a table of operations that puts a mark behind it, on the
- * GPU an event inside the captured graph: an operation's time is what lies between its mark and the one before, less what a mark costs
- * between two kernels that do nothing. The time of the device alone is that of the same graphs, without marks, replayed one after the other.
+ * The table below it says where a step's time goes. Each operation is called through a table of operations that puts a mark
+ * behind it, on the GPU an event inside the captured graph: an operation's time is what lies between its mark and the one
+ * before, less what a mark costs between two kernels that do nothing. The time of the device alone is that of the same graphs,
+ * without marks, replayed one after the other.
  */
 
 enum {
@@ -2438,7 +2447,8 @@ static void note_operation(const char *name, double bytes) {
     int i = 0;
     while (i < watch.n_operations && strcmp(watch.operations[i].name, name)) i++;
     if (i == MAX_OPERATIONS) i--;
-    if (i == watch.n_operations) snprintf(watch.operations[watch.n_operations++].name, sizeof watch.operations[i].name, "%s", name);
+    if (i == watch.n_operations)
+        snprintf(watch.operations[watch.n_operations++].name, sizeof watch.operations[i].name, "%s", name);
     set_mark(i, bytes);
 }
 
@@ -2455,47 +2465,63 @@ static double stored_bytes(const Matrix *w) {
     }
 
 WATCHED(embed, 0, (float *y, const Matrix *w, const Row *rows, int n), y, w, rows, n)
-WATCHED(rms_norm, 0, (float *y, size_t ys, const float *x, size_t xs, const float *w, int n, int dim, float eps), y, ys, x, xs, w, n, dim, eps)
-WATCHED(layer_norm, 0, (float *y, const float *x, const float *w, const float *b, int n, int dim, float eps), y, x, w, b, n, dim, eps)
-WATCHED(rotations, 0, (float *c, float *s, const Row *rows, int n, const float *f, int dim, float factor), c, s, rows, n, f, dim, factor)
-WATCHED(rope, 0, (float *x, int n, int heads, int stride, int offset, int dim, bool pairs, const float *c, const float *s), x, n, heads, stride,
-        offset, dim, pairs, c, s)
+WATCHED(rms_norm, 0, (float *y, size_t ys, const float *x, size_t xs, const float *w, int n, int dim, float eps), y, ys, x, xs, w,
+        n, dim, eps)
+WATCHED(layer_norm, 0, (float *y, const float *x, const float *w, const float *b, int n, int dim, float eps), y, x, w, b, n, dim,
+        eps)
+WATCHED(rotations, 0, (float *c, float *s, const Row *rows, int n, const float *f, int dim, float factor), c, s, rows, n, f, dim,
+        factor)
+WATCHED(rope, 0, (float *x, int n, int heads, int stride, int offset, int dim, bool pairs, const float *c, const float *s), x, n,
+        heads, stride, offset, dim, pairs, c, s)
 WATCHED(locate_rows, 0, (DeviceRow *kv, DeviceRow *index, const Cache *cache, const Row *rows, int n), kv, index, cache, rows, n)
-WATCHED(store_rows, 0, (uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n, const float *a, size_t as, const float *b, size_t bs),
+WATCHED(store_rows, 0,
+        (uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n, const float *a, size_t as, const float *b,
+         size_t bs),
         base, format, ids, n, a, as, b, bs)
-WATCHED(index_select, (double)n *watch.positions *(double)format->bytes,
-        (Selection *selection, const float *q, const float *w, const uint8_t *keys, const RowFormat *format, const DevicePage *pages,
-         int context_pages, int heads, int dim, const Row *rows, int n, float *scratch, int scratch_rows),
+WATCHED(index_select, (double)format->bytes * watch.positions * n,
+        (Selection *selection, const float *q, const float *w, const uint8_t *keys, const RowFormat *format,
+         const DevicePage *pages, int context_pages, int heads, int dim, const Row *rows, int n, float *scratch,
+         int scratch_rows),
         selection, q, w, keys, format, pages, context_pages, heads, dim, rows, n, scratch, scratch_rows)
-WATCHED(resolve, 0, (Cache *cache, int group, const Selection *selection, const Row *rows, int begin, int end, int run, DeviceRow *locations,
-                     MissPlan *plan, PassReport *report), cache, group, selection, rows, begin, end, run, locations, plan, report)
-WATCHED(fetch_rows, 0, (Cache *cache, SourceId source, const MissPlan *plan, const Row *rows, int begin, int end, int run, PassReport *report), cache,
-        source, plan, rows, begin, end, run, report)
+WATCHED(resolve, 0,
+        (Cache *cache, int group, const Selection *selection, const Row *rows, int begin, int end, int run, DeviceRow *locations,
+         MissPlan *plan, PassReport *report),
+        cache, group, selection, rows, begin, end, run, locations, plan, report)
+WATCHED(fetch_rows, 0,
+        (Cache *cache, SourceId source, const MissPlan *plan, const Row *rows, int begin, int end, int run, PassReport *report),
+        cache, source, plan, rows, begin, end, run, report)
 WATCHED(absorb_query, stored_bytes(w) * config->qk_nope_head_dim / (config->qk_nope_head_dim + config->v_head_dim),
         (float *y, const float *q, int n, const Matrix *w, const Config *config), y, q, n, w, config)
-WATCHED(sparse_attention, (double)n *fmin(capacity, watch.positions) * watch.row_bytes,
-        (float *z, const float *q, const RowPool *pool, const RowFormat *format, const DeviceRow *locations, const int *count, int capacity, int n,
-         int heads, float scale), z, q, pool, format, locations, count, capacity, n, heads, scale)
+WATCHED(sparse_attention, watch.row_bytes * fmin(capacity, watch.positions) * n,
+        (float *z, const float *q, const RowPool *pool, const RowFormat *format, const DeviceRow *locations, const int *count,
+         int capacity, int n, int heads, float scale),
+        z, q, pool, format, locations, count, capacity, n, heads, scale)
 WATCHED(expand_value, stored_bytes(w) * config->v_head_dim / (config->qk_nope_head_dim + config->v_head_dim),
         (float *y, const float *z, int n, const Matrix *w, const Config *config), y, z, n, w, config)
-WATCHED(dense_attention, (double)n *watch.positions *watch.row_bytes,
-        (float *y, const float *q, const RowPool *pool, const RowFormat *format, const DevicePage *pages, int context_pages, const Row *rows, int n,
-         int heads, int kv_heads, int dim, float scale), y, q, pool, format, pages, context_pages, rows, n, heads, kv_heads, dim, scale)
+WATCHED(dense_attention, watch.row_bytes * watch.positions * n,
+        (float *y, const float *q, const RowPool *pool, const RowFormat *format, const DevicePage *pages, int context_pages,
+         const Row *rows, int n, int heads, int kv_heads, int dim, float scale),
+        y, q, pool, format, pages, context_pages, rows, n, heads, kv_heads, dim, scale)
 WATCHED(swiglu, 0, (float *y, const float *gate, const float *up, size_t n), y, gate, up, n)
 WATCHED(zero, 0, (float *y, size_t n), y, n)
 WATCHED(gather_rows, 0, (float *y, const float *x, const int *indices, int n, int dim), y, x, indices, n, dim)
 WATCHED(add, 0, (float *y, const float *x, size_t n), y, x, n)
-WATCHED(route, 0, (int *picks, float *weights, const float *logits, const float *bias, int n, const Config *config), picks, weights, logits, bias,
-        n, config)
-WATCHED(experts, watch.expert_bytes, (float *y, const float *x, const int *picks, const float *weights, int n, const LayerWeights *layer,
-                                      const Config *config, float *scratch), y, x, picks, weights, n, layer, config, scratch)
+WATCHED(route, 0, (int *picks, float *weights, const float *logits, const float *bias, int n, const Config *config), picks,
+        weights, logits, bias, n, config)
+WATCHED(experts, watch.expert_bytes,
+        (float *y, const float *x, const int *picks, const float *weights, int n, const LayerWeights *layer, const Config *config,
+         float *scratch),
+        y, x, picks, weights, n, layer, config, scratch)
 WATCHED(check_finite, 0, (PassReport *report, int place, const float *x, int n, int dim), report, place, x, n, dim)
 #undef WATCHED
 
 /* Products are told apart by their matrix. */
 static void watched_linear(float *y, size_t y_stride, const float *x, size_t x_stride, int n, const Matrix *w) {
     char name[56];
-    snprintf(name, sizeof name, "linear %d x %d %s", w->rows, w->cols, w->dtype == DTYPE_F8_E4M3 ? "e4m3" : w->dtype == DTYPE_BF16 ? "bf16" : "");
+    snprintf(name, sizeof name, "linear %d x %d %s", w->rows, w->cols,
+             w->dtype == DTYPE_F8_E4M3 ? "e4m3"
+             : w->dtype == DTYPE_BF16  ? "bf16"
+                                       : "");
     watch.real->linear(y, y_stride, x, x_stride, n, w);
     note_operation(name, stored_bytes(w));
 }
@@ -2514,7 +2540,8 @@ static void watch_engine(Engine *engine) {
     watch.marked = *engine->backend;
 #define MARK(name) watch.marked.name = watched_##name
     MARK(begin_work), MARK(embed), MARK(rms_norm), MARK(layer_norm), MARK(linear), MARK(rotations), MARK(rope), MARK(locate_rows);
-    MARK(store_rows), MARK(index_select), MARK(resolve), MARK(fetch_rows), MARK(absorb_query), MARK(sparse_attention), MARK(expand_value);
+    MARK(store_rows), MARK(index_select), MARK(resolve), MARK(fetch_rows), MARK(absorb_query), MARK(sparse_attention),
+        MARK(expand_value);
     MARK(dense_attention), MARK(swiglu), MARK(zero), MARK(gather_rows), MARK(add), MARK(route), MARK(experts), MARK(check_finite);
 #undef MARK
     watch.cache = &engine->cache;
@@ -2609,8 +2636,8 @@ static bool run_seed_rows(Decode *decode, Error *error) {
     return true;
 }
 
-/* Different pages made of the rows of session 0: a lowest bit of every second byte is cleared, or not, which leaves every format's
- * values valid. */
+/* Different pages made of the rows of session 0: the lowest bit of every second byte is cleared, or not, which leaves the
+ * values of every format valid. */
 static uint8_t *make_pages(const Cache *cache, int known) {
     const size_t size = page_image_bytes(cache);
     uint8_t *images = allocate_zeroed(DECODE_PAGES, size);
@@ -2728,9 +2755,10 @@ static StepBytes step_bytes(const Decode *decode, int n) {
     double seen = decode->rows + 1, selected = cache->groups ? fmin(seen, cache->index_topk) : seen;
     for (int i = 0; i < config->num_hidden_layers; i++) {
         const LayerWeights *layer = &engine->weights.layers[i];
-        const Matrix *all[] = {&layer->q_proj, &layer->k_proj, &layer->v_proj, &layer->q_a_proj, &layer->q_b_proj, &layer->kv_a_proj,
-                               &layer->kv_b_proj, &layer->indexer_wq_b, &layer->indexer_wk, &layer->indexer_weights_proj, &layer->o_proj,
-                               &layer->gate_proj, &layer->up_proj, &layer->down_proj, &layer->router};
+        const Matrix *all[] = {
+            &layer->q_proj,    &layer->k_proj,    &layer->v_proj,       &layer->q_a_proj,   &layer->q_b_proj,
+            &layer->kv_a_proj, &layer->kv_b_proj, &layer->indexer_wq_b, &layer->indexer_wk, &layer->indexer_weights_proj,
+            &layer->o_proj,    &layer->gate_proj, &layer->up_proj,      &layer->down_proj,  &layer->router};
         for (size_t j = 0; j < sizeof all / sizeof *all; j++)
             if (all[j]->rows) bytes.weights += stored_bytes(all[j]);
         if (!layer->expert_gate) continue;
@@ -2783,7 +2811,8 @@ static bool time_rounds(Decode *decode, int n, double *seconds, Error *error) {
         decode->kernels = graph_kernels() - before;
         if (step >= 0) times[step] = now() - begin;
         for (int s = 0; s < n; s++)
-            if (decode->sessions[s].finish != RUNNING) return fail(error, "session %d ended: %s", s, decode->sessions[s].error.text);
+            if (decode->sessions[s].finish != RUNNING)
+                return fail(error, "session %d ended: %s", s, decode->sessions[s].error.text);
     }
     *seconds = median(times, DECODE_STEPS);
     return true;
@@ -2808,14 +2837,16 @@ static void print_decode(const Decode *decode, int batch, double seconds, FILE *
     const double all = bytes.weights + bytes.experts + bytes.head + bytes.keys + bytes.rows, share = all / seconds / decode->read;
     double marked = 0;
     for (int i = 0; i < watch.n_operations; i++) marked += watch.operations[i].seconds[batch];
-    printf("%2d x %d rows    %9.3f ms a step, %8.1f tokens/s; %.1f GB/s of %.1f read: %.1f%%\n", n, decode->rows, 1e3 * seconds, n / seconds,
-           all / seconds / 1e9, decode->read / 1e9, 100 * share);
-    printf("                 %.1f MB: weights %.1f, experts %.1f (%.1f a layer), head %.1f, index keys %.1f, rows %.1f\n", all / 1e6,
-           bytes.weights / 1e6, bytes.experts / 1e6, decode->passes ? (double)decode->picked / (double)decode->passes : 0, bytes.head / 1e6,
-           bytes.keys / 1e6, bytes.rows / 1e6);
+    printf("%2d x %d rows    %9.3f ms a step, %8.1f tokens/s; %.1f GB/s of %.1f read: %.1f%%\n", n, decode->rows, 1e3 * seconds,
+           n / seconds, all / seconds / 1e9, decode->read / 1e9, 100 * share);
+    printf("                 %.1f MB: weights %.1f, experts %.1f (%.1f a layer), head %.1f, index keys %.1f, rows %.1f\n",
+           all / 1e6, bytes.weights / 1e6, bytes.experts / 1e6,
+           decode->passes ? (double)decode->picked / (double)decode->passes : 0, bytes.head / 1e6, bytes.keys / 1e6,
+           bytes.rows / 1e6);
     printf("                 operations %.3f ms", 1e3 * marked);
     if (decode->device)
-        printf("; the device %.3f ms, host and sampling the rest; %ld kernels, each of which takes %.2f us if it is empty: %.1f%% of the step",
+        printf("; the device %.3f ms, host and sampling the rest; %ld kernels, each of which takes %.2f us if it is empty: "
+               "%.1f%% of the step",
                1e3 * decode->device, decode->kernels, 1e6 * decode->empty_kernel,
                100 * (double)decode->kernels * decode->empty_kernel / seconds);
     putchar('\n');
@@ -2896,7 +2927,8 @@ static bool bench_first(const BenchOptions *bench, EngineOptions options, Error 
     bool ok = true;
     for (int i = 0; i < BENCH_REPEATS && ok; i++) ok = time_first(&runner, &seconds[i], error);
     if (ok) {
-        printf("first            %.1f ms from a message to the first token of its answer, straight after loading; then", 1e3 * seconds[0]);
+        printf("first            %.1f ms from a message to the first token of its answer, straight after loading; then",
+               1e3 * seconds[0]);
         for (int i = 1; i < BENCH_REPEATS; i++) printf(" %.1f", 1e3 * seconds[i]);
         printf(" ms (%s)\n", runner.engine.backend->name);
     }

@@ -740,8 +740,8 @@ typedef struct Binder {
     Tensor made_up;
 } Binder;
 
-/* Under --dummy: the tensor as the published files have it. Quantised are all matrices but embeddings, head, router and the indexer's
- * weights_proj; the router's bias and block scales are f32. */
+/* Under --dummy: the tensor as the published files have it. Quantised are all matrices but embeddings, head, router and the
+ * indexer's weights_proj; the router's bias and block scales are f32. */
 static const Tensor *made_up_tensor(Binder *binder, const char *name, int rank, const int64_t *shape) {
     static const char *const kept[] = {"embed_tokens", "lm_head", "mlp.gate.", "indexer.weights_proj"};
     bool wide = strstr(name, "e_score_correction_bias") || strstr(name, "weight_scale_inv");
@@ -802,14 +802,14 @@ static const void *make_up(Binder *binder, const char *name, DType dtype, size_t
     if (!backend || binder->failed) return NULL;
     void *space = backend->shares_memory ? allocate_zeroed(count, dtype_size(dtype)) : NULL;
     if (space) arrput(binder->weights->owned, space);
-    const void *made = backend->make_weights(space, dtype, count, centre - spread, centre + spread, XXH3_64bits(name, strlen(name)),
-                                             binder->error);
+    const void *made = backend->make_weights(space, dtype, count, centre - spread, centre + spread,
+                                             XXH3_64bits(name, strlen(name)), binder->error);
     binder->failed = !made;
     return made;
 }
 
-/* How far evenly spread weights lie from zero for their products with values of variance 1 to have variance 1 again; e4m3 codes spread
- * over CODE_REACH get there through their scales. */
+/* How far evenly spread weights lie from zero for their products with values of variance 1 to have variance 1 again; e4m3 codes
+ * spread over CODE_REACH get there through their scales. */
 enum { CODE_REACH = 256 };
 static float weight_reach(int cols) { return sqrtf(3.0f / (float)cols); }
 
@@ -3995,12 +3995,14 @@ bool runner_open(Runner *runner, const EngineOptions *options, bool need_tokeniz
     if (plan) print_plan(plan, &runner->engine);
     if (!engine_load(&runner->engine, error)) return false;
     if (plan && !runner->engine.backend->shares_memory)
-        fprintf(plan, "tide: %.1f MB of weights on the device after %.2f s: %.1f GB/s\n", (double)runner->engine.weight_bytes / 1e6,
-                runner->engine.load_seconds, (double)runner->engine.weight_bytes / 1e9 / runner->engine.load_seconds);
+        fprintf(plan, "tide: %.1f MB of weights on the device after %.2f s: %.1f GB/s\n",
+                (double)runner->engine.weight_bytes / 1e6, runner->engine.load_seconds,
+                (double)runner->engine.weight_bytes / 1e9 / runner->engine.load_seconds);
     char path[PATH_MAX];
     bool present = access(join(path, options->model, "tokenizer.json"), F_OK) == 0;
     if (need_tokenizer && !present && options->dummy)
-        fail(error, "%s: no tokenizer.json there, and --dummy makes up none: it does for bench, and for generate and eval with --ids",
+        fail(error,
+             "%s: no tokenizer.json there, and --dummy makes up none: it does for bench, and for generate and eval with --ids",
              options->model);
     else if (need_tokenizer || present) runner->tokenizer = tokenizer_open(options->model, error);
     if ((need_tokenizer || present) && !runner->tokenizer) {

@@ -253,7 +253,8 @@ static const void *import_weights(const void *data, size_t bytes, Error *error) 
         CUDA(cudaEventSynchronize(transit.moved[turn]));
 #pragma omp parallel for if (part > MOVE_PIECE)
         for (size_t at = 0; at < part; at += MOVE_PIECE)
-            memcpy(transit.moving[turn] + at, (const uint8_t *)data + done + at, part - at < MOVE_PIECE ? part - at : (size_t)MOVE_PIECE);
+            memcpy(transit.moving[turn] + at, (const uint8_t *)data + done + at,
+                   part - at < MOVE_PIECE ? part - at : (size_t)MOVE_PIECE);
         CUDA(cudaMemcpyAsync(to + done, transit.moving[turn], part, cudaMemcpyHostToDevice, gpu.stream));
         CUDA(cudaEventRecord(transit.moved[turn], gpu.stream));
     }

@@ -205,7 +205,7 @@ typedef struct Config {
     int vocab_size, hidden_size, intermediate_size, num_hidden_layers, max_position_embeddings;
     int num_attention_heads, num_key_value_heads, head_dim;     /* the last two: qwen3 only */
     bool tie_word_embeddings;
-    bool quantised;                                 /* fp8 by blocks, as quantization_config says; files say it tensor by tensor */
+    bool quantised;                                 /* fp8 by blocks, as quantization_config says */
     float rms_norm_eps;
     RopeConfig rope;
     /* multi-head latent attention: glm_moe_dsa, deepseek_v32 */
@@ -857,8 +857,8 @@ struct Backend {
     int live_sources;           /* chi of eq. 11: payloads of one group that it stages at the same time */
     bool shares_memory;         /* with the pipeline: MEMORY_DEVICE is host memory too, and an operation has run when it returns */
 
-    /* Makes the device ready, before anything else; called again, it only takes the options. False, with an error, where there is no
-     * device that can be used. */
+    /* Makes the device ready, before anything else; called again, it only takes the options. False, with an error, where there is
+     * no device that can be used. */
     bool (*start)(const DeviceOptions *options, Error *error);
 
     /* Free memory of that kind, in bytes. */
@@ -873,8 +873,9 @@ struct Backend {
     const void *(*import_weights)(const void *data, size_t bytes, Error *error);
     void (*release_weights)(void);
 
-    /* The same for weights of no file: `count` values of that type (F32, BF16 or F8_E4M3), evenly spread from low to high, each by a hash
-     * of its index and the seed. `space`: as many bytes of the pipeline's memory, where that is what operations read; or NULL. */
+    /* The same for weights of no file: `count` values of that type (F32, BF16 or F8_E4M3), evenly spread from low to high, each
+     * by a hash of its index and the seed. `space`: as many bytes of the pipeline's memory, where that is what operations read;
+     * or NULL. */
     const void *(*make_weights)(void *space, DType dtype, size_t count, float low, float high, uint64_t seed, Error *error);
 
     /* How many Samplers accept() wants for so many rows of logits. */
@@ -1427,8 +1428,8 @@ double cuda_seconds(void (*work)(void *), void *user);
 void cuda_begin_copy(void *to, const void *from, size_t bytes);
 void cuda_read(const void *data, size_t bytes, unsigned *sum);
 
-/* Puts on the stream, and into what is being captured: a mark, of any number below MAX_MARKS; a kernel that does nothing. And the seconds
- * between two marks that have been reached: waits for them. */
+/* Puts on the stream, and into what is being captured: a mark, of any number below MAX_MARKS; a kernel that does nothing. And the
+ * seconds between two marks: waits for the second. */
 enum { MAX_MARKS = 16384 };
 void cuda_mark(int number);
 double cuda_between(int first, int second);
@@ -1447,8 +1448,8 @@ typedef struct BenchOptions {
     int slots;                  /* sessions at most; 0: not said */
 } BenchOptions;
 
-/* Makes the measurement of that name and prints it. 0: done; 1: it failed; 2: there is none of that name, or no such part. The last two
- * with an error. */
+/* Makes the measurement of that name and prints it. 0: done; 1: it failed; 2: there is none of that name, or no such part. The
+ * last two with an error. */
 int bench(const BenchOptions *bench, const EngineOptions *options, Error *error);
 
 #endif

@@ -136,9 +136,10 @@ static const char usage_text[] =
     "       tide eval     [-m DIR] (-f FILE | --ids LIST) [--decode LIST] [--dump OUT.safetensors] [--ppl]\n"
     "       tide tokenize [-m DIR] (-p TEXT | -f FILE | --jsonl FILE | --decode LIST) [--special on|off]\n"
     "       tide inspect  [-m DIR]                                       config, tensors, memory plan; loads no weights\n"
-    "       tide bench    NAME [-o DIR]                                  measurements, into DIR/NAME.csv and NAME.svg: cpu load cost\n"
-    "                     loadstep hotsweep offered resolve memory acceptance lengths confidence speed draft first decode gpu\n"
-    "       tide bench    gpu [PART|all] [--md]                          PART: ceilings products experts selection attention ...\n"
+    "       tide bench    NAME [-o DIR]                                  measurements, each beside its ceiling; NAME: cpu load\n"
+    "                     cost loadstep hotsweep offered resolve memory acceptance lengths confidence speed draft first decode\n"
+    "                     gpu; most write DIR/NAME.csv, and some draw NAME.svg from it\n"
+    "       tide bench    gpu [PART|all] [--md]                          one kind of kernel, or all; --md: README's table\n"
     "\n"
     "  -m DIR            checkpoint directory as published (default: the one shipped in weights/mini)\n"
     "  -n N              tokens to generate at most (generate, batch: 256; chat: as many as fit)\n"
@@ -169,7 +170,8 @@ static const char usage_text[] =
     "drafts gives)\n"
     "  --session FILE    chat, generate: take up the session in FILE where there is one, and write it there at the end\n"
     "  --resume          batch: keep the finished rows of -o and go on after them\n"
-    "  --dummy           random weights: -m wants config.json alone; generate and eval with --ids, bench and inspect no tokenizer\n"
+    "  --dummy           random weights: -m needs config.json alone (and a tokenizer for text; --ids, bench and inspect do "
+    "without)\n"
     "  --layers L        of --dummy: the first L layers only\n"
     "  --exact on|off    on a GPU: off lets attention split its sums by the load, so that tokens may depend on it (default on)\n"
     "  --no-graph        on a GPU: launch each operation anew instead of replaying captured graphs\n"
@@ -287,7 +289,8 @@ static bool parse_options(Options *options, int argc, char **argv) {
         const struct OptionSpec *option = find_option(argv[a]);
         if (!option) {
             if (argv[a][0] == '-' && argv[a][1]) return usage("unknown option %s", argv[a]), false;
-            const bool part = options->positional && !options->section && !strcmp(argv[1], "bench") && !strcmp(options->positional, "gpu");
+            const bool part = options->positional && !options->section && !strcmp(argv[1], "bench")
+                              && !strcmp(options->positional, "gpu");
             if (options->positional && !part) return usage("one argument too many: %s", argv[a]), false;
             if (!listed("batch|bench", argv[1])) return usage("%s cannot use the argument %s", argv[1], argv[a]), false;
             *(part ? &options->section : &options->positional) = argv[a];
@@ -388,8 +391,9 @@ static void show_progress(size_t bound, size_t all) {
     if (at - begun < 0.5 || (at - shown < 0.1 && bound < all)) return;
     shown = at;
     const int filled = (int)((double)WIDTH * (double)bound / (double)all);
-    fprintf(stderr, "\rtide: [%.*s%*s] %.1f of %.1f GB, %.1f GB/s%s", filled, "========================================", WIDTH - filled, "",
-            (double)bound / 1e9, (double)all / 1e9, (double)bound / 1e9 / (at - begun), bound < all ? "" : "\r\033[K");
+    fprintf(stderr, "\rtide: [%.*s%*s] %.1f of %.1f GB, %.1f GB/s%s", filled,
+            "========================================", WIDTH - filled, "", (double)bound / 1e9, (double)all / 1e9,
+            (double)bound / 1e9 / (at - begun), bound < all ? "" : "\r\033[K");
 }
 
 static bool start(Runner *runner, Options *options, bool need_tokenizer, int *status) {
