@@ -105,8 +105,7 @@ clean:
 
 # The same for the GPU's figures.
 bench-gpu: tide | build/bench
-	{ set -e; echo '```'; nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | sed 's/^/GPU              /'; \
-	  ./tide bench gpu -o build/bench; echo '```'; } > build/bench-gpu.txt
+	./tide bench gpu all --md -o build/bench > build/bench-gpu.txt
 	sed -i -e '/^<!-- gpu/,/^<!-- end of gpu/{//!d}' -e '/^<!-- gpu/r build/bench-gpu.txt' README.md
 
 .PHONY: bench-gpu test test-gpu soak test-asan mutants fuzz bench bench-claims clean

@@ -26,7 +26,8 @@
  * reach it, so nothing is moved.
  */
 
-static bool start(Error *error) {
+static bool start(const DeviceOptions *options, Error *error) {
+    (void)options;
     (void)error;
     return true;
 }
@@ -83,6 +84,29 @@ static const void *import_weights(const void *data, size_t bytes, Error *error) 
 }
 
 static void release_weights(void) {}
+
+static uint16_t narrow_bf16(float x);
+static uint8_t narrow_e4m3(float x);
+
+/* Four values are the four 16-bit pieces of one hash (MurmurHash3's last steps). */
+static const void *make_weights(void *space, DType dtype, size_t count, float low, float high, uint64_t seed, Error *error) {
+    (void)error;
+    const float step = (high - low) / 65536;
+#pragma omp parallel for
+    for (size_t four = 0; four < (count + 3) / 4; four++) {
+        uint64_t hash = seed + four;
+        hash = (hash ^ hash >> 33) * 0xff51afd7ed558ccdu;
+        hash = (hash ^ hash >> 33) * 0xc4ceb9fe1a85ec53u;
+        hash ^= hash >> 33;
+        for (size_t i = 4 * four; i < count && i < 4 * four + 4; i++, hash >>= 16) {
+            float value = fmaf((float)(hash & 0xffff), step, low);
+            if (dtype == DTYPE_F32) ((float *)space)[i] = value;
+            else if (dtype == DTYPE_BF16) ((uint16_t *)space)[i] = narrow_bf16(value);
+            else ((uint8_t *)space)[i] = narrow_e4m3(value);
+        }
+    }
+    return space;
+}
 
 static bool begin_work(uint64_t key) {
     (void)key;
@@ -1969,6 +1993,7 @@ const Backend c_backend = {
     .give_back = give_back,
     .import_weights = import_weights,
     .release_weights = release_weights,
+    .make_weights = make_weights,
     .samplers = samplers,
     .begin_work = begin_work,
     .end_work = end_work,

@@ -624,7 +624,7 @@ static void read_dsa(Config *config, Fields *fields) {
 }
 
 /* fp8 by blocks of 128x128 is the one published quantisation of these families. */
-static void check_quantization(Fields *top) {
+static void read_quantization(Config *config, Fields *top) {
     const cJSON *quantization = field(top, "quantization_config"), *size;
     if (!quantization) return;
     Fields fields = *top;
@@ -636,6 +636,7 @@ static void check_quantization(Fields *top) {
     if (square) cJSON_ArrayForEach(size, block) square = square && cJSON_IsNumber(size) && size->valuedouble == 128;
     if (!square) field_failed(&fields, "weight_block_size", block, "[128, 128]");
     top->failed |= fields.failed;
+    config->quantised = true;
 }
 
 /* Adds the key's id or ids to the ones a generation ends at. */
@@ -664,7 +665,7 @@ static void read_shape(Config *config, Fields *fields) {
     require_bool(fields, "attention_bias", false);
     require_string(fields, "hidden_act", "silu");
     read_rope(config, fields);
-    check_quantization(fields);
+    read_quantization(config, fields);
 }
 
 static void read_config(Config *config, Fields *fields) {
@@ -735,11 +736,30 @@ typedef struct Binder {
     Error *error;
     bool failed;                /* after the first failure the rest is skipped */
     bool *used;                 /* [tensors] which were bound; NULL: nobody asks */
+    bool quantised;             /* Config's; and the last of the tensors that are in no file, the next two for --dummy */
+    Tensor made_up;
 } Binder;
+
+/* Under --dummy: the tensor as the published files have it. Quantised are all matrices but embeddings, head, router and the
+ * indexer's weights_proj; the router's bias and block scales are f32. */
+static const Tensor *made_up_tensor(Binder *binder, const char *name, int rank, const int64_t *shape) {
+    static const char *const kept[] = {"embed_tokens", "lm_head", "mlp.gate.", "indexer.weights_proj"};
+    bool wide = strstr(name, "e_score_correction_bias") || strstr(name, "weight_scale_inv");
+    bool whole = !binder->quantised || rank == 1;
+    for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) whole |= strstr(name, kept[i]) != NULL;
+    Tensor *tensor = &binder->made_up;
+    *tensor = (Tensor){.dtype = wide ? DTYPE_F32 : whole ? DTYPE_BF16 : DTYPE_F8_E4M3, .rank = rank};
+    tensor->size = dtype_size(tensor->dtype);
+    for (int i = 0; i < rank; i++) tensor->size *= (size_t)shape[i];
+    memcpy(tensor->shape, shape, (size_t)rank * sizeof *shape);
+    binder->weights->bytes += tensor->size;
+    return tensor;
+}
 
 /* The tensor, if its rank and dims are the wanted ones and its dtype is one of `dtypes` (ended by DTYPE_UNKNOWN). */
 static const Tensor *bind_tensor(Binder *binder, const char *name, const DType *dtypes, int rank, const int64_t *shape) {
     if (binder->failed) return NULL;
+    if (binder->checkpoint->dummy) return made_up_tensor(binder, name, rank, shape);
     const Tensor *tensor = checkpoint_find(binder->checkpoint, name);
     bool same = tensor && tensor->rank == rank && !memcmp(tensor->shape, shape, (size_t)rank * sizeof *shape), typed = false;
     char wanted[128] = "", found_shape[128], wanted_shape[128];
@@ -772,8 +792,26 @@ static const void *move_weights(Binder *binder, const void *data, size_t bytes) 
     if (!binder->backend || binder->failed) return data;
     const void *moved = binder->backend->import_weights(data, bytes, binder->error);
     binder->failed = !moved;
+    if (binder->checkpoint->progress) binder->checkpoint->progress(binder->weights->bytes, checkpoint_bytes(binder->checkpoint));
     return moved;
 }
+
+/* Under --dummy: values within `spread` of the centre, the same whenever a tensor has that name. */
+static const void *make_up(Binder *binder, const char *name, DType dtype, size_t count, float centre, float spread) {
+    const Backend *backend = binder->backend;
+    if (!backend || binder->failed) return NULL;
+    void *space = backend->shares_memory ? allocate_zeroed(count, dtype_size(dtype)) : NULL;
+    if (space) arrput(binder->weights->owned, space);
+    const void *made = backend->make_weights(space, dtype, count, centre - spread, centre + spread,
+                                             XXH3_64bits(name, strlen(name)), binder->error);
+    binder->failed = !made;
+    return made;
+}
+
+/* How far evenly spread weights lie from zero for their products with values of variance 1 to have variance 1 again; e4m3 codes
+ * spread over CODE_REACH get there through their scales. */
+enum { CODE_REACH = 256 };
+static float weight_reach(int cols) { return sqrtf(3.0f / (float)cols); }
 
 static const float *widen_tensor(Binder *binder, const Tensor *tensor, size_t count) {
     float *values = allocate_zeroed(count, sizeof(float));
@@ -792,6 +830,7 @@ static const float *bind_vector(Binder *binder, const char *prefix, const char *
     const Tensor *tensor = bind_tensor(binder, name, float_dtypes, 1, (int64_t[]){n});
     if (!tensor) return NULL;
     binder->weights->parameters += (size_t)n;
+    if (binder->checkpoint->dummy) return make_up(binder, name, DTYPE_F32, (size_t)n, strstr(name, "bias") ? 0 : 1, 0.1f);
     return widen_tensor(binder, tensor, (size_t)n);
 }
 
@@ -799,8 +838,13 @@ static const float *bind_vector(Binder *binder, const char *prefix, const char *
 static Matrix bind_named_matrix(Binder *binder, const char *name, const DType *dtypes, int rows, int cols) {
     const Tensor *tensor = bind_tensor(binder, name, dtypes, 2, (int64_t[]){rows, cols});
     if (!tensor) return (Matrix){0};
-    binder->weights->parameters += (size_t)rows * (size_t)cols;
-    return (Matrix){.data = move_weights(binder, tensor->data, tensor->size), .dtype = tensor->dtype, .rows = rows, .cols = cols};
+    const size_t count = (size_t)rows * (size_t)cols;
+    const DType dtype = tensor->dtype;
+    binder->weights->parameters += count;
+    const void *data = binder->checkpoint->dummy
+                           ? make_up(binder, name, dtype, count, 0, dtype == DTYPE_F8_E4M3 ? CODE_REACH : weight_reach(cols))
+                           : move_weights(binder, tensor->data, tensor->size);
+    return (Matrix){.data = data, .dtype = dtype, .rows = rows, .cols = cols};
 }
 
 /* A matrix [rows, cols] by the name prefix + suffix + ".weight"; an e4m3 one brings its ".weight_scale_inv" (a multiplier,
@@ -814,9 +858,12 @@ static Matrix bind_matrix(Binder *binder, const char *prefix, const char *suffix
     snprintf(name, sizeof name, "%s%s.weight_scale_inv", prefix, suffix);
     const Tensor *scale = bind_tensor(binder, name, float_dtypes, 2, blocks);
     if (!scale) return (Matrix){0};
+    const size_t n_scales = (size_t)(blocks[0] * blocks[1]);
+    const float reach = weight_reach(cols) / CODE_REACH;
     bool in_place = scale->dtype == DTYPE_F32 && (uintptr_t)scale->data % sizeof(float) == 0; /* as published: nothing to widen */
-    matrix.scale = in_place ? move_weights(binder, scale->data, scale->size)
-                            : widen_tensor(binder, scale, (size_t)(blocks[0] * blocks[1]));
+    matrix.scale = binder->checkpoint->dummy ? make_up(binder, name, DTYPE_F32, n_scales, reach, reach / 4)
+                   : in_place                ? move_weights(binder, scale->data, scale->size)
+                                             : widen_tensor(binder, scale, n_scales);
     matrix.scale_cols = (int)blocks[1];
     return matrix;
 }
@@ -887,7 +934,8 @@ static void bind_experts(Binder *binder, LayerWeights *layer, const Config *conf
 
 bool weights_bind(Weights *weights, const Checkpoint *checkpoint, const Config *config, const Backend *backend, Error *error) {
     *weights = (Weights){0};
-    Binder binder = {.checkpoint = checkpoint, .weights = weights, .backend = backend, .error = error};
+    Binder binder = {.checkpoint = checkpoint, .weights = weights, .backend = backend, .error = error,
+                     .quantised = config->quantised};
     char prefix[64], name[100];
     weights->embed_tokens = bind_matrix(&binder, "model.", "embed_tokens", config->vocab_size, config->hidden_size);
     weights->layers = allocate_zeroed((size_t)config->num_hidden_layers, sizeof(LayerWeights));
@@ -1099,7 +1147,7 @@ static void lay_out_draft(Drafter *drafter, const Config *target, const State *t
     state->drafts.survival = carve_floats(host_arena, sessions, slots);
 }
 
-static const char *const kv_dtype_names[] = {[KV_F32] = "f32", [KV_BF16] = "bf16", [KV_F8] = "fp8"};
+const char *const kv_dtype_names[] = {[KV_F32] = "f32", [KV_BF16] = "bf16", [KV_F8] = "fp8"};
 
 const char *const kv_mode_names[MODES] = {
     [MODE_RESIDENT] = "resident", [MODE_HISPARSE] = "hisparse", [MODE_ADAPTIVE] = "adaptive"};
@@ -1259,9 +1307,15 @@ bool check_memory(const Engine *engine, Error *error) {
     const Cache *cache = &engine->cache;
     const DraftState *draft = &engine->drafter.state;
     size_t device = cache->bytes + engine->state.bytes + draft->bytes, host = cache->host_bytes + draft->host_bytes,
-           available = backend->available(MEMORY_DEVICE);
+           available = backend->available(MEMORY_DEVICE), weights = 0;
+    if (!backend->shares_memory || engine->checkpoint.dummy) weights += engine->weight_bytes;
+    if (!backend->shares_memory) weights += checkpoint_bytes(&engine->drafter.checkpoint);
+    if (weights > available)
+        return fail(error, "%s: the weights of %d layers need %zu MB, %zu MB more than the free memory of %zu MB%s",
+                    engine->checkpoint.directory, engine->config.num_hidden_layers, weights / 1000000,
+                    (weights - available) / 1000000 + 1, available / 1000000, engine->checkpoint.dummy ? ": lower --layers" : "");
+    device += weights;
     if (backend->shares_memory) device += host;
-    else device += checkpoint_bytes(&engine->checkpoint) + checkpoint_bytes(&engine->drafter.checkpoint);
     if (device > available)
         return fail(error,
                     "%s: %d x %d rows need %zu MB (%zu MB of it host memory), %zu MB more than the free memory of %zu MB: lower "
@@ -1278,10 +1332,11 @@ bool check_memory(const Engine *engine, Error *error) {
 
 void print_plan(FILE *out, const Engine *engine) {
     const Cache *cache = &engine->cache;
-    size_t mapped = checkpoint_bytes(&engine->checkpoint), available = engine->backend->available(MEMORY_DEVICE);
+    size_t mapped = engine->weight_bytes, available = engine->backend->available(MEMORY_DEVICE);
     fprintf(out,
-            "tide: %s: %s, %.1f MB of weights; %d x %d %s rows, %s: cache %.1f MB in %d pages, room for %d x the whole context",
-            engine->checkpoint.directory, engine->config.model_type, (double)mapped / 1e6, cache->sessions, cache->context,
+            "tide: %s: %s, %.1f MB of %sweights; %d x %d %s rows, %s: cache %.1f MB in %d pages, room for %d x the whole context",
+            engine->checkpoint.directory, engine->config.model_type, (double)mapped / 1e6,
+            engine->checkpoint.dummy ? "random " : "", cache->sessions, cache->context,
             kv_dtype_names[cache->format.dtype], kv_mode_names[cache->mode], (double)cache->bytes / 1e6,
             cache->device_pages.n_pages - 1, cache->whole_sessions);
     if (cache->mode != MODE_RESIDENT)
@@ -1299,7 +1354,7 @@ void print_plan(FILE *out, const Engine *engine) {
                 engine->drafter.checkpoint.directory, draft->architecture, (double)size / 1e6, draft->slots, cache->draft_rows,
                 (double)ring_bytes(cache) / 1e6, (double)staging / 1e6, (double)engine->drafter.state.bytes / 1e6);
     }
-    if (engine->backend->shares_memory && mapped > available)
+    if (engine->backend->shares_memory && !engine->checkpoint.dummy && mapped > available)
         fprintf(out, "tide: the weights are more than the %.1f MB of free memory: they will be read from disk again and again\n",
                 (double)available / 1e6);
 }
@@ -2938,22 +2993,16 @@ static uint8_t *layer_ring(const Cache *cache, int layer) {
     return cache->draft_ring + (size_t)layer * (size_t)cache->sessions * (size_t)cache->draft_rows * cache->draft_format.stride;
 }
 
-/* Norms and rotates the keys in rows of keys | values; rotations of their positions are in the state. */
-static void finish_keys(Engine *engine, const LayerWeights *layer, int n) {
+/* Rows of keys | values of x, the keys normed and rotated; the rotations of their positions are in the state. */
+static void project_keys_and_values(Engine *engine, const LayerWeights *layer, const float *x, int n) {
+    const Backend *backend = engine->backend;
     const Config *config = &engine->drafter.config.backbone;
     DraftState *state = &engine->drafter.state;
     const int dim = config->head_dim, kv_heads = config->num_key_value_heads;
-    const size_t width = 2 * (size_t)(kv_heads * dim);
-    engine->backend->norm_heads(state->kv, width, n, kv_heads, dim, layer->k_norm, config->rms_norm_eps, state->cosine, state->sine);
-}
-
-static void project_keys_and_values(Engine *engine, const LayerWeights *layer, const float *x, int n) {
-    const Config *config = &engine->drafter.config.backbone;
-    DraftState *state = &engine->drafter.state;
-    const size_t hidden = (size_t)config->hidden_size, kv_width = (size_t)(config->num_key_value_heads * config->head_dim);
-    engine->backend->linear(state->kv, 2 * kv_width, x, hidden, n, &layer->k_proj);
-    engine->backend->linear(state->kv + kv_width, 2 * kv_width, x, hidden, n, &layer->v_proj);
-    finish_keys(engine, layer, n);
+    const size_t hidden = (size_t)config->hidden_size, kv_width = (size_t)(kv_heads * dim), width = 2 * kv_width;
+    backend->linear(state->kv, width, x, hidden, n, &layer->k_proj);
+    backend->linear(state->kv + kv_width, width, x, hidden, n, &layer->v_proj);
+    backend->norm_heads(state->kv, width, n, kv_heads, dim, layer->k_norm, config->rms_norm_eps, state->cosine, state->sine);
 }
 
 /* The rows state->row_list [n] enter the ring. Their features are those of rows `indices` of the pass just made; NULL: they have been
@@ -3219,14 +3268,31 @@ void draft_blocks(Engine *engine, DraftBlock *blocks, int n, AcceptRule rule, bo
  * Owns: the order in which a model, its drafter and their memory come to be, and go.
  */
 
+/* A checkpoint of no file; binding it without a backend says how large it would be. */
+static bool make_up_checkpoint(Engine *engine, const EngineOptions *options, Error *error) {
+    engine->checkpoint = (Checkpoint){.directory = copy_string(options->model), .dummy = true};
+    if (!weights_bind(&engine->weights, &engine->checkpoint, &engine->config, NULL, error)) return false;
+    engine->weight_bytes = engine->weights.bytes;
+    weights_free(&engine->weights);
+    return true;
+}
+
 bool engine_plan(Engine *engine, const EngineOptions *options, Error *error) {
     *engine = (Engine){.backend = options->backend ? options->backend : &c_backend};
     bool ok = config_read(&engine->config, options->model, error);
     if (ok && options->index_topk && !has_latent_attention(&engine->config))
         ok = fail(error, "%s: %s has no indexer: --index-topk does not apply", options->model, engine->config.model_type);
     if (ok && options->index_topk) engine->config.index_topk = options->index_topk;
+    Config *config = &engine->config;
+    if (ok && options->layers > config->num_hidden_layers)
+        ok = fail(error, "%s: found %d layers, wanted the first %d", options->model, config->num_hidden_layers, options->layers);
+    if (ok && options->layers) config->num_hidden_layers = options->layers;
     if (ok && options->draft) ok = drafter_plan(&engine->drafter, options->draft, &engine->config, error);
-    ok = ok && plan_memory(engine, options, error) && checkpoint_open(&engine->checkpoint, options->model, error);
+    ok = ok && plan_memory(engine, options, error)
+         && (options->dummy ? make_up_checkpoint(engine, options, error)
+                            : checkpoint_open(&engine->checkpoint, options->model, error));
+    engine->checkpoint.progress = options->progress;
+    if (ok && !options->dummy) engine->weight_bytes = checkpoint_bytes(&engine->checkpoint);
     if (!ok) engine_close(engine);
     return ok;
 }
@@ -3237,7 +3303,12 @@ bool engine_bind(Engine *engine, const Backend *backend, Error *error) {
 }
 
 bool engine_load(Engine *engine, Error *error) {
-    bool ok = check_memory(engine, error) && engine_bind(engine, engine->backend, error) && take_memory(engine, error);
+    const double begin = now();
+    bool ok = check_memory(engine, error) && engine_bind(engine, engine->backend, error);
+    if (ok) engine->backend->wait();
+    if (ok && engine->checkpoint.progress) engine->checkpoint.progress(engine->weight_bytes, engine->weight_bytes);
+    engine->load_seconds = now() - begin;
+    ok = ok && take_memory(engine, error);
     if (ok) {
         prepare_rope(engine);
         drafter_prepare(&engine->drafter, engine->backend);
@@ -3923,9 +3994,17 @@ bool runner_open(Runner *runner, const EngineOptions *options, bool need_tokeniz
     if (!engine_plan(&runner->engine, options, error)) return false;
     if (plan) print_plan(plan, &runner->engine);
     if (!engine_load(&runner->engine, error)) return false;
+    if (plan && !runner->engine.backend->shares_memory)
+        fprintf(plan, "tide: %.1f MB of weights on the device after %.2f s: %.1f GB/s\n",
+                (double)runner->engine.weight_bytes / 1e6, runner->engine.load_seconds,
+                (double)runner->engine.weight_bytes / 1e9 / runner->engine.load_seconds);
     char path[PATH_MAX];
     bool present = access(join(path, options->model, "tokenizer.json"), F_OK) == 0;
-    if (need_tokenizer || present) runner->tokenizer = tokenizer_open(options->model, error);
+    if (need_tokenizer && !present && options->dummy)
+        fail(error,
+             "%s: no tokenizer.json there, and --dummy makes up none: it does for bench, and for generate and eval with --ids",
+             options->model);
+    else if (need_tokenizer || present) runner->tokenizer = tokenizer_open(options->model, error);
     if ((need_tokenizer || present) && !runner->tokenizer) {
         engine_close(&runner->engine);
         return false;

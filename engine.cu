@@ -30,6 +30,8 @@ static struct Device {
     int multiprocessors, major, minor;
     size_t shared_per_block;    /* bytes a block may ask for */
     cudaStream_t stream;        /* every operation's */
+    bool exact;                 /* how attention splits a sum may not depend on how many rows share a launch */
+    bool no_graph;              /* begin_work() keeps nothing */
 } gpu;
 
 static void check_cuda(cudaError_t status, const char *file, int line) {
@@ -54,7 +56,9 @@ enum {
     UPLOAD_BYTES = 8 << 20,     /* pinned memory that uploads pass through */
     WEIGHT_CHUNK = 512 << 20,   /* bytes taken at a time for weights */
     WEIGHT_ALIGNMENT = 256,
-    MOVE_BYTES = 32 << 20,      /* of either of two pinned buffers that weights pass through */
+    MOVE_BYTES = 8 << 20,       /* of each pinned buffer that weights pass through: pinning takes 0.6 ms a megabyte */
+    MOVE_BUFFERS = 3,
+    MOVE_PIECE = 512 << 10,     /* what a thread copies at a time */
     MAX_CHUNKS = 4096,
 };
 
@@ -68,14 +72,16 @@ static struct Transit {         /* between the pipeline's memory and the device'
     uint8_t *chunks[MAX_CHUNKS];            /* of weights */
     int n_chunks;
     size_t chunk_bytes, chunk_used;         /* of the last of them */
-    uint8_t *moving[2];         /* [MOVE_BYTES] each */
-    cudaEvent_t moved[2];
+    uint8_t *moving[MOVE_BUFFERS];          /* [MOVE_BYTES] each */
+    cudaEvent_t moved[MOVE_BUFFERS];
 } transit;
 
 static bool attention_start(Error *error);
 static bool speculation_start(Error *error);
 
-static bool start(Error *error) {
+static bool start(const DeviceOptions *options, Error *error) {
+    gpu.exact = !options->inexact;
+    gpu.no_graph = options->no_graph;
     if (gpu.stream) return true;
     int count = 0;
     /* Without a driver there is no need to wake its library, which takes memory and time. The second is what Windows lends Linux. */
@@ -156,14 +162,14 @@ static void upload(void *to, const void *from, size_t bytes) {
 enum { MAX_WORKS = 256 };
 
 static struct Works {
-    struct { uint64_t key; cudaGraphExec_t graph; long used; } kept[MAX_WORKS];
+    struct { uint64_t key; cudaGraphExec_t graph; long used, kernels; } kept[MAX_WORKS];
     int n, open;                /* open: which is being recorded, or -1 */
-    long clock;
-} works = {{}, 0, -1, 0};
+    long clock, kernels;        /* kernels: launched by graphs so far */
+} works = {{}, 0, -1, 0, 0};
 
 static bool begin_work(uint64_t key) {
     int at = 0;
-    if (!key) return false;
+    if (!key || gpu.no_graph) return false;
     while (at < works.n && works.kept[at].key != key) at++;
     if (at == works.n && works.n == MAX_WORKS) {    /* the one used longest ago makes room */
         for (int i = at = 0; i < works.n; i++)
@@ -179,6 +185,7 @@ static bool begin_work(uint64_t key) {
     }
     if (works.kept[at].graph) {
         CUDA(cudaGraphLaunch(works.kept[at].graph, gpu.stream));
+        works.kernels += works.kept[at].kernels;
         return true;
     }
     works.open = at;
@@ -190,9 +197,12 @@ static void end_work(void) {
     cudaGraph_t graph;
     if (works.open < 0) return;
     CUDA(cudaStreamEndCapture(gpu.stream, &graph));
+    size_t nodes;
+    CUDA(cudaGraphGetNodes(graph, NULL, &nodes));
     CUDA(cudaGraphInstantiate(&works.kept[works.open].graph, graph, 0));
     CUDA(cudaGraphDestroy(graph));
     CUDA(cudaGraphLaunch(works.kept[works.open].graph, gpu.stream));
+    works.kept[works.open].kernels = (long)nodes;   /* hardly anything else is captured */
     works.open = -1;
 }
 
@@ -230,23 +240,52 @@ static uint8_t *place_weights(size_t bytes, Error *error) {
     return transit.chunks[transit.n_chunks - 1] + start;
 }
 
-/* Through two pinned buffers in turns, so that reading the file and the link overlap. */
+/* Through pinned buffers in turns, so that reading the file and the link overlap. */
 static const void *import_weights(const void *data, size_t bytes, Error *error) {
     uint8_t *to = place_weights(bytes, error);
-    for (int i = 0; i < 2 && to && !transit.moving[i]; i++) {
+    for (int i = 0; i < MOVE_BUFFERS && to && !transit.moving[i]; i++) {
         CUDA(cudaHostAlloc(&transit.moving[i], MOVE_BYTES, cudaHostAllocDefault));
         CUDA(cudaEventCreateWithFlags(&transit.moved[i], cudaEventDisableTiming));
     }
     static int turn;
-    for (size_t done = 0, part; to && done < bytes; done += part, turn ^= 1) {
+    for (size_t done = 0, part; to && done < bytes; done += part, turn = (turn + 1) % MOVE_BUFFERS) {
         part = bytes - done < MOVE_BYTES ? bytes - done : (size_t)MOVE_BYTES;
         CUDA(cudaEventSynchronize(transit.moved[turn]));
-#pragma omp parallel for if (part > 1 << 20)
-        for (size_t at = 0; at < part; at += 1 << 20)
-            memcpy(transit.moving[turn] + at, (const uint8_t *)data + done + at, part - at < 1 << 20 ? part - at : 1 << 20);
+#pragma omp parallel for if (part > MOVE_PIECE)
+        for (size_t at = 0; at < part; at += MOVE_PIECE)
+            memcpy(transit.moving[turn] + at, (const uint8_t *)data + done + at,
+                   part - at < MOVE_PIECE ? part - at : (size_t)MOVE_PIECE);
         CUDA(cudaMemcpyAsync(to + done, transit.moving[turn], part, cudaMemcpyHostToDevice, gpu.stream));
         CUDA(cudaEventRecord(transit.moved[turn], gpu.stream));
     }
+    return to;
+}
+
+/* As backend.c makes them: four values are the four 16-bit pieces of one hash. */
+template <DType dtype>
+__global__ void make_weights_kernel(void *to, size_t count, float low, float step, uint64_t seed) {
+    const size_t four = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    uint64_t hash = seed + four;
+    hash = (hash ^ hash >> 33) * 0xff51afd7ed558ccdu;
+    hash = (hash ^ hash >> 33) * 0xc4ceb9fe1a85ec53u;
+    hash ^= hash >> 33;
+    for (size_t i = 4 * four; i < count && i < 4 * four + 4; i++, hash >>= 16) {
+        const float value = fmaf((float)(hash & 0xffff), step, low);
+        if (dtype == DTYPE_F32) ((float *)to)[i] = value;
+        else if (dtype == DTYPE_BF16) ((__nv_bfloat16 *)to)[i] = __float2bfloat16_rn(value);
+        else ((__nv_fp8_e4m3 *)to)[i] = __nv_fp8_e4m3(value);
+    }
+}
+
+static const void *make_weights(void *space, DType dtype, size_t count, float low, float high, uint64_t seed, Error *error) {
+    (void)space;
+    uint8_t *to = place_weights(count * dtype_size(dtype), error);
+    if (!to || !count) return to;
+    auto kernel = dtype == DTYPE_F32    ? make_weights_kernel<DTYPE_F32>
+                  : dtype == DTYPE_BF16 ? make_weights_kernel<DTYPE_BF16>
+                                        : make_weights_kernel<DTYPE_F8_E4M3>;
+    kernel<<<(unsigned)((count + 1023) / 1024), 256, 0, gpu.stream>>>(to, count, low, (high - low) / 65536, seed);
+    LAUNCHED();
     return to;
 }
 
@@ -386,6 +425,42 @@ __global__ void read_kernel(const uint4 *data, size_t n, unsigned *sum) {
     }
     for (; i < n; i += step) total += data[i].x ^ data[i].y ^ data[i].z ^ data[i].w;
     if (total == 0xdeadbeef) *sum = total;          /* hardly ever: so that the reads are made */
+}
+
+__global__ void empty_kernel() {}
+
+extern "C" void cuda_empty(void) {
+    empty_kernel<<<1, 32, 0, gpu.stream>>>();
+    LAUNCHED();
+}
+
+extern "C" long cuda_graph_kernels(void) { return works.kernels; }
+
+extern "C" void cuda_describe(char *text, size_t size) {
+    cudaDeviceProp properties;
+    int driver;
+    CUDA(cudaGetDeviceProperties(&properties, 0));
+    CUDA(cudaDriverGetVersion(&driver));
+    snprintf(text, size, "%s, driver for CUDA %d.%d, built with CUDA %d.%d", properties.name, driver / 1000, driver % 1000 / 10,
+             CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+}
+
+static cudaEvent_t marks[MAX_MARKS];
+
+/* Inside a capture an event must be asked for as a node of its own, or nothing could be read from it. */
+extern "C" void cuda_mark(int number) {
+    cudaStreamCaptureStatus status;
+    CUDA(cudaStreamIsCapturing(gpu.stream, &status));
+    if (!marks[number]) CUDA(cudaEventCreate(&marks[number]));
+    CUDA(cudaEventRecordWithFlags(marks[number], gpu.stream,
+                                  status == cudaStreamCaptureStatusActive ? cudaEventRecordExternal : cudaEventRecordDefault));
+}
+
+extern "C" double cuda_between(int first, int second) {
+    float milliseconds;
+    CUDA(cudaEventSynchronize(marks[second]));
+    CUDA(cudaEventElapsedTime(&milliseconds, marks[first], marks[second]));
+    return milliseconds / 1000.0;
 }
 
 /* Reads the bytes and does nothing with them. */
@@ -4131,6 +4206,7 @@ extern "C" const Backend cuda_backend = {
     .give_back = give_back,
     .import_weights = import_weights,
     .release_weights = release_weights,
+    .make_weights = make_weights,
     .samplers = samplers,
     .begin_work = begin_work,
     .end_work = end_work,

@@ -161,6 +161,8 @@ typedef struct Checkpoint {
     MappedFile *files;                              /* stb_ds [files] */
     Tensor *tensors;                                /* stb_ds [tensors], in file order */
     struct { char *key; int value; } *index;        /* stb_ds string map: tensor name -> position in tensors */
+    bool dummy;                 /* of no file: has every tensor that is looked for, of random values (--dummy) */
+    void (*progress)(size_t bound, size_t all);     /* while its weights are bound: bytes so far, and in the files; or NULL */
 } Checkpoint;
 
 /* Maps every shard that model.safetensors.index.json names, or the only *.safetensors file of the directory when there is
@@ -203,6 +205,7 @@ typedef struct Config {
     int vocab_size, hidden_size, intermediate_size, num_hidden_layers, max_position_embeddings;
     int num_attention_heads, num_key_value_heads, head_dim;     /* the last two: qwen3 only */
     bool tie_word_embeddings;
+    bool quantised;                                 /* fp8 by blocks, as quantization_config says */
     float rms_norm_eps;
     RopeConfig rope;
     /* multi-head latent attention: glm_moe_dsa, deepseek_v32 */
@@ -369,6 +372,7 @@ typedef enum KvMode {
 } KvMode;
 
 extern const char *const kv_mode_names[MODES];      /* as --kv spells them */
+extern const char *const kv_dtype_names[];          /* as --kv-dtype does */
 
 typedef enum Reclaim { RECLAIM_WHOLE, RECLAIM_PROPORTIONAL } Reclaim;   /* eq. 4, or a share from every session */
 typedef enum Lookup { LOOKUP_DIRECT, LOOKUP_SCAN } Lookup;  /* of hot rows: an array from row to slot, or the paper's scan */
@@ -843,13 +847,19 @@ typedef struct Drafter {
  * too, for what is small: on a GPU each access crosses the link. In C there is no difference. */
 typedef enum Memory { MEMORY_DEVICE, MEMORY_HOST } Memory;
 
+typedef struct DeviceOptions {  /* how operations run; a backend that has no choice runs as if all were false */
+    bool inexact;               /* attention may split its sums by how much there is to do at once */
+    bool no_graph;              /* begin_work() keeps nothing */
+} DeviceOptions;
+
 struct Backend {
     const char *name;
     int live_sources;           /* chi of eq. 11: payloads of one group that it stages at the same time */
     bool shares_memory;         /* with the pipeline: MEMORY_DEVICE is host memory too, and an operation has run when it returns */
 
-    /* Makes the device ready, before anything else; false, with an error, where there is none that can be used. */
-    bool (*start)(Error *error);
+    /* Makes the device ready, before anything else; called again, it only takes the options. False, with an error, where there is
+     * no device that can be used. */
+    bool (*start)(const DeviceOptions *options, Error *error);
 
     /* Free memory of that kind, in bytes. */
     size_t (*available)(Memory memory);
@@ -862,6 +872,11 @@ struct Backend {
      * themselves. They stay until release_weights(). NULL and an error where there is no room. */
     const void *(*import_weights)(const void *data, size_t bytes, Error *error);
     void (*release_weights)(void);
+
+    /* The same for weights of no file: `count` values of that type (F32, BF16 or F8_E4M3), evenly spread from low to high, each
+     * by a hash of its index and the seed. `space`: as many bytes of the pipeline's memory, where that is what operations read;
+     * or NULL. */
+    const void *(*make_weights)(void *space, DType dtype, size_t count, float low, float high, uint64_t seed, Error *error);
 
     /* How many Samplers accept() wants for so many rows of logits. */
     int (*samplers)(int logit_rows);
@@ -1127,6 +1142,10 @@ typedef struct EngineOptions {
     const Backend *backend;          /* NULL: c_backend */
     const char *model;          /* directory */
     const char *draft;          /* directory of a drafter, or NULL */
+    DeviceOptions device;
+    bool dummy;                 /* random weights of config.json's shapes and types: no other file of the model is read */
+    int layers;                 /* only the first of the model's; 0: all */
+    void (*progress)(size_t bound, size_t all);     /* as Checkpoint's */
     int sessions;               /* slots */
     int context;                /* rows a slot may hold; 0: min(max_position_embeddings, 8192) */
     int index_topk;             /* 0: as config.json says */
@@ -1148,6 +1167,8 @@ typedef struct Engine {
     State state;
     Drafter drafter;            /* config.architecture NULL: none */
     Probe probe;
+    size_t weight_bytes;        /* as stored: of the files, or of what is made up */
+    double load_seconds;        /* from the first weight bound to the last that operations can read */
     float rope_attention_factor;                    /* on cosine and sine; 1 without yarn */
     float softmax_scale;
     int failed_session;                             /* slot whose numbers made the last forward() or head() fail, or -1 */
@@ -1423,7 +1444,7 @@ struct cJSON *session_open(const Runner *runner, const char *path, FILE **file, 
 bool session_restore(Runner *runner, Session *session, const struct cJSON *header, FILE *file, const char *path, Error *error);
 
 /* ---------------------------------------------------------------------------------------------------------------------
- * Measurements (bench.c; the first three are engine.cu's)
+ * Measurements (bench.c; those named cuda_ are engine.cu's)
  */
 
 /* The median seconds, as the GPU counts them, of what `work` puts on its stream; work is called twice and must not wait. */
@@ -1433,8 +1454,28 @@ double cuda_seconds(void (*work)(void *), void *user);
 void cuda_begin_copy(void *to, const void *from, size_t bytes);
 void cuda_read(const void *data, size_t bytes, unsigned *sum);
 
-/* Makes the measurement of that name and prints it. What it draws goes into the directory, as NAME.csv and NAME.svg. 0: done;
- * 1: it failed; 2: there is none of that name. The last two with an error. */
-int bench(const char *name, const EngineOptions *options, const char *directory, Error *error);
+/* Puts on the stream, and into what is being captured: a mark, of any number below MAX_MARKS; a kernel that does nothing. And the
+ * seconds between two marks: waits for the second. */
+enum { MAX_MARKS = 16384 };
+void cuda_mark(int number);
+double cuda_between(int first, int second);
+void cuda_empty(void);
+
+/* Kernels that kept works have launched so far. */
+long cuda_graph_kernels(void);
+
+/* The device and the CUDA it is used through, in a line. */
+void cuda_describe(char *text, size_t size);
+
+typedef struct BenchOptions {
+    const char *name, *section; /* which measurement, and which part of it; section NULL: all */
+    const char *directory;      /* where NAME.csv and NAME.svg go */
+    bool markdown;              /* a table for README.md, where it has one */
+    int slots;                  /* sessions at most; 0: not said */
+} BenchOptions;
+
+/* Makes the measurement of that name and prints it. 0: done; 1: it failed; 2: there is none of that name, or no such part. The
+ * last two with an error. */
+int bench(const BenchOptions *bench, const EngineOptions *options, Error *error);
 
 #endif

@@ -2213,13 +2213,31 @@ static void test_cuda_error(void) {
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1, "and the program ends with 1");
 }
 
+/* Weights of no file: the same bytes on both backends, in any number. */
+static void test_make_weights(void) {
+    static const DType dtypes[] = {DTYPE_F32, DTYPE_BF16, DTYPE_F8_E4M3};
+    static const size_t counts[] = {1, 3, 4, 1023, 1024, 70001};
+    for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes; d++)
+        for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
+            Error error;
+            const size_t bytes = counts[i] * dtype_size(dtypes[d]);
+            uint8_t *in_c = malloc(bytes), *out;
+            c_backend.make_weights(in_c, dtypes[d], counts[i], -256, 256, 7 + i, &error);
+            out = from_device(cuda_backend.make_weights(NULL, dtypes[d], counts[i], -256, 256, 7 + i, &error), bytes);
+            CHECK(!memcmp(in_c, out, bytes), "%zu made-up weights of type %d", counts[i], dtypes[d]);
+            free(in_c);
+            free(out);
+        }
+    cuda_backend.release_weights();
+}
+
 #define RUN(test) (test(), printf(#test ": %d passed, %d failed so far\n", checks_passed, checks_failed))
 
 /* test_gpu: everything but the soak; test_gpu soak ROUNDS. */
 int main(int argc, char **argv) {
     Error error;
     setlinebuf(stdout);
-    if (!cuda_backend.start(&error)) return fprintf(stderr, "test_gpu: %s\n", error.text), 1;
+    if (!cuda_backend.start(&(DeviceOptions){0}, &error)) return fprintf(stderr, "test_gpu: %s\n", error.text), 1;
     if (argc == 2 && !strcmp(argv[1], "fault")) return cuda_backend.copy_bytes((void *)8, &error, sizeof error), 0;
     if (argc == 3 && !strcmp(argv[1], "soak")) return test_soak(atol(argv[2])), check_report();
     RUN(test_out_of_memory);
@@ -2239,6 +2257,7 @@ int main(int argc, char **argv) {
     RUN(test_path_independence);
     RUN(test_allocate);
     RUN(test_pack_blocks);
+    RUN(test_make_weights);
     printf("operations: %d passed, %d failed\n", checks_passed, checks_failed);
     test_fixtures("tests/fixtures");
     RUN(test_rounds);
