@@ -1710,15 +1710,22 @@ static void store_rows(uint8_t *base, const RowFormat *format, const DeviceRow *
 
 /* ---- index scores */
 
+/* select_top may take its place on the processors as soon as index_scores leaves them, and then waits for the scores. */
+#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
+static __device__ inline void let_select_start(void) { asm volatile("griddepcontrol.launch_dependents;"); }
+static __device__ inline void await_scores(void) { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#else
+static __device__ inline void let_select_start(void) {}
+static __device__ inline void await_scores(void) {}
+#endif
+
 enum {
-    SCORE_THREADS = 512,            /* one block to a processor */
-    SCORE_ROWS = SCORE_THREADS,     /* query rows of one launch at most: the plan has a thread for each */
-    SHARED_QUERIES = 8,             /* query rows that share one read of the keys at most */
-    SCORE_KEYS = 32,                /* keys that a warp scores at a time: half a page */
+    SCORE_ROWS = 512,               /* query rows of one launch at most */
+    SHARED_QUERIES = 8,             /* of them, that share one read of the keys at most */
     SCORE_WIDTH = 128,              /* of a key on the tensor cores; narrower ones count as filled up with zeros */
-    KEY_CHUNKS = SCORE_WIDTH / 32,  /* of a key: 32 values are what four lanes read of it at a time */
-    HEAD_TILE = KEY_CHUNKS * 32,    /* uint4 of eight heads' queries in shared memory */
-    QUERY_BYTES = 64 << 10,         /* of shared memory for the queries that share a read */
+    SCORE_STEPS = SCORE_WIDTH / 16, /* instructions take 16 values of a key each */
+    SCORE_COLUMNS = 256,            /* heads of all query rows that share a read, at most */
+    PLAIN_THREADS = 512,
 };
 
 struct IndexShape {
@@ -1732,18 +1739,9 @@ struct IndexShape {
 struct ScorePlan {
     int session[SCORE_ROWS], position[SCORE_ROWS];
     int members[SCORE_ROWS];        /* rows that share the read that begins with this row; 0: it shares an earlier one */
-    int ends[SCORE_ROWS];           /* tiles of all reads up to this row's */
+    int ends[SCORE_ROWS];           /* pages of all reads up to this row's */
     uint32_t starts[SCORE_ROWS / 32];       /* a bit per row: it begins a session's run */
-    int sums[SCORE_ROWS / 32];
 };
-
-/* Rows [r, r + members) of one session share a read. Tiles they need: none where each row selects its whole history. */
-static __device__ int tiles_of(const ScorePlan &plan, int r, int members, int capacity) {
-    int last = -1;
-    for (int i = r; i < r + members; i++)
-        if (plan.position[i] >= capacity) last = max(last, plan.position[i]);
-    return divide_up(last + 1, SCORE_KEYS);
-}
 
 static __device__ int warp_prefix_sum(int x) {
     for (int step = 1; step < 32; step *= 2) {
@@ -1753,191 +1751,354 @@ static __device__ int warp_prefix_sum(int x) {
     return x;
 }
 
+/* Rows [r, r + members) of one session share a read. Pages they need: none where each row selects its whole history. */
+static __device__ int pages_of(const ScorePlan &plan, int r, int members, int capacity) {
+    int last = -1;
+    for (int i = r; i < r + members; i++)
+        if (plan.position[i] >= capacity) last = max(last, plan.position[i]);
+    return divide_up(last + 1, PAGE_ROWS);
+}
+
+/* Row r shares the read of an earlier row of its session, or begins one: of how many rows? */
+static __device__ int members_of(const ScorePlan &plan, int r, int n_rows, int together) {
+    int word = r / 32, members = 0;
+    uint32_t below = plan.starts[word] & ((2u << r % 32) - 1);
+    while (!below) below = plan.starts[--word];     /* row 0 is a start, so the walk ends */
+    if ((r - (32 * word + 31 - __clz((int)below))) % together) return 0;
+    while (members < together && r + members < n_rows && plan.session[r + members] == plan.session[r]) members++;
+    return members;
+}
+
 static __device__ void make_plan(ScorePlan &plan, const Row *rows, int n_rows, const IndexShape &shape) {
-    const int r = (int)threadIdx.x, lane = r % 32, warp = r / 32;
-    plan.session[r] = r < n_rows ? rows[r].session : -1;
-    plan.position[r] = r < n_rows ? rows[r].position : -1;
-    __syncthreads();
-    uint32_t starts = __ballot_sync(~0u, r == 0 || plan.session[r] != plan.session[r - 1]);
-    if (lane == 0) plan.starts[warp] = starts;
-    __syncthreads();
-    int word = warp;
-    uint32_t below = starts & ((2u << lane) - 1);   /* row 0 is a start, so the walk ends */
-    while (!below) below = plan.starts[--word];
-    int start = 32 * word + 31 - __clz((int)below), members = 0;
-    if (r < n_rows && (r - start) % shape.together == 0)
-        while (members < shape.together && r + members < n_rows && plan.session[r + members] == plan.session[r]) members++;
-    plan.members[r] = members;
-    int sum = warp_prefix_sum(tiles_of(plan, r, members, shape.capacity));
-    if (lane == 31) plan.sums[warp] = sum;
-    __syncthreads();
-    for (int i = 0; i < warp; i++) sum += plan.sums[i];
-    plan.ends[r] = sum;
-    __syncthreads();
-}
-
-/* The queries of a read in shared memory, bf16, in the order in which lanes feed them to the tensor cores: lane l of head tile t
- * and chunk c of 32 values takes values 8 (l mod 4) .. + 8 of the chunk of head 8 t + l / 4. The weights follow, scaled. */
-static __device__ void stage_queries(uint4 *queries, float *weights, const float *q, const float *head_weights, int members,
-                                     const IndexShape &shape) {
-    const int tiles = divide_up(shape.heads, 8), per_row = tiles * HEAD_TILE;
-#pragma unroll 2
-    for (int i = (int)threadIdx.x; i < members * per_row; i += SCORE_THREADS) {
-        int lane = i % 32, chunk = i / 32 % KEY_CHUNKS, tile = i % per_row / HEAD_TILE, row = i / per_row;
-        int head = 8 * tile + lane / 4, first = 32 * chunk + 8 * (lane % 4);
-        float4 low = {0, 0, 0, 0}, high = {0, 0, 0, 0};
-        if (head < shape.heads && first < shape.head_dim) {
-            const float4 *x = (const float4 *)(q + ((size_t)row * shape.heads + head) * shape.head_dim + first);
-            low = x[0];
-            high = x[1];
-        }
-        __nv_bfloat162 pairs[4] = {__floats2bfloat162_rn(low.x, low.y), __floats2bfloat162_rn(low.z, low.w),
-                                   __floats2bfloat162_rn(high.x, high.y), __floats2bfloat162_rn(high.z, high.w)};
-        queries[i] = *(uint4 *)pairs;
+    const int thread = (int)threadIdx.x, lane = thread % 32, threads = (int)blockDim.x, whole = divide_up(n_rows, 32) * 32;
+    for (int r = thread; r < n_rows; r += threads) {
+        plan.session[r] = rows[r].session;
+        plan.position[r] = rows[r].position;
     }
-    for (int i = (int)threadIdx.x; i < members * tiles * 8; i += SCORE_THREADS) {
-        int head = i % (tiles * 8), row = i / (tiles * 8);
-        weights[i] = head < shape.heads ? head_weights[row * shape.heads + head] * shape.scale : 0;
+    __syncthreads();
+    for (int r = thread; r < whole; r += threads) {
+        uint32_t starts = __ballot_sync(~0u, r < n_rows && (r == 0 || plan.session[r] != plan.session[r - 1]));
+        if (lane == 0) plan.starts[r / 32] = starts;
     }
+    __syncthreads();
+    for (int r = thread; r < n_rows; r += threads) {
+        plan.members[r] = members_of(plan, r, n_rows, shape.together);
+        plan.ends[r] = pages_of(plan, r, plan.members[r], shape.capacity);
+    }
+    __syncthreads();
+    for (int r = thread, before = 0; r < whole && thread < 32; r += 32) {
+        before += warp_prefix_sum(r < n_rows ? plan.ends[r] : 0);
+        if (r < n_rows) plan.ends[r] = before;
+        before = __shfl_sync(~0u, before, 31);
+    }
+    __syncthreads();
 }
 
-/* sums += keys (16 x 16) times queries (16 x 8), bf16 into f32. */
-static __device__ inline void multiply_keys(float (&sums)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                            uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+/* The first row whose read ends behind page `at` of all. */
+static __device__ int read_at(const ScorePlan &plan, int n_rows, int at) {
+    int low = 0, high = n_rows - 1;
+    while (low < high) {
+        int middle = (low + high) / 2;
+        if (plan.ends[middle] <= at) low = middle + 1;
+        else high = middle;
+    }
+    return low;
 }
 
-/* A lane's part of 32 keys, in registers: of key lane / 4 + 8 i, 16 bytes of each chunk. Which values of a sum an instruction
- * gets from which lane does not matter as long as keys and queries agree, so a lane's eight neighbouring values go into two. */
-struct KeyTile {
-    uint4 part[4][KEY_CHUNKS];
+/* ---- on the tensor cores: keys, 64 to a warpgroup and 16 to a warp, times the heads of all query rows of the read
+ *
+ * Which values of a sum an instruction gets from which lane does not matter as long as keys and queries agree. So a lane loads 16
+ * neighbouring bytes of a key, 8 values or 16, and feeds four of them to one instruction and the next four to the next: keys need no
+ * way through shared memory. e4m3 is widened to bf16, which holds it exactly; the key's scale multiplies the finished score.
+ */
+
+template <bool F8> struct KeyPart {             /* a lane's part of two keys of the page, lane / 4 and 8 behind it in its warp's 16 */
+    uint4 part[2][F8 ? 2 : 4];
+    float scale[2];
 };
 
 /* Keys are read once, so they need no place in the first-level cache; a lane's neighbours want the rest of the row at once. */
 static __device__ inline uint4 load_part(const uint8_t *at) {
     uint4 x;
-    asm("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-        : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at));
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at));
     return x;
 }
 
-static __device__ inline void load_keys(KeyTile &tile, const uint8_t *keys, const IndexShape &shape) {
-    const int lane = (int)threadIdx.x % 32;
-    keys += lane / 4 * shape.format.stride + lane % 4 * 16;
+template <bool F8> static __device__ inline void load_keys(KeyPart<F8> &keys, const uint8_t *page, const IndexShape &shape) {
+    const int lane = (int)threadIdx.x % 32, first = (int)threadIdx.x / 32 % 4 * 16 + lane / 4;
+    const int bytes = F8 ? shape.head_dim : 2 * shape.head_dim;
 #pragma unroll
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < 2; i++) {
+        const uint8_t *key = page + (size_t)(first + 8 * i) * shape.format.stride;
 #pragma unroll
-        for (int chunk = 0; chunk < KEY_CHUNKS; chunk++)
-            tile.part[i][chunk] = 32 * chunk + 8 * (lane % 4) < shape.head_dim
-                                      ? load_part(keys + 8 * i * shape.format.stride + 64 * chunk)
-                                      : make_uint4(0, 0, 0, 0);
-}
-
-/* scores: [members, context], of the tile's keys. */
-static __device__ inline void tensor_scores(float *scores, size_t context, const uint4 *queries, const float *weights,
-                                            int members, const KeyTile &keys, const IndexShape &shape) {
-    const int lane = (int)threadIdx.x % 32, tiles = divide_up(shape.heads, 8);
-    for (int row = 0; row < members; row++) {
-        float total[4] = {0, 0, 0, 0};
-#pragma unroll 1
-        for (int tile = 0; tile < tiles; tile++, queries += HEAD_TILE, weights += 8) {
-            float sums[2][4] = {};
-#pragma unroll
-            for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) {
-                uint4 query = queries[32 * chunk + lane];
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const uint4 &a = keys.part[2 * i][chunk], &b = keys.part[2 * i + 1][chunk];
-                    multiply_keys(sums[i], a.x, b.x, a.y, b.y, query.x, query.y);
-                    multiply_keys(sums[i], a.z, b.z, a.w, b.w, query.z, query.w);
-                }
-            }
-            float2 weight = *(const float2 *)(weights + 2 * (lane % 4));
-#pragma unroll
-            for (int i = 0; i < 4; i++) {           /* a NaN stays one */
-                float even = sums[i / 2][2 * (i % 2)], odd = sums[i / 2][2 * (i % 2) + 1];
-                total[i] = fmaf(weight.x, even < 0 ? 0 : even, total[i]);
-                total[i] = fmaf(weight.y, odd < 0 ? 0 : odd, total[i]);
-            }
+        for (int chunk = 0; chunk < (F8 ? 2 : 4); chunk++) {
+            const int at = 64 * chunk + 16 * (lane % 4);
+            keys.part[i][chunk] = at < bytes ? load_part(key + at) : make_uint4(0, 0, 0, 0);
         }
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            total[i] += __shfl_xor_sync(~0u, total[i], 1);
-            total[i] += __shfl_xor_sync(~0u, total[i], 2);
-        }
-        const float mine = lane % 4 == 0 ? total[0] : lane % 4 == 1 ? total[1] : lane % 4 == 2 ? total[2] : total[3];
-        scores[row * context + (size_t)(lane / 4 + 8 * (lane % 4))] = mine;
+        keys.scale[i] = F8 ? __ldg((const float *)(key + bytes)) : 1;
     }
 }
 
-/* Any format, any width: a lane scores a key in f32, eight heads at a time. */
-static __device__ void plain_scores(float *scores, size_t context, const float *q, const float *head_weights, int members,
-                                    const uint8_t *keys, const IndexShape &shape) {
-    const uint8_t *key = keys + threadIdx.x % 32 * shape.format.stride;
-    for (int row = 0; row < members; row++, q += shape.heads * shape.head_dim, head_weights += shape.heads) {
-        float total = 0;
-        for (int first = 0; first < shape.heads; first += 8) {
-            float dots[8] = {};
-            for (int i = 0; i < shape.head_dim; i++) {
-                const float value = cached_value(key, shape.format, i);
+/* Two e4m3 values as bf16. */
+static __device__ inline uint32_t widen_pair(uint32_t pair) {
+    const __half2_raw half = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)pair, __NV_E4M3);
+    const float2 x = __half22float2(half);
+    const __nv_bfloat162 wide = __floats2bfloat162_rn(x.x, x.y);
+    return *(const uint32_t *)&wide;
+}
+
+/* What each instruction takes of the keys. */
+template <bool F8> static __device__ inline void widen_keys(uint32_t (&a)[SCORE_STEPS][4], const KeyPart<F8> &keys) {
+#pragma unroll
+    for (int step = 0; step < SCORE_STEPS; step++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint4 &part = keys.part[i][F8 ? step / 4 : step / 2];
+            const uint32_t words[4] = {part.x, part.y, part.z, part.w};
+            a[step][i] = F8 ? widen_pair(words[step % 4] & 0xffff) : words[step % 2 * 2];
+            a[step][i + 2] = F8 ? widen_pair(words[step % 4] >> 16) : words[step % 2 * 2 + 1];
+        }
+}
+
+/* The queries of a read in shared memory, bf16: for each step, for each eight columns, 8 x 8 values twice. Column h of row r is head h
+ * of query row r; where heads are no multiple of 8, columns of zeros fill up. The weights follow, scaled. */
+template <bool F8> static __device__ void stage_queries(uint4 *queries, float *weights, const float *q, const float *head_weights,
+                                                        int members, int columns, const IndexShape &shape) {
+    const int per_row = divide_up(shape.heads, 8) * 8, threads = (int)blockDim.x;
+    for (int i = (int)threadIdx.x; i < columns * SCORE_STEPS * 2; i += threads) {
+        const int half = i % 2, step = i / 2 % SCORE_STEPS, column = i / 2 / SCORE_STEPS, row = column / per_row;
+        const int head = column % per_row, of = F8 ? 4 : 2, first = step / of * 16 * of + step % of * 4 + 2 * half;
+        uint32_t pairs[4] = {};
+#pragma unroll
+        for (int lane = 0; lane < 4; lane++) {
+            const int at = first + 4 * of * lane;
+            if (row < members && head < shape.heads && at < shape.head_dim) {
+                const float2 x = *(const float2 *)(q + ((size_t)row * shape.heads + head) * shape.head_dim + at);
+                const __nv_bfloat162 pair = __floats2bfloat162_rn(x.x, x.y);
+                pairs[lane] = *(const uint32_t *)&pair;
+            }
+        }
+        queries[((step * (columns / 8) + column / 8) * 2 + half) * 8 + column % 8] = *(uint4 *)pairs;
+    }
+    for (int i = (int)threadIdx.x; i < columns; i += threads) {
+        const int row = i / per_row, head = i % per_row;
+        weights[i] = row < members && head < shape.heads ? head_weights[row * shape.heads + head] * shape.scale : 0;
+    }
+}
+
+#if defined __CUDA_ARCH_FEAT_SM90_ALL
+/* Where an instruction finds 16 values of its columns: the 8 x 8 blocks lie 128 bytes apart along a key, 256 from column to column. */
+static __device__ inline uint64_t describe(const uint4 *queries) {
+    return (uint64_t)((uint32_t)__cvta_generic_to_shared(queries) >> 4) | (uint64_t)(128 >> 4) << 16 | (uint64_t)(256 >> 4) << 32;
+}
+
+#define EIGHT(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3]), "+f"(x[i + 4]), "+f"(x[i + 5]), "+f"(x[i + 6]), "+f"(x[i + 7])
+
+/* sums (+)= keys (64 x 16) times queries (16 x 32 or 64), begun only. */
+static __device__ inline void begin_multiply(float (&sums)[16], const uint32_t (&a)[4], uint64_t b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
+                 "{%16,%17,%18,%19}, %20, p, 1, 1, 0;\n}"
+                 : EIGHT(sums, 0), EIGHT(sums, 8) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+
+static __device__ inline void begin_multiply(float (&sums)[32], const uint32_t (&a)[4], uint64_t b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;\n}"
+                 : EIGHT(sums, 0), EIGHT(sums, 8), EIGHT(sums, 16), EIGHT(sums, 24)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+
+/* Until all but the last LEFT batches are complete, of which `sums` are not. */
+template <int LEFT> static __device__ inline void end_multiply(float (&sums)[16]) {
+    asm volatile("wgmma.wait_group.sync.aligned %16;" : EIGHT(sums, 0), EIGHT(sums, 8) : "n"(LEFT) : "memory");
+}
+template <int LEFT> static __device__ inline void end_multiply(float (&sums)[32]) {
+    asm volatile("wgmma.wait_group.sync.aligned %32;" : EIGHT(sums, 0), EIGHT(sums, 8), EIGHT(sums, 16), EIGHT(sums, 24)
+                 : "n"(LEFT) : "memory");
+}
+
+/* Begins all products of a page. */
+template <int COLUMNS, int BATCHES, int SUMS>
+static __device__ inline void multiply_keys(float (&sums)[BATCHES][SUMS], const uint32_t (&a)[SCORE_STEPS][4], const uint4 *queries) {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int batch = 0; batch < BATCHES; batch++) {
+#pragma unroll
+        for (int step = 0; step < SCORE_STEPS; step++)
+            begin_multiply(sums[batch], a[step], describe(queries + (step * (COLUMNS / 8) + batch * (SUMS / 4)) * 16), step);
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    }
+}
+
+static __device__ inline void queries_staged(void) { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#else
+template <int LEFT, int SUMS> static __device__ inline void end_multiply(float (&)[SUMS]) {}
+
+template <int COLUMNS, int BATCHES, int SUMS>
+static __device__ inline void multiply_keys(float (&sums)[BATCHES][SUMS], const uint32_t (&a)[SCORE_STEPS][4], const uint4 *queries) {
+    const uint32_t *b = (const uint32_t *)queries + threadIdx.x % 32;
+#pragma unroll
+    for (int tile = 0; tile < COLUMNS / 8; tile++) {
+        float *x = &sums[tile / (SUMS / 4)][tile % (SUMS / 4) * 4];
+        x[0] = x[1] = x[2] = x[3] = 0;
+#pragma unroll
+        for (int step = 0; step < SCORE_STEPS; step++)
+            asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
+                : "r"(a[step][0]), "r"(a[step][1]), "r"(a[step][2]), "r"(a[step][3]),
+                  "r"(b[(step * (COLUMNS / 8) + tile) * 64]), "r"(b[(step * (COLUMNS / 8) + tile) * 64 + 32]));
+    }
+}
+
+static __device__ inline void queries_staged(void) {}
+#endif
+
+/* A NaN stays one. */
+static __device__ inline float relu(float x) {
+    float y;
+    asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+struct Weighing {                   /* of the columns so far */
+    float total[2];                 /* of the row's heads, for either key of the lane */
+    int tile, row;
+};
+
+/* The next columns' part of the scores; writes those of the rows that are complete. */
+template <int SUMS> static __device__ inline void weigh_heads(Weighing &done, const float (&sums)[SUMS], const float *weights,
+                                                              float *scores, size_t context, int members, int tiles,
+                                                              const float (&scale)[2]) {
+    const int lane = (int)threadIdx.x % 32;
+#pragma unroll
+    for (int tile = 0; tile < SUMS / 4; tile++) {
+        const float2 weight = *(const float2 *)(weights + 8 * tile + 2 * (lane % 4));
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            done.total[i] = fmaf(weight.x, relu(sums[4 * tile + 2 * i]), done.total[i]);
+            done.total[i] = fmaf(weight.y, relu(sums[4 * tile + 2 * i + 1]), done.total[i]);
+        }
+        if (++done.tile < tiles) continue;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            done.total[i] += __shfl_xor_sync(~0u, done.total[i], 1);
+            done.total[i] += __shfl_xor_sync(~0u, done.total[i], 2);
+        }
+        if (lane % 4 < 2 && done.row < members)
+            scores[done.row * context + (size_t)(lane / 4 + 8 * (lane % 4))] = lane % 4 ? done.total[1] * scale[1] : done.total[0] * scale[0];
+        done = {{0, 0}, 0, done.row + 1};
+    }
+}
+
+/* Waits for one batch after the other and weighs it while the tensor cores work on the next. */
+template <int BATCH, int BATCHES, int SUMS>
+static __device__ inline void weigh_batches(Weighing &done, float (&sums)[BATCHES][SUMS], const float *weights, float *scores,
+                                            size_t context, int members, int tiles, const float (&scale)[2]) {
+    end_multiply<BATCHES - 1 - BATCH>(sums[BATCH]);
+    weigh_heads(done, sums[BATCH], weights + BATCH * 2 * SUMS, scores, context, members, tiles, scale);
+    if constexpr (BATCH + 1 < BATCHES) weigh_batches<BATCH + 1>(done, sums, weights, scores, context, members, tiles, scale);
+}
+
+struct KeyPages {                   /* of one read */
+    const uint8_t *keys;
+    const DevicePage *table;
+    size_t bytes;                   /* of a page */
+    int first, stop;                /* its pages are first .. among all reads' */
+    __device__ int id(int page) const { return page < stop ? table[page - first].id : 0; }
+    __device__ const uint8_t *at(int id) const { return keys + (size_t)id * bytes; }
+};
+
+/* Pages [at, stop) of the read, by the warpgroups in turn; the next page is on its way while one is multiplied. */
+template <int COLUMNS, bool F8> static __device__ void score_pages(float *scores, size_t context, uint4 *queries, float *weights, const float *q,
+                                                                   const float *head_weights, int members, const KeyPages &pages, int at,
+                                                                   const IndexShape &shape) {
+    constexpr int BATCH = COLUMNS < 64 ? COLUMNS : 64;
+    const int groups = (int)blockDim.x / 128, warp = (int)threadIdx.x / 32 % 4;
+    int page = at + (int)threadIdx.x / 128, id = pages.id(page);
+    KeyPart<F8> next;
+    if (page < pages.stop) load_keys(next, pages.at(id), shape);
+    id = pages.id(page + groups);
+    stage_queries<F8>(queries, weights, q, head_weights, members, COLUMNS, shape);
+    queries_staged();
+    __syncthreads();
+    while (page < pages.stop) {
+        uint32_t a[SCORE_STEPS][4];
+        const float scale[2] = {next.scale[0], next.scale[1]};
+        float *out = scores + (size_t)(page - pages.first) * PAGE_ROWS + warp * 16, sums[COLUMNS / BATCH][BATCH / 2];
+        widen_keys(a, next);
+        page += groups;
+        if (page < pages.stop) load_keys(next, pages.at(id), shape);
+        id = pages.id(page + groups);
+        multiply_keys<COLUMNS>(sums, a, queries);
+        Weighing done = {};
+        weigh_batches<0>(done, sums, weights, out, context, members, divide_up(shape.heads, 8), scale);
+    }
+}
+
+/* ---- any format, any width: a lane scores two keys of a page in f32, eight heads at a time */
+
+static __device__ void score_plainly(float *scores, size_t context, const float *q, const float *head_weights, int members,
+                                     const KeyPages &pages, int at, const IndexShape &shape) {
+    for (int tile = 2 * at + (int)threadIdx.x / 32; tile < 2 * pages.stop; tile += (int)blockDim.x / 32) {
+        const int page = tile / 2, within = tile % 2 * 32 + (int)threadIdx.x % 32;
+        const uint8_t *key = pages.at(pages.id(page)) + (size_t)within * shape.format.stride;
+        for (int row = 0; row < members; row++) {
+            const float *row_q = q + (size_t)row * shape.heads * shape.head_dim, *row_weights = head_weights + (size_t)row * shape.heads;
+            float total = 0;
+            for (int first = 0; first < shape.heads; first += 8) {
+                float dots[8] = {};
+                for (int i = 0; i < shape.head_dim; i++) {
+                    const float value = cached_value(key, shape.format, i);
+#pragma unroll
+                    for (int h = 0; h < 8; h++)
+                        if (first + h < shape.heads) dots[h] = fmaf(row_q[(first + h) * shape.head_dim + i], value, dots[h]);
+                }
 #pragma unroll
                 for (int h = 0; h < 8; h++)
-                    if (first + h < shape.heads) dots[h] = fmaf(q[(first + h) * shape.head_dim + i], value, dots[h]);
+                    if (first + h < shape.heads) total = fmaf(row_weights[first + h] * shape.scale, relu(dots[h]), total);
             }
-#pragma unroll
-            for (int h = 0; h < 8; h++)
-                if (first + h < shape.heads)
-                    total = fmaf(head_weights[first + h] * shape.scale, dots[h] < 0 ? 0 : dots[h], total);
+            scores[row * context + (size_t)(page - pages.first) * PAGE_ROWS + within] = total;
         }
-        scores[row * context + threadIdx.x % 32] = total;
     }
 }
 
-/* Every block takes an equal part of all tiles, which may span several reads, and its warps take tiles in turn. scores:
- * [n_rows, context]; those behind a row's own position mean nothing. */
-template <bool TENSOR> static __global__ void __launch_bounds__(SCORE_THREADS, 1)
+/* Threads of a block, so that a lane's sums and its keys stay in registers: the more columns, the fewer. */
+static constexpr int score_threads(int columns) { return columns <= 64 ? 512 : columns <= 128 ? 384 : 256; }
+
+/* Every block takes an equal part of all pages, which may span several reads. scores: [n_rows, context]; those behind a row's own
+ * position mean nothing. COLUMNS 0: not on the tensor cores. */
+template <int COLUMNS, bool F8> static __global__ void __launch_bounds__(score_threads(COLUMNS), 1)
 index_scores(float *scores, const float *q, const float *head_weights, const uint8_t *keys, const DevicePage *pages,
              const Row *rows, int n_rows, const __grid_constant__ IndexShape shape) {
     extern __shared__ uint4 queries[];
     __shared__ ScorePlan plan;
     const size_t context = (size_t)shape.context_pages * PAGE_ROWS, dims = (size_t)shape.heads * shape.head_dim;
-    float *weights = (float *)(queries + shape.together * divide_up(shape.heads, 8) * HEAD_TILE);
+    let_select_start();
     make_plan(plan, rows, n_rows, shape);
-    const int64_t all = plan.ends[SCORE_ROWS - 1];
+    const int64_t all = plan.ends[n_rows - 1];
     const int end = (int)(all * (blockIdx.x + 1) / gridDim.x);
     for (int at = (int)(all * blockIdx.x / gridDim.x), stop; at < end; at = stop) {
-        const int r = __syncthreads_count(plan.ends[threadIdx.x] <= at);        /* whose read it is; and the last one is over */
-        const int begin = r ? plan.ends[r - 1] : 0, members = plan.members[r];
+        const int r = read_at(plan, n_rows, at), members = plan.members[r];
         stop = min(end, plan.ends[r]);
-        const DevicePage *table = pages + (size_t)plan.session[r] * shape.context_pages;
-        auto keys_of = [=, &shape](int tile) {
-            int first = (tile - begin) * SCORE_KEYS;
-            return keys + ((size_t)table[first / PAGE_ROWS].id * PAGE_ROWS + first % PAGE_ROWS) * shape.format.stride;
-        };
+        const KeyPages read = {keys, pages + (size_t)plan.session[r] * shape.context_pages, PAGE_ROWS * shape.format.stride,
+                               r ? plan.ends[r - 1] : 0, stop};
         const float *row_q = q + r * dims, *row_weights = head_weights + (size_t)r * shape.heads;
-        float *out = scores + r * context - (size_t)begin * SCORE_KEYS;
-        int tile = at + (int)threadIdx.x / 32;
-        if constexpr (TENSOR) {
-            KeyTile loaded;
-            if (tile < stop) load_keys(loaded, keys_of(tile), shape);           /* on its way while the queries are staged */
-            stage_queries(queries, weights, row_q, row_weights, members, shape);
-            __syncthreads();
-            while (tile < stop) {
-                tensor_scores(out + (size_t)tile * SCORE_KEYS, context, queries, weights, members, loaded, shape);
-                tile += SCORE_THREADS / 32;
-                if (tile < stop) load_keys(loaded, keys_of(tile), shape);
-            }
-        } else for (; tile < stop; tile += SCORE_THREADS / 32)
-            plain_scores(out + (size_t)tile * SCORE_KEYS, context, row_q, row_weights, members, keys_of(tile), shape);
+        __syncthreads();                            /* the queries of the last read are no longer needed */
+        if constexpr (COLUMNS)
+            score_pages<COLUMNS, F8>(scores + r * context, context, queries, (float *)(queries + COLUMNS * SCORE_STEPS * 2), row_q,
+                                     row_weights, members, read, at, shape);
+        else score_plainly(scores + r * context, context, row_q, row_weights, members, read, at, shape);
     }
 }
 
 /* ---- the k best
  *
- * A cluster of blocks takes a row, and each warp a span of its positions; histograms and counts of the others are read through
- * distributed shared memory. Before Hopper one block takes a row.
+ * A cluster of blocks takes a row, each block a span of its positions and each warp a part of the span. A block reads its scores
+ * once and keeps them in shared memory, where they fit; histograms and counts of the others are read through distributed shared
+ * memory. Before Hopper one block takes a row.
  */
 
 enum {
@@ -1976,12 +2137,15 @@ static __device__ inline uint32_t sortable(float score) {
     return score != score ? 1 : bits & 0x80000000 ? ~bits : bits | 0x80000000;
 }
 
-/* Keys of positions s + SELECT_STEP j + 0 .. 3, all of them asked for before the first is used; 0 from `last` on. */
-template <int N> static __device__ inline void load_scores(uint32_t (&key)[4 * N], const float *scores, int s, int last) {
-    float4 x[N] = {};
+/* Scores of positions s + SELECT_STEP j + 0 .. 3, all of them asked for before the first is used. */
+template <int N> static __device__ inline void load_scores(float4 (&x)[N], const float *scores, int s, int last) {
 #pragma unroll
     for (int j = 0; j < N; j++)
         if (s + SELECT_STEP * j < last) x[j] = *(const float4 *)(scores + s + SELECT_STEP * j);
+}
+
+/* Their keys; 0 from `last` on. */
+template <int N> static __device__ inline void sort_keys(uint32_t (&key)[4 * N], const float4 (&x)[N], int s, int last) {
 #pragma unroll
     for (int j = 0; j < N; j++) {
         const int left = last - s - SELECT_STEP * j;
@@ -1991,6 +2155,17 @@ template <int N> static __device__ inline void load_scores(uint32_t (&key)[4 * N
         key[4 * j + 3] = left > 3 ? sortable(x[j].w) : 0;
     }
 }
+
+template <int N> static __device__ inline void load_sorted(uint32_t (&key)[4 * N], const float *scores, int s, int last) {
+    float4 x[N];
+    load_scores(x, scores, s, last);
+    sort_keys(key, x, s, last);
+}
+
+/* Positions of a block, the last ones of the row aside. */
+static __host__ __device__ inline int span_of_block(int positions, int split) { return divide_up(positions, split * SELECT_STEP) * SELECT_STEP; }
+
+static int select_split = MAX_SPLIT; static bool select_keep = true, select_early = true;
 
 struct SelectShared {
     int histogram[3 * BINS];        /* of each radix step */
@@ -2031,7 +2206,7 @@ static __device__ int2 count_span(const float *scores, int first, int last, uint
     int2 count = {0, 0};
     for (int s = first + 4 * ((int)threadIdx.x % 32); s < last; s += 4 * SELECT_STEP) {
         uint32_t key[16];
-        load_scores<4>(key, scores, s, last);
+        load_sorted<4>(key, scores, s, last);
 #pragma unroll
         for (int i = 0; i < 16; i++) count.x += key[i] > threshold, count.y += key[i] == threshold;
     }
@@ -2048,7 +2223,7 @@ static __device__ void collect_span(int *ids, const float *scores, int first, in
         const int s = base + 4 * lane;
         uint32_t key[4];
         int above = 0, equal = 0;
-        load_scores<1>(key, scores, s, last);
+        load_sorted<1>(key, scores, s, last);
 #pragma unroll
         for (int i = 0; i < 4; i++) above += key[i] > threshold, equal += key[i] == threshold;
         if (!__any_sync(~0u, above + equal)) continue;
@@ -2065,8 +2240,9 @@ static __device__ void collect_span(int *ids, const float *scores, int first, in
     }
 }
 
-/* The k-th highest key of the row; shared.wanted keys equal to it are selected. */
-static __device__ uint32_t find_threshold(SelectShared &shared, const float *scores, int first, int last, int k) {
+/* The k-th highest key of the row; shared.wanted keys equal to it are selected. The warp's scores come from memory once, where there
+ * is room to keep them. */
+static __device__ uint32_t find_threshold(SelectShared &shared, float *kept, const float *scores, int first, int last, int k) {
     uint32_t threshold = 0, known = 0;
     for (int i = (int)threadIdx.x; i < 3 * BINS; i += SELECT_THREADS) shared.histogram[i] = 0;
     __syncthreads();
@@ -2075,8 +2251,14 @@ static __device__ uint32_t find_threshold(SelectShared &shared, const float *sco
         int *histogram = shared.histogram + step * BINS;
         const uint32_t mask = step == 2 ? BINS / 2 - 1 : BINS - 1;
         for (int s = first + 4 * ((int)threadIdx.x % 32); s < last; s += 4 * SELECT_STEP) {
+            float4 x[4];
             uint32_t key[16];
-            load_scores<4>(key, scores, s, last);
+            load_scores(x, kept && step ? kept : scores, s, last);
+            if (kept && !step)
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    if (s + SELECT_STEP * j < last) *(float4 *)(kept + s + SELECT_STEP * j) = x[j];
+            sort_keys(key, x, s, last);
 #pragma unroll
             for (int i = 0; i < 16; i++)
                 if ((key[i] & known) == threshold) atomicAdd(&histogram[key[i] >> shift & mask], 1);
@@ -2089,21 +2271,27 @@ static __device__ uint32_t find_threshold(SelectShared &shared, const float *sco
     return threshold;
 }
 
+/* room: floats that a block can keep, as many as its span has, or 0. */
 static __global__ void __launch_bounds__(SELECT_THREADS)
-select_top(int *ids, int *counts, int capacity, const float *scores, size_t context, const Row *rows) {
+select_top(int *ids, int *counts, int capacity, const float *scores, size_t context, const Row *rows, int room) {
+    extern __shared__ float4 room_of_scores[];
     __shared__ SelectShared shared;
     const int split = cluster_size(), rank = cluster_rank(), r = (int)blockIdx.x / split, visible = rows[r].position + 1;
     const int thread = (int)threadIdx.x, lane = thread % 32, warp = thread / 32, k = min(visible, capacity);
     ids += (size_t)r * capacity;
     scores += r * context;
+    await_scores();
     if (rank == 0 && thread == 0) counts[r] = k;
     if (visible <= capacity) {                      /* while everything fits, the selection is the whole history */
         for (int i = rank * SELECT_THREADS + thread; i < capacity; i += split * SELECT_THREADS) ids[i] = i < k ? i : -1;
         return;
     }
-    const int span = divide_up(visible, split * SELECT_WARPS * SELECT_STEP) * SELECT_STEP;
-    const int first = min((rank * SELECT_WARPS + warp) * span, visible), last = min(first + span, visible);
-    const uint32_t threshold = find_threshold(shared, scores, first, last, k);
+    const int block = span_of_block(visible, split), span = divide_up(block, SELECT_WARPS * SELECT_STEP) * SELECT_STEP;
+    const int begin = min(rank * block, visible), end = min(begin + block, visible);
+    const int first = min(begin + warp * span, end), last = min(first + span, end);
+    float *kept = room ? (float *)room_of_scores - begin : NULL;
+    const uint32_t threshold = find_threshold(shared, kept, scores, first, last, k);
+    if (kept) scores = kept;
     const int2 count = count_span(scores, first, last, threshold);
     if (lane == 0) shared.counts[warp] = count;
     __syncthreads();
@@ -2120,33 +2308,56 @@ select_top(int *ids, int *counts, int capacity, const float *scores, size_t cont
     cluster_wait();                                 /* a block's shared memory lives until everyone has read it */
 }
 
-/* Blocks of a row: as many as keep the processors busy. */
+/* Blocks of a row: as many as keep the processors busy, or as can keep its scores. */
 static void launch_select(int *ids, int *counts, int capacity, const float *scores, int context, const Row *rows, int n_rows) {
-    int split = gpu.major >= 9 ? MAX_SPLIT : 1;
-    while (split > 1 && (split * n_rows > gpu.multiprocessors || context < split * SELECT_THREADS)) split /= 2;
-    cudaLaunchAttribute cluster = {};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = (unsigned)split;
-    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    const int room = ((int)gpu.shared_per_block - (int)sizeof(SelectShared)) / 4;
+    int split = 1;
+    while (split < select_split && gpu.major >= 9 && (2 * split * n_rows <= gpu.multiprocessors || span_of_block(context, split) > room) && context >= 2 * split * SELECT_THREADS)
+        split *= 2;
+    const int keep = select_keep && span_of_block(context, split) <= room ? span_of_block(context, split) : 0;
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.x = (unsigned)split;
+    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = select_early && capacity < context;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)(split * n_rows));
     config.blockDim = dim3(SELECT_THREADS);
+    config.dynamicSmemBytes = (size_t)keep * sizeof(float);
     config.stream = gpu.stream;
-    config.attrs = &cluster;
-    config.numAttrs = split > 1;
-    CUDA(cudaLaunchKernelEx(&config, select_top, ids, counts, capacity, scores, (size_t)context, rows));
+    config.attrs = attributes;
+    config.numAttrs = gpu.major >= 9 ? 2 : 0;
+    CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeMaxDynamicSharedMemorySize, room * 4));
+    CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+    CUDA(cudaLaunchKernelEx(&config, select_top, ids, counts, capacity, scores, (size_t)context, rows, keep));
+}
+
+/* The kernel for as many columns, and whether keys are e4m3. */
+template <bool F8> static auto scores_kernel(int columns) {
+    return columns <= 32 ? index_scores<32, F8> : columns <= 64 ? index_scores<64, F8> : columns <= 128 ? index_scores<128, F8>
+                                                                                                       : index_scores<256, F8>;
+}
+
+/* Whether the tensor cores can take the keys: whole 16 bytes of bf16, or of e4m3 with one scale. */
+static bool scores_on_tensor_cores(const IndexShape &shape) {
+    const RowFormat &format = shape.format;
+    const bool f8 = format.dtype == KV_F8 && format.quantised, one_scale = format.quantised == shape.head_dim && format.group >= shape.head_dim;
+    return format.dtype != KV_F32 && shape.head_dim % (f8 ? 16 : 8) == 0 && shape.head_dim <= SCORE_WIDTH && shape.heads <= SCORE_COLUMNS &&
+           (!f8 || one_scale);
 }
 
 static void launch_scores(float *scores, const float *q, const float *head_weights, const uint8_t *keys, const DevicePage *pages,
                           const Row *rows, int n_rows, IndexShape shape) {
-    const int row_bytes = divide_up(shape.heads, 8) * 8 * (int)(SCORE_WIDTH * sizeof(__nv_bfloat16));
-    const bool tensor = shape.format.dtype == KV_BF16 && shape.head_dim % 8 == 0 && shape.head_dim <= SCORE_WIDTH &&
-                        row_bytes <= QUERY_BYTES;
-    shape.together = min(min(n_rows, SHARED_QUERIES), tensor ? QUERY_BYTES / row_bytes : SHARED_QUERIES);
-    size_t shared = tensor ? (size_t)shape.together * (size_t)(row_bytes + divide_up(shape.heads, 8) * 8 * 4) : 0;
-    auto kernel = tensor ? index_scores<true> : index_scores<false>;
+    const int per_row = divide_up(shape.heads, 8) * 8;
+    const bool tensor = scores_on_tensor_cores(shape);
+    shape.together = min(n_rows, SHARED_QUERIES);
+    if (tensor) shape.together = min(shape.together, SCORE_COLUMNS / per_row);
+    const int wanted = shape.together * per_row, columns = !tensor ? 0 : wanted <= 32 ? 32 : wanted <= 64 ? 64 : wanted <= 128 ? 128 : 256;
+    const size_t shared = (size_t)columns * (SCORE_WIDTH * sizeof(__nv_bfloat16) + sizeof(float));
+    auto kernel = !tensor ? index_scores<0, false> : shape.format.quantised && shape.format.dtype == KV_F8 ? scores_kernel<true>(wanted) : scores_kernel<false>(wanted);
     allow_shared(kernel, shared);
-    kernel<<<gpu.multiprocessors, SCORE_THREADS, shared, gpu.stream>>>(scores, q, head_weights, keys, pages, rows, n_rows, shape);
+    kernel<<<gpu.multiprocessors, score_threads(columns), shared, gpu.stream>>>(scores, q, head_weights, keys, pages, rows, n_rows, shape);
     LAUNCHED();
 }
 
