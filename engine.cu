@@ -1720,28 +1720,42 @@ static __device__ inline void await_scores(void) {}
 #endif
 
 enum {
+    SCORE_THREADS = 512,            /* one block to a processor */
     SCORE_ROWS = 512,               /* query rows of one launch at most */
     SHARED_QUERIES = 8,             /* of them, that share one read of the keys at most */
     SCORE_WIDTH = 128,              /* of a key on the tensor cores; narrower ones count as filled up with zeros */
     SCORE_STEPS = SCORE_WIDTH / 16, /* instructions take 16 values of a key each */
-    SCORE_COLUMNS = 256,            /* heads of all query rows that share a read, at most */
-    PLAIN_THREADS = 512,
+    SCORE_TILES = 8,                /* and the keys are multiplied by 8 x 8 columns at a time: heads of one query row or of several */
+    SCORE_COLUMNS = 256,            /* of all query rows that share a read, at most */
+    BATCH_QUERIES = SCORE_STEPS * SCORE_TILES * 16,     /* uint4 of 64 columns in shared memory */
+    BINS = 2048,                    /* of the first 11 bits of a score's sortable key */
 };
 
 struct IndexShape {
     RowFormat format;
     int context_pages, heads, head_dim, capacity;
+    int columns;                    /* of a query row: its heads, and zeros that fill them up */
     int together;                   /* query rows that share one read of the keys */
     float scale;
 };
 
 /* Which query rows share a read, and how the reads are laid end to end. Each block makes it for itself. */
 struct ScorePlan {
-    int session[SCORE_ROWS], position[SCORE_ROWS];
+    int session[SCORE_ROWS];
+    int last[SCORE_ROWS];           /* the row's position; -1: it selects its whole history and needs no scores */
     int members[SCORE_ROWS];        /* rows that share the read that begins with this row; 0: it shares an earlier one */
     int ends[SCORE_ROWS];           /* pages of all reads up to this row's */
     uint32_t starts[SCORE_ROWS / 32];       /* a bit per row: it begins a session's run */
 };
+
+/* How many of a row's visible scores have which first bits. index_scores counts them; select_top takes them and leaves zeros. */
+static __device__ int score_bins[SCORE_ROWS][BINS];
+
+/* A key whose unsigned order is the scores' order; -0 counts as 0, and NaN is below everything. No score has the key 0. */
+static __device__ inline uint32_t sortable(float score) {
+    uint32_t bits = __float_as_uint(score + 0.0f);
+    return score != score ? 1 : bits & 0x80000000 ? ~bits : bits | 0x80000000;
+}
 
 static __device__ int warp_prefix_sum(int x) {
     for (int step = 1; step < 32; step *= 2) {
@@ -1751,11 +1765,10 @@ static __device__ int warp_prefix_sum(int x) {
     return x;
 }
 
-/* Rows [r, r + members) of one session share a read. Pages they need: none where each row selects its whole history. */
-static __device__ int pages_of(const ScorePlan &plan, int r, int members, int capacity) {
+/* Rows [r, r + members) of one session share a read. Pages they need. */
+static __device__ int pages_of(const ScorePlan &plan, int r, int members) {
     int last = -1;
-    for (int i = r; i < r + members; i++)
-        if (plan.position[i] >= capacity) last = max(last, plan.position[i]);
+    for (int i = r; i < r + members; i++) last = max(last, plan.last[i]);
     return divide_up(last + 1, PAGE_ROWS);
 }
 
@@ -1770,25 +1783,23 @@ static __device__ int members_of(const ScorePlan &plan, int r, int n_rows, int t
 }
 
 static __device__ void make_plan(ScorePlan &plan, const Row *rows, int n_rows, const IndexShape &shape) {
-    const int thread = (int)threadIdx.x, lane = thread % 32, threads = (int)blockDim.x, whole = divide_up(n_rows, 32) * 32;
-    for (int r = thread; r < n_rows; r += threads) {
+    const int r = (int)threadIdx.x, lane = r % 32;
+    if (r < n_rows) {
         plan.session[r] = rows[r].session;
-        plan.position[r] = rows[r].position;
+        plan.last[r] = rows[r].position >= shape.capacity ? rows[r].position : -1;
     }
     __syncthreads();
-    for (int r = thread; r < whole; r += threads) {
-        uint32_t starts = __ballot_sync(~0u, r < n_rows && (r == 0 || plan.session[r] != plan.session[r - 1]));
-        if (lane == 0) plan.starts[r / 32] = starts;
-    }
+    uint32_t starts = __ballot_sync(~0u, r < n_rows && (r == 0 || plan.session[r] != plan.session[r - 1]));
+    if (lane == 0) plan.starts[r / 32] = starts;
     __syncthreads();
-    for (int r = thread; r < n_rows; r += threads) {
+    if (r < n_rows) {
         plan.members[r] = members_of(plan, r, n_rows, shape.together);
-        plan.ends[r] = pages_of(plan, r, plan.members[r], shape.capacity);
+        plan.ends[r] = pages_of(plan, r, plan.members[r]);
     }
     __syncthreads();
-    for (int r = thread, before = 0; r < whole && thread < 32; r += 32) {
-        before += warp_prefix_sum(r < n_rows ? plan.ends[r] : 0);
-        if (r < n_rows) plan.ends[r] = before;
+    for (int i = lane, before = 0; i < divide_up(n_rows, 32) * 32 && r < 32; i += 32) {
+        before += warp_prefix_sum(i < n_rows ? plan.ends[i] : 0);
+        if (i < n_rows) plan.ends[i] = before;
         before = __shfl_sync(~0u, before, 31);
     }
     __syncthreads();
@@ -1805,6 +1816,28 @@ static __device__ int read_at(const ScorePlan &plan, int n_rows, int at) {
     return low;
 }
 
+struct ScoreRead {                  /* a block's part of one read */
+    const uint8_t *keys;
+    const DevicePage *table;        /* of the session */
+    int at, stop;                   /* pages of the session */
+    int members;
+    const float *q, *head_weights;  /* of the first member */
+    float *scores;                  /* [members, context] */
+    size_t context;
+    const int *last;                /* [members] */
+    int *bins;                      /* [members][BINS] in shared memory */
+
+    __device__ const uint8_t *page(int id, const IndexShape &shape) const { return keys + (size_t)id * PAGE_ROWS * shape.format.stride; }
+    __device__ int id(int page) const { return page < stop ? table[page].id : 0; }
+
+    /* Score of key `s` for member `row`. */
+    __device__ void put(int row, int s, float score) const {
+        if (row >= members || s > last[row]) return;
+        scores[row * context + (size_t)s] = score;
+        atomicAdd(&bins[row * BINS + (int)(sortable(score) >> 21)], 1);
+    }
+};
+
 /* ---- on the tensor cores: keys, 64 to a warpgroup and 16 to a warp, times the heads of all query rows of the read
  *
  * Which values of a sum an instruction gets from which lane does not matter as long as keys and queries agree. So a lane loads 16
@@ -1812,7 +1845,7 @@ static __device__ int read_at(const ScorePlan &plan, int n_rows, int at) {
  * way through shared memory. e4m3 is widened to bf16, which holds it exactly; the key's scale multiplies the finished score.
  */
 
-template <bool F8> struct KeyPart {             /* a lane's part of two keys of the page, lane / 4 and 8 behind it in its warp's 16 */
+template <bool F8> struct KeyPart {     /* a lane's part of two keys of the page, lane / 4 and 8 behind it in its warp's 16 */
     uint4 part[2][F8 ? 2 : 4];
     float scale[2];
 };
@@ -1830,7 +1863,7 @@ template <bool F8> static __device__ inline void load_keys(KeyPart<F8> &keys, co
     const int bytes = F8 ? shape.head_dim : 2 * shape.head_dim;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const uint8_t *key = page + (size_t)(first + 8 * i) * shape.format.stride;
+        const uint8_t *key = page + (first + 8 * i) * (int)shape.format.stride;
 #pragma unroll
         for (int chunk = 0; chunk < (F8 ? 2 : 4); chunk++) {
             const int at = 64 * chunk + 16 * (lane % 4);
@@ -1861,95 +1894,61 @@ template <bool F8> static __device__ inline void widen_keys(uint32_t (&a)[SCORE_
         }
 }
 
-/* The queries of a read in shared memory, bf16: for each step, for each eight columns, 8 x 8 values twice. Column h of row r is head h
- * of query row r; where heads are no multiple of 8, columns of zeros fill up. The weights follow, scaled. */
-template <bool F8> static __device__ void stage_queries(uint4 *queries, float *weights, const float *q, const float *head_weights,
-                                                        int members, int columns, const IndexShape &shape) {
-    const int per_row = divide_up(shape.heads, 8) * 8, threads = (int)blockDim.x;
-    for (int i = (int)threadIdx.x; i < columns * SCORE_STEPS * 2; i += threads) {
-        const int half = i % 2, step = i / 2 % SCORE_STEPS, column = i / 2 / SCORE_STEPS, row = column / per_row;
-        const int head = column % per_row, of = F8 ? 4 : 2, first = step / of * 16 * of + step % of * 4 + 2 * half;
-        uint32_t pairs[4] = {};
-#pragma unroll
-        for (int lane = 0; lane < 4; lane++) {
-            const int at = first + 4 * of * lane;
-            if (row < members && head < shape.heads && at < shape.head_dim) {
-                const float2 x = *(const float2 *)(q + ((size_t)row * shape.heads + head) * shape.head_dim + at);
-                const __nv_bfloat162 pair = __floats2bfloat162_rn(x.x, x.y);
-                pairs[lane] = *(const uint32_t *)&pair;
-            }
-        }
-        queries[((step * (columns / 8) + column / 8) * 2 + half) * 8 + column % 8] = *(uint4 *)pairs;
+/* The queries of a read in shared memory, bf16: batches of 64 columns, in them for each step, for each eight columns, 8 x 8 values
+ * twice. Column `head` of a row is its head, or zeros. The weights follow, scaled. */
+template <bool F8> static __device__ void stage_queries(uint4 *queries, float *weights, const ScoreRead &read, const IndexShape &shape) {
+    const int columns = divide_up(read.members * shape.columns, 8 * SCORE_TILES) * 8 * SCORE_TILES;
+    constexpr int OF = F8 ? 4 : 2;                  /* steps that a lane's 16 bytes go to */
+#pragma unroll 4
+    for (int i = (int)threadIdx.x; i < columns * (SCORE_WIDTH / 4); i += SCORE_THREADS) {
+        const int part = i % (SCORE_WIDTH / 4), column = i / (SCORE_WIDTH / 4), row = column / shape.columns, head = column % shape.columns;
+        float4 x = {0, 0, 0, 0};
+        if (row < read.members && head < shape.heads && 4 * part < shape.head_dim)
+            x = *(const float4 *)(read.q + ((size_t)row * shape.heads + head) * shape.head_dim + 4 * part);
+        const int step = part / (4 * OF) * OF + part % OF, lane = part / OF % 4, tile = column / 8 % SCORE_TILES;
+        __nv_bfloat162 *to = (__nv_bfloat162 *)(queries + column / 8 / SCORE_TILES * BATCH_QUERIES + (step * SCORE_TILES + tile) * 16 + column % 8) + lane;
+        to[0] = __floats2bfloat162_rn(x.x, x.y);
+        to[32] = __floats2bfloat162_rn(x.z, x.w);
     }
-    for (int i = (int)threadIdx.x; i < columns; i += threads) {
-        const int row = i / per_row, head = i % per_row;
-        weights[i] = row < members && head < shape.heads ? head_weights[row * shape.heads + head] * shape.scale : 0;
+    for (int i = (int)threadIdx.x; i < columns; i += SCORE_THREADS) {
+        const int row = i / shape.columns, head = i % shape.columns;
+        weights[i] = row < read.members && head < shape.heads ? read.head_weights[row * shape.heads + head] * shape.scale : 0;
     }
 }
 
+/* sums = keys (64 x 128) times 64 columns. */
 #if defined __CUDA_ARCH_FEAT_SM90_ALL
-/* Where an instruction finds 16 values of its columns: the 8 x 8 blocks lie 128 bytes apart along a key, 256 from column to column. */
-static __device__ inline uint64_t describe(const uint4 *queries) {
-    return (uint64_t)((uint32_t)__cvta_generic_to_shared(queries) >> 4) | (uint64_t)(128 >> 4) << 16 | (uint64_t)(256 >> 4) << 32;
-}
-
 #define EIGHT(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3]), "+f"(x[i + 4]), "+f"(x[i + 5]), "+f"(x[i + 6]), "+f"(x[i + 7])
+#define SUMS(x) EIGHT(x, 0), EIGHT(x, 8), EIGHT(x, 16), EIGHT(x, 24)
 
-/* sums (+)= keys (64 x 16) times queries (16 x 32 or 64), begun only. */
-static __device__ inline void begin_multiply(float (&sums)[16], const uint32_t (&a)[4], uint64_t b, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
-                 "{%16,%17,%18,%19}, %20, p, 1, 1, 0;\n}"
-                 : EIGHT(sums, 0), EIGHT(sums, 8) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-}
-
-static __device__ inline void begin_multiply(float (&sums)[32], const uint32_t (&a)[4], uint64_t b, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;\n}"
-                 : EIGHT(sums, 0), EIGHT(sums, 8), EIGHT(sums, 16), EIGHT(sums, 24)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-}
-
-/* Until all but the last LEFT batches are complete, of which `sums` are not. */
-template <int LEFT> static __device__ inline void end_multiply(float (&sums)[16]) {
-    asm volatile("wgmma.wait_group.sync.aligned %16;" : EIGHT(sums, 0), EIGHT(sums, 8) : "n"(LEFT) : "memory");
-}
-template <int LEFT> static __device__ inline void end_multiply(float (&sums)[32]) {
-    asm volatile("wgmma.wait_group.sync.aligned %32;" : EIGHT(sums, 0), EIGHT(sums, 8), EIGHT(sums, 16), EIGHT(sums, 24)
-                 : "n"(LEFT) : "memory");
-}
-
-/* Begins all products of a page. */
-template <int COLUMNS, int BATCHES, int SUMS>
-static __device__ inline void multiply_keys(float (&sums)[BATCHES][SUMS], const uint32_t (&a)[SCORE_STEPS][4], const uint4 *queries) {
+/* The 8 x 8 blocks of an instruction lie 128 bytes apart along a key, 256 from column to column; so says its description of them. */
+static __device__ inline void multiply_keys(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[SCORE_STEPS][4], const uint4 *queries) {
+    const uint32_t b = (uint32_t)__cvta_generic_to_shared(queries) / 16 | 128 / 16 << 16;
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-    for (int batch = 0; batch < BATCHES; batch++) {
-#pragma unroll
-        for (int step = 0; step < SCORE_STEPS; step++)
-            begin_multiply(sums[batch], a[step], describe(queries + (step * (COLUMNS / 8) + batch * (SUMS / 4)) * 16), step);
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    }
+    for (int step = 0; step < SCORE_STEPS; step++)
+        asm volatile("{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %37, 0;\nmov.b64 b, {%36, %38};\n"
+                     "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+                     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, b, add, 1, 1, 0;\n}"
+                     : SUMS(sums) : "r"(a[step][0]), "r"(a[step][1]), "r"(a[step][2]), "r"(a[step][3]),
+                       "r"(b + step * SCORE_TILES * 16), "r"(step), "n"(256 / 16));
+    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" : SUMS(sums) : : "memory");
 }
 
 static __device__ inline void queries_staged(void) { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #else
-template <int LEFT, int SUMS> static __device__ inline void end_multiply(float (&)[SUMS]) {}
-
-template <int COLUMNS, int BATCHES, int SUMS>
-static __device__ inline void multiply_keys(float (&sums)[BATCHES][SUMS], const uint32_t (&a)[SCORE_STEPS][4], const uint4 *queries) {
+static __device__ inline void multiply_keys(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[SCORE_STEPS][4], const uint4 *queries) {
     const uint32_t *b = (const uint32_t *)queries + threadIdx.x % 32;
 #pragma unroll
-    for (int tile = 0; tile < COLUMNS / 8; tile++) {
-        float *x = &sums[tile / (SUMS / 4)][tile % (SUMS / 4) * 4];
+    for (int tile = 0; tile < SCORE_TILES; tile++) {
+        float *x = sums + 4 * tile;
         x[0] = x[1] = x[2] = x[3] = 0;
 #pragma unroll
         for (int step = 0; step < SCORE_STEPS; step++)
             asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                 : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
                 : "r"(a[step][0]), "r"(a[step][1]), "r"(a[step][2]), "r"(a[step][3]),
-                  "r"(b[(step * (COLUMNS / 8) + tile) * 64]), "r"(b[(step * (COLUMNS / 8) + tile) * 64 + 32]));
+                  "r"(b[(step * SCORE_TILES + tile) * 64]), "r"(b[(step * SCORE_TILES + tile) * 64 + 32]));
     }
 }
 
@@ -1963,90 +1962,78 @@ static __device__ inline float relu(float x) {
     return y;
 }
 
-struct Weighing {                   /* of the columns so far */
-    float total[2];                 /* of the row's heads, for either key of the lane */
-    int tile, row;
-};
-
-/* The next columns' part of the scores; writes those of the rows that are complete. */
-template <int SUMS> static __device__ inline void weigh_heads(Weighing &done, const float (&sums)[SUMS], const float *weights,
-                                                              float *scores, size_t context, int members, int tiles,
-                                                              const float (&scale)[2]) {
-    const int lane = (int)threadIdx.x % 32;
+/* total += weight * relu(sum) over the lane's columns of TILES tiles, for either of its keys. */
+template <int TILES> static __device__ inline void weigh_heads(float (&total)[2], const float *sums, const float *weights) {
 #pragma unroll
-    for (int tile = 0; tile < SUMS / 4; tile++) {
-        const float2 weight = *(const float2 *)(weights + 8 * tile + 2 * (lane % 4));
+    for (int tile = 0; tile < TILES; tile++) {
+        const float2 weight = *(const float2 *)(weights + 8 * tile + 2 * ((int)threadIdx.x % 4));
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            done.total[i] = fmaf(weight.x, relu(sums[4 * tile + 2 * i]), done.total[i]);
-            done.total[i] = fmaf(weight.y, relu(sums[4 * tile + 2 * i + 1]), done.total[i]);
+            total[i] = fmaf(weight.x, relu(sums[4 * tile + 2 * i]), total[i]);
+            total[i] = fmaf(weight.y, relu(sums[4 * tile + 2 * i + 1]), total[i]);
         }
-        if (++done.tile < tiles) continue;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            done.total[i] += __shfl_xor_sync(~0u, done.total[i], 1);
-            done.total[i] += __shfl_xor_sync(~0u, done.total[i], 2);
-        }
-        if (lane % 4 < 2 && done.row < members)
-            scores[done.row * context + (size_t)(lane / 4 + 8 * (lane % 4))] = lane % 4 ? done.total[1] * scale[1] : done.total[0] * scale[0];
-        done = {{0, 0}, 0, done.row + 1};
     }
 }
 
-/* Waits for one batch after the other and weighs it while the tensor cores work on the next. */
-template <int BATCH, int BATCHES, int SUMS>
-static __device__ inline void weigh_batches(Weighing &done, float (&sums)[BATCHES][SUMS], const float *weights, float *scores,
-                                            size_t context, int members, int tiles, const float (&scale)[2]) {
-    end_multiply<BATCHES - 1 - BATCH>(sums[BATCH]);
-    weigh_heads(done, sums[BATCH], weights + BATCH * 2 * SUMS, scores, context, members, tiles, scale);
-    if constexpr (BATCH + 1 < BATCHES) weigh_batches<BATCH + 1>(done, sums, weights, scores, context, members, tiles, scale);
+/* The sum over four lanes of a in lane 0 of them, of b in lane 1, of c in lane 2, of d in lane 3. */
+static __device__ inline float sum_lanes(float a, float b, float c, float d) {
+    const bool high = threadIdx.x & 2, odd = threadIdx.x & 1;
+    const float x = (high ? c : a) + __shfl_xor_sync(~0u, high ? a : c, 2), y = (high ? d : b) + __shfl_xor_sync(~0u, high ? b : d, 2);
+    return (odd ? y : x) + __shfl_xor_sync(~0u, odd ? x : y, 1);
 }
 
-struct KeyPages {                   /* of one read */
-    const uint8_t *keys;
-    const DevicePage *table;
-    size_t bytes;                   /* of a page */
-    int first, stop;                /* its pages are first .. among all reads' */
-    __device__ int id(int page) const { return page < stop ? table[page - first].id : 0; }
-    __device__ const uint8_t *at(int id) const { return keys + (size_t)id * bytes; }
-};
+/* Scores of a page, 64 columns after the other. A row has TILES tiles of columns, or 8 and then more batches. */
+template <int TILES, bool F8> static __device__ inline void score_page(const ScoreRead &read, int page, const KeyPart<F8> &keys, const uint4 *queries,
+                                                                       const float *weights, const IndexShape &shape) {
+    constexpr int ROWS = SCORE_TILES / TILES;       /* of a batch */
+    const int lane = (int)threadIdx.x % 32, s = page * PAGE_ROWS + (int)threadIdx.x / 32 % 4 * 16 + lane / 4 + lane % 2 * 8;
+    const int columns = read.members * shape.columns, of_row = TILES < SCORE_TILES ? 1 : shape.columns / (8 * SCORE_TILES);
+    uint32_t a[SCORE_STEPS][4];
+    float total[ROWS < 2 ? 2 : ROWS][2] = {};
+    widen_keys(a, keys);
+    for (int first = 0, part = 0, row = lane / 2 % 2; first < columns; first += 8 * SCORE_TILES, queries += BATCH_QUERIES) {
+        float sums[4 * SCORE_TILES];
+        multiply_keys(sums, a, queries);
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) weigh_heads<TILES>(total[i], sums + 4 * TILES * i, weights + first + 8 * TILES * i);
+        if (++part < of_row) continue;
+#pragma unroll
+        for (int i = 0; i < ROWS; i += 2) {
+            const float score = sum_lanes(total[i][0], total[i][1], total[i + 1][0], total[i + 1][1]);
+            if (ROWS > 1 || lane % 4 < 2) read.put(row + i, s, score * (lane % 2 ? keys.scale[1] : keys.scale[0]));
+            total[i][0] = total[i][1] = total[i + 1][0] = total[i + 1][1] = 0;
+        }
+        part = 0;
+        row += ROWS;
+    }
+}
 
-/* Pages [at, stop) of the read, by the warpgroups in turn; the next page is on its way while one is multiplied. */
-template <int COLUMNS, bool F8> static __device__ void score_pages(float *scores, size_t context, uint4 *queries, float *weights, const float *q,
-                                                                   const float *head_weights, int members, const KeyPages &pages, int at,
-                                                                   const IndexShape &shape) {
-    constexpr int BATCH = COLUMNS < 64 ? COLUMNS : 64;
-    const int groups = (int)blockDim.x / 128, warp = (int)threadIdx.x / 32 % 4;
-    int page = at + (int)threadIdx.x / 128, id = pages.id(page);
+/* The warpgroups take pages in turn; the next page is on its way while one is multiplied. */
+template <int TILES, bool F8> static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float *weights, const IndexShape &shape) {
+    constexpr int groups = SCORE_THREADS / 128;
+    int page = read.at + (int)threadIdx.x / 128, id = read.id(page);
     KeyPart<F8> next;
-    if (page < pages.stop) load_keys(next, pages.at(id), shape);
-    id = pages.id(page + groups);
-    stage_queries<F8>(queries, weights, q, head_weights, members, COLUMNS, shape);
+    if (page < read.stop) load_keys(next, read.page(id, shape), shape);
+    id = read.id(page + groups);
+    stage_queries<F8>(queries, weights, read, shape);
     queries_staged();
     __syncthreads();
-    while (page < pages.stop) {
-        uint32_t a[SCORE_STEPS][4];
-        const float scale[2] = {next.scale[0], next.scale[1]};
-        float *out = scores + (size_t)(page - pages.first) * PAGE_ROWS + warp * 16, sums[COLUMNS / BATCH][BATCH / 2];
-        widen_keys(a, next);
-        page += groups;
-        if (page < pages.stop) load_keys(next, pages.at(id), shape);
-        id = pages.id(page + groups);
-        multiply_keys<COLUMNS>(sums, a, queries);
-        Weighing done = {};
-        weigh_batches<0>(done, sums, weights, out, context, members, divide_up(shape.heads, 8), scale);
+    for (; page < read.stop; page += groups) {
+        const KeyPart<F8> keys = next;
+        if (page + groups < read.stop) load_keys(next, read.page(id, shape), shape);
+        id = read.id(page + 2 * groups);
+        score_page<TILES>(read, page, keys, queries, weights, shape);
     }
 }
 
-/* ---- any format, any width: a lane scores two keys of a page in f32, eight heads at a time */
+/* ---- any format, any width: a lane scores a key in f32, eight heads at a time */
 
-static __device__ void score_plainly(float *scores, size_t context, const float *q, const float *head_weights, int members,
-                                     const KeyPages &pages, int at, const IndexShape &shape) {
-    for (int tile = 2 * at + (int)threadIdx.x / 32; tile < 2 * pages.stop; tile += (int)blockDim.x / 32) {
-        const int page = tile / 2, within = tile % 2 * 32 + (int)threadIdx.x % 32;
-        const uint8_t *key = pages.at(pages.id(page)) + (size_t)within * shape.format.stride;
-        for (int row = 0; row < members; row++) {
-            const float *row_q = q + (size_t)row * shape.heads * shape.head_dim, *row_weights = head_weights + (size_t)row * shape.heads;
+static __device__ void score_plainly(const ScoreRead &read, const IndexShape &shape) {
+    for (int tile = 2 * read.at + (int)threadIdx.x / 32; tile < 2 * read.stop; tile += SCORE_THREADS / 32) {
+        const int s = 32 * tile + (int)threadIdx.x % 32;
+        const uint8_t *key = read.page(read.id(tile / 2), shape) + (size_t)(s % PAGE_ROWS) * shape.format.stride;
+        const float *q = read.q, *head_weights = read.head_weights;
+        for (int row = 0; row < read.members; row++, q += shape.heads * shape.head_dim, head_weights += shape.heads) {
             float total = 0;
             for (int first = 0; first < shape.heads; first += 8) {
                 float dots[8] = {};
@@ -2054,139 +2041,155 @@ static __device__ void score_plainly(float *scores, size_t context, const float 
                     const float value = cached_value(key, shape.format, i);
 #pragma unroll
                     for (int h = 0; h < 8; h++)
-                        if (first + h < shape.heads) dots[h] = fmaf(row_q[(first + h) * shape.head_dim + i], value, dots[h]);
+                        if (first + h < shape.heads) dots[h] = fmaf(q[(first + h) * shape.head_dim + i], value, dots[h]);
                 }
 #pragma unroll
                 for (int h = 0; h < 8; h++)
-                    if (first + h < shape.heads) total = fmaf(row_weights[first + h] * shape.scale, relu(dots[h]), total);
+                    if (first + h < shape.heads) total = fmaf(head_weights[first + h] * shape.scale, relu(dots[h]), total);
             }
-            scores[row * context + (size_t)(page - pages.first) * PAGE_ROWS + within] = total;
+            read.put(row, s, total);
         }
     }
 }
 
-/* Threads of a block, so that a lane's sums and its keys stay in registers: the more columns, the fewer. */
-static constexpr int score_threads(int columns) { return columns <= 64 ? 512 : columns <= 128 ? 384 : 256; }
+/* What the block has counted, to what all have. */
+static __device__ void add_bins(int *bins, int first_row, int members) {
+    __syncthreads();
+    for (int i = (int)threadIdx.x; i < members * BINS; i += SCORE_THREADS)
+        if (bins[i]) {
+            atomicAdd(&score_bins[first_row + i / BINS][i % BINS], bins[i]);
+            bins[i] = 0;
+        }
+    __syncthreads();
+}
 
 /* Every block takes an equal part of all pages, which may span several reads. scores: [n_rows, context]; those behind a row's own
- * position mean nothing. COLUMNS 0: not on the tensor cores. */
-template <int COLUMNS, bool F8> static __global__ void __launch_bounds__(score_threads(COLUMNS), 1)
+ * position mean nothing. TILES: of 8 columns to a row's heads; 0: not on the tensor cores. */
+template <int TILES, bool F8> static __global__ void __launch_bounds__(SCORE_THREADS, 1)
 index_scores(float *scores, const float *q, const float *head_weights, const uint8_t *keys, const DevicePage *pages,
              const Row *rows, int n_rows, const __grid_constant__ IndexShape shape) {
     extern __shared__ uint4 queries[];
     __shared__ ScorePlan plan;
-    const size_t context = (size_t)shape.context_pages * PAGE_ROWS, dims = (size_t)shape.heads * shape.head_dim;
+    const size_t context = (size_t)shape.context_pages * PAGE_ROWS;
+    const int batches = TILES ? divide_up(shape.together * shape.columns, 8 * SCORE_TILES) : 0;
+    float *weights = (float *)(queries + batches * BATCH_QUERIES);
+    int *bins = (int *)(weights + batches * 8 * SCORE_TILES);
     let_select_start();
+    for (int i = (int)threadIdx.x; i < shape.together * BINS; i += SCORE_THREADS) bins[i] = 0;
+    await_scores();
     make_plan(plan, rows, n_rows, shape);
     const int64_t all = plan.ends[n_rows - 1];
     const int end = (int)(all * (blockIdx.x + 1) / gridDim.x);
     for (int at = (int)(all * blockIdx.x / gridDim.x), stop; at < end; at = stop) {
-        const int r = read_at(plan, n_rows, at), members = plan.members[r];
+        const int r = read_at(plan, n_rows, at), begin = r ? plan.ends[r - 1] : 0;
         stop = min(end, plan.ends[r]);
-        const KeyPages read = {keys, pages + (size_t)plan.session[r] * shape.context_pages, PAGE_ROWS * shape.format.stride,
-                               r ? plan.ends[r - 1] : 0, stop};
-        const float *row_q = q + r * dims, *row_weights = head_weights + (size_t)r * shape.heads;
-        __syncthreads();                            /* the queries of the last read are no longer needed */
-        if constexpr (COLUMNS)
-            score_pages<COLUMNS, F8>(scores + r * context, context, queries, (float *)(queries + COLUMNS * SCORE_STEPS * 2), row_q,
-                                     row_weights, members, read, at, shape);
-        else score_plainly(scores + r * context, context, row_q, row_weights, members, read, at, shape);
+        const ScoreRead read = {keys, pages + (size_t)plan.session[r] * shape.context_pages, at - begin, stop - begin,
+                                plan.members[r], q + (size_t)r * shape.heads * shape.head_dim, head_weights + (size_t)r * shape.heads,
+                                scores + r * context, context, plan.last + r, bins};
+        if constexpr (TILES) score_pages<TILES, F8>(read, queries, weights, shape);
+        else score_plainly(read, shape);
+        add_bins(bins, r, read.members);
     }
 }
 
 /* ---- the k best
  *
- * A cluster of blocks takes a row, each block a span of its positions and each warp a part of the span. A block reads its scores
- * once and keeps them in shared memory, where they fit; histograms and counts of the others are read through distributed shared
- * memory. Before Hopper one block takes a row.
+ * A cluster of blocks takes a row, each block a span of its positions and each warp a part of the span. The k-th key is found 11 bits
+ * at a time; the first are what index_scores has counted. A block reads its scores once and keeps their keys in shared memory, where
+ * they fit. What the blocks of a cluster count they add to each other's shared memory. Before Hopper one block takes a row.
  */
 
 enum {
     SELECT_THREADS = 1024,
     SELECT_WARPS = SELECT_THREADS / 32,
     SELECT_STEP = 128,              /* positions a warp visits at a time, four to a lane */
-    BINS = 2048,
+    SELECT_SPAN = 4096,             /* positions for which another block is worth its while */
     MAX_SPLIT = 8,                  /* blocks of a row: the largest cluster every Hopper has */
 };
 
 #if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
 static __device__ inline int cluster_rank(void) { int x; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(x)); return x; }
 static __device__ inline int cluster_size(void) { int x; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(x)); return x; }
-static __device__ inline void cluster_wait(void) {
-    asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
-}
+static __device__ inline void cluster_arrive(void) { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
+static __device__ inline void cluster_wait(void) { asm volatile("barrier.cluster.wait;" ::: "memory"); }
 
-/* Two ints of a shared variable of block `rank`. */
+/* The same variable in the shared memory of block `rank`. */
+static __device__ inline uint32_t cluster_address(const void *shared, int rank) {
+    uint32_t address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"((uint32_t)__cvta_generic_to_shared(shared)), "r"(rank));
+    return address;
+}
+static __device__ inline void cluster_add(int *shared, int rank, int x) {
+    asm volatile("red.shared::cluster.add.u32 [%0], %1;" : : "r"(cluster_address(shared, rank)), "r"(x) : "memory");
+}
 static __device__ inline int2 cluster_read(const int2 *shared, int rank) {
-    uint32_t address = (uint32_t)__cvta_generic_to_shared(shared);
     int2 x;
-    asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %2, %3; ld.shared::cluster.v2.u32 {%0, %1}, [there]; }"
-                 : "=r"(x.x), "=r"(x.y) : "r"(address), "r"(rank) : "memory");
+    asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(cluster_address(shared, rank)) : "memory");
     return x;
 }
 #else
 static __device__ inline int cluster_rank(void) { return 0; }
 static __device__ inline int cluster_size(void) { return 1; }
+static __device__ inline void cluster_arrive(void) {}
 static __device__ inline void cluster_wait(void) { __syncthreads(); }
+static __device__ inline void cluster_add(int *shared, int, int x) { atomicAdd(shared, x); }
 static __device__ inline int2 cluster_read(const int2 *shared, int) { return *shared; }
 #endif
 
-/* A key whose unsigned order is the scores' order; -0 counts as 0, and NaN is below everything. No score has the key 0. */
-static __device__ inline uint32_t sortable(float score) {
-    uint32_t bits = __float_as_uint(score + 0.0f);
-    return score != score ? 1 : bits & 0x80000000 ? ~bits : bits | 0x80000000;
-}
-
-/* Scores of positions s + SELECT_STEP j + 0 .. 3, all of them asked for before the first is used. */
-template <int N> static __device__ inline void load_scores(float4 (&x)[N], const float *scores, int s, int last) {
-#pragma unroll
-    for (int j = 0; j < N; j++)
-        if (s + SELECT_STEP * j < last) x[j] = *(const float4 *)(scores + s + SELECT_STEP * j);
-}
-
-/* Their keys; 0 from `last` on. */
-template <int N> static __device__ inline void sort_keys(uint32_t (&key)[4 * N], const float4 (&x)[N], int s, int last) {
-#pragma unroll
-    for (int j = 0; j < N; j++) {
-        const int left = last - s - SELECT_STEP * j;
-        key[4 * j] = left > 0 ? sortable(x[j].x) : 0;
-        key[4 * j + 1] = left > 1 ? sortable(x[j].y) : 0;
-        key[4 * j + 2] = left > 2 ? sortable(x[j].z) : 0;
-        key[4 * j + 3] = left > 3 ? sortable(x[j].w) : 0;
-    }
-}
-
-template <int N> static __device__ inline void load_sorted(uint32_t (&key)[4 * N], const float *scores, int s, int last) {
-    float4 x[N];
-    load_scores(x, scores, s, last);
-    sort_keys(key, x, s, last);
-}
-
-/* Positions of a block, the last ones of the row aside. */
-static __host__ __device__ inline int span_of_block(int positions, int split) { return divide_up(positions, split * SELECT_STEP) * SELECT_STEP; }
-
-static int select_split = MAX_SPLIT; static bool select_keep = true, select_early = true;
+static __device__ inline void cluster_barrier_of_select(void) { cluster_arrive(); cluster_wait(); }
 
 struct SelectShared {
-    int histogram[3 * BINS];        /* of each radix step */
+    int mine[BINS];                 /* counts of this block */
+    int all[2][BINS];               /* counts of the cluster, for the second bits and the third */
     int sums[SELECT_WARPS];
     int2 counts[SELECT_WARPS];      /* of each warp: positions above the threshold, and at it */
     int2 total;                     /* of the block */
     int bin, wanted;                /* where the k-th key lies, and its rank within the bin */
 };
 
-/* Finds the bin of the wanted-th highest key in the sum of the cluster's histograms. Each thread takes two bins, the highest
- * first. */
-static __device__ void find_bin(SelectShared &shared, const int *histogram, int wanted) {
-    const int thread = (int)threadIdx.x, high = BINS - 1 - 2 * thread;
-    int2 count = {0, 0};
-    const int size = cluster_size();
-#pragma unroll 4
-    for (int rank = 0; rank < size; rank++) {
-        int2 part = cluster_read((const int2 *)(histogram + high - 1), rank);
-        count.x += part.x;
-        count.y += part.y;
+struct Span {                       /* a warp's positions */
+    const float *scores;
+    uint32_t *kept;                 /* their keys, or NULL */
+    int first, last;
+
+    /* Keys of positions s + SELECT_STEP j + 0 .. 3, all of them asked for before the first is used; 0 behind the last. */
+    template <int N> __device__ void load(uint4 (&key)[N], int s) const {
+        float4 x[N] = {};
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            if (s + SELECT_STEP * j < last) x[j] = *(const float4 *)(scores + s + SELECT_STEP * j);
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            const int left = last - s - SELECT_STEP * j;
+            key[j] = {left > 0 ? sortable(x[j].x) : 0, left > 1 ? sortable(x[j].y) : 0, left > 2 ? sortable(x[j].z) : 0,
+                      left > 3 ? sortable(x[j].w) : 0};
+        }
     }
+
+    template <int N> __device__ void load_kept(uint4 (&key)[N], int s) const {
+        if (!kept) return load(key, s);
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            key[j] = s + SELECT_STEP * j < last ? *(const uint4 *)(kept + s + SELECT_STEP * j) : make_uint4(0, 0, 0, 0);
+    }
+
+    template <int N> __device__ void keep(const uint4 (&key)[N], int s) const {
+        if (!kept) return;
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            if (s + SELECT_STEP * j < last) *(uint4 *)(kept + s + SELECT_STEP * j) = key[j];
+    }
+};
+
+template <int N, typename Visit> static __device__ inline void for_each(const uint4 (&key)[N], Visit visit) {
+#pragma unroll
+    for (int j = 0; j < N; j++) visit(key[j].x), visit(key[j].y), visit(key[j].z), visit(key[j].w);
+}
+
+/* Finds the bin of the wanted-th highest key. Each thread has the counts of two bins, x of BINS - 1 - 2 thread and y of the next
+ * lower. */
+static __device__ void find_bin(SelectShared &shared, int2 count, int wanted) {
+    const int thread = (int)threadIdx.x, high = BINS - 1 - 2 * thread;
     int sum = warp_prefix_sum(count.x + count.y);
     if (thread % 32 == 31) shared.sums[thread / 32] = sum;
     __syncthreads();
@@ -2194,178 +2197,222 @@ static __device__ void find_bin(SelectShared &shared, const int *histogram, int 
     sum += __shfl_sync(~0u, before, thread / 32);
     before = sum - count.x - count.y;
     if (before < wanted && wanted <= sum) {
-        bool first = wanted <= before + count.y;
+        bool first = wanted <= before + count.x;
         shared.bin = first ? high : high - 1;
-        shared.wanted = wanted - before - (first ? 0 : count.y);
+        shared.wanted = wanted - before - (first ? 0 : count.x);
     }
     __syncthreads();
 }
 
-/* How many keys of positions [first, last) are above the threshold, and at it. */
-static __device__ int2 count_span(const float *scores, int first, int last, uint32_t threshold) {
+static __device__ inline int2 two_bins(const int *bins) {
+    const int2 x = *(const int2 *)(bins + BINS - 2 - 2 * (int)threadIdx.x);
+    return {x.y, x.x};
+}
+
+/* The block's counts, to those of every block of the cluster; then zeros. */
+static __device__ void share_bins(int *mine, int *all) {
+    const int at = BINS - 2 - 2 * (int)threadIdx.x;
+    __syncthreads();
+    const int2 count = *(const int2 *)(mine + at);
+    if (count.x | count.y) {
+        for (int rank = 0; rank < cluster_size(); rank++) {
+            if (count.x) cluster_add(all + at, rank, count.x);
+            if (count.y) cluster_add(all + at + 1, rank, count.y);
+        }
+        *(int2 *)(mine + at) = {0, 0};
+    }
+    cluster_barrier_of_select();
+}
+
+/* The k-th highest key of the row; shared.wanted keys equal to it are selected. bins: of the row's first bits, which it zeroes. */
+static __device__ uint32_t find_threshold(SelectShared &shared, const Span &span, int *bins, int k) {
+    const int start = span.first + 4 * ((int)threadIdx.x % 32), at = BINS - 2 - 2 * (int)threadIdx.x;
+    const int2 first_bits = __ldcg((const int2 *)(bins + at));
+    find_bin(shared, {first_bits.y, first_bits.x}, k);
+    uint32_t threshold = (uint32_t)shared.bin;
+    for (int s = start; s < span.last; s += 4 * SELECT_STEP) {
+        uint4 key[4];
+        span.load(key, s);
+        span.keep(key, s);
+        for_each(key, [&](uint32_t x) { if (x >> 21 == threshold) atomicAdd(&shared.mine[x >> 10 & (BINS - 1)], 1); });
+    }
+    share_bins(shared.mine, shared.all[0]);
+    if (cluster_rank() == 0) *(int2 *)(bins + at) = {0, 0};
+    find_bin(shared, two_bins(shared.all[0]), shared.wanted);
+    threshold = threshold << 11 | (uint32_t)shared.bin;
+    for (int s = start; s < span.last; s += 4 * SELECT_STEP) {
+        uint4 key[4];
+        span.load_kept(key, s);
+        for_each(key, [&](uint32_t x) { if (x >> 10 == threshold) atomicAdd(&shared.mine[x & (BINS / 2 - 1)], 1); });
+    }
+    share_bins(shared.mine, shared.all[1]);
+    find_bin(shared, two_bins(shared.all[1]), shared.wanted);
+    return threshold << 10 | (uint32_t)shared.bin;
+}
+
+/* How many of the warp's keys are above the threshold, and at it. */
+static __device__ int2 count_span(const Span &span, uint32_t threshold) {
     int2 count = {0, 0};
-    for (int s = first + 4 * ((int)threadIdx.x % 32); s < last; s += 4 * SELECT_STEP) {
-        uint32_t key[16];
-        load_sorted<4>(key, scores, s, last);
-#pragma unroll
-        for (int i = 0; i < 16; i++) count.x += key[i] > threshold, count.y += key[i] == threshold;
+    for (int s = span.first + 4 * ((int)threadIdx.x % 32); s < span.last; s += 4 * SELECT_STEP) {
+        uint4 key[4];
+        span.load_kept(key, s);
+        for_each(key, [&](uint32_t x) { count.x += x > threshold, count.y += x == threshold; });
     }
     count.x = (int)__reduce_add_sync(~0u, (unsigned)count.x);
     count.y = (int)__reduce_add_sync(~0u, (unsigned)count.y);
     return count;
 }
 
-/* Writes the selected positions of [first, last). before: keys above the threshold and at it, ahead of the span. */
-static __device__ void collect_span(int *ids, const float *scores, int first, int last, uint32_t threshold, int wanted,
-                                    int2 before) {
+/* Writes the warp's selected positions. before: keys above the threshold and at it, ahead of the span. */
+static __device__ void collect_span(int *ids, const Span &span, uint32_t threshold, int wanted, int2 before) {
     const int lane = (int)threadIdx.x % 32;
-    for (int base = first; base < last; base += SELECT_STEP) {
-        const int s = base + 4 * lane;
-        uint32_t key[4];
-        int above = 0, equal = 0;
-        load_sorted<1>(key, scores, s, last);
-#pragma unroll
-        for (int i = 0; i < 4; i++) above += key[i] > threshold, equal += key[i] == threshold;
+    for (int base = span.first; base < span.last; base += SELECT_STEP) {
+        uint4 key[1];
+        int above = 0, equal = 0, s = base + 4 * lane;
+        span.load_kept(key, s);
+        for_each(key, [&](uint32_t x) { above += x > threshold, equal += x == threshold; });
         if (!__any_sync(~0u, above + equal)) continue;
         int sum = warp_prefix_sum(above | equal << 16), all = __shfl_sync(~0u, sum, 31);
         above = before.x + (sum & 0xffff) - above;
         equal = before.y + (sum >> 16) - equal;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if (key[i] > threshold) ids[above++ + min(equal, wanted)] = s + i;
-            else if (key[i] == threshold && equal++ < wanted) ids[above + equal - 1] = s + i;
-        }
+        for_each(key, [&](uint32_t x) {
+            if (x > threshold) ids[above++ + min(equal, wanted)] = s;
+            else if (x == threshold && equal++ < wanted) ids[above + equal - 1] = s;
+            s++;
+        });
         before.x += all & 0xffff;
         before.y += all >> 16;
     }
 }
 
-/* The k-th highest key of the row; shared.wanted keys equal to it are selected. The warp's scores come from memory once, where there
- * is room to keep them. */
-static __device__ uint32_t find_threshold(SelectShared &shared, float *kept, const float *scores, int first, int last, int k) {
-    uint32_t threshold = 0, known = 0;
-    for (int i = (int)threadIdx.x; i < 3 * BINS; i += SELECT_THREADS) shared.histogram[i] = 0;
-    __syncthreads();
-    for (int step = 0, wanted = k; step < 3; step++, wanted = shared.wanted) {
-        const int shift = step == 0 ? 21 : step == 1 ? 10 : 0;
-        int *histogram = shared.histogram + step * BINS;
-        const uint32_t mask = step == 2 ? BINS / 2 - 1 : BINS - 1;
-        for (int s = first + 4 * ((int)threadIdx.x % 32); s < last; s += 4 * SELECT_STEP) {
-            float4 x[4];
-            uint32_t key[16];
-            load_scores(x, kept && step ? kept : scores, s, last);
-            if (kept && !step)
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    if (s + SELECT_STEP * j < last) *(float4 *)(kept + s + SELECT_STEP * j) = x[j];
-            sort_keys(key, x, s, last);
-#pragma unroll
-            for (int i = 0; i < 16; i++)
-                if ((key[i] & known) == threshold) atomicAdd(&histogram[key[i] >> shift & mask], 1);
-        }
-        cluster_wait();
-        find_bin(shared, histogram, wanted);
-        threshold |= (uint32_t)shared.bin << shift;
-        known |= mask << shift;
-    }
-    return threshold;
+/* Positions of a block, the row's last blocks aside. */
+static __host__ __device__ inline int span_of_block(int positions, int split) {
+    return divide_up(positions, split * SELECT_STEP) * SELECT_STEP;
 }
 
-/* room: floats that a block can keep, as many as its span has, or 0. */
+static int score_early = 1, select_split = MAX_SPLIT, select_keep = 1, select_early = 1, select_span = SELECT_SPAN;
+
+#ifdef PHASES
+static __device__ long long phases[16];
+#define PHASE(i) if (threadIdx.x == 0 && blockIdx.x == 0) phases[i] = clock64()
+#else
+#define PHASE(i)
+#endif
+
+/* keep: whether a block can keep its keys. */
 static __global__ void __launch_bounds__(SELECT_THREADS)
-select_top(int *ids, int *counts, int capacity, const float *scores, size_t context, const Row *rows, int room) {
-    extern __shared__ float4 room_of_scores[];
+select_top(int *ids, int *counts, int capacity, const float *scores, size_t context, const Row *rows, bool keep) {
+    extern __shared__ uint4 keys[];
     __shared__ SelectShared shared;
-    const int split = cluster_size(), rank = cluster_rank(), r = (int)blockIdx.x / split, visible = rows[r].position + 1;
-    const int thread = (int)threadIdx.x, lane = thread % 32, warp = thread / 32, k = min(visible, capacity);
+    const int split = cluster_size(), rank = cluster_rank(), r = (int)blockIdx.x / split;
+    const int thread = (int)threadIdx.x, lane = thread % 32, warp = thread / 32;
+    PHASE(0);
     ids += (size_t)r * capacity;
-    scores += r * context;
+    for (int i = thread; i < 3 * BINS; i += SELECT_THREADS) shared.mine[i] = 0;      /* and `all` behind it */
+    cluster_arrive();
     await_scores();
+    PHASE(1);
+    const int visible = rows[r].position + 1, k = min(visible, capacity);
+    cluster_wait();
+    PHASE(2);
     if (rank == 0 && thread == 0) counts[r] = k;
     if (visible <= capacity) {                      /* while everything fits, the selection is the whole history */
         for (int i = rank * SELECT_THREADS + thread; i < capacity; i += split * SELECT_THREADS) ids[i] = i < k ? i : -1;
         return;
     }
-    const int block = span_of_block(visible, split), span = divide_up(block, SELECT_WARPS * SELECT_STEP) * SELECT_STEP;
-    const int begin = min(rank * block, visible), end = min(begin + block, visible);
-    const int first = min(begin + warp * span, end), last = min(first + span, end);
-    float *kept = room ? (float *)room_of_scores - begin : NULL;
-    const uint32_t threshold = find_threshold(shared, kept, scores, first, last, k);
-    if (kept) scores = kept;
-    const int2 count = count_span(scores, first, last, threshold);
+    const int block = span_of_block(visible, split), part = divide_up(block, SELECT_WARPS * SELECT_STEP) * SELECT_STEP;
+    const int begin = min(rank * block, visible), end = min(begin + block, visible), first = min(begin + warp * part, end);
+    const Span span = {scores + r * context, keep ? (uint32_t *)keys - begin : NULL, first, min(first + part, end)};
+    const uint32_t threshold = find_threshold(shared, span, score_bins[r], k);
+    PHASE(3);
+    const int2 count = count_span(span, threshold);
     if (lane == 0) shared.counts[warp] = count;
     __syncthreads();
     int2 before = {warp_prefix_sum(shared.counts[lane].x), warp_prefix_sum(shared.counts[lane].y)};
     if (thread == 31) shared.total = before;
     before = {__shfl_sync(~0u, before.x, warp) - count.x, __shfl_sync(~0u, before.y, warp) - count.y};
-    cluster_wait();
+    cluster_barrier_of_select();
+    PHASE(4);
     for (int i = 0; i < rank; i++) {
         int2 total = cluster_read(&shared.total, i);
         before.x += total.x;
         before.y += total.y;
     }
-    collect_span(ids, scores, first, last, threshold, shared.wanted, before);
-    cluster_wait();                                 /* a block's shared memory lives until everyone has read it */
+    collect_span(ids, span, threshold, shared.wanted, before);
+    PHASE(5);
+    cluster_barrier_of_select();                    /* a block's shared memory lives until everyone has read it */
+    PHASE(6);
 }
 
-/* Blocks of a row: as many as keep the processors busy, or as can keep its scores. */
+/* Blocks of a row: as many as keep the processors busy, or as can keep its keys. */
 static void launch_select(int *ids, int *counts, int capacity, const float *scores, int context, const Row *rows, int n_rows) {
     const int room = ((int)gpu.shared_per_block - (int)sizeof(SelectShared)) / 4;
     int split = 1;
-    while (split < select_split && gpu.major >= 9 && (2 * split * n_rows <= gpu.multiprocessors || span_of_block(context, split) > room) && context >= 2 * split * SELECT_THREADS)
+    while (split < select_split && gpu.major >= 9 && context > split * select_span &&
+           (2 * split * n_rows <= gpu.multiprocessors || span_of_block(context, split) > room))
         split *= 2;
-    const int keep = select_keep && span_of_block(context, split) <= room ? span_of_block(context, split) : 0;
+    const bool keep = span_of_block(context, split) <= room && select_keep;
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim.x = (unsigned)split;
     attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = select_early && capacity < context;
+    attributes[1].val.programmaticStreamSerializationAllowed = capacity < context && select_early;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)(split * n_rows));
     config.blockDim = dim3(SELECT_THREADS);
-    config.dynamicSmemBytes = (size_t)keep * sizeof(float);
+    config.dynamicSmemBytes = keep ? (size_t)span_of_block(context, split) * sizeof(uint32_t) : 0;
     config.stream = gpu.stream;
     config.attrs = attributes;
     config.numAttrs = gpu.major >= 9 ? 2 : 0;
-    CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeMaxDynamicSharedMemorySize, room * 4));
+    CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)config.dynamicSmemBytes));
     CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     CUDA(cudaLaunchKernelEx(&config, select_top, ids, counts, capacity, scores, (size_t)context, rows, keep));
 }
 
-/* The kernel for as many columns, and whether keys are e4m3. */
-template <bool F8> static auto scores_kernel(int columns) {
-    return columns <= 32 ? index_scores<32, F8> : columns <= 64 ? index_scores<64, F8> : columns <= 128 ? index_scores<128, F8>
-                                                                                                       : index_scores<256, F8>;
-}
+static bool is_e4m3(const RowFormat &format) { return format.dtype == KV_F8 && format.quantised; }
 
 /* Whether the tensor cores can take the keys: whole 16 bytes of bf16, or of e4m3 with one scale. */
-static bool scores_on_tensor_cores(const IndexShape &shape) {
+static bool suits_tensor_cores(const IndexShape &shape) {
     const RowFormat &format = shape.format;
-    const bool f8 = format.dtype == KV_F8 && format.quantised, one_scale = format.quantised == shape.head_dim && format.group >= shape.head_dim;
-    return format.dtype != KV_F32 && shape.head_dim % (f8 ? 16 : 8) == 0 && shape.head_dim <= SCORE_WIDTH && shape.heads <= SCORE_COLUMNS &&
-           (!f8 || one_scale);
+    if (format.dtype == KV_F32 || shape.head_dim > SCORE_WIDTH || shape.columns > SCORE_COLUMNS) return false;
+    if (!is_e4m3(format)) return shape.head_dim % 8 == 0;
+    return shape.head_dim % 16 == 0 && format.quantised == shape.head_dim && format.group >= shape.head_dim;
+}
+
+/* The kernel for the tiles of a row's heads, and for the keys' format. */
+template <bool F8> static auto scores_kernel(int columns) {
+    return columns == 8 ? index_scores<1, F8> : columns == 16 ? index_scores<2, F8> : columns == 32 ? index_scores<4, F8> : index_scores<8, F8>;
 }
 
 static void launch_scores(float *scores, const float *q, const float *head_weights, const uint8_t *keys, const DevicePage *pages,
                           const Row *rows, int n_rows, IndexShape shape) {
-    const int per_row = divide_up(shape.heads, 8) * 8;
-    const bool tensor = scores_on_tensor_cores(shape);
-    shape.together = min(n_rows, SHARED_QUERIES);
-    if (tensor) shape.together = min(shape.together, SCORE_COLUMNS / per_row);
-    const int wanted = shape.together * per_row, columns = !tensor ? 0 : wanted <= 32 ? 32 : wanted <= 64 ? 64 : wanted <= 128 ? 128 : 256;
-    const size_t shared = (size_t)columns * (SCORE_WIDTH * sizeof(__nv_bfloat16) + sizeof(float));
-    auto kernel = !tensor ? index_scores<0, false> : shape.format.quantised && shape.format.dtype == KV_F8 ? scores_kernel<true>(wanted) : scores_kernel<false>(wanted);
-    allow_shared(kernel, shared);
-    kernel<<<gpu.multiprocessors, score_threads(columns), shared, gpu.stream>>>(scores, q, head_weights, keys, pages, rows, n_rows, shape);
-    LAUNCHED();
+    for (shape.columns = 8; shape.columns < min(shape.heads, 64);) shape.columns *= 2;
+    if (shape.heads > 64) shape.columns = divide_up(shape.heads, 64) * 64;
+    const bool tensor = suits_tensor_cores(shape);
+    shape.together = min(min(n_rows, SHARED_QUERIES), tensor ? SCORE_COLUMNS / shape.columns : SHARED_QUERIES);
+    const size_t columns = tensor ? (size_t)divide_up(shape.together * shape.columns, 64) * 64 : 0;
+    const size_t shared = columns * (SCORE_WIDTH * sizeof(__nv_bfloat16) + sizeof(float)) + (size_t)shape.together * BINS * sizeof(int);
+    auto kernel = !tensor ? index_scores<0, false> : is_e4m3(shape.format) ? scores_kernel<true>(shape.columns) : scores_kernel<false>(shape.columns);
+    CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
+    cudaLaunchAttribute attributes[1] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = score_early;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)gpu.multiprocessors);
+    config.blockDim = dim3(SCORE_THREADS);
+    config.dynamicSmemBytes = shared;
+    config.stream = gpu.stream;
+    config.attrs = attributes;
+    config.numAttrs = gpu.major >= 9 ? 1 : 0;
+    CUDA(cudaLaunchKernelEx(&config, kernel, scores, q, head_weights, keys, pages, rows, n_rows, shape));
 }
 
 static void index_select(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
                          const RowFormat *format, const DevicePage *pages, int context_pages, int heads, int head_dim,
                          const Row *rows, int n_rows, float *scratch, int scratch_rows) {
     const int context = context_pages * PAGE_ROWS, capacity = selection->capacity;
-    const IndexShape shape = {*format, context_pages, heads, head_dim, capacity, 1, 1 / sqrtf((float)head_dim * (float)heads)};
+    const IndexShape shape = {*format, context_pages, heads, head_dim, capacity, 0, 0, 1 / sqrtf((float)head_dim * (float)heads)};
     for (int begin = 0, n; begin < n_rows; begin += n) {
         n = min(min(n_rows - begin, scratch_rows), SCORE_ROWS);
         if (capacity < context)
