@@ -1710,13 +1710,15 @@ static void store_rows(uint8_t *base, const RowFormat *format, const DeviceRow *
 
 /* ---- index scores */
 
+static __device__ int ring_limit = 8;
+
 /* select_top may take its place on the processors as soon as index_scores leaves them, and then waits for the scores. */
 #if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
 static __device__ inline void let_select_start(void) { asm volatile("griddepcontrol.launch_dependents;"); }
-static __device__ inline void await_scores(void) { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+static __device__ inline void await_inputs(void) { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 #else
 static __device__ inline void let_select_start(void) {}
-static __device__ inline void await_scores(void) {}
+static __device__ inline void await_inputs(void) {}
 #endif
 
 enum {
@@ -1728,6 +1730,7 @@ enum {
     SCORE_TILES = 8,                /* and the keys are multiplied by 8 x 8 columns at a time: heads of one query row or of several */
     SCORE_COLUMNS = 256,            /* of all query rows that share a read, at most */
     BATCH_QUERIES = SCORE_STEPS * SCORE_TILES * 16,     /* uint4 of 64 columns in shared memory */
+    MAX_DEPTH = 8,                  /* of a warpgroup's pages on their way */
     BINS = 2048,                    /* of the first 11 bits of a score's sortable key */
 };
 
@@ -1805,6 +1808,10 @@ static __device__ void make_plan(ScorePlan &plan, const Row *rows, int n_rows, c
     __syncthreads();
 }
 
+/* What is the same in all lanes, such that the compiler knows: the tensor cores' instructions stand in no branch that lanes could take
+ * apart. */
+static __device__ inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
 /* The first row whose read ends behind page `at` of all. */
 static __device__ int read_at(const ScorePlan &plan, int n_rows, int at) {
     int low = 0, high = n_rows - 1;
@@ -1840,37 +1847,83 @@ struct ScoreRead {                  /* a block's part of one read */
 
 /* ---- on the tensor cores: keys, 64 to a warpgroup and 16 to a warp, times the heads of all query rows of the read
  *
- * Which values of a sum an instruction gets from which lane does not matter as long as keys and queries agree. So a lane loads 16
- * neighbouring bytes of a key, 8 values or 16, and feeds four of them to one instruction and the next four to the next: keys need no
- * way through shared memory. e4m3 is widened to bf16, which holds it exactly; the key's scale multiplies the finished score.
+ * Which values of a sum an instruction gets from which lane does not matter as long as keys and queries agree. So a lane takes 16
+ * neighbouring bytes of a key, 8 values or 16, and feeds four of them to one instruction and the next four to the next. e4m3 is
+ * widened to bf16, which holds it exactly; the key's scale multiplies the finished score. Each warpgroup has a ring of pages on their
+ * way into shared memory: from Hopper on one thread asks for all of a page, before that each for its part.
  */
 
-template <bool F8> struct KeyPart {     /* a lane's part of two keys of the page, lane / 4 and 8 behind it in its warp's 16 */
-    uint4 part[2][F8 ? 2 : 4];
-    float scale[2];
+/* A lane's part of two keys of the page, lane / 4 and 8 behind it in its warp's 16, and the scale of one: 8 behind for odd lanes. */
+template <bool F8> struct KeyPart {
+    static constexpr int CHUNKS = F8 ? 2 : 4;
+    uint4 part[2][CHUNKS];
+    float scale;
 };
 
-/* Keys are read once, so they need no place in the first-level cache; a lane's neighbours want the rest of the row at once. */
-static __device__ inline uint4 load_part(const uint8_t *at) {
-    uint4 x;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at));
-    return x;
+struct KeyRing {                    /* a warpgroup's */
+    uint8_t *places;                /* [depth] pages */
+    uint64_t *arrived;              /* [depth] barriers: a page is complete */
+    int depth, bytes;               /* of a page */
+
+    __device__ uint8_t *place(int turn) const { return places + turn * bytes; }
+    static __device__ uint32_t address(const void *shared) { return (uint32_t)__cvta_generic_to_shared(shared); }
+
+    static __device__ void open(uint64_t *barrier) {
+        asm volatile("mbarrier.init.shared.b64 [%0], %1;" : : "r"(address(barrier)), "r"(COPIERS) : "memory");
+    }
+#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
+    static constexpr int COPIERS = 1;
+    __device__ void begin(int turn, const uint8_t *page) const {
+        if (threadIdx.x % 128) return;
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" : : "r"(address(arrived + turn)), "r"(bytes) : "memory");
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                     : : "r"(address(place(turn))), "l"(page), "r"(bytes), "r"(address(arrived + turn)) : "memory");
+    }
+#else
+    static constexpr int COPIERS = 128;
+    __device__ void begin(int turn, const uint8_t *page) const {
+        for (int at = (int)threadIdx.x % 128 * 16; at < bytes; at += 128 * 16)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"(address(place(turn) + at)), "l"(page + at) : "memory");
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" : : "r"(address(arrived + turn)) : "memory");
+    }
+#endif
+
+    /* Until the page of this turn is there; the barrier's phase is the parity of the rounds before. */
+    __device__ void await(int turn, int round) const {
+        int done = 0;
+        while (!done)
+            asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
+                         : "=r"(done) : "r"(address(arrived + turn)), "r"(round & 1) : "memory");
+    }
+};
+
+/* What this thread has written into shared memory or read there comes before what tensor cores and copies of pages do there. */
+static __device__ inline void see_shared_writes(void) {
+#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
 }
 
-template <bool F8> static __device__ inline void load_keys(KeyPart<F8> &keys, const uint8_t *page, const IndexShape &shape) {
-    const int lane = (int)threadIdx.x % 32, first = (int)threadIdx.x / 32 % 4 * 16 + lane / 4;
-    const int bytes = F8 ? shape.head_dim : 2 * shape.head_dim;
+/* Waits for the warpgroup's other threads. */
+static __device__ inline void group_barrier(void) { asm volatile("bar.sync %0, 128;" : : "r"(1 + (int)threadIdx.x / 128) : "memory"); }
+
+/* Neighbouring rows whose bytes lie in the same banks are read in another order of their parts. */
+template <bool F8> static __device__ inline void take_keys(KeyPart<F8> &keys, const uint8_t *page, const IndexShape &shape) {
+    constexpr int CHUNKS = KeyPart<F8>::CHUNKS;
+    const int lane = (int)threadIdx.x % 32, first = (int)threadIdx.x / 32 % 4 * 16 + lane / 4, stride = (int)shape.format.stride;
+    const int bytes = F8 ? shape.head_dim : 2 * shape.head_dim, swap = stride / 64 % 2 ? 0 : lane / 4 % 2;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const uint8_t *key = page + (first + 8 * i) * (int)shape.format.stride;
+    for (int i = 0; i < 2; i++)
 #pragma unroll
-        for (int chunk = 0; chunk < (F8 ? 2 : 4); chunk++) {
-            const int at = 64 * chunk + 16 * (lane % 4);
-            keys.part[i][chunk] = at < bytes ? load_part(key + at) : make_uint4(0, 0, 0, 0);
+        for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
+            const uint8_t *key = page + (first + 8 * i) * stride + lane % 4 * 16;
+            const int at = 64 * (chunk + swap), other = 64 * (chunk + 1 - swap), width = bytes - lane % 4 * 16;
+            const uint4 x = at < width ? *(const uint4 *)(key + at) : make_uint4(0, 0, 0, 0);
+            const uint4 y = other < width ? *(const uint4 *)(key + other) : make_uint4(0, 0, 0, 0);
+            keys.part[i][chunk] = swap ? y : x;
+            keys.part[i][chunk + 1] = swap ? x : y;
         }
-        keys.scale[i] = F8 ? __ldg((const float *)(key + bytes)) : 1;
-    }
+    keys.scale = F8 ? *(const float *)(page + (first + lane % 2 * 8) * stride + bytes) : 1;
 }
 
 /* Two e4m3 values as bf16. */
@@ -1921,21 +1974,24 @@ template <bool F8> static __device__ void stage_queries(uint4 *queries, float *w
 #define EIGHT(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3]), "+f"(x[i + 4]), "+f"(x[i + 5]), "+f"(x[i + 6]), "+f"(x[i + 7])
 #define SUMS(x) EIGHT(x, 0), EIGHT(x, 8), EIGHT(x, 16), EIGHT(x, 24)
 
-/* The 8 x 8 blocks of an instruction lie 128 bytes apart along a key, 256 from column to column; so says its description of them. */
+/* sums (+)= keys (64 x 16) times 64 columns, begun only. The 8 x 8 blocks of an instruction lie 128 bytes apart along a key, 256 from
+ * column to column; so says its description of them. */
+template <int STEP> static __device__ inline void begin_step(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[4], uint32_t queries) {
+    asm volatile("{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %37, 0;\nmov.b64 b, {%36, %38};\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, b, add, 1, 1, 0;\n}"
+                 : SUMS(sums) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(queries + STEP * SCORE_TILES * 16),
+                   "n"(STEP), "n"(256 / 16));
+}
+
 static __device__ inline void multiply_keys(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[SCORE_STEPS][4], const uint4 *queries) {
     const uint32_t b = (uint32_t)__cvta_generic_to_shared(queries) / 16 | 128 / 16 << 16;
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-    for (int step = 0; step < SCORE_STEPS; step++)
-        asm volatile("{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %37, 0;\nmov.b64 b, {%36, %38};\n"
-                     "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-                     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, b, add, 1, 1, 0;\n}"
-                     : SUMS(sums) : "r"(a[step][0]), "r"(a[step][1]), "r"(a[step][2]), "r"(a[step][3]),
-                       "r"(b + step * SCORE_TILES * 16), "r"(step), "n"(256 / 16));
+    begin_step<0>(sums, a[0], b), begin_step<1>(sums, a[1], b), begin_step<2>(sums, a[2], b), begin_step<3>(sums, a[3], b);
+    begin_step<4>(sums, a[4], b), begin_step<5>(sums, a[5], b), begin_step<6>(sums, a[6], b), begin_step<7>(sums, a[7], b);
     asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" : SUMS(sums) : : "memory");
 }
 
-static __device__ inline void queries_staged(void) { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #else
 static __device__ inline void multiply_keys(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[SCORE_STEPS][4], const uint4 *queries) {
     const uint32_t *b = (const uint32_t *)queries + threadIdx.x % 32;
@@ -1952,7 +2008,6 @@ static __device__ inline void multiply_keys(float (&sums)[4 * SCORE_TILES], cons
     }
 }
 
-static __device__ inline void queries_staged(void) {}
 #endif
 
 /* A NaN stays one. */
@@ -2000,7 +2055,7 @@ template <int TILES, bool F8> static __device__ inline void score_page(const Sco
 #pragma unroll
         for (int i = 0; i < ROWS; i += 2) {
             const float score = sum_lanes(total[i][0], total[i][1], total[i + 1][0], total[i + 1][1]);
-            if (ROWS > 1 || lane % 4 < 2) read.put(row + i, s, score * (lane % 2 ? keys.scale[1] : keys.scale[0]));
+            if (ROWS > 1 || lane % 4 < 2) read.put(row + i, s, score * keys.scale);
             total[i][0] = total[i][1] = total[i + 1][0] = total[i + 1][1] = 0;
         }
         part = 0;
@@ -2008,21 +2063,31 @@ template <int TILES, bool F8> static __device__ inline void score_page(const Sco
     }
 }
 
-/* The warpgroups take pages in turn; the next page is on its way while one is multiplied. */
-template <int TILES, bool F8> static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float *weights, const IndexShape &shape) {
-    constexpr int groups = SCORE_THREADS / 128;
-    int page = read.at + (int)threadIdx.x / 128, id = read.id(page);
-    KeyPart<F8> next;
-    if (page < read.stop) load_keys(next, read.page(id, shape), shape);
-    id = read.id(page + groups);
-    stage_queries<F8>(queries, weights, read, shape);
-    queries_staged();
+/* The warpgroups take pages in turn.  */
+template <int TILES, bool F8> static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float *weights, const KeyRing &ring,
+                                                                 const IndexShape &shape) {
+    constexpr int GROUPS = SCORE_THREADS / 128;
+    const int first = read.at + uniform((int)threadIdx.x / 128);
+    if (threadIdx.x % 128 == 0)
+        for (int turn = 0; turn < ring.depth; turn++) KeyRing::open(ring.arrived + turn);
+    see_shared_writes();
     __syncthreads();
-    for (; page < read.stop; page += groups) {
-        const KeyPart<F8> keys = next;
-        if (page + groups < read.stop) load_keys(next, read.page(id, shape), shape);
-        id = read.id(page + 2 * groups);
+    for (int turn = 0; turn < ring.depth; turn++)
+        if (first + turn * GROUPS < read.stop) ring.begin(turn, read.page(read.id(first + turn * GROUPS), shape));
+    int id = read.id(first + ring.depth * GROUPS);
+    stage_queries<F8>(queries, weights, read, shape);
+    see_shared_writes();
+    __syncthreads();
+    for (int page = first, turn = 0, round = 0; page < read.stop; page += GROUPS) {
+        KeyPart<F8> keys;
+        ring.await(turn, round);
+        take_keys(keys, ring.place(turn), shape);
+        group_barrier();
+        const int next = page + ring.depth * GROUPS;
+        if (next < read.stop) ring.begin(turn, read.page(id, shape));
+        id = read.id(next + GROUPS);
         score_page<TILES>(read, page, keys, queries, weights, shape);
+        if (++turn == ring.depth) turn = 0, round++;
     }
 }
 
@@ -2053,42 +2118,49 @@ static __device__ void score_plainly(const ScoreRead &read, const IndexShape &sh
 }
 
 /* What the block has counted, to what all have. */
-static __device__ void add_bins(int *bins, int first_row, int members) {
+static __device__ void add_bins(const int *bins, int first_row, int members) {
     __syncthreads();
     for (int i = (int)threadIdx.x; i < members * BINS; i += SCORE_THREADS)
-        if (bins[i]) {
-            atomicAdd(&score_bins[first_row + i / BINS][i % BINS], bins[i]);
-            bins[i] = 0;
-        }
+        if (bins[i]) atomicAdd(&score_bins[first_row + i / BINS][i % BINS], bins[i]);
     __syncthreads();
 }
 
 /* Every block takes an equal part of all pages, which may span several reads. scores: [n_rows, context]; those behind a row's own
- * position mean nothing. TILES: of 8 columns to a row's heads; 0: not on the tensor cores. */
+ * position mean nothing. TILES: of 8 columns to a row's heads; 0: not on the tensor cores. room: bytes of shared memory for what a read
+ * needs there: counts, queries and weights, and pages on their way in the rest. */
 template <int TILES, bool F8> static __global__ void __launch_bounds__(SCORE_THREADS, 1)
 index_scores(float *scores, const float *q, const float *head_weights, const uint8_t *keys, const DevicePage *pages,
-             const Row *rows, int n_rows, const __grid_constant__ IndexShape shape) {
-    extern __shared__ uint4 queries[];
+             const Row *rows, int n_rows, const __grid_constant__ IndexShape shape, int room) {
+    extern __shared__ uint4 shared[];
     __shared__ ScorePlan plan;
+    __shared__ uint64_t arrived[SCORE_THREADS / 128][MAX_DEPTH];
     const size_t context = (size_t)shape.context_pages * PAGE_ROWS;
-    const int batches = TILES ? divide_up(shape.together * shape.columns, 8 * SCORE_TILES) : 0;
-    float *weights = (float *)(queries + batches * BATCH_QUERIES);
-    int *bins = (int *)(weights + batches * 8 * SCORE_TILES);
     let_select_start();
-    for (int i = (int)threadIdx.x; i < shape.together * BINS; i += SCORE_THREADS) bins[i] = 0;
-    await_scores();
+    await_inputs();
     make_plan(plan, rows, n_rows, shape);
-    const int64_t all = plan.ends[n_rows - 1];
+    const int64_t all = uniform(plan.ends[n_rows - 1]);
     const int end = (int)(all * (blockIdx.x + 1) / gridDim.x);
     for (int at = (int)(all * blockIdx.x / gridDim.x), stop; at < end; at = stop) {
-        const int r = read_at(plan, n_rows, at), begin = r ? plan.ends[r - 1] : 0;
-        stop = min(end, plan.ends[r]);
-        const ScoreRead read = {keys, pages + (size_t)plan.session[r] * shape.context_pages, at - begin, stop - begin,
-                                plan.members[r], q + (size_t)r * shape.heads * shape.head_dim, head_weights + (size_t)r * shape.heads,
+        const int r = uniform(read_at(plan, n_rows, at)), begin = uniform(r ? plan.ends[r - 1] : 0), members = uniform(plan.members[r]);
+        stop = min(end, uniform(plan.ends[r]));
+        const int batches = TILES ? divide_up(members * shape.columns, 8 * SCORE_TILES) : 0;
+        uint4 *queries = shared;
+        float *weights = (float *)(queries + batches * BATCH_QUERIES);
+        int *bins = (int *)(weights + batches * 8 * SCORE_TILES);
+        const ScoreRead read = {keys, pages + (size_t)plan.session[r] * shape.context_pages, at - begin, stop - begin, members,
+                                q + (size_t)r * shape.heads * shape.head_dim, head_weights + (size_t)r * shape.heads,
                                 scores + r * context, context, plan.last + r, bins};
-        if constexpr (TILES) score_pages<TILES, F8>(read, queries, weights, shape);
-        else score_plainly(read, shape);
-        add_bins(bins, r, read.members);
+        for (int i = (int)threadIdx.x; i < members * BINS; i += SCORE_THREADS) bins[i] = 0;
+        if constexpr (TILES) {
+            const int page_bytes = PAGE_ROWS * (int)shape.format.stride, group = uniform((int)threadIdx.x / 128);
+            uint8_t *places = (uint8_t *)(bins + members * BINS);
+            const int left = room - (int)(places - (uint8_t *)shared), depth = min(min(ring_limit, MAX_DEPTH), left / page_bytes / (SCORE_THREADS / 128));
+            score_pages<TILES, F8>(read, queries, weights, {places + group * depth * page_bytes, arrived[group], depth, page_bytes}, shape);
+        } else {
+            __syncthreads();
+            score_plainly(read, shape);
+        }
+        add_bins(bins, r, members);
     }
 }
 
@@ -2310,7 +2382,7 @@ select_top(int *ids, int *counts, int capacity, const float *scores, size_t cont
     ids += (size_t)r * capacity;
     for (int i = thread; i < 3 * BINS; i += SELECT_THREADS) shared.mine[i] = 0;      /* and `all` behind it */
     cluster_arrive();
-    await_scores();
+    await_inputs();
     PHASE(1);
     const int visible = rows[r].position + 1, k = min(visible, capacity);
     cluster_wait();
@@ -2391,21 +2463,20 @@ static void launch_scores(float *scores, const float *q, const float *head_weigh
     if (shape.heads > 64) shape.columns = divide_up(shape.heads, 64) * 64;
     const bool tensor = suits_tensor_cores(shape);
     shape.together = min(min(n_rows, SHARED_QUERIES), tensor ? SCORE_COLUMNS / shape.columns : SHARED_QUERIES);
-    const size_t columns = tensor ? (size_t)divide_up(shape.together * shape.columns, 64) * 64 : 0;
-    const size_t shared = columns * (SCORE_WIDTH * sizeof(__nv_bfloat16) + sizeof(float)) + (size_t)shape.together * BINS * sizeof(int);
+    const int room = (int)gpu.shared_per_block - (int)sizeof(ScorePlan) - SCORE_THREADS / 128 * MAX_DEPTH * (int)sizeof(uint64_t);
     auto kernel = !tensor ? index_scores<0, false> : is_e4m3(shape.format) ? scores_kernel<true>(shape.columns) : scores_kernel<false>(shape.columns);
-    CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
+    CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room));
     cudaLaunchAttribute attributes[1] = {};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[0].val.programmaticStreamSerializationAllowed = score_early;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)gpu.multiprocessors);
     config.blockDim = dim3(SCORE_THREADS);
-    config.dynamicSmemBytes = shared;
+    config.dynamicSmemBytes = (size_t)room;
     config.stream = gpu.stream;
     config.attrs = attributes;
     config.numAttrs = gpu.major >= 9 ? 1 : 0;
-    CUDA(cudaLaunchKernelEx(&config, kernel, scores, q, head_weights, keys, pages, rows, n_rows, shape));
+    CUDA(cudaLaunchKernelEx(&config, kernel, scores, q, head_weights, keys, pages, rows, n_rows, shape, room));
 }
 
 static void index_select(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
