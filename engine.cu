@@ -1711,6 +1711,13 @@ static void store_rows(uint8_t *base, const RowFormat *format, const DeviceRow *
 /* ---- index scores */
 
 static __device__ int ring_limit = 8;
+static int score_early = 1;
+#ifdef PHASES
+static __device__ long long phases[16];
+#define PHASE(i) if (threadIdx.x == 0 && blockIdx.x == 0) phases[i] = clock64()
+#else
+#define PHASE(i)
+#endif
 
 /* select_top may take its place on the processors as soon as index_scores leaves them, and then waits for the scores. */
 #if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
@@ -2046,9 +2053,9 @@ template <int TILES, bool F8> static __device__ inline void score_page(const Sco
     uint32_t a[SCORE_STEPS][4];
     float total[ROWS < 2 ? 2 : ROWS][2] = {};
     widen_keys(a, keys);
-    for (int first = 0, part = 0, row = lane / 2 % 2; first < columns; first += 8 * SCORE_TILES, queries += BATCH_QUERIES) {
+    for (int first = 0, part = 0, row = lane / 2 % 2; first < columns; first += 8 * SCORE_TILES) {
         float sums[4 * SCORE_TILES];
-        multiply_keys(sums, a, queries);
+        multiply_keys(sums, a, queries + first * (BATCH_QUERIES / (8 * SCORE_TILES)));
 #pragma unroll
         for (int i = 0; i < ROWS; i++) weigh_heads<TILES>(total[i], sums + 4 * TILES * i, weights + first + 8 * TILES * i);
         if (++part < of_row) continue;
@@ -2167,16 +2174,27 @@ index_scores(float *scores, const float *q, const float *head_weights, const uin
 /* ---- the k best
  *
  * A cluster of blocks takes a row, each block a span of its positions and each warp a part of the span. The k-th key is found 11 bits
- * at a time; the first are what index_scores has counted. A block reads its scores once and keeps their keys in shared memory, where
- * they fit. What the blocks of a cluster count they add to each other's shared memory. Before Hopper one block takes a row.
+ * at a time. The first are what index_scores has counted, so that the scores are read once: what may be among the best goes to a list
+ * of the warp, in ascending order, and all that follows looks at the lists. A warp whose list is too short (many equal scores) reads
+ * its scores again instead. Blocks of a cluster add what they count in each other's shared memory. Before Hopper one block takes a row.
  */
 
 enum {
-    SELECT_THREADS = 1024,
+    SELECT_THREADS = 512,           /* two blocks to a processor */
     SELECT_WARPS = SELECT_THREADS / 32,
     SELECT_STEP = 128,              /* positions a warp visits at a time, four to a lane */
     SELECT_SPAN = 4096,             /* positions for which another block is worth its while */
-    MAX_SPLIT = 8,                  /* blocks of a row: the largest cluster every Hopper has */
+    LIST_LENGTH = 768,              /* of a warp */
+    LIST_BYTES = SELECT_WARPS * LIST_LENGTH * (int)(sizeof(uint32_t) + sizeof(uint16_t)),
+};
+
+struct SelectShared {
+    int mine[BINS];                 /* counts of this block */
+    int all[2][BINS];               /* counts of the cluster, for the second bits and the third; each block has a part of the bins */
+    int sums[SELECT_WARPS];
+    int2 counts[SELECT_WARPS];      /* of each warp: keys above the threshold, and at it */
+    int2 total;                     /* of the block */
+    int bin, wanted;                /* where the k-th key lies, and its rank within the bin */
 };
 
 #if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
@@ -2194,6 +2212,12 @@ static __device__ inline uint32_t cluster_address(const void *shared, int rank) 
 static __device__ inline void cluster_add(int *shared, int rank, int x) {
     asm volatile("red.shared::cluster.add.u32 [%0], %1;" : : "r"(cluster_address(shared, rank)), "r"(x) : "memory");
 }
+static __device__ inline int4 cluster_read(const int4 *shared, int rank) {
+    int4 x;
+    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(cluster_address(shared, rank)) : "memory");
+    return x;
+}
 static __device__ inline int2 cluster_read(const int2 *shared, int rank) {
     int2 x;
     asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(cluster_address(shared, rank)) : "memory");
@@ -2205,186 +2229,189 @@ static __device__ inline int cluster_size(void) { return 1; }
 static __device__ inline void cluster_arrive(void) {}
 static __device__ inline void cluster_wait(void) { __syncthreads(); }
 static __device__ inline void cluster_add(int *shared, int, int x) { atomicAdd(shared, x); }
-static __device__ inline int2 cluster_read(const int2 *shared, int) { return *shared; }
+template <typename T> static __device__ inline T cluster_read(const T *shared, int) { return *shared; }
 #endif
 
-static __device__ inline void cluster_barrier_of_select(void) { cluster_arrive(); cluster_wait(); }
+/* What a warp still has to look at: a list, or all its positions. */
+struct Candidates {
+    const float *scores;            /* of the row */
+    uint32_t *keys;                 /* [LIST_LENGTH] ascending positions */
+    uint16_t *places;               /* behind the first */
+    int first, last;                /* the warp's positions */
+    int n;                          /* of the list, or positions */
+    bool listed;
 
-struct SelectShared {
-    int mine[BINS];                 /* counts of this block */
-    int all[2][BINS];               /* counts of the cluster, for the second bits and the third */
-    int sums[SELECT_WARPS];
-    int2 counts[SELECT_WARPS];      /* of each warp: positions above the threshold, and at it */
-    int2 total;                     /* of the block */
-    int bin, wanted;                /* where the k-th key lies, and its rank within the bin */
+    __device__ uint32_t key(int i) const { return i >= n ? 0 : listed ? keys[i] : sortable(scores[first + i]); }
+    __device__ int position(int i) const { return first + (listed ? places[i] : i); }
 };
 
-struct Span {                       /* a warp's positions */
-    const float *scores;
-    uint32_t *kept;                 /* their keys, or NULL */
-    int first, last;
+/* Each thread's four bins: those behind the bins of lower threads, the highest bin first. */
+static __device__ inline int my_bins(void) { return BINS - 4 - 4 * (int)threadIdx.x; }
 
-    /* Keys of positions s + SELECT_STEP j + 0 .. 3, all of them asked for before the first is used; 0 behind the last. */
-    template <int N> __device__ void load(uint4 (&key)[N], int s) const {
-        float4 x[N] = {};
+/* Finds the bin of the wanted-th highest key; count: of the thread's bins. */
+static __device__ void find_bin(SelectShared &shared, int4 count, int wanted) {
+    const int thread = (int)threadIdx.x, lane = thread % 32, warp = thread / 32, mine = count.x + count.y + count.z + count.w;
+    const int of_warp = (int)__reduce_add_sync(~0u, (unsigned)mine);
+    if (lane == 0) shared.sums[warp] = of_warp;
+    __syncthreads();
+    const int before = (int)__reduce_add_sync(~0u, lane < warp ? (unsigned)shared.sums[lane % SELECT_WARPS] : 0);
+    if (before < wanted && wanted <= before + of_warp) {    /* the same for the whole warp */
+        const int counts[4] = {count.w, count.z, count.y, count.x};
+        int rank = wanted - before - warp_prefix_sum(mine) + mine;
+        if (0 < rank && rank <= mine)
 #pragma unroll
-        for (int j = 0; j < N; j++)
-            if (s + SELECT_STEP * j < last) x[j] = *(const float4 *)(scores + s + SELECT_STEP * j);
+            for (int i = 0; i < 4; rank -= counts[i++])
+                if (0 < rank && rank <= counts[i]) {
+                    shared.bin = my_bins() + 3 - i;
+                    shared.wanted = rank;
+                }
+    }
+    __syncthreads();
+}
+
+/* The thread's bins of what all blocks of the cluster have counted. Each block adds up a part of the bins. */
+static __device__ int4 share_bins(SelectShared &shared, int *all) {
+    const int split = cluster_size(), owner = (int)threadIdx.x / (SELECT_THREADS / split);
+    int4 *mine = (int4 *)(shared.mine + my_bins());
+    __syncthreads();
+    const int4 count = *mine;
+    *mine = {0, 0, 0, 0};
+    if (split == 1) return count;
+    const int counts[4] = {count.x, count.y, count.z, count.w};
 #pragma unroll
-        for (int j = 0; j < N; j++) {
-            const int left = last - s - SELECT_STEP * j;
-            key[j] = {left > 0 ? sortable(x[j].x) : 0, left > 1 ? sortable(x[j].y) : 0, left > 2 ? sortable(x[j].z) : 0,
-                      left > 3 ? sortable(x[j].w) : 0};
+    for (int i = 0; i < 4; i++)
+        if (counts[i]) cluster_add(all + my_bins() + i, owner, counts[i]);
+    cluster_arrive();
+    cluster_wait();
+    return cluster_read((const int4 *)(all + my_bins()), owner);
+}
+
+/* The lowest score of a bin: none below it is in that bin or above. Where bits are no number, nothing can be left out. */
+static __device__ inline float lowest_score(int bin) {
+    const uint32_t key = (uint32_t)bin << 21;
+    return __uint_as_float(key & 0x80000000 ? key & 0x7fffffff : ~key);
+}
+
+/* Lists what is in the bin or above, and counts the second bits of what is in it. */
+static __device__ void list_candidates(Candidates &list, int *bins, int bin) {
+    const int lane = (int)threadIdx.x % 32;
+    const uint32_t below = (1u << lane) - 1;
+    const float lowest = lowest_score(bin);
+    int n = 0;
+    for (int base = list.first; base < list.last; base += 4 * SELECT_STEP) {
+        float4 x[4] = {};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int s = base + SELECT_STEP * j + 4 * lane;
+            if (s < list.last) x[j] = __ldcg((const float4 *)(list.scores + s));
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int s = base + SELECT_STEP * j + 4 * lane;
+            const float score[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
+            int at = n, taken = 0;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const uint32_t votes = __ballot_sync(~0u, s + i < list.last && !(score[i] < lowest));
+                at += __popc(votes & below);
+                n += __popc(votes);
+                taken |= (int)(votes >> lane & 1) << i;
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (taken >> i & 1) {
+                    const uint32_t key = sortable(score[i]);
+                    if ((int)(key >> 21) == bin) atomicAdd(&bins[key >> 10 & (BINS - 1)], 1);
+                    if (at < LIST_LENGTH) {
+                        list.keys[at] = key;
+                        list.places[at] = (uint16_t)(s + i - list.first);
+                    }
+                    at++;
+                }
         }
     }
-
-    template <int N> __device__ void load_kept(uint4 (&key)[N], int s) const {
-        if (!kept) return load(key, s);
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            key[j] = s + SELECT_STEP * j < last ? *(const uint4 *)(kept + s + SELECT_STEP * j) : make_uint4(0, 0, 0, 0);
-    }
-
-    template <int N> __device__ void keep(const uint4 (&key)[N], int s) const {
-        if (!kept) return;
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            if (s + SELECT_STEP * j < last) *(uint4 *)(kept + s + SELECT_STEP * j) = key[j];
-    }
-};
-
-template <int N, typename Visit> static __device__ inline void for_each(const uint4 (&key)[N], Visit visit) {
-#pragma unroll
-    for (int j = 0; j < N; j++) visit(key[j].x), visit(key[j].y), visit(key[j].z), visit(key[j].w);
-}
-
-/* Finds the bin of the wanted-th highest key. Each thread has the counts of two bins, x of BINS - 1 - 2 thread and y of the next
- * lower. */
-static __device__ void find_bin(SelectShared &shared, int2 count, int wanted) {
-    const int thread = (int)threadIdx.x, high = BINS - 1 - 2 * thread;
-    int sum = warp_prefix_sum(count.x + count.y);
-    if (thread % 32 == 31) shared.sums[thread / 32] = sum;
-    __syncthreads();
-    int before = warp_prefix_sum(shared.sums[thread % 32]) - shared.sums[thread % 32];
-    sum += __shfl_sync(~0u, before, thread / 32);
-    before = sum - count.x - count.y;
-    if (before < wanted && wanted <= sum) {
-        bool first = wanted <= before + count.x;
-        shared.bin = first ? high : high - 1;
-        shared.wanted = wanted - before - (first ? 0 : count.x);
-    }
-    __syncthreads();
-}
-
-static __device__ inline int2 two_bins(const int *bins) {
-    const int2 x = *(const int2 *)(bins + BINS - 2 - 2 * (int)threadIdx.x);
-    return {x.y, x.x};
-}
-
-/* The block's counts, to those of every block of the cluster; then zeros. */
-static __device__ void share_bins(int *mine, int *all) {
-    const int at = BINS - 2 - 2 * (int)threadIdx.x;
-    __syncthreads();
-    const int2 count = *(const int2 *)(mine + at);
-    if (count.x | count.y) {
-        for (int rank = 0; rank < cluster_size(); rank++) {
-            if (count.x) cluster_add(all + at, rank, count.x);
-            if (count.y) cluster_add(all + at + 1, rank, count.y);
-        }
-        *(int2 *)(mine + at) = {0, 0};
-    }
-    cluster_barrier_of_select();
+    list.listed = n <= LIST_LENGTH && list.last - list.first <= 1 << 16;
+    list.n = list.listed ? n : list.last - list.first;
+    __syncwarp();
 }
 
 /* The k-th highest key of the row; shared.wanted keys equal to it are selected. bins: of the row's first bits, which it zeroes. */
-static __device__ uint32_t find_threshold(SelectShared &shared, const Span &span, int *bins, int k) {
-    const int start = span.first + 4 * ((int)threadIdx.x % 32), at = BINS - 2 - 2 * (int)threadIdx.x;
-    const int2 first_bits = __ldcg((const int2 *)(bins + at));
-    find_bin(shared, {first_bits.y, first_bits.x}, k);
+static __device__ uint32_t find_threshold(SelectShared &shared, Candidates &list, int *bins, int k) {
+    const int lane = (int)threadIdx.x % 32;
+    int4 *first_bits = (int4 *)(bins + my_bins());
+    find_bin(shared, __ldcg(first_bits), k);
     uint32_t threshold = (uint32_t)shared.bin;
-    for (int s = start; s < span.last; s += 4 * SELECT_STEP) {
-        uint4 key[4];
-        span.load(key, s);
-        span.keep(key, s);
-        for_each(key, [&](uint32_t x) { if (x >> 21 == threshold) atomicAdd(&shared.mine[x >> 10 & (BINS - 1)], 1); });
-    }
-    share_bins(shared.mine, shared.all[0]);
-    if (cluster_rank() == 0) *(int2 *)(bins + at) = {0, 0};
-    find_bin(shared, two_bins(shared.all[0]), shared.wanted);
+    PHASE(3);
+    list_candidates(list, shared.mine, (int)threshold);
+    PHASE(4);
+    find_bin(shared, share_bins(shared, shared.all[0]), shared.wanted);
+    PHASE(5);
+    if (cluster_rank() == 0) *first_bits = {0, 0, 0, 0};
     threshold = threshold << 11 | (uint32_t)shared.bin;
-    for (int s = start; s < span.last; s += 4 * SELECT_STEP) {
-        uint4 key[4];
-        span.load_kept(key, s);
-        for_each(key, [&](uint32_t x) { if (x >> 10 == threshold) atomicAdd(&shared.mine[x & (BINS / 2 - 1)], 1); });
+#pragma unroll 4
+    for (int i = lane; i < list.n; i += 32) {
+        const uint32_t key = list.key(i);
+        if (key >> 10 == threshold) atomicAdd(&shared.mine[key & (BINS / 2 - 1)], 1);
     }
-    share_bins(shared.mine, shared.all[1]);
-    find_bin(shared, two_bins(shared.all[1]), shared.wanted);
+    PHASE(6);
+    find_bin(shared, share_bins(shared, shared.all[1]), shared.wanted);
+    PHASE(7);
     return threshold << 10 | (uint32_t)shared.bin;
 }
 
 /* How many of the warp's keys are above the threshold, and at it. */
-static __device__ int2 count_span(const Span &span, uint32_t threshold) {
+static __device__ int2 count_candidates(const Candidates &list, uint32_t threshold) {
     int2 count = {0, 0};
-    for (int s = span.first + 4 * ((int)threadIdx.x % 32); s < span.last; s += 4 * SELECT_STEP) {
-        uint4 key[4];
-        span.load_kept(key, s);
-        for_each(key, [&](uint32_t x) { count.x += x > threshold, count.y += x == threshold; });
+#pragma unroll 4
+    for (int i = (int)threadIdx.x % 32; i < list.n; i += 32) {
+        const uint32_t key = list.key(i);
+        count.x += key > threshold;
+        count.y += key == threshold;
     }
-    count.x = (int)__reduce_add_sync(~0u, (unsigned)count.x);
-    count.y = (int)__reduce_add_sync(~0u, (unsigned)count.y);
-    return count;
+    return {(int)__reduce_add_sync(~0u, (unsigned)count.x), (int)__reduce_add_sync(~0u, (unsigned)count.y)};
 }
 
-/* Writes the warp's selected positions. before: keys above the threshold and at it, ahead of the span. */
-static __device__ void collect_span(int *ids, const Span &span, uint32_t threshold, int wanted, int2 before) {
+/* Writes the warp's selected positions. before: keys above the threshold and at it, ahead of the warp's. */
+static __device__ void collect(int *ids, const Candidates &list, uint32_t threshold, int wanted, int2 before) {
     const int lane = (int)threadIdx.x % 32;
-    for (int base = span.first; base < span.last; base += SELECT_STEP) {
-        uint4 key[1];
-        int above = 0, equal = 0, s = base + 4 * lane;
-        span.load_kept(key, s);
-        for_each(key, [&](uint32_t x) { above += x > threshold, equal += x == threshold; });
-        if (!__any_sync(~0u, above + equal)) continue;
-        int sum = warp_prefix_sum(above | equal << 16), all = __shfl_sync(~0u, sum, 31);
-        above = before.x + (sum & 0xffff) - above;
-        equal = before.y + (sum >> 16) - equal;
-        for_each(key, [&](uint32_t x) {
-            if (x > threshold) ids[above++ + min(equal, wanted)] = s;
-            else if (x == threshold && equal++ < wanted) ids[above + equal - 1] = s;
-            s++;
-        });
-        before.x += all & 0xffff;
-        before.y += all >> 16;
+    const uint32_t below = (1u << lane) - 1;
+    for (int base = 0; base < list.n; base += 32) {
+        const int i = base + lane;
+        const uint32_t key = list.key(i), above = __ballot_sync(~0u, key > threshold), equal = __ballot_sync(~0u, key == threshold);
+        const int higher = before.x + __popc(above & below), same = before.y + __popc(equal & below);
+        if (key > threshold || (key == threshold && same < wanted)) ids[higher + min(same, wanted)] = list.position(i);
+        before.x += __popc(above);
+        before.y += __popc(equal);
     }
 }
 
-/* Positions of a block, the row's last blocks aside. */
-static __host__ __device__ inline int span_of_block(int positions, int split) {
-    return divide_up(positions, split * SELECT_STEP) * SELECT_STEP;
+/* How many keys of the row are above the threshold, and at it, ahead of the warp's own `count`. */
+static __device__ int2 count_before(SelectShared &shared, int2 count) {
+    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
+    if (lane == 0) shared.counts[warp] = count;
+    __syncthreads();
+    const int2 of_lane = lane < SELECT_WARPS ? shared.counts[lane] : int2{0, 0};
+    const int all_above = (int)__reduce_add_sync(~0u, (unsigned)of_lane.x), all_equal = (int)__reduce_add_sync(~0u, (unsigned)of_lane.y);
+    if (threadIdx.x == 0) shared.total = {all_above, all_equal};
+    cluster_arrive();
+    cluster_wait();
+    const int2 of_rank = lane < cluster_rank() ? cluster_read(&shared.total, lane) : int2{0, 0};
+    const int above = of_rank.x + (lane < warp ? of_lane.x : 0), equal = of_rank.y + (lane < warp ? of_lane.y : 0);
+    return {(int)__reduce_add_sync(~0u, (unsigned)above), (int)__reduce_add_sync(~0u, (unsigned)equal)};
 }
 
-static int score_early = 1, select_split = MAX_SPLIT, select_keep = 1, select_early = 1, select_span = SELECT_SPAN;
-
-#ifdef PHASES
-static __device__ long long phases[16];
-#define PHASE(i) if (threadIdx.x == 0 && blockIdx.x == 0) phases[i] = clock64()
-#else
-#define PHASE(i)
-#endif
-
-/* keep: whether a block can keep its keys. */
-static __global__ void __launch_bounds__(SELECT_THREADS)
-select_top(int *ids, int *counts, int capacity, const float *scores, size_t context, const Row *rows, bool keep) {
-    extern __shared__ uint4 keys[];
+static __global__ void __launch_bounds__(SELECT_THREADS, 2)
+select_top(int *ids, int *counts, int capacity, const float *scores, size_t context, const Row *rows) {
+    extern __shared__ uint32_t lists[];
     __shared__ SelectShared shared;
-    const int split = cluster_size(), rank = cluster_rank(), r = (int)blockIdx.x / split;
-    const int thread = (int)threadIdx.x, lane = thread % 32, warp = thread / 32;
+    const int split = cluster_size(), rank = cluster_rank(), r = (int)blockIdx.x / split, thread = (int)threadIdx.x, warp = thread / 32;
     PHASE(0);
-    ids += (size_t)r * capacity;
-    for (int i = thread; i < 3 * BINS; i += SELECT_THREADS) shared.mine[i] = 0;      /* and `all` behind it */
+    for (int i = thread; i < 3 * BINS; i += SELECT_THREADS) shared.mine[i] = 0;     /* and `all` behind it */
     cluster_arrive();
     await_inputs();
     PHASE(1);
     const int visible = rows[r].position + 1, k = min(visible, capacity);
+    ids += (size_t)r * capacity;
     cluster_wait();
     PHASE(2);
     if (rank == 0 && thread == 0) counts[r] = k;
@@ -2392,54 +2419,65 @@ select_top(int *ids, int *counts, int capacity, const float *scores, size_t cont
         for (int i = rank * SELECT_THREADS + thread; i < capacity; i += split * SELECT_THREADS) ids[i] = i < k ? i : -1;
         return;
     }
-    const int block = span_of_block(visible, split), part = divide_up(block, SELECT_WARPS * SELECT_STEP) * SELECT_STEP;
-    const int begin = min(rank * block, visible), end = min(begin + block, visible), first = min(begin + warp * part, end);
-    const Span span = {scores + r * context, keep ? (uint32_t *)keys - begin : NULL, first, min(first + part, end)};
-    const uint32_t threshold = find_threshold(shared, span, score_bins[r], k);
-    PHASE(3);
-    const int2 count = count_span(span, threshold);
-    if (lane == 0) shared.counts[warp] = count;
-    __syncthreads();
-    int2 before = {warp_prefix_sum(shared.counts[lane].x), warp_prefix_sum(shared.counts[lane].y)};
-    if (thread == 31) shared.total = before;
-    before = {__shfl_sync(~0u, before.x, warp) - count.x, __shfl_sync(~0u, before.y, warp) - count.y};
-    cluster_barrier_of_select();
-    PHASE(4);
-    for (int i = 0; i < rank; i++) {
-        int2 total = cluster_read(&shared.total, i);
-        before.x += total.x;
-        before.y += total.y;
-    }
-    collect_span(ids, span, threshold, shared.wanted, before);
-    PHASE(5);
-    cluster_barrier_of_select();                    /* a block's shared memory lives until everyone has read it */
-    PHASE(6);
+    const int part = divide_up(visible, split * SELECT_WARPS * SELECT_STEP) * SELECT_STEP;
+    const int first = min((rank * SELECT_WARPS + warp) * part, visible);
+    Candidates list = {scores + r * context, lists + warp * LIST_LENGTH,
+                       (uint16_t *)(lists + SELECT_WARPS * LIST_LENGTH) + warp * LIST_LENGTH, first, min(first + part, visible), 0, true};
+    const uint32_t threshold = find_threshold(shared, list, score_bins[r], k);
+    const int2 before = count_before(shared, count_candidates(list, threshold));
+    PHASE(8);
+    collect(ids, list, threshold, shared.wanted, before);
+    PHASE(9);
+    cluster_arrive();                               /* a block's shared memory lives until everyone has read it */
+    cluster_wait();
+    PHASE(10);
 }
 
-/* Blocks of a row: as many as keep the processors busy, or as can keep its keys. */
+/* The largest cluster that the device has room for. */
+static int largest_split(void) {
+    static int largest;
+    cudaLaunchAttribute cluster = {};
+    cudaLaunchConfig_t config = {};
+    if (largest) return largest;
+    config.blockDim = dim3(SELECT_THREADS);
+    config.dynamicSmemBytes = LIST_BYTES;
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    for (int size = gpu.major >= 9 ? 16 : 1; !largest; size /= 2) {
+        int clusters = 0;
+        config.gridDim = dim3((unsigned)size);
+        cluster.val.clusterDim.x = (unsigned)size;
+        cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+        if (size == 1 || (cudaOccupancyMaxActiveClusters(&clusters, select_top, &config) == cudaSuccess && clusters)) largest = size;
+    }
+    cudaGetLastError();                             /* a size that it cannot have */
+    return largest;
+}
+
+static int select_split = 16, select_span = SELECT_SPAN, wide_span = 1 << 15;
+
+/* Blocks of a row: as many as keep the processors busy; more than eight where each still has much to do. */
 static void launch_select(int *ids, int *counts, int capacity, const float *scores, int context, const Row *rows, int n_rows) {
-    const int room = ((int)gpu.shared_per_block - (int)sizeof(SelectShared)) / 4;
+    CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeMaxDynamicSharedMemorySize, LIST_BYTES));
+    if (gpu.major >= 9) CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     int split = 1;
-    while (split < select_split && gpu.major >= 9 && context > split * select_span &&
-           (2 * split * n_rows <= gpu.multiprocessors || span_of_block(context, split) > room))
+    while (2 * split <= min(largest_split(), select_split) && 2 * split * n_rows <= gpu.multiprocessors && context > split * (split < 8 ? select_span : wide_span))
         split *= 2;
-    const bool keep = span_of_block(context, split) <= room && select_keep;
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim.x = (unsigned)split;
     attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = capacity < context && select_early;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)(split * n_rows));
     config.blockDim = dim3(SELECT_THREADS);
-    config.dynamicSmemBytes = keep ? (size_t)span_of_block(context, split) * sizeof(uint32_t) : 0;
+    config.dynamicSmemBytes = LIST_BYTES;
     config.stream = gpu.stream;
     config.attrs = attributes;
     config.numAttrs = gpu.major >= 9 ? 2 : 0;
-    CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)config.dynamicSmemBytes));
-    CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-    CUDA(cudaLaunchKernelEx(&config, select_top, ids, counts, capacity, scores, (size_t)context, rows, keep));
+    CUDA(cudaLaunchKernelEx(&config, select_top, ids, counts, capacity, scores, (size_t)context, rows));
 }
 
 static bool is_e4m3(const RowFormat &format) { return format.dtype == KV_F8 && format.quantised; }
@@ -2452,6 +2490,13 @@ static bool suits_tensor_cores(const IndexShape &shape) {
     return shape.head_dim % 16 == 0 && format.quantised == shape.head_dim && format.group >= shape.head_dim;
 }
 
+/* Bytes of shared memory for the longest read, with a page to each warpgroup. */
+static int room_of_read(const IndexShape &shape) {
+    const int batches = divide_up(shape.together * shape.columns, 8 * SCORE_TILES);
+    return batches * (BATCH_QUERIES * (int)sizeof(uint4) + 8 * SCORE_TILES * (int)sizeof(float)) + shape.together * BINS * (int)sizeof(int) +
+           SCORE_THREADS / 128 * PAGE_ROWS * (int)shape.format.stride;
+}
+
 /* The kernel for the tiles of a row's heads, and for the keys' format. */
 template <bool F8> static auto scores_kernel(int columns) {
     return columns == 8 ? index_scores<1, F8> : columns == 16 ? index_scores<2, F8> : columns == 32 ? index_scores<4, F8> : index_scores<8, F8>;
@@ -2461,9 +2506,11 @@ static void launch_scores(float *scores, const float *q, const float *head_weigh
                           const Row *rows, int n_rows, IndexShape shape) {
     for (shape.columns = 8; shape.columns < min(shape.heads, 64);) shape.columns *= 2;
     if (shape.heads > 64) shape.columns = divide_up(shape.heads, 64) * 64;
-    const bool tensor = suits_tensor_cores(shape);
-    shape.together = min(min(n_rows, SHARED_QUERIES), tensor ? SCORE_COLUMNS / shape.columns : SHARED_QUERIES);
+    bool tensor = suits_tensor_cores(shape);
     const int room = (int)gpu.shared_per_block - (int)sizeof(ScorePlan) - SCORE_THREADS / 128 * MAX_DEPTH * (int)sizeof(uint64_t);
+    shape.together = min(min(n_rows, SHARED_QUERIES), tensor ? max(SCORE_COLUMNS / shape.columns, 1) : SHARED_QUERIES);
+    while (tensor && shape.together > 1 && room_of_read(shape) > room) shape.together--;
+    if (tensor && room_of_read(shape) > room) tensor = false;
     auto kernel = !tensor ? index_scores<0, false> : is_e4m3(shape.format) ? scores_kernel<true>(shape.columns) : scores_kernel<false>(shape.columns);
     CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room));
     cudaLaunchAttribute attributes[1] = {};
