@@ -1837,7 +1837,7 @@ struct ScoreRead {                  /* a block's part of one read */
     int members;
     const float *q, *head_weights;  /* of the first member */
     float *scores;                  /* [members, context] */
-    size_t context;
+    int context;
     const int *last;                /* [members] */
     int *bins;                      /* [members][BINS] in shared memory */
 
@@ -1847,7 +1847,7 @@ struct ScoreRead {                  /* a block's part of one read */
     /* Score of key `s` for member `row`. */
     __device__ void put(int row, int s, float score) const {
         if (row >= members || s > last[row]) return;
-        scores[row * context + (size_t)s] = score;
+        scores[row * context + s] = score;
         atomicAdd(&bins[row * BINS + (int)(sortable(score) >> 21)], 1);
     }
 };
@@ -2053,16 +2053,17 @@ template <int TILES, bool F8> static __device__ inline void score_page(const Sco
     uint32_t a[SCORE_STEPS][4];
     float total[ROWS < 2 ? 2 : ROWS][2] = {};
     widen_keys(a, keys);
-    for (int first = 0, part = 0, row = lane / 2 % 2; first < columns; first += 8 * SCORE_TILES) {
+    for (int first = 0, part = 0, row = 0; first < columns; first += 8 * SCORE_TILES) {
         float sums[4 * SCORE_TILES];
         multiply_keys(sums, a, queries + first * (BATCH_QUERIES / (8 * SCORE_TILES)));
 #pragma unroll
-        for (int i = 0; i < ROWS; i++) weigh_heads<TILES>(total[i], sums + 4 * TILES * i, weights + first + 8 * TILES * i);
+        for (int i = 0; i < ROWS; i++)
+            if (ROWS == 1 || row + i < read.members) weigh_heads<TILES>(total[i], sums + 4 * TILES * i, weights + first + 8 * TILES * i);
         if (++part < of_row) continue;
 #pragma unroll
-        for (int i = 0; i < ROWS; i += 2) {
+        for (int i = 0; i < ROWS && row + i < read.members; i += 2) {
             const float score = sum_lanes(total[i][0], total[i][1], total[i + 1][0], total[i + 1][1]);
-            if (ROWS > 1 || lane % 4 < 2) read.put(row + i, s, score * keys.scale);
+            if (ROWS > 1 || lane % 4 < 2) read.put(row + i + lane / 2 % 2, s, score * keys.scale);
             total[i][0] = total[i][1] = total[i + 1][0] = total[i + 1][1] = 0;
         }
         part = 0;
@@ -2141,7 +2142,7 @@ index_scores(float *scores, const float *q, const float *head_weights, const uin
     extern __shared__ uint4 shared[];
     __shared__ ScorePlan plan;
     __shared__ uint64_t arrived[SCORE_THREADS / 128][MAX_DEPTH];
-    const size_t context = (size_t)shape.context_pages * PAGE_ROWS;
+    const int context = shape.context_pages * PAGE_ROWS;
     let_select_start();
     await_inputs();
     make_plan(plan, rows, n_rows, shape);
@@ -2156,7 +2157,7 @@ index_scores(float *scores, const float *q, const float *head_weights, const uin
         int *bins = (int *)(weights + batches * 8 * SCORE_TILES);
         const ScoreRead read = {keys, pages + (size_t)plan.session[r] * shape.context_pages, at - begin, stop - begin, members,
                                 q + (size_t)r * shape.heads * shape.head_dim, head_weights + (size_t)r * shape.heads,
-                                scores + r * context, context, plan.last + r, bins};
+                                scores + (size_t)r * context, context, plan.last + r, bins};
         for (int i = (int)threadIdx.x; i < members * BINS; i += SCORE_THREADS) bins[i] = 0;
         if constexpr (TILES) {
             const int page_bytes = PAGE_ROWS * (int)shape.format.stride, group = uniform((int)threadIdx.x / 128);
