@@ -1615,10 +1615,11 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
  * Cached rows and index selection
  *
  * Owns: how a cached row is written and widened, and the lightning indexer (DeepSeek-V3.2, eq. 1) with its top-k. The indexer is
- * two kernels. index_scores reads every key of a session once for up to eight query rows and writes f32 scores; bf16 keys go
- * through the tensor cores straight from memory. select_top finds the k-th score with a radix search in three histograms and
- * collects the positions in ascending order. A score is the work of one warp in a fixed order, and the selection is exact integer
- * work, so neither depends on how a launch is split. Relies on: rows of a session follow each other, strides of whole 64 bytes.
+ * two kernels. index_scores reads every key of a session once for up to eight query rows, writes f32 scores and counts their
+ * first bits; bf16 and e4m3 keys go through the tensor cores. select_top finds the k-th score from these counts and two radix steps
+ * more over what is left, and collects the positions in ascending order. A score is the work of one warp in a fixed order, and the
+ * selection is exact integer work, so neither depends on how a launch is split. Relies on: rows of a session follow each other,
+ * strides of whole 64 bytes, and each index_scores being followed by its select_top, which leaves the counts zero.
  */
 
 /* Bytes before the plain values of a row. */
@@ -1710,15 +1711,6 @@ static void store_rows(uint8_t *base, const RowFormat *format, const DeviceRow *
 
 /* ---- index scores */
 
-static __device__ int ring_limit = 8;
-static int score_early = 1;
-#ifdef PHASES
-static __device__ long long phases[16];
-#define PHASE(i) if (threadIdx.x == 0 && blockIdx.x == 0) phases[i] = clock64()
-#else
-#define PHASE(i)
-#endif
-
 /* select_top may take its place on the processors as soon as index_scores leaves them, and then waits for the scores. */
 #if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
 static __device__ inline void let_select_start(void) { asm volatile("griddepcontrol.launch_dependents;"); }
@@ -1734,7 +1726,7 @@ enum {
     SHARED_QUERIES = 8,             /* of them, that share one read of the keys at most */
     SCORE_WIDTH = 128,              /* of a key on the tensor cores; narrower ones count as filled up with zeros */
     SCORE_STEPS = SCORE_WIDTH / 16, /* instructions take 16 values of a key each */
-    SCORE_TILES = 8,                /* and the keys are multiplied by 8 x 8 columns at a time: heads of one query row or of several */
+    SCORE_TILES = 8,                /* by 8 columns at a time: heads of one query row or of several */
     SCORE_COLUMNS = 256,            /* of all query rows that share a read, at most */
     BATCH_QUERIES = SCORE_STEPS * SCORE_TILES * 16,     /* uint4 of 64 columns in shared memory */
     MAX_DEPTH = 8,                  /* of a warpgroup's pages on their way */
@@ -1815,8 +1807,8 @@ static __device__ void make_plan(ScorePlan &plan, const Row *rows, int n_rows, c
     __syncthreads();
 }
 
-/* What is the same in all lanes, such that the compiler knows: the tensor cores' instructions stand in no branch that lanes could take
- * apart. */
+/* What is the same in all lanes, such that the compiler knows: the tensor cores' instructions may stand in no branch that lanes
+ * could take apart. */
 static __device__ inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 /* The first row whose read ends behind page `at` of all. */
@@ -1841,7 +1833,9 @@ struct ScoreRead {                  /* a block's part of one read */
     const int *last;                /* [members] */
     int *bins;                      /* [members][BINS] in shared memory */
 
-    __device__ const uint8_t *page(int id, const IndexShape &shape) const { return keys + (size_t)id * PAGE_ROWS * shape.format.stride; }
+    __device__ const uint8_t *page(int id, const IndexShape &shape) const {
+        return keys + (size_t)id * PAGE_ROWS * shape.format.stride;
+    }
     __device__ int id(int page) const { return page < stop ? table[page].id : 0; }
 
     /* Score of key `s` for member `row`. */
@@ -1856,11 +1850,12 @@ struct ScoreRead {                  /* a block's part of one read */
  *
  * Which values of a sum an instruction gets from which lane does not matter as long as keys and queries agree. So a lane takes 16
  * neighbouring bytes of a key, 8 values or 16, and feeds four of them to one instruction and the next four to the next. e4m3 is
- * widened to bf16, which holds it exactly; the key's scale multiplies the finished score. Each warpgroup has a ring of pages on their
- * way into shared memory: from Hopper on one thread asks for all of a page, before that each for its part.
+ * widened to bf16, which holds it exactly; the key's scale multiplies the finished score. Each warpgroup has a ring of pages on
+ * their way into shared memory: from Hopper on one thread asks for all of a page, before that each for its part.
  */
 
-/* A lane's part of two keys of the page, lane / 4 and 8 behind it in its warp's 16, and the scale of one: 8 behind for odd lanes. */
+/* A lane's part of two keys of the page, lane / 4 and 8 behind it in its warp's 16, and the scale of one: 8 behind for odd lanes.
+ */
 template <bool F8> struct KeyPart {
     static constexpr int CHUNKS = F8 ? 2 : 4;
     uint4 part[2][CHUNKS];
@@ -1882,7 +1877,8 @@ struct KeyRing {                    /* a warpgroup's */
     static constexpr int COPIERS = 1;
     __device__ void begin(int turn, const uint8_t *page) const {
         if (threadIdx.x % 128) return;
-        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" : : "r"(address(arrived + turn)), "r"(bytes) : "memory");
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
+                     : : "r"(address(arrived + turn)), "r"(bytes) : "memory");
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                      : : "r"(address(place(turn))), "l"(page), "r"(bytes), "r"(address(arrived + turn)) : "memory");
     }
@@ -1890,7 +1886,8 @@ struct KeyRing {                    /* a warpgroup's */
     static constexpr int COPIERS = 128;
     __device__ void begin(int turn, const uint8_t *page) const {
         for (int at = (int)threadIdx.x % 128 * 16; at < bytes; at += 128 * 16)
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"(address(place(turn) + at)), "l"(page + at) : "memory");
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                         : : "r"(address(place(turn) + at)), "l"(page + at) : "memory");
         asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" : : "r"(address(arrived + turn)) : "memory");
     }
 #endif
@@ -1912,7 +1909,9 @@ static __device__ inline void see_shared_writes(void) {
 }
 
 /* Waits for the warpgroup's other threads. */
-static __device__ inline void group_barrier(void) { asm volatile("bar.sync %0, 128;" : : "r"(1 + (int)threadIdx.x / 128) : "memory"); }
+static __device__ inline void group_barrier(void) {
+    asm volatile("bar.sync %0, 128;" : : "r"(1 + (int)threadIdx.x / 128) : "memory");
+}
 
 /* Neighbouring rows whose bytes lie in the same banks are read in another order of their parts. */
 template <bool F8> static __device__ inline void take_keys(KeyPart<F8> &keys, const uint8_t *page, const IndexShape &shape) {
@@ -1954,19 +1953,22 @@ template <bool F8> static __device__ inline void widen_keys(uint32_t (&a)[SCORE_
         }
 }
 
-/* The queries of a read in shared memory, bf16: batches of 64 columns, in them for each step, for each eight columns, 8 x 8 values
- * twice. Column `head` of a row is its head, or zeros. The weights follow, scaled. */
-template <bool F8> static __device__ void stage_queries(uint4 *queries, float *weights, const ScoreRead &read, const IndexShape &shape) {
+/* The queries of a read in shared memory, bf16: batches of 64 columns, in them for each step, for each eight columns, 8 x 8
+ * values twice. Column `head` of a row is its head, or zeros. The weights follow, scaled. */
+template <bool F8>
+static __device__ void stage_queries(uint4 *queries, float *weights, const ScoreRead &read, const IndexShape &shape) {
     const int columns = divide_up(read.members * shape.columns, 8 * SCORE_TILES) * 8 * SCORE_TILES;
     constexpr int OF = F8 ? 4 : 2;                  /* steps that a lane's 16 bytes go to */
 #pragma unroll 4
     for (int i = (int)threadIdx.x; i < columns * (SCORE_WIDTH / 4); i += SCORE_THREADS) {
-        const int part = i % (SCORE_WIDTH / 4), column = i / (SCORE_WIDTH / 4), row = column / shape.columns, head = column % shape.columns;
+        const int part = i % (SCORE_WIDTH / 4), column = i / (SCORE_WIDTH / 4);
+        const int row = column / shape.columns, head = column % shape.columns;
         float4 x = {0, 0, 0, 0};
         if (row < read.members && head < shape.heads && 4 * part < shape.head_dim)
             x = *(const float4 *)(read.q + ((size_t)row * shape.heads + head) * shape.head_dim + 4 * part);
-        const int step = part / (4 * OF) * OF + part % OF, lane = part / OF % 4, tile = column / 8 % SCORE_TILES;
-        __nv_bfloat162 *to = (__nv_bfloat162 *)(queries + column / 8 / SCORE_TILES * BATCH_QUERIES + (step * SCORE_TILES + tile) * 16 + column % 8) + lane;
+        const int step = part / (4 * OF) * OF + part % OF, lane = part / OF % 4, tile = column / 8;
+        const int block = tile / SCORE_TILES * BATCH_QUERIES + (step * SCORE_TILES + tile % SCORE_TILES) * 16;
+        __nv_bfloat162 *to = (__nv_bfloat162 *)(queries + block + column % 8) + lane;
         to[0] = __floats2bfloat162_rn(x.x, x.y);
         to[32] = __floats2bfloat162_rn(x.z, x.w);
     }
@@ -1978,12 +1980,13 @@ template <bool F8> static __device__ void stage_queries(uint4 *queries, float *w
 
 /* sums = keys (64 x 128) times 64 columns. */
 #if defined __CUDA_ARCH_FEAT_SM90_ALL
-#define EIGHT(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3]), "+f"(x[i + 4]), "+f"(x[i + 5]), "+f"(x[i + 6]), "+f"(x[i + 7])
-#define SUMS(x) EIGHT(x, 0), EIGHT(x, 8), EIGHT(x, 16), EIGHT(x, 24)
+#define FOUR(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
+#define SUMS(x) FOUR(x, 0), FOUR(x, 4), FOUR(x, 8), FOUR(x, 12), FOUR(x, 16), FOUR(x, 20), FOUR(x, 24), FOUR(x, 28)
 
-/* sums (+)= keys (64 x 16) times 64 columns, begun only. The 8 x 8 blocks of an instruction lie 128 bytes apart along a key, 256 from
- * column to column; so says its description of them. */
-template <int STEP> static __device__ inline void begin_step(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[4], uint32_t queries) {
+/* sums (+)= keys (64 x 16) times 64 columns, begun only. The 8 x 8 blocks of an instruction lie 128 bytes apart along a key, 256
+ * from column to column; so says its description of them. */
+template <int STEP>
+static __device__ inline void begin_step(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[4], uint32_t queries) {
     asm volatile("{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %37, 0;\nmov.b64 b, {%36, %38};\n"
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
                  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, b, add, 1, 1, 0;\n}"
@@ -1991,7 +1994,8 @@ template <int STEP> static __device__ inline void begin_step(float (&sums)[4 * S
                    "n"(STEP), "n"(256 / 16));
 }
 
-static __device__ inline void multiply_keys(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[SCORE_STEPS][4], const uint4 *queries) {
+static __device__ inline void multiply_keys(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[SCORE_STEPS][4],
+                                            const uint4 *queries) {
     const uint32_t b = (uint32_t)__cvta_generic_to_shared(queries) / 16 | 128 / 16 << 16;
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
     begin_step<0>(sums, a[0], b), begin_step<1>(sums, a[1], b), begin_step<2>(sums, a[2], b), begin_step<3>(sums, a[3], b);
@@ -2000,7 +2004,8 @@ static __device__ inline void multiply_keys(float (&sums)[4 * SCORE_TILES], cons
 }
 
 #else
-static __device__ inline void multiply_keys(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[SCORE_STEPS][4], const uint4 *queries) {
+static __device__ inline void multiply_keys(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[SCORE_STEPS][4],
+                                            const uint4 *queries) {
     const uint32_t *b = (const uint32_t *)queries + threadIdx.x % 32;
 #pragma unroll
     for (int tile = 0; tile < SCORE_TILES; tile++) {
@@ -2040,16 +2045,19 @@ template <int TILES> static __device__ inline void weigh_heads(float (&total)[2]
 /* The sum over four lanes of a in lane 0 of them, of b in lane 1, of c in lane 2, of d in lane 3. */
 static __device__ inline float sum_lanes(float a, float b, float c, float d) {
     const bool high = threadIdx.x & 2, odd = threadIdx.x & 1;
-    const float x = (high ? c : a) + __shfl_xor_sync(~0u, high ? a : c, 2), y = (high ? d : b) + __shfl_xor_sync(~0u, high ? b : d, 2);
+    const float x = (high ? c : a) + __shfl_xor_sync(~0u, high ? a : c, 2);
+    const float y = (high ? d : b) + __shfl_xor_sync(~0u, high ? b : d, 2);
     return (odd ? y : x) + __shfl_xor_sync(~0u, odd ? x : y, 1);
 }
 
 /* Scores of a page, 64 columns after the other. A row has TILES tiles of columns, or 8 and then more batches. */
-template <int TILES, bool F8> static __device__ inline void score_page(const ScoreRead &read, int page, const KeyPart<F8> &keys, const uint4 *queries,
-                                                                       const float *weights, const IndexShape &shape) {
+template <int TILES, bool F8>
+static __device__ inline void score_page(const ScoreRead &read, int page, const KeyPart<F8> &keys, const uint4 *queries,
+                                         const float *weights, const IndexShape &shape) {
     constexpr int ROWS = SCORE_TILES / TILES;       /* of a batch */
     const int lane = (int)threadIdx.x % 32, s = page * PAGE_ROWS + (int)threadIdx.x / 32 % 4 * 16 + lane / 4 + lane % 2 * 8;
-    const int columns = read.members * shape.columns, of_row = TILES < SCORE_TILES ? 1 : shape.columns / (8 * SCORE_TILES);
+    const int columns = read.members * shape.columns;
+    const int of_row = TILES < SCORE_TILES ? 1 : shape.columns / (8 * SCORE_TILES);     /* batches */
     uint32_t a[SCORE_STEPS][4];
     float total[ROWS < 2 ? 2 : ROWS][2] = {};
     widen_keys(a, keys);
@@ -2058,7 +2066,8 @@ template <int TILES, bool F8> static __device__ inline void score_page(const Sco
         multiply_keys(sums, a, queries + first * (BATCH_QUERIES / (8 * SCORE_TILES)));
 #pragma unroll
         for (int i = 0; i < ROWS; i++)
-            if (ROWS == 1 || row + i < read.members) weigh_heads<TILES>(total[i], sums + 4 * TILES * i, weights + first + 8 * TILES * i);
+            if (ROWS == 1 || row + i < read.members)
+                weigh_heads<TILES>(total[i], sums + 4 * TILES * i, weights + first + 8 * TILES * i);
         if (++part < of_row) continue;
 #pragma unroll
         for (int i = 0; i < ROWS && row + i < read.members; i += 2) {
@@ -2072,8 +2081,9 @@ template <int TILES, bool F8> static __device__ inline void score_page(const Sco
 }
 
 /* The warpgroups take pages in turn.  */
-template <int TILES, bool F8> static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float *weights, const KeyRing &ring,
-                                                                 const IndexShape &shape) {
+template <int TILES, bool F8>
+static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float *weights, const KeyRing &ring,
+                                   const IndexShape &shape) {
     constexpr int GROUPS = SCORE_THREADS / 128;
     const int first = read.at + uniform((int)threadIdx.x / 128);
     if (threadIdx.x % 128 == 0)
@@ -2134,8 +2144,8 @@ static __device__ void add_bins(const int *bins, int first_row, int members) {
 }
 
 /* Every block takes an equal part of all pages, which may span several reads. scores: [n_rows, context]; those behind a row's own
- * position mean nothing. TILES: of 8 columns to a row's heads; 0: not on the tensor cores. room: bytes of shared memory for what a read
- * needs there: counts, queries and weights, and pages on their way in the rest. */
+ * position are not written. TILES: of 8 columns to a row's heads; 0: not on the tensor cores. room: bytes of shared memory for
+ * what a read needs there: queries, weights, counts, and pages on their way in the rest. */
 template <int TILES, bool F8> static __global__ void __launch_bounds__(SCORE_THREADS, 1)
 index_scores(float *scores, const float *q, const float *head_weights, const uint8_t *keys, const DevicePage *pages,
              const Row *rows, int n_rows, const __grid_constant__ IndexShape shape, int room) {
@@ -2149,7 +2159,8 @@ index_scores(float *scores, const float *q, const float *head_weights, const uin
     const int64_t all = uniform(plan.ends[n_rows - 1]);
     const int end = (int)(all * (blockIdx.x + 1) / gridDim.x);
     for (int at = (int)(all * blockIdx.x / gridDim.x), stop; at < end; at = stop) {
-        const int r = uniform(read_at(plan, n_rows, at)), begin = uniform(r ? plan.ends[r - 1] : 0), members = uniform(plan.members[r]);
+        const int r = uniform(read_at(plan, n_rows, at)), begin = uniform(r ? plan.ends[r - 1] : 0);
+        const int members = uniform(plan.members[r]);
         stop = min(end, uniform(plan.ends[r]));
         const int batches = TILES ? divide_up(members * shape.columns, 8 * SCORE_TILES) : 0;
         uint4 *queries = shared;
@@ -2162,8 +2173,10 @@ index_scores(float *scores, const float *q, const float *head_weights, const uin
         if constexpr (TILES) {
             const int page_bytes = PAGE_ROWS * (int)shape.format.stride, group = uniform((int)threadIdx.x / 128);
             uint8_t *places = (uint8_t *)(bins + members * BINS);
-            const int left = room - (int)(places - (uint8_t *)shared), depth = min(min(ring_limit, MAX_DEPTH), left / page_bytes / (SCORE_THREADS / 128));
-            score_pages<TILES, F8>(read, queries, weights, {places + group * depth * page_bytes, arrived[group], depth, page_bytes}, shape);
+            const int left = room - (int)(places - (uint8_t *)shared);
+            const int depth = min(MAX_DEPTH, left / page_bytes / (SCORE_THREADS / 128));
+            const KeyRing ring = {places + group * depth * page_bytes, arrived[group], depth, page_bytes};
+            score_pages<TILES, F8>(read, queries, weights, ring, shape);
         } else {
             __syncthreads();
             score_plainly(read, shape);
@@ -2174,24 +2187,25 @@ index_scores(float *scores, const float *q, const float *head_weights, const uin
 
 /* ---- the k best
  *
- * A cluster of blocks takes a row, each block a span of its positions and each warp a part of the span. The k-th key is found 11 bits
- * at a time. The first are what index_scores has counted, so that the scores are read once: what may be among the best goes to a list
- * of the warp, in ascending order, and all that follows looks at the lists. A warp whose list is too short (many equal scores) reads
- * its scores again instead. Blocks of a cluster add what they count in each other's shared memory. Before Hopper one block takes a row.
+ * A cluster of blocks takes a row, and each warp a part of its positions. The k-th key is found 11 bits at a time. The first are
+ * what index_scores has counted, so that the scores are read once: what may be among the best goes to a list of the warp, in
+ * ascending order, and all that follows looks at the lists. A warp whose list is too short (many equal scores) reads its scores
+ * again instead. Blocks of a cluster add what they count in each other's shared memory. Before Hopper one block takes a row.
  */
 
 enum {
     SELECT_THREADS = 512,           /* two blocks to a processor */
     SELECT_WARPS = SELECT_THREADS / 32,
     SELECT_STEP = 128,              /* positions a warp visits at a time, four to a lane */
-    SELECT_SPAN = 4096,             /* positions for which another block is worth its while */
+    SELECT_SPAN = 4096,             /* positions of a block for which another one is worth its while */
+    WIDE_SPAN = 32768,              /* the same from eight blocks on */
     LIST_LENGTH = 768,              /* of a warp */
     LIST_BYTES = SELECT_WARPS * LIST_LENGTH * (int)(sizeof(uint32_t) + sizeof(uint16_t)),
 };
 
 struct SelectShared {
     int mine[BINS];                 /* counts of this block */
-    int all[2][BINS];               /* counts of the cluster, for the second bits and the third; each block has a part of the bins */
+    int all[2][BINS];               /* counts of the cluster, of the second bits and the third; a block adds up a part of them */
     int sums[SELECT_WARPS];
     int2 counts[SELECT_WARPS];      /* of each warp: keys above the threshold, and at it */
     int2 total;                     /* of the block */
@@ -2221,7 +2235,8 @@ static __device__ inline int4 cluster_read(const int4 *shared, int rank) {
 }
 static __device__ inline int2 cluster_read(const int2 *shared, int rank) {
     int2 x;
-    asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(cluster_address(shared, rank)) : "memory");
+    asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(x.x), "=r"(x.y) : "r"(cluster_address(shared, rank)) : "memory");
     return x;
 }
 #else
@@ -2336,17 +2351,14 @@ static __device__ void list_candidates(Candidates &list, int *bins, int bin) {
     __syncwarp();
 }
 
-/* The k-th highest key of the row; shared.wanted keys equal to it are selected. bins: of the row's first bits, which it zeroes. */
+/* The k-th highest key of the row; shared.wanted keys equal to it are selected. bins: of the first bits, which it zeroes. */
 static __device__ uint32_t find_threshold(SelectShared &shared, Candidates &list, int *bins, int k) {
     const int lane = (int)threadIdx.x % 32;
     int4 *first_bits = (int4 *)(bins + my_bins());
     find_bin(shared, __ldcg(first_bits), k);
     uint32_t threshold = (uint32_t)shared.bin;
-    PHASE(3);
     list_candidates(list, shared.mine, (int)threshold);
-    PHASE(4);
     find_bin(shared, share_bins(shared, shared.all[0]), shared.wanted);
-    PHASE(5);
     if (cluster_rank() == 0) *first_bits = {0, 0, 0, 0};
     threshold = threshold << 11 | (uint32_t)shared.bin;
 #pragma unroll 4
@@ -2354,9 +2366,7 @@ static __device__ uint32_t find_threshold(SelectShared &shared, Candidates &list
         const uint32_t key = list.key(i);
         if (key >> 10 == threshold) atomicAdd(&shared.mine[key & (BINS / 2 - 1)], 1);
     }
-    PHASE(6);
     find_bin(shared, share_bins(shared, shared.all[1]), shared.wanted);
-    PHASE(7);
     return threshold << 10 | (uint32_t)shared.bin;
 }
 
@@ -2378,7 +2388,8 @@ static __device__ void collect(int *ids, const Candidates &list, uint32_t thresh
     const uint32_t below = (1u << lane) - 1;
     for (int base = 0; base < list.n; base += 32) {
         const int i = base + lane;
-        const uint32_t key = list.key(i), above = __ballot_sync(~0u, key > threshold), equal = __ballot_sync(~0u, key == threshold);
+        const uint32_t key = list.key(i);
+        const uint32_t above = __ballot_sync(~0u, key > threshold), equal = __ballot_sync(~0u, key == threshold);
         const int higher = before.x + __popc(above & below), same = before.y + __popc(equal & below);
         if (key > threshold || (key == threshold && same < wanted)) ids[higher + min(same, wanted)] = list.position(i);
         before.x += __popc(above);
@@ -2392,8 +2403,9 @@ static __device__ int2 count_before(SelectShared &shared, int2 count) {
     if (lane == 0) shared.counts[warp] = count;
     __syncthreads();
     const int2 of_lane = lane < SELECT_WARPS ? shared.counts[lane] : int2{0, 0};
-    const int all_above = (int)__reduce_add_sync(~0u, (unsigned)of_lane.x), all_equal = (int)__reduce_add_sync(~0u, (unsigned)of_lane.y);
-    if (threadIdx.x == 0) shared.total = {all_above, all_equal};
+    const int above_here = (int)__reduce_add_sync(~0u, (unsigned)of_lane.x);
+    const int equal_here = (int)__reduce_add_sync(~0u, (unsigned)of_lane.y);
+    if (threadIdx.x == 0) shared.total = {above_here, equal_here};
     cluster_arrive();
     cluster_wait();
     const int2 of_rank = lane < cluster_rank() ? cluster_read(&shared.total, lane) : int2{0, 0};
@@ -2405,16 +2417,14 @@ static __global__ void __launch_bounds__(SELECT_THREADS, 2)
 select_top(int *ids, int *counts, int capacity, const float *scores, size_t context, const Row *rows) {
     extern __shared__ uint32_t lists[];
     __shared__ SelectShared shared;
-    const int split = cluster_size(), rank = cluster_rank(), r = (int)blockIdx.x / split, thread = (int)threadIdx.x, warp = thread / 32;
-    PHASE(0);
+    const int split = cluster_size(), rank = cluster_rank(), r = (int)blockIdx.x / split;
+    const int thread = (int)threadIdx.x, warp = thread / 32;
     for (int i = thread; i < 3 * BINS; i += SELECT_THREADS) shared.mine[i] = 0;     /* and `all` behind it */
     cluster_arrive();
     await_inputs();
-    PHASE(1);
     const int visible = rows[r].position + 1, k = min(visible, capacity);
     ids += (size_t)r * capacity;
     cluster_wait();
-    PHASE(2);
     if (rank == 0 && thread == 0) counts[r] = k;
     if (visible <= capacity) {                      /* while everything fits, the selection is the whole history */
         for (int i = rank * SELECT_THREADS + thread; i < capacity; i += split * SELECT_THREADS) ids[i] = i < k ? i : -1;
@@ -2422,16 +2432,13 @@ select_top(int *ids, int *counts, int capacity, const float *scores, size_t cont
     }
     const int part = divide_up(visible, split * SELECT_WARPS * SELECT_STEP) * SELECT_STEP;
     const int first = min((rank * SELECT_WARPS + warp) * part, visible);
-    Candidates list = {scores + r * context, lists + warp * LIST_LENGTH,
-                       (uint16_t *)(lists + SELECT_WARPS * LIST_LENGTH) + warp * LIST_LENGTH, first, min(first + part, visible), 0, true};
+    uint16_t *places = (uint16_t *)(lists + SELECT_WARPS * LIST_LENGTH) + warp * LIST_LENGTH;
+    Candidates list = {scores + r * context, lists + warp * LIST_LENGTH, places, first, min(first + part, visible), 0, true};
     const uint32_t threshold = find_threshold(shared, list, score_bins[r], k);
     const int2 before = count_before(shared, count_candidates(list, threshold));
-    PHASE(8);
     collect(ids, list, threshold, shared.wanted, before);
-    PHASE(9);
     cluster_arrive();                               /* a block's shared memory lives until everyone has read it */
     cluster_wait();
-    PHASE(10);
 }
 
 /* The largest cluster that the device has room for. */
@@ -2450,20 +2457,20 @@ static int largest_split(void) {
         config.gridDim = dim3((unsigned)size);
         cluster.val.clusterDim.x = (unsigned)size;
         cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-        if (size == 1 || (cudaOccupancyMaxActiveClusters(&clusters, select_top, &config) == cudaSuccess && clusters)) largest = size;
+        if (size > 1 && cudaOccupancyMaxActiveClusters(&clusters, select_top, &config) != cudaSuccess) clusters = 0;
+        if (size == 1 || clusters) largest = size;
     }
     cudaGetLastError();                             /* a size that it cannot have */
     return largest;
 }
-
-static int select_split = 16, select_span = SELECT_SPAN, wide_span = 1 << 15;
 
 /* Blocks of a row: as many as keep the processors busy; more than eight where each still has much to do. */
 static void launch_select(int *ids, int *counts, int capacity, const float *scores, int context, const Row *rows, int n_rows) {
     CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeMaxDynamicSharedMemorySize, LIST_BYTES));
     if (gpu.major >= 9) CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     int split = 1;
-    while (2 * split <= min(largest_split(), select_split) && 2 * split * n_rows <= gpu.multiprocessors && context > split * (split < 8 ? select_span : wide_span))
+    while (2 * split <= largest_split() && 2 * split * n_rows <= gpu.multiprocessors &&
+           context > split * (split < 8 ? SELECT_SPAN : WIDE_SPAN))
         split *= 2;
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
@@ -2494,29 +2501,41 @@ static bool suits_tensor_cores(const IndexShape &shape) {
 /* Bytes of shared memory for the longest read, with a page to each warpgroup. */
 static int room_of_read(const IndexShape &shape) {
     const int batches = divide_up(shape.together * shape.columns, 8 * SCORE_TILES);
-    return batches * (BATCH_QUERIES * (int)sizeof(uint4) + 8 * SCORE_TILES * (int)sizeof(float)) + shape.together * BINS * (int)sizeof(int) +
-           SCORE_THREADS / 128 * PAGE_ROWS * (int)shape.format.stride;
+    const int batch_bytes = BATCH_QUERIES * (int)sizeof(uint4) + 8 * SCORE_TILES * (int)sizeof(float);
+    const int page_bytes = PAGE_ROWS * (int)shape.format.stride;
+    return batches * batch_bytes + shape.together * BINS * (int)sizeof(int) + SCORE_THREADS / 128 * page_bytes;
 }
 
 /* The kernel for the tiles of a row's heads, and for the keys' format. */
 template <bool F8> static auto scores_kernel(int columns) {
-    return columns == 8 ? index_scores<1, F8> : columns == 16 ? index_scores<2, F8> : columns == 32 ? index_scores<4, F8> : index_scores<8, F8>;
+    return columns == 8    ? index_scores<1, F8>
+           : columns == 16 ? index_scores<2, F8>
+           : columns == 32 ? index_scores<4, F8>
+                           : index_scores<8, F8>;
+}
+
+/* Columns of a row: 8, 16, 32 or whole 64. */
+static int columns_of(int heads) {
+    int columns = 8;
+    if (heads > 64) return divide_up(heads, 64) * 64;
+    while (columns < heads) columns *= 2;
+    return columns;
 }
 
 static void launch_scores(float *scores, const float *q, const float *head_weights, const uint8_t *keys, const DevicePage *pages,
                           const Row *rows, int n_rows, IndexShape shape) {
-    for (shape.columns = 8; shape.columns < min(shape.heads, 64);) shape.columns *= 2;
-    if (shape.heads > 64) shape.columns = divide_up(shape.heads, 64) * 64;
-    bool tensor = suits_tensor_cores(shape);
     const int room = (int)gpu.shared_per_block - (int)sizeof(ScorePlan) - SCORE_THREADS / 128 * MAX_DEPTH * (int)sizeof(uint64_t);
-    shape.together = min(min(n_rows, SHARED_QUERIES), tensor ? max(SCORE_COLUMNS / shape.columns, 1) : SHARED_QUERIES);
-    while (tensor && shape.together > 1 && room_of_read(shape) > room) shape.together--;
-    if (tensor && room_of_read(shape) > room) tensor = false;
-    auto kernel = !tensor ? index_scores<0, false> : is_e4m3(shape.format) ? scores_kernel<true>(shape.columns) : scores_kernel<false>(shape.columns);
+    shape.columns = columns_of(shape.heads);
+    shape.together = min(min(n_rows, SHARED_QUERIES), max(SCORE_COLUMNS / shape.columns, 1));
+    while (shape.together > 1 && room_of_read(shape) > room) shape.together--;
+    const bool tensor = suits_tensor_cores(shape) && room_of_read(shape) <= room;
+    auto kernel = !tensor                  ? index_scores<0, false>
+                  : is_e4m3(shape.format) ? scores_kernel<true>(shape.columns)
+                                           : scores_kernel<false>(shape.columns);
     CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room));
     cudaLaunchAttribute attributes[1] = {};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = score_early;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)gpu.multiprocessors);
     config.blockDim = dim3(SCORE_THREADS);
