@@ -1729,7 +1729,8 @@ enum {
     SCORE_TILES = 8,                /* by 8 columns at a time: heads of one query row or of several */
     SCORE_COLUMNS = 256,            /* of all query rows that share a read, at most */
     BATCH_QUERIES = SCORE_STEPS * SCORE_TILES * 16,     /* uint4 of 64 columns in shared memory */
-    MAX_DEPTH = 8,                  /* of a warpgroup's pages on their way */
+    MAX_DEPTH = 4,                  /* of a warpgroup's pages on their way */
+    RING_BYTES = 16 << 10,          /* more than these do not make them come faster */
     BINS = 2048,                    /* of the first 11 bits of a score's sortable key */
 };
 
@@ -2174,7 +2175,7 @@ index_scores(float *scores, const float *q, const float *head_weights, const uin
             const int page_bytes = PAGE_ROWS * (int)shape.format.stride, group = uniform((int)threadIdx.x / 128);
             uint8_t *places = (uint8_t *)(bins + members * BINS);
             const int left = room - (int)(places - (uint8_t *)shared);
-            const int depth = min(MAX_DEPTH, left / page_bytes / (SCORE_THREADS / 128));
+            const int depth = max(1, min(min(MAX_DEPTH, RING_BYTES / page_bytes), left / page_bytes / (SCORE_THREADS / 128)));
             const KeyRing ring = {places + group * depth * page_bytes, arrived[group], depth, page_bytes};
             score_pages<TILES, F8>(read, queries, weights, ring, shape);
         } else {
@@ -2198,7 +2199,7 @@ enum {
     SELECT_WARPS = SELECT_THREADS / 32,
     SELECT_STEP = 128,              /* positions a warp visits at a time, four to a lane */
     SELECT_SPAN = 4096,             /* positions of a block for which another one is worth its while */
-    WIDE_SPAN = 32768,              /* the same from eight blocks on */
+    WIDE_SPAN = 8192,               /* the same from eight blocks on */
     LIST_LENGTH = 768,              /* of a warp */
     LIST_BYTES = SELECT_WARPS * LIST_LENGTH * (int)(sizeof(uint32_t) + sizeof(uint16_t)),
 };
@@ -2308,8 +2309,8 @@ static __device__ inline float lowest_score(int bin) {
     return __uint_as_float(key & 0x80000000 ? key & 0x7fffffff : ~key);
 }
 
-/* Lists what is in the bin or above, and counts the second bits of what is in it. */
-static __device__ void list_candidates(Candidates &list, int *bins, int bin) {
+/* Lists what is in the bin or above, as scores for the time being. */
+static __device__ void list_candidates(Candidates &list, int bin) {
     const int lane = (int)threadIdx.x % 32;
     const uint32_t below = (1u << lane) - 1;
     const float lowest = lowest_score(bin);
@@ -2323,26 +2324,22 @@ static __device__ void list_candidates(Candidates &list, int *bins, int bin) {
         }
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            const int s = base + SELECT_STEP * j + 4 * lane;
+            const int s = base + SELECT_STEP * j + 4 * lane, left = list.last - s;
             const float score[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
-            int at = n, taken = 0;
+            bool taken[4];
+            int at = n;
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const uint32_t votes = __ballot_sync(~0u, s + i < list.last && !(score[i] < lowest));
+                taken[i] = i < left && !(score[i] < lowest);
+                const uint32_t votes = __ballot_sync(~0u, taken[i]);
                 at += __popc(votes & below);
                 n += __popc(votes);
-                taken |= (int)(votes >> lane & 1) << i;
             }
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                if (taken >> i & 1) {
-                    const uint32_t key = sortable(score[i]);
-                    if ((int)(key >> 21) == bin) atomicAdd(&bins[key >> 10 & (BINS - 1)], 1);
-                    if (at < LIST_LENGTH) {
-                        list.keys[at] = key;
-                        list.places[at] = (uint16_t)(s + i - list.first);
-                    }
-                    at++;
+            for (int i = 0; i < 4; at += taken[i++])
+                if (taken[i] && at < LIST_LENGTH) {
+                    list.keys[at] = __float_as_uint(score[i]);
+                    list.places[at] = (uint16_t)(s + i - list.first);
                 }
         }
     }
@@ -2351,13 +2348,24 @@ static __device__ void list_candidates(Candidates &list, int *bins, int bin) {
     __syncwarp();
 }
 
+/* Counts the second bits of what is in the bin; the list has keys from now on. */
+static __device__ void count_second_bits(int *bins, const Candidates &list, uint32_t bin) {
+#pragma unroll 2
+    for (int i = (int)threadIdx.x % 32; i < list.n; i += 32) {
+        const uint32_t key = sortable(list.listed ? __uint_as_float(list.keys[i]) : list.scores[list.first + i]);
+        if (key >> 21 == bin) atomicAdd(&bins[key >> 10 & (BINS - 1)], 1);
+        if (list.listed) list.keys[i] = key;
+    }
+}
+
 /* The k-th highest key of the row; shared.wanted keys equal to it are selected. bins: of the first bits, which it zeroes. */
 static __device__ uint32_t find_threshold(SelectShared &shared, Candidates &list, int *bins, int k) {
     const int lane = (int)threadIdx.x % 32;
     int4 *first_bits = (int4 *)(bins + my_bins());
     find_bin(shared, __ldcg(first_bits), k);
     uint32_t threshold = (uint32_t)shared.bin;
-    list_candidates(list, shared.mine, (int)threshold);
+    list_candidates(list, (int)threshold);
+    count_second_bits(shared.mine, list, threshold);
     find_bin(shared, share_bins(shared, shared.all[0]), shared.wanted);
     if (cluster_rank() == 0) *first_bits = {0, 0, 0, 0};
     threshold = threshold << 11 | (uint32_t)shared.bin;
@@ -2397,7 +2405,8 @@ static __device__ void collect(int *ids, const Candidates &list, uint32_t thresh
     }
 }
 
-/* How many keys of the row are above the threshold, and at it, ahead of the warp's own `count`. */
+/* How many keys of the row are above the threshold, and at it, ahead of the warp's own `count`. The last of its barriers is left
+ * for later. */
 static __device__ int2 count_before(SelectShared &shared, int2 count) {
     const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
     if (lane == 0) shared.counts[warp] = count;
@@ -2410,6 +2419,7 @@ static __device__ int2 count_before(SelectShared &shared, int2 count) {
     cluster_wait();
     const int2 of_rank = lane < cluster_rank() ? cluster_read(&shared.total, lane) : int2{0, 0};
     const int above = of_rank.x + (lane < warp ? of_lane.x : 0), equal = of_rank.y + (lane < warp ? of_lane.y : 0);
+    cluster_arrive();                               /* nothing more is read from other blocks */
     return {(int)__reduce_add_sync(~0u, (unsigned)above), (int)__reduce_add_sync(~0u, (unsigned)equal)};
 }
 
@@ -2437,8 +2447,7 @@ select_top(int *ids, int *counts, int capacity, const float *scores, size_t cont
     const uint32_t threshold = find_threshold(shared, list, score_bins[r], k);
     const int2 before = count_before(shared, count_candidates(list, threshold));
     collect(ids, list, threshold, shared.wanted, before);
-    cluster_arrive();                               /* a block's shared memory lives until everyone has read it */
-    cluster_wait();
+    cluster_wait();                                 /* a block's shared memory lives until everyone has read it */
 }
 
 /* The largest cluster that the device has room for. */
@@ -2469,7 +2478,7 @@ static void launch_select(int *ids, int *counts, int capacity, const float *scor
     CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeMaxDynamicSharedMemorySize, LIST_BYTES));
     if (gpu.major >= 9) CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     int split = 1;
-    while (2 * split <= largest_split() && 2 * split * n_rows <= gpu.multiprocessors &&
+    while (2 * split <= largest_split() && split * n_rows <= gpu.multiprocessors &&
            context > split * (split < 8 ? SELECT_SPAN : WIDE_SPAN))
         split *= 2;
     cudaLaunchAttribute attributes[2] = {};

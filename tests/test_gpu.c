@@ -914,11 +914,11 @@ static void test_index_select(void) {
         {3, 12, 6, 3, 50, 11, KV_BF16, false},
         {5, 20, 6, 3, 50, 11, KV_BF16, false}, {12, 24, 6, 3, 50, 11, KV_BF16, false}, {3, 12, 6, 3, 50, 11, KV_F32, false},
         {2, 8, 8, 2, 30, 300, KV_BF16, true}, {32, 128, 1200, 1, 2048, 1, KV_BF16, true}, {8, 32, 8, 32, 64, 150, KV_BF16, true},
-        {32, 128, 8, 2, 64, 0, KV_BF16, true}, {1, 4, 1, 1, 3, 1, KV_F32, true}, {8, 64, 30, 9, 128, 60, KV_BF16, true},
-        {32, 128, 40, 3, 256, 9, KV_F8, true}, {32, 128, 300, 2, 2048, 6, KV_F8, true}, {8, 64, 30, 9, 128, 60, KV_F8, true},
+        {32, 128, 8, 2, 64, 0, KV_BF16, true}, {1, 4, 1, 1, 3, 1, KV_F32, true}, {8, 64, 30, 9, 128, 60, KV_BF16, false},
+        {32, 128, 40, 3, 256, 9, KV_F8, true}, {32, 128, 300, 2, 2048, 6, KV_F8, true}, {8, 64, 30, 9, 128, 60, KV_F8, false},
         {64, 128, 40, 3, 512, 10, KV_F8, false}, {32, 128, 100, 2, 512, 5, KV_F8, false}, {16, 16, 9, 3, 100, 9, KV_F8, true},
-        {5, 12, 6, 3, 50, 11, KV_F8, false}, {100, 128, 10, 2, 64, 5, KV_F8, true}, {3, 128, 70, 1, 512, 1, KV_F8, true},
-        {32, 128, 700, 1, 512, 2, KV_BF16, false}, {128, 64, 10, 2, 64, 12, KV_BF16, true}, {300, 8, 5, 2, 64, 3, KV_BF16, true},
+        {5, 12, 6, 3, 50, 11, KV_F8, false}, {100, 128, 10, 2, 64, 5, KV_F8, false}, {3, 128, 70, 1, 512, 1, KV_F8, false},
+        {32, 128, 700, 1, 512, 2, KV_BF16, false}, {128, 64, 10, 2, 64, 12, KV_BF16, false}, {300, 8, 5, 2, 64, 3, KV_BF16, false},
     };
     for (int i = 0; i < (int)(sizeof cases / sizeof *cases); i++)
         check_index((IndexCase){.heads = cases[i].heads, .dim = cases[i].dim, .context_pages = cases[i].pages,
