@@ -2269,22 +2269,36 @@ typedef struct SelectWork {
     DevicePage *pages;
     Selection selection;
     RowFormat format;
-    int n_rows, context_pages, heads;
+    int n_rows, context_pages, heads, dim;
+    int sets;                   /* of keys, so that the cache does not hold them */
+    size_t set_bytes;
 } SelectWork;
 
 static void select_work(void *user) {
     SelectWork *work = user;
-    cuda_backend.index_select(&work->selection, work->bench->x, work->bench->x, work->bench->pool, &work->format, work->pages,
-                              work->context_pages, work->heads, 128, work->rows, work->n_rows, work->bench->y, work->n_rows);
+    for (int i = 0; i < work->sets; i++)
+        cuda_backend.index_select(&work->selection, work->bench->x, work->bench->x, work->bench->pool + (size_t)i * work->set_bytes,
+                                  &work->format, work->pages, work->context_pages, work->heads, work->dim, work->rows, work->n_rows,
+                                  work->bench->y, work->n_rows);
 }
 
 static void gpu_selection(GpuBench *bench) {
-    static const struct { int sessions, queries, context, heads; } cases[] = {{1, 1, 128 << 10, 32}, {1, 8, 128 << 10, 32}, {32, 1, 100000, 32}, {32, 8, 100000, 32}};
+    static const struct { int sessions, queries, context, heads, dim, topk; KvDtype dtype; } cases[] = {
+        {1, 1, 128 << 10, 32, 128, GLM_TOPK, KV_BF16}, {1, 8, 128 << 10, 32, 128, GLM_TOPK, KV_BF16}, {32, 1, 100000, 32, 128, GLM_TOPK, KV_BF16},
+        {32, 8, 100000, 32, 128, GLM_TOPK, KV_BF16}, {1, 1, 1 << 20, 32, 128, GLM_TOPK, KV_BF16}, {1, 1, 128 << 10, 32, 128, 512, KV_BF16},
+        {1, 1, 128 << 10, 32, 128, GLM_TOPK, KV_F8}, {1, 8, 128 << 10, 32, 128, GLM_TOPK, KV_F8}, {32, 1, 100000, 32, 128, GLM_TOPK, KV_F8},
+        {32, 8, 100000, 32, 128, GLM_TOPK, KV_F8}, {1, 1, 1 << 20, 32, 128, GLM_TOPK, KV_F8},
+        {1, 1, 2000, 8, 64, 128, KV_BF16}, {1, 1, 16 << 10, 8, 64, 128, KV_BF16}, {64, 1, 16 << 10, 8, 64, 128, KV_BF16}};
     for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
         const int sessions = cases[c].sessions, n = sessions * cases[c].queries, pages = cases[c].context / PAGE_ROWS;
         if ((size_t)n * (size_t)(pages * PAGE_ROWS) > GPU_VECTORS) continue;
-        SelectWork work = {.bench = bench, .format = row_format(KV_BF16, 0, 128, 128), .n_rows = n, .context_pages = pages, .heads = cases[c].heads,
-                           .selection = {.ids = bench->ints, .count = bench->ints + (32 << 20), .capacity = GLM_TOPK}};
+        const bool f8 = cases[c].dtype == KV_F8;
+        SelectWork work = {.bench = bench, .format = row_format(cases[c].dtype, f8 ? cases[c].dim : 0, f8 ? 0 : cases[c].dim, 128), .n_rows = n,
+                           .context_pages = pages, .heads = cases[c].heads, .dim = cases[c].dim,
+                           .selection = {.ids = bench->ints, .count = bench->ints + (32 << 20), .capacity = cases[c].topk}};
+        work.set_bytes = (size_t)sessions * (size_t)(pages * PAGE_ROWS) * work.format.stride;
+        work.sets = (int)((size_t)GPU_POOL * 1024 / work.set_bytes);
+        if (work.sets > GPU_SETS) work.sets = GPU_SETS;
         Row *rows = allocate_zeroed((size_t)n, sizeof *rows);
         DevicePage *table = allocate_zeroed((size_t)(sessions * pages), sizeof *table);
         for (int r = 0; r < n; r++) rows[r] = (Row){r / cases[c].queries, pages * PAGE_ROWS - cases[c].queries + r % cases[c].queries, 0};
@@ -2294,8 +2308,9 @@ static void gpu_selection(GpuBench *bench) {
         cuda_backend.copy_bytes(work.rows, rows, (size_t)n * sizeof *rows);
         cuda_backend.copy_bytes(work.pages, table, (size_t)(sessions * pages) * sizeof *table);
         char what[96];
-        snprintf(what, sizeof what, "index scores and top-2,048, bf16 keys, %d x %d queries, %d rows", sessions, cases[c].queries, pages * PAGE_ROWS);
-        gpu_line(bench, what, cuda_seconds(select_work, &work), (double)sessions * pages * PAGE_ROWS * (double)work.format.stride);
+        snprintf(what, sizeof what, "index, %d heads x %d, top-%d, %s keys, %d x %d queries, %d rows", work.heads, work.dim, cases[c].topk,
+                 f8 ? "fp8" : "bf16", sessions, cases[c].queries, pages * PAGE_ROWS);
+        gpu_line(bench, what, cuda_seconds(select_work, &work) / work.sets, (double)work.set_bytes);
         cuda_backend.give_back(work.rows, MEMORY_DEVICE);
         cuda_backend.give_back(work.pages, MEMORY_DEVICE);
         free(rows);

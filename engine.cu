@@ -1746,10 +1746,11 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
  * Cached rows and index selection
  *
  * Owns: how a cached row is written and widened, and the lightning indexer (DeepSeek-V3.2, eq. 1) with its top-k. The indexer is
- * two kernels. index_scores reads every key of a session once for up to eight query rows and writes f32 scores; bf16 keys go
- * through the tensor cores straight from memory. select_top finds the k-th score with a radix search in three histograms and
- * collects the positions in ascending order. A score is the work of one warp in a fixed order, and the selection is exact integer
- * work, so neither depends on how a launch is split. Relies on: rows of a session follow each other, strides of whole 64 bytes.
+ * two kernels. index_scores reads every key of a session once for up to eight query rows, writes f32 scores and counts their
+ * first bits; bf16 and e4m3 keys go through the tensor cores. select_top finds the k-th score from these counts and two radix steps
+ * more over what is left, and collects the positions in ascending order. A score is the work of one warp in a fixed order, and the
+ * selection is exact integer work, so neither depends on how a launch is split. Relies on: rows of a session follow each other,
+ * strides of whole 64 bytes, and each index_scores being followed by its select_top, which leaves the counts zero.
  */
 
 /* Bytes before the plain values of a row. */
@@ -1903,39 +1904,53 @@ static void store_index_keys(uint8_t *base, const RowFormat *format, const Devic
 
 /* ---- index scores */
 
+/* select_top may take its place on the processors as soon as index_scores leaves them, and then waits for the scores. */
+#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
+static __device__ inline void let_select_start(void) { asm volatile("griddepcontrol.launch_dependents;"); }
+static __device__ inline void await_inputs(void) { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#else
+static __device__ inline void let_select_start(void) {}
+static __device__ inline void await_inputs(void) {}
+#endif
+
 enum {
     SCORE_THREADS = 512,            /* one block to a processor */
-    SCORE_ROWS = SCORE_THREADS,     /* query rows of one launch at most: the plan has a thread for each */
-    SHARED_QUERIES = 8,             /* query rows that share one read of the keys at most */
-    SCORE_KEYS = 32,                /* keys that a warp scores at a time: half a page */
+    SCORE_ROWS = 512,               /* query rows of one launch at most */
+    SHARED_QUERIES = 8,             /* of them, that share one read of the keys at most */
     SCORE_WIDTH = 128,              /* of a key on the tensor cores; narrower ones count as filled up with zeros */
-    KEY_CHUNKS = SCORE_WIDTH / 32,  /* of a key: 32 values are what four lanes read of it at a time */
-    HEAD_TILE = KEY_CHUNKS * 32,    /* uint4 of eight heads' queries in shared memory */
-    QUERY_BYTES = 64 << 10,         /* of shared memory for the queries that share a read */
+    SCORE_STEPS = SCORE_WIDTH / 16, /* instructions take 16 values of a key each */
+    SCORE_TILES = 8,                /* by 8 columns at a time: heads of one query row or of several */
+    SCORE_COLUMNS = 256,            /* of all query rows that share a read, at most */
+    BATCH_QUERIES = SCORE_STEPS * SCORE_TILES * 16,     /* uint4 of 64 columns in shared memory */
+    MAX_DEPTH = 4,                  /* of a warpgroup's pages on their way */
+    RING_BYTES = 16 << 10,          /* more than these do not make them come faster */
+    BINS = 2048,                    /* of the first 11 bits of a score's sortable key */
 };
 
 struct IndexShape {
     RowFormat format;
     int context_pages, heads, head_dim, capacity;
+    int columns;                    /* of a query row: its heads, and zeros that fill them up */
     int together;                   /* query rows that share one read of the keys */
     float scale;
 };
 
 /* Which query rows share a read, and how the reads are laid end to end. Each block makes it for itself. */
 struct ScorePlan {
-    int session[SCORE_ROWS], position[SCORE_ROWS];
+    int session[SCORE_ROWS];
+    int last[SCORE_ROWS];           /* the row's position; -1: it selects its whole history and needs no scores */
     int members[SCORE_ROWS];        /* rows that share the read that begins with this row; 0: it shares an earlier one */
-    int ends[SCORE_ROWS];           /* tiles of all reads up to this row's */
+    int ends[SCORE_ROWS];           /* pages of all reads up to this row's */
     uint32_t starts[SCORE_ROWS / 32];       /* a bit per row: it begins a session's run */
-    int sums[SCORE_ROWS / 32];
 };
 
-/* Rows [r, r + members) of one session share a read. Tiles they need: none where each row selects its whole history. */
-static __device__ int tiles_of(const ScorePlan &plan, int r, int members, int capacity) {
-    int last = -1;
-    for (int i = r; i < r + members; i++)
-        if (plan.position[i] >= capacity) last = max(last, plan.position[i]);
-    return divide_up(last + 1, SCORE_KEYS);
+/* How many of a row's visible scores have which first bits. index_scores counts them; select_top takes them and leaves zeros. */
+static __device__ int score_bins[SCORE_ROWS][BINS];
+
+/* A key whose unsigned order is the scores' order; -0 counts as 0, and NaN is below everything. No score has the key 0. */
+static __device__ inline uint32_t sortable(float score) {
+    uint32_t bits = __float_as_uint(score + 0.0f);
+    return score != score ? 1 : bits & 0x80000000 ? ~bits : bits | 0x80000000;
 }
 
 static __device__ int warp_prefix_sum(int x) {
@@ -1946,408 +1961,798 @@ static __device__ int warp_prefix_sum(int x) {
     return x;
 }
 
+/* Rows [r, r + members) of one session share a read. Pages they need. */
+static __device__ int pages_of(const ScorePlan &plan, int r, int members) {
+    int last = -1;
+    for (int i = r; i < r + members; i++) last = max(last, plan.last[i]);
+    return divide_up(last + 1, PAGE_ROWS);
+}
+
+/* Row r shares the read of an earlier row of its session, or begins one: of how many rows? */
+static __device__ int members_of(const ScorePlan &plan, int r, int n_rows, int together) {
+    int word = r / 32, members = 0;
+    uint32_t below = plan.starts[word] & ((2u << r % 32) - 1);
+    while (!below) below = plan.starts[--word];     /* row 0 is a start, so the walk ends */
+    if ((r - (32 * word + 31 - __clz((int)below))) % together) return 0;
+    while (members < together && r + members < n_rows && plan.session[r + members] == plan.session[r]) members++;
+    return members;
+}
+
 static __device__ void make_plan(ScorePlan &plan, const Row *rows, int n_rows, const IndexShape &shape) {
-    const int r = (int)threadIdx.x, lane = r % 32, warp = r / 32;
-    plan.session[r] = r < n_rows ? rows[r].session : -1;
-    plan.position[r] = r < n_rows ? rows[r].position : -1;
-    __syncthreads();
-    uint32_t starts = __ballot_sync(~0u, r == 0 || plan.session[r] != plan.session[r - 1]);
-    if (lane == 0) plan.starts[warp] = starts;
-    __syncthreads();
-    int word = warp;
-    uint32_t below = starts & ((2u << lane) - 1);   /* row 0 is a start, so the walk ends */
-    while (!below) below = plan.starts[--word];
-    int start = 32 * word + 31 - __clz((int)below), members = 0;
-    if (r < n_rows && (r - start) % shape.together == 0)
-        while (members < shape.together && r + members < n_rows && plan.session[r + members] == plan.session[r]) members++;
-    plan.members[r] = members;
-    int sum = warp_prefix_sum(tiles_of(plan, r, members, shape.capacity));
-    if (lane == 31) plan.sums[warp] = sum;
-    __syncthreads();
-    for (int i = 0; i < warp; i++) sum += plan.sums[i];
-    plan.ends[r] = sum;
-    __syncthreads();
-}
-
-/* The queries of a read in shared memory, bf16, in the order in which lanes feed them to the tensor cores: lane l of head tile t
- * and chunk c of 32 values takes values 8 (l mod 4) .. + 8 of the chunk of head 8 t + l / 4. The weights follow, scaled. */
-static __device__ void stage_queries(uint4 *queries, float *weights, const float *q, const float *head_weights, int members,
-                                     const IndexShape &shape) {
-    const int tiles = divide_up(shape.heads, 8), per_row = tiles * HEAD_TILE;
-#pragma unroll 2
-    for (int i = (int)threadIdx.x; i < members * per_row; i += SCORE_THREADS) {
-        int lane = i % 32, chunk = i / 32 % KEY_CHUNKS, tile = i % per_row / HEAD_TILE, row = i / per_row;
-        int head = 8 * tile + lane / 4, first = 32 * chunk + 8 * (lane % 4);
-        float4 low = {0, 0, 0, 0}, high = {0, 0, 0, 0};
-        if (head < shape.heads && first < shape.head_dim) {
-            const float4 *x = (const float4 *)(q + ((size_t)row * shape.heads + head) * shape.head_dim + first);
-            low = x[0];
-            high = x[1];
-        }
-        __nv_bfloat162 pairs[4] = {__floats2bfloat162_rn(low.x, low.y), __floats2bfloat162_rn(low.z, low.w),
-                                   __floats2bfloat162_rn(high.x, high.y), __floats2bfloat162_rn(high.z, high.w)};
-        queries[i] = *(uint4 *)pairs;
+    const int r = (int)threadIdx.x, lane = r % 32;
+    if (r < n_rows) {
+        plan.session[r] = rows[r].session;
+        plan.last[r] = rows[r].position >= shape.capacity ? rows[r].position : -1;
     }
-    for (int i = (int)threadIdx.x; i < members * tiles * 8; i += SCORE_THREADS) {
-        int head = i % (tiles * 8), row = i / (tiles * 8);
-        weights[i] = head < shape.heads ? head_weights[row * shape.heads + head] * shape.scale : 0;
+    __syncthreads();
+    uint32_t starts = __ballot_sync(~0u, r < n_rows && (r == 0 || plan.session[r] != plan.session[r - 1]));
+    if (lane == 0) plan.starts[r / 32] = starts;
+    __syncthreads();
+    if (r < n_rows) {
+        plan.members[r] = members_of(plan, r, n_rows, shape.together);
+        plan.ends[r] = pages_of(plan, r, plan.members[r]);
     }
+    __syncthreads();
+    for (int i = lane, before = 0; i < divide_up(n_rows, 32) * 32 && r < 32; i += 32) {
+        before += warp_prefix_sum(i < n_rows ? plan.ends[i] : 0);
+        if (i < n_rows) plan.ends[i] = before;
+        before = __shfl_sync(~0u, before, 31);
+    }
+    __syncthreads();
 }
 
-/* sums += keys (16 x 16) times queries (16 x 8), bf16 into f32. */
-static __device__ inline void multiply_keys(float (&sums)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                            uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+/* What is the same in all lanes, such that the compiler knows: the tensor cores' instructions may stand in no branch that lanes
+ * could take apart. */
+static __device__ inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+/* The first row whose read ends behind page `at` of all. */
+static __device__ int read_at(const ScorePlan &plan, int n_rows, int at) {
+    int low = 0, high = n_rows - 1;
+    while (low < high) {
+        int middle = (low + high) / 2;
+        if (plan.ends[middle] <= at) low = middle + 1;
+        else high = middle;
+    }
+    return low;
 }
 
-/* A lane's part of 32 keys, in registers: of key lane / 4 + 8 i, 16 bytes of each chunk. Which values of a sum an instruction
- * gets from which lane does not matter as long as keys and queries agree, so a lane's eight neighbouring values go into two. */
-struct KeyTile {
-    uint4 part[4][KEY_CHUNKS];
+struct ScoreRead {                  /* a block's part of one read */
+    const uint8_t *keys;
+    const DevicePage *table;        /* of the session */
+    int at, stop;                   /* pages of the session */
+    int members;
+    const float *q, *head_weights;  /* of the first member */
+    float *scores;                  /* [members, context] */
+    int context;
+    const int *last;                /* [members] */
+    int *bins;                      /* [members][BINS] in shared memory */
+
+    __device__ const uint8_t *page(int id, const IndexShape &shape) const {
+        return keys + (size_t)id * PAGE_ROWS * shape.format.stride;
+    }
+    __device__ int id(int page) const { return page < stop ? table[page].id : 0; }
+
+    /* Score of key `s` for member `row`. */
+    __device__ void put(int row, int s, float score) const {
+        if (row >= members || s > last[row]) return;
+        scores[row * context + s] = score;
+        atomicAdd(&bins[row * BINS + (int)(sortable(score) >> 21)], 1);
+    }
 };
 
-/* Keys are read once, so they need no place in the first-level cache; a lane's neighbours want the rest of the row at once. */
-static __device__ inline uint4 load_part(const uint8_t *at) {
-    uint4 x;
-    asm("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-        : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(at));
-    return x;
+/* ---- on the tensor cores: keys, 64 to a warpgroup and 16 to a warp, times the heads of all query rows of the read
+ *
+ * Which values of a sum an instruction gets from which lane does not matter as long as keys and queries agree. So a lane takes 16
+ * neighbouring bytes of a key, 8 values or 16, and feeds four of them to one instruction and the next four to the next. e4m3 is
+ * widened to bf16, which holds it exactly; the key's scale multiplies the finished score. Each warpgroup has a ring of pages on
+ * their way into shared memory: from Hopper on one thread asks for all of a page, before that each for its part.
+ */
+
+/* A lane's part of two keys of the page, lane / 4 and 8 behind it in its warp's 16, and the scale of one: 8 behind for odd lanes.
+ */
+template <bool F8> struct KeyPart {
+    static constexpr int CHUNKS = F8 ? 2 : 4;
+    uint4 part[2][CHUNKS];
+    float scale;
+};
+
+struct KeyRing {                    /* a warpgroup's */
+    uint8_t *places;                /* [depth] pages */
+    uint64_t *arrived;              /* [depth] barriers: a page is complete */
+    int depth, bytes;               /* of a page */
+
+    __device__ uint8_t *place(int turn) const { return places + turn * bytes; }
+    static __device__ uint32_t address(const void *shared) { return (uint32_t)__cvta_generic_to_shared(shared); }
+
+    static __device__ void open(uint64_t *barrier) {
+        asm volatile("mbarrier.init.shared.b64 [%0], %1;" : : "r"(address(barrier)), "r"(COPIERS) : "memory");
+    }
+#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
+    static constexpr int COPIERS = 1;
+    __device__ void begin(int turn, const uint8_t *page) const {
+        if (threadIdx.x % 128) return;
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
+                     : : "r"(address(arrived + turn)), "r"(bytes) : "memory");
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                     : : "r"(address(place(turn))), "l"(page), "r"(bytes), "r"(address(arrived + turn)) : "memory");
+    }
+#else
+    static constexpr int COPIERS = 128;
+    __device__ void begin(int turn, const uint8_t *page) const {
+        for (int at = (int)threadIdx.x % 128 * 16; at < bytes; at += 128 * 16)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                         : : "r"(address(place(turn) + at)), "l"(page + at) : "memory");
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" : : "r"(address(arrived + turn)) : "memory");
+    }
+#endif
+
+    /* Until the page of this turn is there; the barrier's phase is the parity of the rounds before. */
+    __device__ void await(int turn, int round) const {
+        int done = 0;
+        while (!done)
+            asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
+                         : "=r"(done) : "r"(address(arrived + turn)), "r"(round & 1) : "memory");
+    }
+};
+
+/* What this thread has written into shared memory or read there comes before what tensor cores and copies of pages do there. */
+static __device__ inline void see_shared_writes(void) {
+#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
 }
 
-static __device__ inline void load_keys(KeyTile &tile, const uint8_t *keys, const IndexShape &shape) {
-    const int lane = (int)threadIdx.x % 32;
-    keys += lane / 4 * shape.format.stride + lane % 4 * 16;
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-#pragma unroll
-        for (int chunk = 0; chunk < KEY_CHUNKS; chunk++)
-            tile.part[i][chunk] = 32 * chunk + 8 * (lane % 4) < shape.head_dim
-                                      ? load_part(keys + 8 * i * shape.format.stride + 64 * chunk)
-                                      : make_uint4(0, 0, 0, 0);
+/* Waits for the warpgroup's other threads. */
+static __device__ inline void group_barrier(void) {
+    asm volatile("bar.sync %0, 128;" : : "r"(1 + (int)threadIdx.x / 128) : "memory");
 }
 
-/* scores: [members, context], of the tile's keys. */
-static __device__ inline void tensor_scores(float *scores, size_t context, const uint4 *queries, const float *weights,
-                                            int members, const KeyTile &keys, const IndexShape &shape) {
-    const int lane = (int)threadIdx.x % 32, tiles = divide_up(shape.heads, 8);
-    for (int row = 0; row < members; row++) {
-        float total[4] = {0, 0, 0, 0};
-#pragma unroll 1
-        for (int tile = 0; tile < tiles; tile++, queries += HEAD_TILE, weights += 8) {
-            float sums[2][4] = {};
+/* Neighbouring rows whose bytes lie in the same banks are read in another order of their parts. */
+template <bool F8> static __device__ inline void take_keys(KeyPart<F8> &keys, const uint8_t *page, const IndexShape &shape) {
+    constexpr int CHUNKS = KeyPart<F8>::CHUNKS;
+    const int lane = (int)threadIdx.x % 32, first = (int)threadIdx.x / 32 % 4 * 16 + lane / 4, stride = (int)shape.format.stride;
+    const int bytes = F8 ? shape.head_dim : 2 * shape.head_dim, swap = stride / 64 % 2 ? 0 : lane / 4 % 2;
 #pragma unroll
-            for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) {
-                uint4 query = queries[32 * chunk + lane];
+    for (int i = 0; i < 2; i++)
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const uint4 &a = keys.part[2 * i][chunk], &b = keys.part[2 * i + 1][chunk];
-                    multiply_keys(sums[i], a.x, b.x, a.y, b.y, query.x, query.y);
-                    multiply_keys(sums[i], a.z, b.z, a.w, b.w, query.z, query.w);
-                }
-            }
-            float2 weight = *(const float2 *)(weights + 2 * (lane % 4));
-#pragma unroll
-            for (int i = 0; i < 4; i++) {           /* a NaN stays one */
-                float even = sums[i / 2][2 * (i % 2)], odd = sums[i / 2][2 * (i % 2) + 1];
-                total[i] = fmaf(weight.x, even < 0 ? 0 : even, total[i]);
-                total[i] = fmaf(weight.y, odd < 0 ? 0 : odd, total[i]);
-            }
+        for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
+            const uint8_t *key = page + (first + 8 * i) * stride + lane % 4 * 16;
+            const int at = 64 * (chunk + swap), other = 64 * (chunk + 1 - swap), width = bytes - lane % 4 * 16;
+            const uint4 x = at < width ? *(const uint4 *)(key + at) : make_uint4(0, 0, 0, 0);
+            const uint4 y = other < width ? *(const uint4 *)(key + other) : make_uint4(0, 0, 0, 0);
+            keys.part[i][chunk] = swap ? y : x;
+            keys.part[i][chunk + 1] = swap ? x : y;
         }
+    keys.scale = F8 ? *(const float *)(page + (first + lane % 2 * 8) * stride + bytes) : 1;
+}
+
+/* Two e4m3 values as bf16. */
+static __device__ inline uint32_t widen_pair(uint32_t pair) {
+    const __half2_raw half = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)pair, __NV_E4M3);
+    const float2 x = __half22float2(half);
+    const __nv_bfloat162 wide = __floats2bfloat162_rn(x.x, x.y);
+    return *(const uint32_t *)&wide;
+}
+
+/* What each instruction takes of the keys. */
+template <bool F8> static __device__ inline void widen_keys(uint32_t (&a)[SCORE_STEPS][4], const KeyPart<F8> &keys) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            total[i] += __shfl_xor_sync(~0u, total[i], 1);
-            total[i] += __shfl_xor_sync(~0u, total[i], 2);
+    for (int step = 0; step < SCORE_STEPS; step++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint4 &part = keys.part[i][F8 ? step / 4 : step / 2];
+            const uint32_t words[4] = {part.x, part.y, part.z, part.w};
+            a[step][i] = F8 ? widen_pair(words[step % 4] & 0xffff) : words[step % 2 * 2];
+            a[step][i + 2] = F8 ? widen_pair(words[step % 4] >> 16) : words[step % 2 * 2 + 1];
         }
-        const float mine = lane % 4 == 0 ? total[0] : lane % 4 == 1 ? total[1] : lane % 4 == 2 ? total[2] : total[3];
-        scores[row * context + (size_t)(lane / 4 + 8 * (lane % 4))] = mine;
+}
+
+/* The queries of a read in shared memory, bf16: batches of 64 columns, in them for each step, for each eight columns, 8 x 8
+ * values twice. Column `head` of a row is its head, or zeros. The weights follow, scaled. */
+template <bool F8>
+static __device__ void stage_queries(uint4 *queries, float *weights, const ScoreRead &read, const IndexShape &shape) {
+    const int columns = divide_up(read.members * shape.columns, 8 * SCORE_TILES) * 8 * SCORE_TILES;
+    constexpr int OF = F8 ? 4 : 2;                  /* steps that a lane's 16 bytes go to */
+#pragma unroll 4
+    for (int i = (int)threadIdx.x; i < columns * (SCORE_WIDTH / 4); i += SCORE_THREADS) {
+        const int part = i % (SCORE_WIDTH / 4), column = i / (SCORE_WIDTH / 4);
+        const int row = column / shape.columns, head = column % shape.columns;
+        float4 x = {0, 0, 0, 0};
+        if (row < read.members && head < shape.heads && 4 * part < shape.head_dim)
+            x = *(const float4 *)(read.q + ((size_t)row * shape.heads + head) * shape.head_dim + 4 * part);
+        const int step = part / (4 * OF) * OF + part % OF, lane = part / OF % 4, tile = column / 8;
+        const int block = tile / SCORE_TILES * BATCH_QUERIES + (step * SCORE_TILES + tile % SCORE_TILES) * 16;
+        __nv_bfloat162 *to = (__nv_bfloat162 *)(queries + block + column % 8) + lane;
+        to[0] = __floats2bfloat162_rn(x.x, x.y);
+        to[32] = __floats2bfloat162_rn(x.z, x.w);
+    }
+    for (int i = (int)threadIdx.x; i < columns; i += SCORE_THREADS) {
+        const int row = i / shape.columns, head = i % shape.columns;
+        weights[i] = row < read.members && head < shape.heads ? read.head_weights[row * shape.heads + head] * shape.scale : 0;
     }
 }
 
-/* Any format, any width: a lane scores a key in f32, eight heads at a time. */
-static __device__ void plain_scores(float *scores, size_t context, const float *q, const float *head_weights, int members,
-                                    const uint8_t *keys, const IndexShape &shape) {
-    const uint8_t *key = keys + threadIdx.x % 32 * shape.format.stride;
-    for (int row = 0; row < members; row++, q += shape.heads * shape.head_dim, head_weights += shape.heads) {
-        float total = 0;
-        for (int first = 0; first < shape.heads; first += 8) {
-            float dots[8] = {};
-            for (int i = 0; i < shape.head_dim; i++) {
-                const float value = cached_value(key, shape.format, i);
+/* sums = keys (64 x 128) times 64 columns. */
+#if defined __CUDA_ARCH_FEAT_SM90_ALL
+#define FOUR(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
+#define SUMS(x) FOUR(x, 0), FOUR(x, 4), FOUR(x, 8), FOUR(x, 12), FOUR(x, 16), FOUR(x, 20), FOUR(x, 24), FOUR(x, 28)
+
+/* sums (+)= keys (64 x 16) times 64 columns, begun only. The 8 x 8 blocks of an instruction lie 128 bytes apart along a key, 256
+ * from column to column; so says its description of them. */
+template <int STEP>
+static __device__ inline void begin_step(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[4], uint32_t queries) {
+    asm volatile("{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %37, 0;\nmov.b64 b, {%36, %38};\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, b, add, 1, 1, 0;\n}"
+                 : SUMS(sums) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(queries + STEP * SCORE_TILES * 16),
+                   "n"(STEP), "n"(256 / 16));
+}
+
+static __device__ inline void multiply_keys(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[SCORE_STEPS][4],
+                                            const uint4 *queries) {
+    const uint32_t b = (uint32_t)__cvta_generic_to_shared(queries) / 16 | 128 / 16 << 16;
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    begin_step<0>(sums, a[0], b), begin_step<1>(sums, a[1], b), begin_step<2>(sums, a[2], b), begin_step<3>(sums, a[3], b);
+    begin_step<4>(sums, a[4], b), begin_step<5>(sums, a[5], b), begin_step<6>(sums, a[6], b), begin_step<7>(sums, a[7], b);
+    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" : SUMS(sums) : : "memory");
+}
+
+#else
+static __device__ inline void multiply_keys(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[SCORE_STEPS][4],
+                                            const uint4 *queries) {
+    const uint32_t *b = (const uint32_t *)queries + threadIdx.x % 32;
+#pragma unroll
+    for (int tile = 0; tile < SCORE_TILES; tile++) {
+        float *x = sums + 4 * tile;
+        x[0] = x[1] = x[2] = x[3] = 0;
+#pragma unroll
+        for (int step = 0; step < SCORE_STEPS; step++)
+            asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
+                : "r"(a[step][0]), "r"(a[step][1]), "r"(a[step][2]), "r"(a[step][3]),
+                  "r"(b[(step * SCORE_TILES + tile) * 64]), "r"(b[(step * SCORE_TILES + tile) * 64 + 32]));
+    }
+}
+
+#endif
+
+/* A NaN stays one. */
+static __device__ inline float relu(float x) {
+    float y;
+    asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* total += weight * relu(sum) over the lane's columns of TILES tiles, for either of its keys. */
+template <int TILES> static __device__ inline void weigh_heads(float (&total)[2], const float *sums, const float *weights) {
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+        const float2 weight = *(const float2 *)(weights + 8 * tile + 2 * ((int)threadIdx.x % 4));
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            total[i] = fmaf(weight.x, relu(sums[4 * tile + 2 * i]), total[i]);
+            total[i] = fmaf(weight.y, relu(sums[4 * tile + 2 * i + 1]), total[i]);
+        }
+    }
+}
+
+/* The sum over four lanes of a in lane 0 of them, of b in lane 1, of c in lane 2, of d in lane 3. */
+static __device__ inline float sum_lanes(float a, float b, float c, float d) {
+    const bool high = threadIdx.x & 2, odd = threadIdx.x & 1;
+    const float x = (high ? c : a) + __shfl_xor_sync(~0u, high ? a : c, 2);
+    const float y = (high ? d : b) + __shfl_xor_sync(~0u, high ? b : d, 2);
+    return (odd ? y : x) + __shfl_xor_sync(~0u, odd ? x : y, 1);
+}
+
+/* Scores of a page, 64 columns after the other. A row has TILES tiles of columns, or 8 and then more batches. */
+template <int TILES, bool F8>
+static __device__ inline void score_page(const ScoreRead &read, int page, const KeyPart<F8> &keys, const uint4 *queries,
+                                         const float *weights, const IndexShape &shape) {
+    constexpr int ROWS = SCORE_TILES / TILES;       /* of a batch */
+    const int lane = (int)threadIdx.x % 32, s = page * PAGE_ROWS + (int)threadIdx.x / 32 % 4 * 16 + lane / 4 + lane % 2 * 8;
+    const int columns = read.members * shape.columns;
+    const int of_row = TILES < SCORE_TILES ? 1 : shape.columns / (8 * SCORE_TILES);     /* batches */
+    uint32_t a[SCORE_STEPS][4];
+    float total[ROWS < 2 ? 2 : ROWS][2] = {};
+    widen_keys(a, keys);
+    for (int first = 0, part = 0, row = 0; first < columns; first += 8 * SCORE_TILES) {
+        float sums[4 * SCORE_TILES];
+        multiply_keys(sums, a, queries + first * (BATCH_QUERIES / (8 * SCORE_TILES)));
+#pragma unroll
+        for (int i = 0; i < ROWS; i++)
+            if (ROWS == 1 || row + i < read.members)
+                weigh_heads<TILES>(total[i], sums + 4 * TILES * i, weights + first + 8 * TILES * i);
+        if (++part < of_row) continue;
+#pragma unroll
+        for (int i = 0; i < ROWS && row + i < read.members; i += 2) {
+            const float score = sum_lanes(total[i][0], total[i][1], total[i + 1][0], total[i + 1][1]);
+            if (ROWS > 1 || lane % 4 < 2) read.put(row + i + lane / 2 % 2, s, score * keys.scale);
+            total[i][0] = total[i][1] = total[i + 1][0] = total[i + 1][1] = 0;
+        }
+        part = 0;
+        row += ROWS;
+    }
+}
+
+/* The warpgroups take pages in turn.  */
+template <int TILES, bool F8>
+static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float *weights, const KeyRing &ring,
+                                   const IndexShape &shape) {
+    constexpr int GROUPS = SCORE_THREADS / 128;
+    const int first = read.at + uniform((int)threadIdx.x / 128);
+    if (threadIdx.x % 128 == 0)
+        for (int turn = 0; turn < ring.depth; turn++) KeyRing::open(ring.arrived + turn);
+    see_shared_writes();
+    __syncthreads();
+    for (int turn = 0; turn < ring.depth; turn++)
+        if (first + turn * GROUPS < read.stop) ring.begin(turn, read.page(read.id(first + turn * GROUPS), shape));
+    int id = read.id(first + ring.depth * GROUPS);
+    stage_queries<F8>(queries, weights, read, shape);
+    see_shared_writes();
+    __syncthreads();
+    for (int page = first, turn = 0, round = 0; page < read.stop; page += GROUPS) {
+        KeyPart<F8> keys;
+        ring.await(turn, round);
+        take_keys(keys, ring.place(turn), shape);
+        group_barrier();
+        const int next = page + ring.depth * GROUPS;
+        if (next < read.stop) ring.begin(turn, read.page(id, shape));
+        id = read.id(next + GROUPS);
+        score_page<TILES>(read, page, keys, queries, weights, shape);
+        if (++turn == ring.depth) turn = 0, round++;
+    }
+}
+
+/* ---- any format, any width: a lane scores a key in f32, eight heads at a time */
+
+static __device__ void score_plainly(const ScoreRead &read, const IndexShape &shape) {
+    for (int tile = 2 * read.at + (int)threadIdx.x / 32; tile < 2 * read.stop; tile += SCORE_THREADS / 32) {
+        const int s = 32 * tile + (int)threadIdx.x % 32;
+        const uint8_t *key = read.page(read.id(tile / 2), shape) + (size_t)(s % PAGE_ROWS) * shape.format.stride;
+        const float *q = read.q, *head_weights = read.head_weights;
+        for (int row = 0; row < read.members; row++, q += shape.heads * shape.head_dim, head_weights += shape.heads) {
+            float total = 0;
+            for (int first = 0; first < shape.heads; first += 8) {
+                float dots[8] = {};
+                for (int i = 0; i < shape.head_dim; i++) {
+                    const float value = cached_value(key, shape.format, i);
+#pragma unroll
+                    for (int h = 0; h < 8; h++)
+                        if (first + h < shape.heads) dots[h] = fmaf(q[(first + h) * shape.head_dim + i], value, dots[h]);
+                }
 #pragma unroll
                 for (int h = 0; h < 8; h++)
-                    if (first + h < shape.heads) dots[h] = fmaf(q[(first + h) * shape.head_dim + i], value, dots[h]);
+                    if (first + h < shape.heads) total = fmaf(head_weights[first + h] * shape.scale, relu(dots[h]), total);
             }
-#pragma unroll
-            for (int h = 0; h < 8; h++)
-                if (first + h < shape.heads)
-                    total = fmaf(head_weights[first + h] * shape.scale, dots[h] < 0 ? 0 : dots[h], total);
+            read.put(row, s, total);
         }
-        scores[row * context + threadIdx.x % 32] = total;
     }
 }
 
-/* Every block takes an equal part of all tiles, which may span several reads, and its warps take tiles in turn. scores:
- * [n_rows, context]; those behind a row's own position mean nothing. */
-template <bool TENSOR> static __global__ void __launch_bounds__(SCORE_THREADS, 1)
+/* What the block has counted, to what all have. */
+static __device__ void add_bins(const int *bins, int first_row, int members) {
+    __syncthreads();
+    for (int i = (int)threadIdx.x; i < members * BINS; i += SCORE_THREADS)
+        if (bins[i]) atomicAdd(&score_bins[first_row + i / BINS][i % BINS], bins[i]);
+    __syncthreads();
+}
+
+/* Every block takes an equal part of all pages, which may span several reads. scores: [n_rows, context]; those behind a row's own
+ * position are not written. TILES: of 8 columns to a row's heads; 0: not on the tensor cores. room: bytes of shared memory for
+ * what a read needs there: queries, weights, counts, and pages on their way in the rest. */
+template <int TILES, bool F8> static __global__ void __launch_bounds__(SCORE_THREADS, 1)
 index_scores(float *scores, const float *q, const float *head_weights, const uint8_t *keys, const DevicePage *pages,
-             const Row *rows, int n_rows, const __grid_constant__ IndexShape shape) {
-    extern __shared__ uint4 queries[];
+             const Row *rows, int n_rows, const __grid_constant__ IndexShape shape, int room) {
+    extern __shared__ uint4 shared[];
     __shared__ ScorePlan plan;
-    const size_t context = (size_t)shape.context_pages * PAGE_ROWS, dims = (size_t)shape.heads * shape.head_dim;
-    float *weights = (float *)(queries + shape.together * divide_up(shape.heads, 8) * HEAD_TILE);
+    __shared__ uint64_t arrived[SCORE_THREADS / 128][MAX_DEPTH];
+    const int context = shape.context_pages * PAGE_ROWS;
+    let_select_start();
+    await_inputs();
     make_plan(plan, rows, n_rows, shape);
-    const int64_t all = plan.ends[SCORE_ROWS - 1];
+    const int64_t all = uniform(plan.ends[n_rows - 1]);
     const int end = (int)(all * (blockIdx.x + 1) / gridDim.x);
     for (int at = (int)(all * blockIdx.x / gridDim.x), stop; at < end; at = stop) {
-        const int r = __syncthreads_count(plan.ends[threadIdx.x] <= at);        /* whose read it is; and the last one is over */
-        const int begin = r ? plan.ends[r - 1] : 0, members = plan.members[r];
-        stop = min(end, plan.ends[r]);
-        const DevicePage *table = pages + (size_t)plan.session[r] * shape.context_pages;
-        auto keys_of = [=, &shape](int tile) {
-            int first = (tile - begin) * SCORE_KEYS;
-            return keys + ((size_t)table[first / PAGE_ROWS].id * PAGE_ROWS + first % PAGE_ROWS) * shape.format.stride;
-        };
-        const float *row_q = q + r * dims, *row_weights = head_weights + (size_t)r * shape.heads;
-        float *out = scores + r * context - (size_t)begin * SCORE_KEYS;
-        int tile = at + (int)threadIdx.x / 32;
-        if constexpr (TENSOR) {
-            KeyTile loaded;
-            if (tile < stop) load_keys(loaded, keys_of(tile), shape);           /* on its way while the queries are staged */
-            stage_queries(queries, weights, row_q, row_weights, members, shape);
+        const int r = uniform(read_at(plan, n_rows, at)), begin = uniform(r ? plan.ends[r - 1] : 0);
+        const int members = uniform(plan.members[r]);
+        stop = min(end, uniform(plan.ends[r]));
+        const int batches = TILES ? divide_up(members * shape.columns, 8 * SCORE_TILES) : 0;
+        uint4 *queries = shared;
+        float *weights = (float *)(queries + batches * BATCH_QUERIES);
+        int *bins = (int *)(weights + batches * 8 * SCORE_TILES);
+        const ScoreRead read = {keys, pages + (size_t)plan.session[r] * shape.context_pages, at - begin, stop - begin, members,
+                                q + (size_t)r * shape.heads * shape.head_dim, head_weights + (size_t)r * shape.heads,
+                                scores + (size_t)r * context, context, plan.last + r, bins};
+        for (int i = (int)threadIdx.x; i < members * BINS; i += SCORE_THREADS) bins[i] = 0;
+        if constexpr (TILES) {
+            const int page_bytes = PAGE_ROWS * (int)shape.format.stride, group = uniform((int)threadIdx.x / 128);
+            uint8_t *places = (uint8_t *)(bins + members * BINS);
+            const int left = room - (int)(places - (uint8_t *)shared);
+            const int depth = max(1, min(min(MAX_DEPTH, RING_BYTES / page_bytes), left / page_bytes / (SCORE_THREADS / 128)));
+            const KeyRing ring = {places + group * depth * page_bytes, arrived[group], depth, page_bytes};
+            score_pages<TILES, F8>(read, queries, weights, ring, shape);
+        } else {
             __syncthreads();
-            while (tile < stop) {
-                tensor_scores(out + (size_t)tile * SCORE_KEYS, context, queries, weights, members, loaded, shape);
-                tile += SCORE_THREADS / 32;
-                if (tile < stop) load_keys(loaded, keys_of(tile), shape);
-            }
-        } else for (; tile < stop; tile += SCORE_THREADS / 32)
-            plain_scores(out + (size_t)tile * SCORE_KEYS, context, row_q, row_weights, members, keys_of(tile), shape);
+            score_plainly(read, shape);
+        }
+        add_bins(bins, r, members);
     }
 }
 
 /* ---- the k best
  *
- * A cluster of blocks takes a row, and each warp a span of its positions; histograms and counts of the others are read through
- * distributed shared memory. Before Hopper one block takes a row.
+ * A cluster of blocks takes a row, and each warp a part of its positions. The k-th key is found 11 bits at a time. The first are
+ * what index_scores has counted, so that the scores are read once: what may be among the best goes to a list of the warp, in
+ * ascending order, and all that follows looks at the lists. A warp whose list is too short (many equal scores) reads its scores
+ * again instead. Blocks of a cluster add what they count in each other's shared memory. Before Hopper one block takes a row.
  */
 
 enum {
-    SELECT_THREADS = 1024,
+    SELECT_THREADS = 512,           /* two blocks to a processor */
     SELECT_WARPS = SELECT_THREADS / 32,
     SELECT_STEP = 128,              /* positions a warp visits at a time, four to a lane */
-    BINS = 2048,
-    MAX_SPLIT = 8,                  /* blocks of a row: the largest cluster every Hopper has */
+    SELECT_SPAN = 4096,             /* positions of a block for which another one is worth its while */
+    WIDE_SPAN = 8192,               /* the same from eight blocks on */
+    LIST_LENGTH = 768,              /* of a warp */
+    LIST_BYTES = SELECT_WARPS * LIST_LENGTH * (int)(sizeof(uint32_t) + sizeof(uint16_t)),
+};
+
+struct SelectShared {
+    int mine[BINS];                 /* counts of this block */
+    int all[2][BINS];               /* counts of the cluster, of the second bits and the third; a block adds up a part of them */
+    int sums[SELECT_WARPS];
+    int2 counts[SELECT_WARPS];      /* of each warp: keys above the threshold, and at it */
+    int2 total;                     /* of the block */
+    int bin, wanted;                /* where the k-th key lies, and its rank within the bin */
 };
 
 #if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
 static __device__ inline int cluster_rank(void) { int x; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(x)); return x; }
 static __device__ inline int cluster_size(void) { int x; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(x)); return x; }
-static __device__ inline void cluster_wait(void) {
-    asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
-}
+static __device__ inline void cluster_arrive(void) { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
+static __device__ inline void cluster_wait(void) { asm volatile("barrier.cluster.wait;" ::: "memory"); }
 
-/* Two ints of a shared variable of block `rank`. */
+/* The same variable in the shared memory of block `rank`. */
+static __device__ inline uint32_t cluster_address(const void *shared, int rank) {
+    uint32_t address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"((uint32_t)__cvta_generic_to_shared(shared)), "r"(rank));
+    return address;
+}
+static __device__ inline void cluster_add(int *shared, int rank, int x) {
+    asm volatile("red.shared::cluster.add.u32 [%0], %1;" : : "r"(cluster_address(shared, rank)), "r"(x) : "memory");
+}
+static __device__ inline int4 cluster_read(const int4 *shared, int rank) {
+    int4 x;
+    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(cluster_address(shared, rank)) : "memory");
+    return x;
+}
 static __device__ inline int2 cluster_read(const int2 *shared, int rank) {
-    uint32_t address = (uint32_t)__cvta_generic_to_shared(shared);
     int2 x;
-    asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %2, %3; ld.shared::cluster.v2.u32 {%0, %1}, [there]; }"
-                 : "=r"(x.x), "=r"(x.y) : "r"(address), "r"(rank) : "memory");
+    asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(x.x), "=r"(x.y) : "r"(cluster_address(shared, rank)) : "memory");
     return x;
 }
 #else
 static __device__ inline int cluster_rank(void) { return 0; }
 static __device__ inline int cluster_size(void) { return 1; }
+static __device__ inline void cluster_arrive(void) {}
 static __device__ inline void cluster_wait(void) { __syncthreads(); }
-static __device__ inline int2 cluster_read(const int2 *shared, int) { return *shared; }
+static __device__ inline void cluster_add(int *shared, int, int x) { atomicAdd(shared, x); }
+template <typename T> static __device__ inline T cluster_read(const T *shared, int) { return *shared; }
 #endif
 
-/* A key whose unsigned order is the scores' order; -0 counts as 0, and NaN is below everything. No score has the key 0. */
-static __device__ inline uint32_t sortable(float score) {
-    uint32_t bits = __float_as_uint(score + 0.0f);
-    return score != score ? 1 : bits & 0x80000000 ? ~bits : bits | 0x80000000;
-}
+/* What a warp still has to look at: a list, or all its positions. */
+struct Candidates {
+    const float *scores;            /* of the row */
+    uint32_t *keys;                 /* [LIST_LENGTH] ascending positions */
+    uint16_t *places;               /* behind the first */
+    int first, last;                /* the warp's positions */
+    int n;                          /* of the list, or positions */
+    bool listed;
 
-/* Keys of positions s + SELECT_STEP j + 0 .. 3, all of them asked for before the first is used; 0 from `last` on. */
-template <int N> static __device__ inline void load_scores(uint32_t (&key)[4 * N], const float *scores, int s, int last) {
-    float4 x[N] = {};
-#pragma unroll
-    for (int j = 0; j < N; j++)
-        if (s + SELECT_STEP * j < last) x[j] = *(const float4 *)(scores + s + SELECT_STEP * j);
-#pragma unroll
-    for (int j = 0; j < N; j++) {
-        const int left = last - s - SELECT_STEP * j;
-        key[4 * j] = left > 0 ? sortable(x[j].x) : 0;
-        key[4 * j + 1] = left > 1 ? sortable(x[j].y) : 0;
-        key[4 * j + 2] = left > 2 ? sortable(x[j].z) : 0;
-        key[4 * j + 3] = left > 3 ? sortable(x[j].w) : 0;
-    }
-}
-
-struct SelectShared {
-    int histogram[3 * BINS];        /* of each radix step */
-    int sums[SELECT_WARPS];
-    int2 counts[SELECT_WARPS];      /* of each warp: positions above the threshold, and at it */
-    int2 total;                     /* of the block */
-    int bin, wanted;                /* where the k-th key lies, and its rank within the bin */
+    __device__ uint32_t key(int i) const { return i >= n ? 0 : listed ? keys[i] : sortable(scores[first + i]); }
+    __device__ int position(int i) const { return first + (listed ? places[i] : i); }
 };
 
-/* Finds the bin of the wanted-th highest key in the sum of the cluster's histograms. Each thread takes two bins, the highest
- * first. */
-static __device__ void find_bin(SelectShared &shared, const int *histogram, int wanted) {
-    const int thread = (int)threadIdx.x, high = BINS - 1 - 2 * thread;
-    int2 count = {0, 0};
-    const int size = cluster_size();
-#pragma unroll 4
-    for (int rank = 0; rank < size; rank++) {
-        int2 part = cluster_read((const int2 *)(histogram + high - 1), rank);
-        count.x += part.x;
-        count.y += part.y;
-    }
-    int sum = warp_prefix_sum(count.x + count.y);
-    if (thread % 32 == 31) shared.sums[thread / 32] = sum;
-    __syncthreads();
-    int before = warp_prefix_sum(shared.sums[thread % 32]) - shared.sums[thread % 32];
-    sum += __shfl_sync(~0u, before, thread / 32);
-    before = sum - count.x - count.y;
-    if (before < wanted && wanted <= sum) {
-        bool first = wanted <= before + count.y;
-        shared.bin = first ? high : high - 1;
-        shared.wanted = wanted - before - (first ? 0 : count.y);
-    }
-    __syncthreads();
-}
+/* Each thread's four bins: those behind the bins of lower threads, the highest bin first. */
+static __device__ inline int my_bins(void) { return BINS - 4 - 4 * (int)threadIdx.x; }
 
-/* How many keys of positions [first, last) are above the threshold, and at it. */
-static __device__ int2 count_span(const float *scores, int first, int last, uint32_t threshold) {
-    int2 count = {0, 0};
-    for (int s = first + 4 * ((int)threadIdx.x % 32); s < last; s += 4 * SELECT_STEP) {
-        uint32_t key[16];
-        load_scores<4>(key, scores, s, last);
+/* Finds the bin of the wanted-th highest key; count: of the thread's bins. */
+static __device__ void find_bin(SelectShared &shared, int4 count, int wanted) {
+    const int thread = (int)threadIdx.x, lane = thread % 32, warp = thread / 32, mine = count.x + count.y + count.z + count.w;
+    const int of_warp = (int)__reduce_add_sync(~0u, (unsigned)mine);
+    if (lane == 0) shared.sums[warp] = of_warp;
+    __syncthreads();
+    const int before = (int)__reduce_add_sync(~0u, lane < warp ? (unsigned)shared.sums[lane % SELECT_WARPS] : 0);
+    if (before < wanted && wanted <= before + of_warp) {    /* the same for the whole warp */
+        const int counts[4] = {count.w, count.z, count.y, count.x};
+        int rank = wanted - before - warp_prefix_sum(mine) + mine;
+        if (0 < rank && rank <= mine)
 #pragma unroll
-        for (int i = 0; i < 16; i++) count.x += key[i] > threshold, count.y += key[i] == threshold;
+            for (int i = 0; i < 4; rank -= counts[i++])
+                if (0 < rank && rank <= counts[i]) {
+                    shared.bin = my_bins() + 3 - i;
+                    shared.wanted = rank;
+                }
     }
-    count.x = (int)__reduce_add_sync(~0u, (unsigned)count.x);
-    count.y = (int)__reduce_add_sync(~0u, (unsigned)count.y);
-    return count;
+    __syncthreads();
 }
 
-/* Writes the selected positions of [first, last). before: keys above the threshold and at it, ahead of the span. */
-static __device__ void collect_span(int *ids, const float *scores, int first, int last, uint32_t threshold, int wanted,
-                                    int2 before) {
+/* The thread's bins of what all blocks of the cluster have counted. Each block adds up a part of the bins. */
+static __device__ int4 share_bins(SelectShared &shared, int *all) {
+    const int split = cluster_size(), owner = (int)threadIdx.x / (SELECT_THREADS / split);
+    int4 *mine = (int4 *)(shared.mine + my_bins());
+    __syncthreads();
+    const int4 count = *mine;
+    *mine = {0, 0, 0, 0};
+    if (split == 1) return count;
+    const int counts[4] = {count.x, count.y, count.z, count.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (counts[i]) cluster_add(all + my_bins() + i, owner, counts[i]);
+    cluster_arrive();
+    cluster_wait();
+    return cluster_read((const int4 *)(all + my_bins()), owner);
+}
+
+/* The lowest score of a bin: none below it is in that bin or above. Where bits are no number, nothing can be left out. */
+static __device__ inline float lowest_score(int bin) {
+    const uint32_t key = (uint32_t)bin << 21;
+    return __uint_as_float(key & 0x80000000 ? key & 0x7fffffff : ~key);
+}
+
+/* Lists what is in the bin or above, as scores for the time being. */
+static __device__ void list_candidates(Candidates &list, int bin) {
     const int lane = (int)threadIdx.x % 32;
-    for (int base = first; base < last; base += SELECT_STEP) {
-        const int s = base + 4 * lane;
-        uint32_t key[4];
-        int above = 0, equal = 0;
-        load_scores<1>(key, scores, s, last);
+    const uint32_t below = (1u << lane) - 1;
+    const float lowest = lowest_score(bin);
+    int n = 0;
+    for (int base = list.first; base < list.last; base += 4 * SELECT_STEP) {
+        float4 x[4] = {};
 #pragma unroll
-        for (int i = 0; i < 4; i++) above += key[i] > threshold, equal += key[i] == threshold;
-        if (!__any_sync(~0u, above + equal)) continue;
-        int sum = warp_prefix_sum(above | equal << 16), all = __shfl_sync(~0u, sum, 31);
-        above = before.x + (sum & 0xffff) - above;
-        equal = before.y + (sum >> 16) - equal;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if (key[i] > threshold) ids[above++ + min(equal, wanted)] = s + i;
-            else if (key[i] == threshold && equal++ < wanted) ids[above + equal - 1] = s + i;
+        for (int j = 0; j < 4; j++) {
+            const int s = base + SELECT_STEP * j + 4 * lane;
+            if (s < list.last) x[j] = __ldcg((const float4 *)(list.scores + s));
         }
-        before.x += all & 0xffff;
-        before.y += all >> 16;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int s = base + SELECT_STEP * j + 4 * lane, left = list.last - s;
+            const float score[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
+            bool taken[4];
+            int at = n;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                taken[i] = i < left && !(score[i] < lowest);
+                const uint32_t votes = __ballot_sync(~0u, taken[i]);
+                at += __popc(votes & below);
+                n += __popc(votes);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; at += taken[i++])
+                if (taken[i] && at < LIST_LENGTH) {
+                    list.keys[at] = __float_as_uint(score[i]);
+                    list.places[at] = (uint16_t)(s + i - list.first);
+                }
+        }
+    }
+    list.listed = n <= LIST_LENGTH && list.last - list.first <= 1 << 16;
+    list.n = list.listed ? n : list.last - list.first;
+    __syncwarp();
+}
+
+/* Counts the second bits of what is in the bin; the list has keys from now on. */
+static __device__ void count_second_bits(int *bins, const Candidates &list, uint32_t bin) {
+#pragma unroll 2
+    for (int i = (int)threadIdx.x % 32; i < list.n; i += 32) {
+        const uint32_t key = sortable(list.listed ? __uint_as_float(list.keys[i]) : list.scores[list.first + i]);
+        if (key >> 21 == bin) atomicAdd(&bins[key >> 10 & (BINS - 1)], 1);
+        if (list.listed) list.keys[i] = key;
     }
 }
 
-/* The k-th highest key of the row; shared.wanted keys equal to it are selected. */
-static __device__ uint32_t find_threshold(SelectShared &shared, const float *scores, int first, int last, int k) {
-    uint32_t threshold = 0, known = 0;
-    for (int i = (int)threadIdx.x; i < 3 * BINS; i += SELECT_THREADS) shared.histogram[i] = 0;
+/* The k-th highest key of the row; shared.wanted keys equal to it are selected. bins: of the first bits, which it zeroes. */
+static __device__ uint32_t find_threshold(SelectShared &shared, Candidates &list, int *bins, int k) {
+    const int lane = (int)threadIdx.x % 32;
+    int4 *first_bits = (int4 *)(bins + my_bins());
+    find_bin(shared, __ldcg(first_bits), k);
+    uint32_t threshold = (uint32_t)shared.bin;
+    list_candidates(list, (int)threshold);
+    count_second_bits(shared.mine, list, threshold);
+    find_bin(shared, share_bins(shared, shared.all[0]), shared.wanted);
+    if (cluster_rank() == 0) *first_bits = {0, 0, 0, 0};
+    threshold = threshold << 11 | (uint32_t)shared.bin;
+#pragma unroll 4
+    for (int i = lane; i < list.n; i += 32) {
+        const uint32_t key = list.key(i);
+        if (key >> 10 == threshold) atomicAdd(&shared.mine[key & (BINS / 2 - 1)], 1);
+    }
+    find_bin(shared, share_bins(shared, shared.all[1]), shared.wanted);
+    return threshold << 10 | (uint32_t)shared.bin;
+}
+
+/* How many of the warp's keys are above the threshold, and at it. */
+static __device__ int2 count_candidates(const Candidates &list, uint32_t threshold) {
+    int2 count = {0, 0};
+#pragma unroll 4
+    for (int i = (int)threadIdx.x % 32; i < list.n; i += 32) {
+        const uint32_t key = list.key(i);
+        count.x += key > threshold;
+        count.y += key == threshold;
+    }
+    return {(int)__reduce_add_sync(~0u, (unsigned)count.x), (int)__reduce_add_sync(~0u, (unsigned)count.y)};
+}
+
+/* Writes the warp's selected positions. before: keys above the threshold and at it, ahead of the warp's. */
+static __device__ void collect(int *ids, const Candidates &list, uint32_t threshold, int wanted, int2 before) {
+    const int lane = (int)threadIdx.x % 32;
+    const uint32_t below = (1u << lane) - 1;
+    for (int base = 0; base < list.n; base += 32) {
+        const int i = base + lane;
+        const uint32_t key = list.key(i);
+        const uint32_t above = __ballot_sync(~0u, key > threshold), equal = __ballot_sync(~0u, key == threshold);
+        const int higher = before.x + __popc(above & below), same = before.y + __popc(equal & below);
+        if (key > threshold || (key == threshold && same < wanted)) ids[higher + min(same, wanted)] = list.position(i);
+        before.x += __popc(above);
+        before.y += __popc(equal);
+    }
+}
+
+/* How many keys of the row are above the threshold, and at it, ahead of the warp's own `count`. The last of its barriers is left
+ * for later. */
+static __device__ int2 count_before(SelectShared &shared, int2 count) {
+    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
+    if (lane == 0) shared.counts[warp] = count;
     __syncthreads();
-    for (int step = 0, wanted = k; step < 3; step++, wanted = shared.wanted) {
-        const int shift = step == 0 ? 21 : step == 1 ? 10 : 0;
-        int *histogram = shared.histogram + step * BINS;
-        const uint32_t mask = step == 2 ? BINS / 2 - 1 : BINS - 1;
-        for (int s = first + 4 * ((int)threadIdx.x % 32); s < last; s += 4 * SELECT_STEP) {
-            uint32_t key[16];
-            load_scores<4>(key, scores, s, last);
-#pragma unroll
-            for (int i = 0; i < 16; i++)
-                if ((key[i] & known) == threshold) atomicAdd(&histogram[key[i] >> shift & mask], 1);
-        }
-        cluster_wait();
-        find_bin(shared, histogram, wanted);
-        threshold |= (uint32_t)shared.bin << shift;
-        known |= mask << shift;
-    }
-    return threshold;
+    const int2 of_lane = lane < SELECT_WARPS ? shared.counts[lane] : int2{0, 0};
+    const int above_here = (int)__reduce_add_sync(~0u, (unsigned)of_lane.x);
+    const int equal_here = (int)__reduce_add_sync(~0u, (unsigned)of_lane.y);
+    if (threadIdx.x == 0) shared.total = {above_here, equal_here};
+    cluster_arrive();
+    cluster_wait();
+    const int2 of_rank = lane < cluster_rank() ? cluster_read(&shared.total, lane) : int2{0, 0};
+    const int above = of_rank.x + (lane < warp ? of_lane.x : 0), equal = of_rank.y + (lane < warp ? of_lane.y : 0);
+    cluster_arrive();                               /* nothing more is read from other blocks */
+    return {(int)__reduce_add_sync(~0u, (unsigned)above), (int)__reduce_add_sync(~0u, (unsigned)equal)};
 }
 
-static __global__ void __launch_bounds__(SELECT_THREADS)
+static __global__ void __launch_bounds__(SELECT_THREADS, 2)
 select_top(int *ids, int *counts, int capacity, const float *scores, size_t context, const Row *rows) {
+    extern __shared__ uint32_t lists[];
     __shared__ SelectShared shared;
-    const int split = cluster_size(), rank = cluster_rank(), r = (int)blockIdx.x / split, visible = rows[r].position + 1;
-    const int thread = (int)threadIdx.x, lane = thread % 32, warp = thread / 32, k = min(visible, capacity);
+    const int split = cluster_size(), rank = cluster_rank(), r = (int)blockIdx.x / split;
+    const int thread = (int)threadIdx.x, warp = thread / 32;
+    for (int i = thread; i < 3 * BINS; i += SELECT_THREADS) shared.mine[i] = 0;     /* and `all` behind it */
+    cluster_arrive();
+    await_inputs();
+    const int visible = rows[r].position + 1, k = min(visible, capacity);
     ids += (size_t)r * capacity;
-    scores += r * context;
+    cluster_wait();
     if (rank == 0 && thread == 0) counts[r] = k;
     if (visible <= capacity) {                      /* while everything fits, the selection is the whole history */
         for (int i = rank * SELECT_THREADS + thread; i < capacity; i += split * SELECT_THREADS) ids[i] = i < k ? i : -1;
         return;
     }
-    const int span = divide_up(visible, split * SELECT_WARPS * SELECT_STEP) * SELECT_STEP;
-    const int first = min((rank * SELECT_WARPS + warp) * span, visible), last = min(first + span, visible);
-    const uint32_t threshold = find_threshold(shared, scores, first, last, k);
-    const int2 count = count_span(scores, first, last, threshold);
-    if (lane == 0) shared.counts[warp] = count;
-    __syncthreads();
-    int2 before = {warp_prefix_sum(shared.counts[lane].x), warp_prefix_sum(shared.counts[lane].y)};
-    if (thread == 31) shared.total = before;
-    before = {__shfl_sync(~0u, before.x, warp) - count.x, __shfl_sync(~0u, before.y, warp) - count.y};
-    cluster_wait();
-    for (int i = 0; i < rank; i++) {
-        int2 total = cluster_read(&shared.total, i);
-        before.x += total.x;
-        before.y += total.y;
-    }
-    collect_span(ids, scores, first, last, threshold, shared.wanted, before);
+    const int part = divide_up(visible, split * SELECT_WARPS * SELECT_STEP) * SELECT_STEP;
+    const int first = min((rank * SELECT_WARPS + warp) * part, visible);
+    uint16_t *places = (uint16_t *)(lists + SELECT_WARPS * LIST_LENGTH) + warp * LIST_LENGTH;
+    Candidates list = {scores + r * context, lists + warp * LIST_LENGTH, places, first, min(first + part, visible), 0, true};
+    const uint32_t threshold = find_threshold(shared, list, score_bins[r], k);
+    const int2 before = count_before(shared, count_candidates(list, threshold));
+    collect(ids, list, threshold, shared.wanted, before);
     cluster_wait();                                 /* a block's shared memory lives until everyone has read it */
 }
 
-/* Blocks of a row: as many as keep the processors busy. */
-static void launch_select(int *ids, int *counts, int capacity, const float *scores, int context, const Row *rows, int n_rows) {
-    int split = gpu.major >= 9 ? MAX_SPLIT : 1;
-    while (split > 1 && (split * n_rows > gpu.multiprocessors || context < split * SELECT_THREADS)) split /= 2;
+/* The largest cluster that the device has room for. */
+static int largest_split(void) {
+    static int largest;
     cudaLaunchAttribute cluster = {};
+    cudaLaunchConfig_t config = {};
+    if (largest) return largest;
+    config.blockDim = dim3(SELECT_THREADS);
+    config.dynamicSmemBytes = LIST_BYTES;
+    config.attrs = &cluster;
+    config.numAttrs = 1;
     cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = (unsigned)split;
-    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    for (int size = gpu.major >= 9 ? 16 : 1; !largest; size /= 2) {
+        int clusters = 0;
+        config.gridDim = dim3((unsigned)size);
+        cluster.val.clusterDim.x = (unsigned)size;
+        cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+        if (size > 1 && cudaOccupancyMaxActiveClusters(&clusters, select_top, &config) != cudaSuccess) clusters = 0;
+        if (size == 1 || clusters) largest = size;
+    }
+    cudaGetLastError();                             /* a size that it cannot have */
+    return largest;
+}
+
+/* Blocks of a row: as many as keep the processors busy; more than eight where each still has much to do. */
+static void launch_select(int *ids, int *counts, int capacity, const float *scores, int context, const Row *rows, int n_rows) {
+    CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeMaxDynamicSharedMemorySize, LIST_BYTES));
+    if (gpu.major >= 9) CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+    int split = 1;
+    while (2 * split <= largest_split() && split * n_rows <= gpu.multiprocessors &&
+           context > split * (split < 8 ? SELECT_SPAN : WIDE_SPAN))
+        split *= 2;
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.x = (unsigned)split;
+    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)(split * n_rows));
     config.blockDim = dim3(SELECT_THREADS);
+    config.dynamicSmemBytes = LIST_BYTES;
     config.stream = gpu.stream;
-    config.attrs = &cluster;
-    config.numAttrs = split > 1;
+    config.attrs = attributes;
+    config.numAttrs = gpu.major >= 9 ? 2 : 0;
     CUDA(cudaLaunchKernelEx(&config, select_top, ids, counts, capacity, scores, (size_t)context, rows));
+}
+
+static bool is_e4m3(const RowFormat &format) { return format.dtype == KV_F8 && format.quantised; }
+
+/* Whether the tensor cores can take the keys: whole 16 bytes of bf16, or of e4m3 with one scale. */
+static bool suits_tensor_cores(const IndexShape &shape) {
+    const RowFormat &format = shape.format;
+    if (format.dtype == KV_F32 || shape.head_dim > SCORE_WIDTH || shape.columns > SCORE_COLUMNS) return false;
+    if (!is_e4m3(format)) return shape.head_dim % 8 == 0;
+    return shape.head_dim % 16 == 0 && format.quantised == shape.head_dim && format.group >= shape.head_dim;
+}
+
+/* Bytes of shared memory for the longest read, with a page to each warpgroup. */
+static int room_of_read(const IndexShape &shape) {
+    const int batches = divide_up(shape.together * shape.columns, 8 * SCORE_TILES);
+    const int batch_bytes = BATCH_QUERIES * (int)sizeof(uint4) + 8 * SCORE_TILES * (int)sizeof(float);
+    const int page_bytes = PAGE_ROWS * (int)shape.format.stride;
+    return batches * batch_bytes + shape.together * BINS * (int)sizeof(int) + SCORE_THREADS / 128 * page_bytes;
+}
+
+/* The kernel for the tiles of a row's heads, and for the keys' format. */
+template <bool F8> static auto scores_kernel(int columns) {
+    return columns == 8    ? index_scores<1, F8>
+           : columns == 16 ? index_scores<2, F8>
+           : columns == 32 ? index_scores<4, F8>
+                           : index_scores<8, F8>;
+}
+
+/* Columns of a row: 8, 16, 32 or whole 64. */
+static int columns_of(int heads) {
+    int columns = 8;
+    if (heads > 64) return divide_up(heads, 64) * 64;
+    while (columns < heads) columns *= 2;
+    return columns;
 }
 
 static void launch_scores(float *scores, const float *q, const float *head_weights, const uint8_t *keys, const DevicePage *pages,
                           const Row *rows, int n_rows, IndexShape shape) {
-    const int row_bytes = divide_up(shape.heads, 8) * 8 * (int)(SCORE_WIDTH * sizeof(__nv_bfloat16));
-    const bool tensor = shape.format.dtype == KV_BF16 && shape.head_dim % 8 == 0 && shape.head_dim <= SCORE_WIDTH &&
-                        row_bytes <= QUERY_BYTES;
-    shape.together = min(min(n_rows, SHARED_QUERIES), tensor ? QUERY_BYTES / row_bytes : SHARED_QUERIES);
-    size_t shared = tensor ? (size_t)shape.together * (size_t)(row_bytes + divide_up(shape.heads, 8) * 8 * 4) : 0;
-    auto kernel = tensor ? index_scores<true> : index_scores<false>;
-    allow_shared(kernel, shared);
-    kernel<<<gpu.multiprocessors, SCORE_THREADS, shared, gpu.stream>>>(scores, q, head_weights, keys, pages, rows, n_rows, shape);
-    LAUNCHED();
+    const int room = (int)gpu.shared_per_block - (int)sizeof(ScorePlan) - SCORE_THREADS / 128 * MAX_DEPTH * (int)sizeof(uint64_t);
+    shape.columns = columns_of(shape.heads);
+    shape.together = min(min(n_rows, SHARED_QUERIES), max(SCORE_COLUMNS / shape.columns, 1));
+    while (shape.together > 1 && room_of_read(shape) > room) shape.together--;
+    const bool tensor = suits_tensor_cores(shape) && room_of_read(shape) <= room;
+    auto kernel = !tensor                  ? index_scores<0, false>
+                  : is_e4m3(shape.format) ? scores_kernel<true>(shape.columns)
+                                           : scores_kernel<false>(shape.columns);
+    CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room));
+    cudaLaunchAttribute attributes[1] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)gpu.multiprocessors);
+    config.blockDim = dim3(SCORE_THREADS);
+    config.dynamicSmemBytes = (size_t)room;
+    config.stream = gpu.stream;
+    config.attrs = attributes;
+    config.numAttrs = gpu.major >= 9 ? 1 : 0;
+    CUDA(cudaLaunchKernelEx(&config, kernel, scores, q, head_weights, keys, pages, rows, n_rows, shape, room));
 }
 
 static void index_select(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
                          const RowFormat *format, const DevicePage *pages, int context_pages, int heads, int head_dim,
                          const Row *rows, int n_rows, float *scratch, int scratch_rows) {
     const int context = context_pages * PAGE_ROWS, capacity = selection->capacity;
-    const IndexShape shape = {*format, context_pages, heads, head_dim, capacity, 1, 1 / sqrtf((float)head_dim * (float)heads)};
+    const IndexShape shape = {*format, context_pages, heads, head_dim, capacity, 0, 0, 1 / sqrtf((float)head_dim * (float)heads)};
     for (int begin = 0, n; begin < n_rows; begin += n) {
         n = min(min(n_rows - begin, scratch_rows), SCORE_ROWS);
         if (capacity < context)

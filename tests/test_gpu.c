@@ -819,6 +819,7 @@ typedef struct IndexCase {
     int heads, dim, context_pages, sessions, capacity, n_rows;
     KvDtype dtype;
     bool whole;                 /* small whole numbers, so that every sum is exact and many scores are equal */
+    bool plain;                 /* F8: bf16 values as the rope part of a row has them */
     RowFormat format;
     float *q, *weights, *key_values;        /* [rows, heads, dim], [rows, heads], [index pages, 64, dim] as stored */
     uint8_t *keys;
@@ -852,19 +853,40 @@ static void draw_index_rows(IndexCase *test) {
     }
 }
 
-static void index_open(IndexCase *test) {
-    const int n_pages = test->sessions * test->context_pages, n_keys = (n_pages + 1) * PAGE_ROWS;
-    const size_t heads = (size_t)test->heads, dim = (size_t)test->dim, n = (size_t)test->n_rows;
-    test->format = row_format(test->dtype, 0, test->dim, 128);
-    test->q = index_values(n * heads * dim, test->whole, -3, 3);
-    test->weights = index_values(n * heads, test->whole, -1, 3);
-    test->key_values = index_values((size_t)n_keys * dim, test->whole, -3, 3);
-    test->keys = malloc((size_t)n_keys * test->format.stride);
+static float from_e4m3(uint8_t code) {
+    const int exponent = code >> 3 & 15, fraction = code & 7;
+    const float size = (code & 0x7f) == 0x7f ? NAN : exponent ? ldexpf((float)(8 + fraction), exponent - 10) : ldexpf((float)fraction, -9);
+    return code & 0x80 ? -size : size;
+}
+
+/* The keys as they are cached; key_values becomes what can be read there. */
+static void store_index_keys(IndexCase *test) {
+    const int n_keys = (test->sessions * test->context_pages + 1) * PAGE_ROWS;
+    const size_t dim = (size_t)test->dim;
     memset(test->keys, 0xff, (size_t)n_keys * test->format.stride);         /* NaN between and behind the values */
     DeviceRow *ids = malloc((size_t)n_keys * sizeof *ids);
     for (int i = 0; i < n_keys; i++) ids[i].id = i;
     c_backend.store_rows(test->keys, &test->format, ids, n_keys, test->key_values, dim, test->key_values, dim);
     free(ids);
+    for (size_t i = 0; i < (size_t)n_keys * dim && test->format.quantised && test->dtype == KV_F8; i++) {
+        const uint8_t *row = test->keys + i / dim * test->format.stride;
+        float scale;
+        memcpy(&scale, row + dim + 4 * (i % dim / (size_t)test->format.group), sizeof scale);
+        test->key_values[i] = from_e4m3(row[i % dim]) * scale;
+    }
+}
+
+/* e4m3 holds whole keys exactly where the largest value of each is 7: that makes the scale 1 / 64. */
+static void index_open(IndexCase *test) {
+    const int n_pages = test->sessions * test->context_pages, n_keys = (n_pages + 1) * PAGE_ROWS;
+    const size_t heads = (size_t)test->heads, dim = (size_t)test->dim, n = (size_t)test->n_rows;
+    test->format = test->dtype == KV_F8 && !test->plain ? row_format(KV_F8, test->dim, 0, 128) : row_format(test->dtype, 0, test->dim, 128);
+    test->q = index_values(n * heads * dim, test->whole, -3, 3);
+    test->weights = index_values(n * heads, test->whole, -1, 3);
+    test->key_values = index_values((size_t)n_keys * dim, test->whole, -3, 3);
+    if (test->whole && test->dtype == KV_F8) for (int i = 0; i < n_keys; i++) test->key_values[(size_t)i * dim + (size_t)i % dim] = 7;
+    test->keys = malloc((size_t)n_keys * test->format.stride);
+    store_index_keys(test);
     test->pages = malloc((size_t)n_pages * sizeof *test->pages);
     for (int i = 0; i < n_pages; i++) {                                     /* page 0 is nobody's */
         int j = draw_between(0, i);
@@ -998,12 +1020,86 @@ static void test_index_select(void) {
         {3, 12, 6, 3, 50, 11, KV_BF16, false},
         {5, 20, 6, 3, 50, 11, KV_BF16, false}, {12, 24, 6, 3, 50, 11, KV_BF16, false}, {3, 12, 6, 3, 50, 11, KV_F32, false},
         {2, 8, 8, 2, 30, 300, KV_BF16, true}, {32, 128, 1200, 1, 2048, 1, KV_BF16, true}, {8, 32, 8, 32, 64, 150, KV_BF16, true},
-        {32, 128, 8, 2, 64, 0, KV_BF16, true}, {1, 4, 1, 1, 3, 1, KV_F32, true},
+        {32, 128, 8, 2, 64, 0, KV_BF16, true}, {1, 4, 1, 1, 3, 1, KV_F32, true}, {8, 64, 30, 9, 128, 60, KV_BF16, false},
+        {32, 128, 40, 3, 256, 9, KV_F8, true}, {32, 128, 300, 2, 2048, 6, KV_F8, true}, {8, 64, 30, 9, 128, 60, KV_F8, false},
+        {64, 128, 40, 3, 512, 10, KV_F8, false}, {32, 128, 100, 2, 512, 5, KV_F8, false}, {16, 16, 9, 3, 100, 9, KV_F8, true},
+        {5, 12, 6, 3, 50, 11, KV_F8, false}, {100, 128, 10, 2, 64, 5, KV_F8, false}, {3, 128, 70, 1, 512, 1, KV_F8, false},
+        {32, 128, 700, 1, 512, 2, KV_BF16, false}, {128, 64, 10, 2, 64, 12, KV_BF16, false}, {300, 8, 5, 2, 64, 3, KV_BF16, false},
     };
     for (int i = 0; i < (int)(sizeof cases / sizeof *cases); i++)
         check_index((IndexCase){.heads = cases[i].heads, .dim = cases[i].dim, .context_pages = cases[i].pages,
                                 .sessions = cases[i].sessions, .capacity = cases[i].capacity, .n_rows = cases[i].rows,
                                 .dtype = cases[i].dtype, .whole = cases[i].whole});
+}
+
+/* Bf16 rows in an fp8 cache. */
+static void test_index_plain(void) {
+    check_index((IndexCase){.heads = 32, .dim = 128, .context_pages = 20, .sessions = 3, .capacity = 100, .n_rows = 9, .dtype = KV_F8,
+                            .whole = true, .plain = true});
+}
+
+/* Of two positions with these scores, the first goes before the second: the higher one, then the lower position; NaN is below all. */
+static bool goes_before(const float *scores, int a, int b) {
+    if (isnan(scores[a]) || isnan(scores[b])) return isnan(scores[a]) == isnan(scores[b]) ? a < b : isnan(scores[b]);
+    return scores[a] != scores[b] ? scores[a] > scores[b] : a < b;
+}
+
+/* The selection of `scores`, each of which is one of n_kinds: kinds in their order, and of the last one the lowest positions. */
+static void select_kinds(int *ids, const float *scores, const uint8_t *kind_of, int visible, int k, const float *kinds, int n_kinds) {
+    int count[16], n = 0;
+    for (int a = 0; a < n_kinds; a++) {             /* how many positions go before those of kind a and are not equal */
+        count[a] = 0;
+        for (int s = 0; s < visible; s++) {
+            const float pair[] = {scores[s], kinds[a]};
+            count[a] += goes_before(pair, 0, 1) && !goes_before((float[]){pair[1], pair[0]}, 0, 1);
+        }
+    }
+    int taken[16] = {0};
+    for (int s = 0; s < visible; s++) {
+        int before = count[kind_of[s]];
+        for (int a = 0; a < n_kinds; a++) if (count[a] == count[kind_of[s]]) before += taken[a];
+        taken[kind_of[s]]++;
+        if (before < k) ids[n++] = s;
+    }
+}
+
+/* Keys of one value that is odd: ties, both zeros, infinities, NaN; positions around k and at the ends of pages. */
+static void test_index_special(void) {
+    enum { KINDS = 10, PAGES = 50 };
+    static const float values[KINDS] = {0, -0.0f, 1, 2, 0.5f, 1e30f, 1e-30f, NAN, INFINITY, -INFINITY};
+    for (int i = 0; i < 8; i++) {
+        const int k = i & 1 ? 2048 : 512, sign = i & 2 ? -1 : 1, positions[] = {k - 2, k - 1, k, k + 1, k + 63, 50 * k / 49, 3071, 3072, 3199};
+        IndexCase test = {.heads = 8, .dim = 16, .context_pages = PAGES, .sessions = 1, .capacity = k, .n_rows = 9,
+                          .dtype = i & 4 ? KV_F8 : KV_BF16};
+        const int kinds = test.dtype == KV_F8 ? KINDS - 2 : KINDS, n_keys = (PAGES + 1) * PAGE_ROWS;    /* an infinite scale would make NaN */
+        index_open(&test);
+        uint8_t *kind_of = malloc((size_t)n_keys);
+        float *scores = malloc((size_t)n_keys * sizeof *scores), expected[KINDS];
+        for (int a = 0; a < KINDS; a++) expected[a] = (float)sign * (values[a] < 0 ? 0 : values[a]);
+        for (size_t j = 0; j < (size_t)n_keys * 16; j++) test.key_values[j] = j % 16 ? 0 : values[kind_of[j / 16] = (uint8_t)(draw() % (uint64_t)kinds)];
+        for (int j = 0; j < 9 * 8 * 16; j++) test.q[j] = j % 16 == 0;
+        for (int j = 0; j < 9 * 8; j++) test.weights[j] = (float)sign;
+        for (int r = 0; r < 9; r++) test.rows[r].position = positions[r];
+        store_index_keys(&test);
+        cuda_backend.copy_bytes(test.device_keys, test.keys, (size_t)n_keys * test.format.stride);
+        cuda_backend.copy_bytes(test.device_q, test.q, 9 * 8 * 16 * sizeof(float));
+        cuda_backend.copy_bytes(test.device_weights, test.weights, 9 * 8 * sizeof(float));
+        cuda_backend.copy_bytes(test.device_rows, test.rows, 9 * sizeof(Row));
+        IndexResult result = index_on_gpu(&test, 0, 9, 9);
+        for (int r = 0; r < 9; r++) {
+            const int visible = positions[r] + 1, n = visible < k ? visible : k;
+            int *ids = malloc((size_t)k * sizeof *ids);
+            uint8_t kind[PAGES * PAGE_ROWS];
+            for (int s = 0; s < visible; s++) kind[s] = kind_of[test.pages[s / PAGE_ROWS].id * PAGE_ROWS + s % PAGE_ROWS], scores[s] = expected[kind[s]];
+            for (int s = 0; s < k; s++) ids[s] = s < n ? s : -1;
+            if (visible > k) select_kinds(ids, scores, kind, visible, k, expected, kinds);
+            CHECK(result.count[r] == n && !memcmp(ids, result.ids + r * k, (size_t)k * sizeof *ids),
+                  "index_select: odd scores, %d of %d positions, dtype %d, sign %d: another selection", k, visible, (int)test.dtype, sign);
+            free(ids);
+        }
+        free_result(&result), free(kind_of), free(scores);
+        index_close(&test);
+    }
 }
 
 /* Scores that are all the same, or not numbers: k ascending positions still, the lowest. */
@@ -2245,6 +2341,8 @@ int main(int argc, char **argv) {
     RUN(test_products);
     RUN(test_store_rows);
     RUN(test_index_select);
+    RUN(test_index_plain);
+    RUN(test_index_special);
     RUN(test_index_odd);
     RUN(test_sparse_attention);
     RUN(test_dense_attention);
