@@ -17,6 +17,7 @@ extern "C" {
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 #include <float.h>
+#include <type_traits>
 #include <unistd.h>
 
 /* =====================================================================================================================
@@ -1239,28 +1240,19 @@ static void expand_value(float *y, const float *z, int n_rows, const Matrix *kv_
               .n_rows = n_rows, .heads = heads, .head_rows = nope + v, .x_head = lora, .y_head = v, .aligned = false, .cut = {}});
 }
 
-/* ---- absorb_query: the same matrices from their other side. A thread takes four columns, a quarter of the rows and eight rows
- * of q, in f32: few multiplications for each weight, which is read once for eight rows. */
+/* ---- absorb_query: the same matrices from their other side. A thread block takes ABSORB_COLUMNS columns of a head, which have one
+ * scale in each row of weights, and up to ABSORB_ROWS rows of q. What is selected later hangs on q, so it is not simply rounded: q
+ * times the scales is the sum of two bf16, which leaves out 2^-17 of it, and the weights meet one after the other. */
 
 enum {
-    ABSORB_LANES = 128, ABSORB_PARTS = 4, ABSORB_THREADS = ABSORB_LANES * ABSORB_PARTS,
-    ABSORB_COLUMNS = 4 * ABSORB_LANES, ABSORB_ROWS = 8,
+    ABSORB_COLUMNS = SCALE_BLOCK, ABSORB_WARPS = ABSORB_COLUMNS / 16, ABSORB_THREADS = 32 * ABSORB_WARPS,
+    ABSORB_ROWS = 64, ABSORB_TILES = ABSORB_ROWS / 16,
+    ABSORB_PITCH = ABSORB_COLUMNS + 8,      /* bf16 from one row of weights to the next in shared memory */
+    ABSORB_DEPTH = 512,                     /* values of a q that fit there at most */
 };
 
-/* Four neighbouring weights of a row as f32. EXACT: one by one, zeros past the last of `count`. */
-template <DType D> static __device__ inline float4 load_four(const uint8_t *data, size_t i, int count, DType dtype) {
-    if constexpr (D == DTYPE_F8_E4M3) {
-        const uint2 pairs = widen_four(__ldg((const uint32_t *)(data + i)));
-        return make_float4(__uint_as_float(pairs.x << 16), __uint_as_float(pairs.x & 0xffff0000),
-                           __uint_as_float(pairs.y << 16), __uint_as_float(pairs.y & 0xffff0000));
-    } else if constexpr (D == DTYPE_BF16) {
-        const uint2 pairs = __ldg((const uint2 *)(data + 2 * i));
-        return make_float4(__uint_as_float(pairs.x << 16), __uint_as_float(pairs.x & 0xffff0000),
-                           __uint_as_float(pairs.y << 16), __uint_as_float(pairs.y & 0xffff0000));
-    } else
-        return make_float4(count > 0 ? load_stored(data, i, dtype) : 0, count > 1 ? load_stored(data, i + 1, dtype) : 0,
-                           count > 2 ? load_stored(data, i + 2, dtype) : 0, count > 3 ? load_stored(data, i + 3, dtype) : 0);
-}
+static __device__ void load_matrices(uint32_t (&m)[4], const __nv_bfloat16 *row);
+static __device__ void load_transposed(uint32_t (&m)[4], const __nv_bfloat16 *row);
 
 struct Absorb {
     Matrix kv_b;
@@ -1269,14 +1261,56 @@ struct Absorb {
     int n_rows, heads, nope, rope, v;
 };
 
-/* Rows [first, first + rows) of q for one head: `nope` values, transposed, to shared memory, and, by a head's first block, the
- * others to the end of y. Idle rows repeat the last one. */
-static __device__ void stage_query(float *q_shared, const Absorb &a, int head, int first, int rows) {
+/* Shared memory: [depth, ABSORB_PITCH] weights, then the two terms of [tiles * 16, depth + 8] values of q. */
+static __host__ __device__ int absorb_depth(const Absorb &a) { return divide_up(a.nope, 16) * 16; }
+static __host__ __device__ int absorb_bytes(const Absorb &a, int tiles) {
+    return absorb_depth(a) * ABSORB_PITCH * 2 + 2 * tiles * 16 * (absorb_depth(a) + 8) * 2;
+}
+
+/* The weights of a head and some columns begin their way into shared memory; zeros where there are none. */
+template <DType D> static __device__ void load_absorbed(__nv_bfloat16 *weights, const Absorb &a, int head, int first) {
+    const int values = chunk_values(D), pieces = ABSORB_COLUMNS / values, lora = a.kv_b.cols;
+#pragma unroll 6
+    for (int i = (int)threadIdx.x; i < absorb_depth(a) * pieces; i += ABSORB_THREADS) {
+        const int row = i / pieces, column = first + i % pieces * values;
+        const bool there = row < a.nope && column < lora;
+        const uint8_t *from = a.kv_b.data;
+        if (there) from += ((size_t)(head * (a.nope + a.v) + row) * (size_t)lora + (size_t)column) * weight_bytes(D);
+        __nv_bfloat16 *to = weights + row * ABSORB_PITCH + i % pieces * values;
+        if constexpr (D == DTYPE_BF16) start_copy_to_shared((uint8_t *)to, from, there);
+        else {
+            const uint4 piece = load_weights(from, there);
+            const uint2 four[4] = {widen_four(piece.x), widen_four(piece.y), widen_four(piece.z), widen_four(piece.w)};
+            *(uint4 *)to = make_uint4(four[0].x, four[0].y, four[1].x, four[1].y);
+            *(uint4 *)(to + 8) = make_uint4(four[2].x, four[2].y, four[3].x, four[3].y);
+        }
+    }
+}
+
+/* Rows [first, first + rows) of q for one head as two terms, times the weights' scales; the others of a tile are zeros. And, by a
+ * head's first block, what is not absorbed to the end of y. */
+template <DType D>
+static __device__ void split_query(__nv_bfloat16 *terms, const Absorb &a, int head, int first, int rows, int scale_column) {
+    const int depth = absorb_depth(a), tall = divide_up(rows, 16) * 16, fours = depth / 4;
     const size_t q_width = (size_t)(a.nope + a.rope), y_width = (size_t)(a.kv_b.cols + a.rope);
-    for (int i = (int)threadIdx.x; i < a.nope * ABSORB_ROWS; i += ABSORB_THREADS) {
-        const int r = min(i / a.nope, rows - 1);
-        q_shared[i % a.nope * ABSORB_ROWS + i / a.nope] =
-            a.q[((size_t)(first + r) * (size_t)a.heads + (size_t)head) * q_width + (size_t)(i % a.nope)];
+#pragma unroll 4
+    for (int i = (int)threadIdx.x; i < tall * fours; i += ABSORB_THREADS) {
+        const int r = i / fours, j = i % fours * 4;
+        const float *from = a.q + ((size_t)(first + r) * (size_t)a.heads + (size_t)head) * q_width + (size_t)j;
+        const float4 four = r < rows && j < a.nope ? *(const float4 *)from : make_float4(0, 0, 0, 0);
+        float q[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int u = 0; u < 4 && D == DTYPE_F8_E4M3; u++)
+            q[u] *= row_scales(&a.kv_b, head * (a.nope + a.v) + min(j + u, a.nope - 1))[scale_column];
+        uint32_t high[2], low[2];
+#pragma unroll
+        for (int u = 0; u < 2; u++) {
+            high[u] = narrow_pair<DTYPE_BF16>(q[2 * u], q[2 * u + 1]);
+            low[u] = narrow_pair<DTYPE_BF16>(q[2 * u] - __uint_as_float(high[u] << 16),
+                                             q[2 * u + 1] - __uint_as_float(high[u] & 0xffff0000));
+        }
+        *(uint2 *)(terms + r * (depth + 8) + j) = make_uint2(high[0], high[1]);
+        *(uint2 *)(terms + (tall + r) * (depth + 8) + j) = make_uint2(low[0], low[1]);
     }
     for (int i = (int)threadIdx.x; i < rows * a.rope && blockIdx.x == 0; i += ABSORB_THREADS) {
         const size_t vector = (size_t)(first + i / a.rope) * (size_t)a.heads + (size_t)head;
@@ -1284,56 +1318,65 @@ static __device__ void stage_query(float *q_shared, const Absorb &a, int head, i
     }
 }
 
-/* Grid: groups of columns, heads, groups of rows of q. Shared: q transposed, [nope, ABSORB_ROWS]. */
-template <DType D>
-static __global__ void __launch_bounds__(ABSORB_THREADS, 2) absorb_kernel(const __grid_constant__ Absorb a) {
-    extern __shared__ float4 q_shared[];
-    __shared__ float4 sums[ABSORB_PARTS - 1][ABSORB_ROWS][ABSORB_LANES];
-    const int head = (int)blockIdx.y, first = (int)blockIdx.z * ABSORB_ROWS, rows = min(ABSORB_ROWS, a.n_rows - first);
-    const int lane = (int)threadIdx.x % ABSORB_LANES, part = (int)threadIdx.x / ABSORB_LANES, lora = a.kv_b.cols;
-    stage_query((float *)q_shared, a, head, first, rows);
+/* Grid: groups of columns, heads, groups of rows of q. A warp takes 16 columns and all rows. */
+template <DType D> static __global__ void __launch_bounds__(ABSORB_THREADS, 2) absorb_kernel(const __grid_constant__ Absorb a) {
+    extern __shared__ __align__(128) uint8_t absorb_shared[];
+    const int head = (int)blockIdx.y, first = (int)blockIdx.z * ABSORB_ROWS, rows = min((int)ABSORB_ROWS, a.n_rows - first);
+    const int lane = lane_id(), depth = absorb_depth(a), pitch = depth + 8, tiles = divide_up(rows, 16), lora = a.kv_b.cols;
+    __nv_bfloat16 *weights = (__nv_bfloat16 *)absorb_shared, *terms = weights + depth * ABSORB_PITCH;
+    load_absorbed<D>(weights, a, head, (int)blockIdx.x * ABSORB_COLUMNS);
+    split_query<D>(terms, a, head, first, rows, (int)blockIdx.x);
+    asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
 
-    const int column = (int)blockIdx.x * ABSORB_COLUMNS + lane * 4, count = lora - column, top = head * (a.nope + a.v);
-    const int share = divide_up(a.nope, ABSORB_PARTS), end = min(a.nope, (part + 1) * share);
-    float4 total[ABSORB_ROWS] = {};
-#pragma unroll 8
-    for (int i = part * share; i < end && count > 0; i++) {
-        float4 w = load_four<D>(a.kv_b.data, (size_t)(top + i) * (size_t)lora + (size_t)column, count, a.kv_b.dtype);
-        const float *scales = row_scales(&a.kv_b, top + i), scale = scales ? scales[column / SCALE_BLOCK] : 1;
-        w = make_float4(w.x * scale, w.y * scale, w.z * scale, w.w * scale);
-        const float4 low = q_shared[2 * i], high = q_shared[2 * i + 1];
-        const float q[ABSORB_ROWS] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    float sums[ABSORB_TILES][2][4] = {};
+    const __nv_bfloat16 *b_row = weights + lane % 16 * ABSORB_PITCH + warp_id() * 16 + lane / 16 * 8,
+                        *a_row = terms + lane % 16 * pitch + lane / 16 * 8;
+    for (int k = 0; k < depth; k += 16) {
+        uint32_t w[4], q[4];
+        load_transposed(w, b_row + k * ABSORB_PITCH);
 #pragma unroll
-        for (int r = 0; r < ABSORB_ROWS; r++)
-            total[r] = make_float4(fmaf(w.x, q[r], total[r].x), fmaf(w.y, q[r], total[r].y), fmaf(w.z, q[r], total[r].z),
-                                   fmaf(w.w, q[r], total[r].w));
-    }
-#pragma unroll
-    for (int r = 0; r < ABSORB_ROWS; r++)
-        if (part) sums[part - 1][r][lane] = total[r];
-    __syncthreads();
-    if (part) return;
-#pragma unroll
-    for (int r = 0; r < ABSORB_ROWS; r++) {
-        float *y = a.y + ((size_t)(first + r) * (size_t)a.heads + (size_t)head) * (size_t)(lora + a.rope) + (size_t)column;
-        for (int p = 0; p < ABSORB_PARTS - 1; p++) {
-            const float4 other = sums[p][r][lane];
-            total[r] = make_float4(total[r].x + other.x, total[r].y + other.y, total[r].z + other.z, total[r].w + other.w);
+        for (int m = 0; m < ABSORB_TILES * 2; m++) {
+            if (m / 2 >= tiles) break;
+            load_matrices(q, a_row + (m / 2 + m % 2 * tiles) * 16 * pitch + k);
+            multiply_fragment<DTYPE_BF16>(sums[m / 2][0], q[0], q[1], q[2], q[3], w[0], w[1]);
+            multiply_fragment<DTYPE_BF16>(sums[m / 2][1], q[0], q[1], q[2], q[3], w[2], w[3]);
         }
-        const float out[4] = {total[r].x, total[r].y, total[r].z, total[r].w};
+    }
+    const int column = (int)blockIdx.x * ABSORB_COLUMNS + warp_id() * 16 + lane % 4 * 2;
 #pragma unroll
-        for (int c = 0; c < 4; c++)
-            if (r < rows && c < count) y[c] = out[c];
+    for (int m = 0; m < ABSORB_TILES * 2; m++) {
+        const int r = m * 8 + lane / 4;
+        float *y = a.y + ((size_t)(first + r) * (size_t)a.heads + (size_t)head) * (size_t)(lora + a.rope) + (size_t)column;
+#pragma unroll
+        for (int t = 0; t < 2; t++)
+            if (r < rows && column + t * 8 < lora)
+                *(float2 *)(y + t * 8) = make_float2(sums[m / 2][t][m % 2 * 2], sums[m / 2][t][m % 2 * 2 + 1]);
     }
 }
 
+/* Any type and shape, in f32: a thread for each value. */
+static __global__ void absorb_exact_kernel(const __grid_constant__ Absorb a) {
+    const int lora = a.kv_b.cols, width = lora + a.rope, column = (int)(blockIdx.x * blockDim.x + threadIdx.x),
+              head = (int)blockIdx.y, top = head * (a.nope + a.v);
+    const size_t vector = (size_t)blockIdx.z * (size_t)a.heads + (size_t)head;
+    const float *q = a.q + vector * (size_t)(a.nope + a.rope);
+    if (column >= width) return;
+    float sum = 0;
+    for (int i = 0; i < a.nope && column < lora; i++) {
+        const float *scales = row_scales(&a.kv_b, top + i);
+        const float w = load_stored(a.kv_b.data, (size_t)(top + i) * (size_t)lora + (size_t)column, a.kv_b.dtype);
+        sum = fmaf(scales ? w * scales[column / SCALE_BLOCK] : w, q[i], sum);
+    }
+    a.y[vector * (size_t)width + (size_t)column] = column < lora ? sum : q[a.nope + column - lora];
+}
+
 template <DType D> static void launch_absorb(const Absorb &absorb) {
-    const dim3 grid((unsigned)divide_up(absorb.kv_b.cols, ABSORB_COLUMNS), (unsigned)absorb.heads,
-                    (unsigned)divide_up(absorb.n_rows, ABSORB_ROWS));
-    const size_t shared = (size_t)absorb.nope * ABSORB_ROWS * sizeof(float);
-    CUDA(cudaFuncSetAttribute(absorb_kernel<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
-    absorb_kernel<D><<<grid, ABSORB_THREADS, shared, gpu.stream>>>(absorb);
+    const int tiles = absorb.n_rows < ABSORB_ROWS ? divide_up(absorb.n_rows, 16) : ABSORB_TILES;
+    const size_t shared = (size_t)absorb_bytes(absorb, tiles);
+    allow_shared(absorb_kernel<D>, shared);
+    absorb_kernel<D><<<dim3((unsigned)divide_up(absorb.kv_b.cols, ABSORB_COLUMNS), (unsigned)absorb.heads,
+                            (unsigned)divide_up(absorb.n_rows, ABSORB_ROWS)), ABSORB_THREADS, shared, gpu.stream>>>(absorb);
     LAUNCHED();
 }
 
@@ -1341,10 +1384,14 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
     if (n_rows <= 0) return;
     const Absorb absorb = {.kv_b = *kv_b, .q = q, .y = q_absorbed, .n_rows = n_rows, .heads = config->num_attention_heads,
                            .nope = config->qk_nope_head_dim, .rope = config->qk_rope_head_dim, .v = config->v_head_dim};
-    const bool aligned = rows_aligned(kv_b->dtype, kv_b->cols) && (uintptr_t)kv_b->data % 16 == 0;
-    if (aligned && kv_b->dtype == DTYPE_BF16) launch_absorb<DTYPE_BF16>(absorb);
-    else if (aligned && kv_b->dtype == DTYPE_F8_E4M3) launch_absorb<DTYPE_F8_E4M3>(absorb);
-    else launch_absorb<EXACT>(absorb);
+    const bool aligned = rows_aligned(kv_b->dtype, kv_b->cols) && (uintptr_t)kv_b->data % 16 == 0 && absorb.nope % 4 == 0
+                         && floats_aligned(q, (size_t)(absorb.nope + absorb.rope)) && absorb.nope <= ABSORB_DEPTH
+                         && (size_t)absorb_bytes(absorb, ABSORB_TILES) <= gpu.shared_per_block;
+    if (aligned && kv_b->dtype == DTYPE_BF16) return launch_absorb<DTYPE_BF16>(absorb);
+    if (aligned && kv_b->dtype == DTYPE_F8_E4M3) return launch_absorb<DTYPE_F8_E4M3>(absorb);
+    absorb_exact_kernel<<<dim3((unsigned)divide_up(kv_b->cols + absorb.rope, 128), (unsigned)absorb.heads, (unsigned)n_rows), 128, 0,
+                          gpu.stream>>>(absorb);
+    LAUNCHED();
 }
 
 /* =====================================================================================================================
@@ -2202,7 +2249,11 @@ static __device__ const uint8_t *row_at(const RowPool &pool, size_t stride, Devi
     return row.id < pool.n_rows ? pool.rows + (size_t)row.id * stride : pool.staging + (size_t)(row.id - pool.n_rows) * stride;
 }
 
-/* ---- lists of keys: of(r) is row r's, with `length` keys; value j of a key, and of what it stands for, are of a key/value head */
+/* ---- lists of keys: of(r) is row r's, the keys [first, length) of those that its run of rows, run(r), has in common; value j of a
+ * key, and of what it stands for, are of a key/value head */
+
+/* Rows [first, end) of a launch whose lists begin with the same keys; later ones see no less of them. */
+typedef struct RowRun { int first, end; } RowRun;
 
 struct SelectedKeys {
     RowPool pool;
@@ -2211,12 +2262,14 @@ struct SelectedKeys {
     const int *count;
     int capacity, length;
     static const bool shared = true;        /* the key is the value too */
+    static const int first = 0;
     __device__ SelectedKeys of(int r) const {
         SelectedKeys own = *this;
         own.locations += (size_t)r * capacity;
         own.length = count[r];
         return own;
     }
+    __device__ RowRun run(int r, int, int) const { return {r, r + 1}; }
     __device__ const uint8_t *row(int s) const { return row_at(pool, format.stride, locations[s]); }
     __device__ float key(int, int s, int j) const { return cached_value(row(s), format, j); }
     __device__ float value(int, int, int) const { return 0; }
@@ -2229,21 +2282,35 @@ struct HistoryKeys {
     const Row *rows;
     int context_pages, kv_heads, dim, length;
     static const bool shared = false;
+    static const int first = 0;
     __device__ HistoryKeys of(int r) const {
         HistoryKeys own = *this;
         own.pages += (size_t)rows[r].session * context_pages;
         own.length = rows[r].position + 1;
         return own;
     }
-    __device__ float at(int s, int j) const {
-        return cached_value(row_at(pool, format.stride, DeviceRow{pages[s / PAGE_ROWS].id * PAGE_ROWS + s % PAGE_ROWS}), format,
-                            j);
+    /* Called by all threads: the rows of the same session around r, of those in [begin, end). */
+    __device__ RowRun run(int r, int begin, int end) const {
+        __shared__ RowRun found;
+        __syncthreads();
+        if (threadIdx.x == 0) found = {begin, end};
+        __syncthreads();
+        for (int i = begin + 1 + threadIdx.x; i < end; i += blockDim.x) {
+            if (rows[i].session == rows[i - 1].session) continue;
+            if (i <= r) atomicMax(&found.first, i);
+            else atomicMin(&found.end, i);
+        }
+        __syncthreads();
+        return found;
     }
-    __device__ float key(int head, int s, int j) const { return at(s, head * dim + j); }
-    __device__ float value(int head, int s, int j) const { return at(s, (kv_heads + head) * dim + j); }
+    __device__ const uint8_t *row(int s) const {
+        return row_at(pool, format.stride, DeviceRow{pages[s / PAGE_ROWS].id * PAGE_ROWS + s % PAGE_ROWS});
+    }
+    __device__ float key(int head, int s, int j) const { return cached_value(row(s), format, head * dim + j); }
+    __device__ float value(int head, int s, int j) const { return cached_value(row(s), format, (kv_heads + head) * dim + j); }
 };
 
-/* The ring's rows that row i of a block sees, then those of its block. */
+/* The ring's rows that the first row of a block sees, then those of its block. Row i sees them from the i-th on or so. */
 struct BlockKeys {
     const uint8_t *ring;        /* [sessions, ring_rows]; of(r): [ring_rows] */
     RowFormat format;
@@ -2251,25 +2318,30 @@ struct BlockKeys {
     const DraftBlock *blocks;   /* MEMORY_HOST: read once a row */
     int ring_rows, block_size, window, kv_heads, dim;
     bool causal;
-    int length, oldest, position;           /* of(r): the first position that is seen, and the anchor's */
+    int first, length, oldest, position;    /* of(r): the last two: the first position in the list, and the anchor's */
     static const bool shared = false;
     __device__ BlockKeys of(int r) const {
         BlockKeys own = *this;
         const DraftBlock *block = &blocks[r / block_size];
-        const int first = block->ring_first, i = r % block_size;
+        const int ring_first = block->ring_first, i = r % block_size;
         own.position = block->position;
-        own.oldest = window > own.position + i ? 0 : own.position + i - window + 1;
-        own.oldest = min(max(own.oldest, first), own.position);
+        auto seen_from = [&](int at) { return min(max(window > at ? 0 : at - window + 1, ring_first), own.position); };
+        own.oldest = seen_from(own.position);
+        own.first = seen_from(own.position + i) - own.oldest;
         own.length = own.position - own.oldest + (causal ? i + 1 : block_size);
         own.ring += (size_t)block->session * ring_rows * format.stride;
         own.kv += (size_t)(r - i) * 2 * kv_heads * dim;
         return own;
     }
-    __device__ float at(int s, int j) const {
+    __device__ RowRun run(int r, int, int end) const { return {r - r % block_size, min(r - r % block_size + block_size, end)}; }
+    /* Rows of the block are f32. */
+    __device__ bool own(int s) const { return oldest + s >= position; }
+    __device__ const uint8_t *row(int s) const {
         const int t = oldest + s;
-        if (t >= position) return kv[(size_t)(t - position) * 2 * kv_heads * dim + j];
-        return cached_value(ring + (size_t)(t % ring_rows) * format.stride, format, j);
+        return t >= position ? (const uint8_t *)(kv + (size_t)(t - position) * 2 * kv_heads * dim)
+                             : ring + (size_t)(t % ring_rows) * format.stride;
     }
+    __device__ float at(int s, int j) const { return own(s) ? ((const float *)row(s))[j] : cached_value(row(s), format, j); }
     __device__ float key(int head, int s, int j) const { return at(s, head * dim + j); }
     __device__ float value(int head, int s, int j) const { return at(s, (kv_heads + head) * dim + j); }
 };
@@ -2284,18 +2356,38 @@ static __device__ float warp_total(float x) {
     return x;
 }
 
+/* What a launch attends with: rows [first_row, first_row + n_rows) of q and y; parts where lists are cut among blocks, or NULL. */
+typedef struct Attend {
+    float *y, *parts;
+    const float *q;
+    int first_row, n_rows, heads, kv_heads;
+    int chunks;                 /* of the longest list */
+    float scale;
+} Attend;
+
 /* Where a chunk of a row and head leaves its part. */
 static __device__ float *partial_of(float *parts, int row, int head, int heads, int chunk, int chunks, int value_dim) {
     return parts + (((size_t)row * heads + head) * chunks + chunk) * (value_dim + 2);
 }
 
+/* The maximum and sum of the chunks so far take in those of the next; returns how much of their weighted sums, and of its, is
+ * left. The first is taken as it is: it meets a maximum of -FLT_MAX. */
+static __device__ float2 fold_chunk(float *maximum, float *sum, float next_maximum, float next_sum) {
+    const float largest = fmaxf(*maximum, next_maximum), before = expf(*maximum - largest), next = expf(next_maximum - largest);
+    *maximum = largest;
+    *sum = __fmaf_rn(next_sum, next, __fmul_rn(*sum, before));
+    return make_float2(before, next);
+}
+
+static __device__ float fold_value(float total, float next, float2 shares) {
+    return __fmaf_rn(next, shares.y, __fmul_rn(total, shares.x));
+}
+
 /* ---- any shape: a warp for each head, a lane for each key of a tile, then for each value */
 
-template <typename Keys>
-static __global__ void attend_kernel(Keys lists, float *parts, const float *q, int first_row, int heads, int kv_heads,
-                                     int key_dim, int value_dim, float scale, int chunks) {
+template <typename Keys> static __global__ void attend_kernel(Keys lists, Attend a, int key_dim, int value_dim) {
     extern __shared__ float attend_shared[];
-    const int r = first_row + blockIdx.x, group = heads / kv_heads, tiles = divide_up(group, ATTEND_WARPS),
+    const int r = a.first_row + blockIdx.x, group = a.heads / a.kv_heads, tiles = divide_up(group, ATTEND_WARPS),
               kv = blockIdx.y / tiles, warp = threadIdx.x / 32, lane = threadIdx.x % 32,
               member = blockIdx.y % tiles * ATTEND_WARPS + warp, head = kv * group + member;
     const int key_pitch = key_dim + 1; /* 32 lanes read the same value of 32 keys: odd pitches keep them apart */
@@ -2304,8 +2396,9 @@ static __global__ void attend_kernel(Keys lists, float *parts, const float *q, i
     const int value_pitch = Keys::shared ? key_pitch : value_dim;
     const Keys keys = lists.of(r);
     const bool works = member < group;
-    for (int j = lane; j < key_dim && works; j += 32) query[j] = q[((size_t)r * heads + head) * key_dim + j];
-    for (int chunk = blockIdx.z; chunk * SPLIT_KEYS < keys.length; chunk += gridDim.z) {
+    for (int j = lane; j < key_dim && works; j += 32) query[j] = a.q[((size_t)r * a.heads + head) * key_dim + j];
+    const int length = a.parts ? keys.length : max(keys.length, 1);     /* without parts even an empty list writes its y */
+    for (int chunk = blockIdx.z; chunk * SPLIT_KEYS < length; chunk += gridDim.z) {
         const int end = min(keys.length, (chunk + 1) * SPLIT_KEYS);
         float maximum = -FLT_MAX, sum = 0, total[LANE_VALUES] = {0};
         for (int begin = chunk * SPLIT_KEYS; begin < end; begin += TILE_KEYS) {
@@ -2316,11 +2409,12 @@ static __global__ void attend_kernel(Keys lists, float *parts, const float *q, i
             for (int i = threadIdx.x; i < n * value_dim && !Keys::shared; i += blockDim.x)
                 value_tile[i] = keys.value(kv, begin + i / value_dim, i % value_dim);
             __syncthreads();
+            const bool seen = lane < n && begin + lane >= keys.first;
             float score = 0;
-            for (int j = 0; j < key_dim && lane < n && works; j++) score += query[j] * key_tile[lane * key_pitch + j];
-            score = lane < n ? score * scale : -FLT_MAX;
+            for (int j = 0; j < key_dim && seen && works; j++) score += query[j] * key_tile[lane * key_pitch + j];
+            score = seen ? score * a.scale : -FLT_MAX;
             const float largest = fmaxf(maximum, warp_maximum(score)), shrink = expf(maximum - largest),
-                        weight = lane < n ? expf(score - largest) : 0;
+                        weight = seen ? expf(score - largest) : 0;
             sum = sum * shrink + warp_total(weight);
             maximum = largest;
 #pragma unroll
@@ -2333,11 +2427,12 @@ static __global__ void attend_kernel(Keys lists, float *parts, const float *q, i
             }
         }
         if (!works) continue;
-        float *part = partial_of(parts, blockIdx.x, head, heads, chunk, chunks, value_dim);
-        if (!lane) part[0] = maximum, part[1] = sum;
+        float *part = a.parts ? partial_of(a.parts, blockIdx.x, head, a.heads, chunk, a.chunks, value_dim) : NULL,
+              *out = part ? part + 2 : a.y + ((size_t)r * a.heads + head) * value_dim;
+        if (!lane && part) part[0] = maximum, part[1] = sum;
 #pragma unroll
         for (int i = 0; i < LANE_VALUES; i++)
-            if (lane + 32 * i < value_dim) part[2 + lane + 32 * i] = total[i];
+            if (lane + 32 * i < value_dim) out[lane + 32 * i] = part ? total[i] : total[i] / sum;
     }
 }
 
@@ -2345,21 +2440,12 @@ static __global__ void attend_kernel(Keys lists, float *parts, const float *q, i
 template <typename Keys>
 static __global__ void merge_kernel(Keys lists, float *y, float *parts, int first_row, int heads, int value_dim, int chunks) {
     const int r = first_row + blockIdx.x, head = blockIdx.y, used = divide_up(lists.of(r).length, SPLIT_KEYS);
-    float maximum = -FLT_MAX, sum = 0;
-#pragma unroll 8
-    for (int chunk = 0; chunk < used; chunk++)
-        maximum = fmaxf(maximum, partial_of(parts, blockIdx.x, head, heads, chunk, chunks, value_dim)[0]);
-#pragma unroll 8
-    for (int chunk = 0; chunk < used; chunk++) {
-        const float *part = partial_of(parts, blockIdx.x, head, heads, chunk, chunks, value_dim);
-        sum += part[1] * expf(part[0] - maximum);
-    }
     for (int j = threadIdx.x; j < value_dim; j += blockDim.x) {
-        float total = 0;
+        float maximum = -FLT_MAX, sum = 0, total = 0;
 #pragma unroll 8
         for (int chunk = 0; chunk < used; chunk++) {
             const float *part = partial_of(parts, blockIdx.x, head, heads, chunk, chunks, value_dim);
-            total += part[2 + j] * expf(part[0] - maximum);
+            total = fold_value(total, part[2 + j], fold_chunk(&maximum, &sum, part[0], part[1]));
         }
         y[((size_t)r * heads + head) * value_dim + j] = total / sum;
     }
@@ -2579,6 +2665,561 @@ latent_kernel(SelectedKeys lists, float *parts, const float *q, int first_row, i
     }
 }
 
+/* ---- tensor cores: keys and values of bf16 or fp8, in shapes that are known beforehand. Rows of a run and heads of a key/value head
+ * are the rows of a tile, so they share one read of the keys. Short runs (decoding, verification, draft blocks) take narrow tiles, whose
+ * warps divide the keys and the values among themselves; long ones (prefill) wide tiles, whose warps divide the rows. A row's sums
+ * are made in the same order in both: 64 keys at a time, products over 16 values after each other, chunks folded in order. */
+
+enum {
+    LIST_TILE = 64,             /* keys in shared memory at a time */
+    WEIGHTS_PITCH = LIST_TILE + 8,
+    NARROW_ROWS = 64, NARROW_RUN = 16,      /* rows of a narrow tile; of q in it */
+    NARROW_WARPS = 4, NARROW_TILES = NARROW_ROWS / 16,
+    WIDE_ROWS = 128, WIDE_WARPS = WIDE_ROWS / 16,
+    WIDE_RUN = 128,             /* rows of a run from which on it takes wide tiles */
+    WIDE_WINDOW = 16,           /* rows of the launch among which a thread block looks for tiles */
+};
+
+static const uint32_t ONES = 0x3f803f80;    /* two bf16: a column of ones next to the values makes the sum of the weights */
+
+/* How a key, and its value behind it where that is something else, lies in shared memory. */
+template <typename Keys, int KEY, int VALUE, bool FP8> struct ListRow {
+    static const int WIDTH = Keys::shared ? KEY : KEY + VALUE, VALUES = Keys::shared ? 0 : KEY, PITCH = WIDTH + 8;
+    /* Stored, in pieces of 16 bytes: bf16 into the tile itself; fp8 with the pieces that hold its scales, or the whole row. */
+    static const int PIECES = !FP8 ? WIDTH / 8 : Keys::shared ? (VALUE + VALUE / 128 * 4 + (KEY - VALUE) * 2 + 15) / 16
+                                                              : WIDTH / 16 + 2;
+    static const int STORED = FP8 ? PIECES * 16 : PITCH * 2;            /* bytes */
+};
+
+/* The keys of a list on their way: a tile's rows are named two tiles ahead and read one tile ahead. */
+template <typename Keys, int KEY, int VALUE, bool FP8> struct ListTiles {
+    typedef ListRow<Keys, KEY, VALUE, FP8> Shape;
+    uint8_t stored[2][LIST_TILE * Shape::STORED];
+    __nv_bfloat16 widened[FP8 ? LIST_TILE * Shape::PITCH : 8];
+    const uint8_t *source[2][LIST_TILE];    /* NULL: past the list's end */
+};
+
+/* Key i * LIST_TILE of the chunks that a thread block takes in turns. */
+static __device__ int tile_begin(int i) {
+    const int each = SPLIT_KEYS / LIST_TILE;
+    return (i / each * gridDim.z + blockIdx.z) * SPLIT_KEYS + i % each * LIST_TILE;
+}
+
+/* The row of this thread's key in tile i. */
+template <typename Keys> static __device__ const uint8_t *name_row(const Keys &keys, int i) {
+    const int s = tile_begin(i) + threadIdx.x;
+    return threadIdx.x < LIST_TILE && s < keys.length ? keys.row(s) : NULL;
+}
+
+/* Piece p of a cached row, for a key/value head. */
+template <typename Keys, int KEY, int VALUE, bool FP8>
+static __device__ const uint8_t *row_piece(const Keys &keys, const uint8_t *row, int kv, int p) {
+    if constexpr (Keys::shared) return row + 16 * p;
+    else {
+        const int each = KEY / (FP8 ? 16 : 8), bytes = FP8 ? 1 : 2, head = p % each * 16;
+        if (p < each) return row + kv * KEY * bytes + head;
+        if (p < 2 * each) return row + (keys.kv_heads + kv) * KEY * bytes + head;
+        const int scale = (p == 2 * each ? kv : keys.kv_heads + kv) * KEY / keys.format.group;
+        return row + keys.format.quantised + scale * 4 / 16 * 16;
+    }
+}
+
+/* Eight values of a draft block's own row, f32, as bf16. */
+template <int KEY> static __device__ uint4 narrow_own(const BlockKeys &keys, const uint8_t *row, int kv, int p) {
+    const float *from = (const float *)row + (p < KEY / 8 ? kv * KEY + p * 8 : (keys.kv_heads + kv) * KEY + p * 8 - KEY);
+    const float4 a = *(const float4 *)from, b = *(const float4 *)(from + 4);
+    return make_uint4(pair_bf16(a.x, a.y), pair_bf16(a.z, a.w), pair_bf16(b.x, b.y), pair_bf16(b.z, b.w));
+}
+
+/* Tile i begins its way into shared memory; keys past the list's end are zeros. */
+template <typename Keys, int KEY, int VALUE, bool FP8, int THREADS_>
+static __device__ void start_list_tile(ListTiles<Keys, KEY, VALUE, FP8> *tiles, const Keys &keys, int kv, int i) {
+    typedef ListRow<Keys, KEY, VALUE, FP8> Shape;
+    if (tile_begin(i) >= keys.length) return;
+#pragma unroll 8
+    for (int j = threadIdx.x; j < LIST_TILE * Shape::PIECES; j += THREADS_) {
+        const int s = j / Shape::PIECES, p = j % Shape::PIECES;
+        const uint8_t *row = tiles->source[i % 2][s];
+        uint8_t *to = tiles->stored[i % 2] + s * Shape::STORED + 16 * p;
+        if constexpr (std::is_same_v<Keys, BlockKeys>)
+            if (row && keys.own(tile_begin(i) + s)) {
+                *(uint4 *)to = narrow_own<KEY>(keys, row, kv, p);
+                continue;
+            }
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                     :: "r"(shared_address(to)), "l"(row_piece<Keys, KEY, VALUE, FP8>(keys, row, kv, p)), "r"(row ? 16 : 0)
+                     : "memory");
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+/* 16 values of e4m3 as bf16, times their scale. */
+static __device__ void widen_piece(__nv_bfloat16 *to, const uint8_t *from, float scale) {
+    uint32_t words[4], out[8];
+    for (int w = 0; w < 4; w++) words[w] = ((const uint32_t *)from)[w];
+#pragma unroll
+    for (int w = 0; w < 8; w++) {
+        const __nv_fp8x2_storage_t two = (__nv_fp8x2_storage_t)(words[w / 2] >> 16 * (w % 2));
+        const float2 value = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3)));
+        out[w] = pair_bf16(value.x * scale, value.y * scale);
+    }
+    *(uint4 *)to = make_uint4(out[0], out[1], out[2], out[3]);
+    *(uint4 *)(to + 8) = make_uint4(out[4], out[5], out[6], out[7]);
+}
+
+/* Tile i, which has arrived, as bf16. */
+template <typename Keys, int KEY, int VALUE, int THREADS_>
+static __device__ void widen_list_tile(ListTiles<Keys, KEY, VALUE, true> *tiles, const Keys &keys, int kv, int i) {
+    typedef ListRow<Keys, KEY, VALUE, true> Shape;
+    const int quantised = (Keys::shared ? VALUE : Shape::WIDTH) / 16, pieces = quantised + (Keys::shared ? (KEY - VALUE) / 8 : 0);
+#pragma unroll 4
+    for (int j = threadIdx.x; j < LIST_TILE * pieces; j += THREADS_) {
+        const int s = j / pieces, p = j % pieces;
+        const uint8_t *row = tiles->stored[i % 2] + s * Shape::STORED;
+        __nv_bfloat16 *to = tiles->widened + s * Shape::PITCH;
+        if constexpr (Keys::shared) {
+            const uint32_t *plain = (const uint32_t *)(row + VALUE + VALUE / 128 * 4) + (p - quantised) * 4;
+            if (p < quantised) widen_piece(to + 16 * p, row + 16 * p, *(const float *)(row + VALUE + p / 8 * 4));
+            else *(uint4 *)(to + VALUE + (p - quantised) * 8) = make_uint4(plain[0], plain[1], plain[2], plain[3]);
+        } else {
+            const int second = p >= KEY / 16, scale = (second ? keys.kv_heads + kv : kv) * KEY / keys.format.group;
+            widen_piece(to + 16 * p, row + 16 * p, *(const float *)(row + 16 * (quantised + second) + scale * 4 % 16));
+        }
+    }
+}
+
+/* The queries of a tile in shared memory, `used` of M rows, and which keys each of them sees. */
+template <int M, int KEY> struct TileQueries {
+    __nv_bfloat16 values[M * (KEY + 8)];
+    int first[M], end[M];
+};
+
+/* A tile: rows [row, row + n) of q, `group` heads each, from `head` on. */
+typedef struct QueryTile {
+    int row, n, head, group;
+} QueryTile;
+
+template <typename Keys, int M, int KEY, int THREADS_>
+static __device__ void load_queries(TileQueries<M, KEY> *queries, const Keys &lists, const Attend &a, const QueryTile &tile) {
+    const int used = tile.n * tile.group;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < divide_up(used, 16) * 16 * (KEY / 4); i += THREADS_) {
+        const int m = i / (KEY / 4), j = i % (KEY / 4) * 4;
+        const size_t vector = (size_t)(tile.row + m / tile.group) * a.heads + tile.head + m % tile.group;
+        const float4 four = m < used ? *(const float4 *)(a.q + vector * KEY + j) : make_float4(0, 0, 0, 0);
+        *(uint2 *)(queries->values + m * (KEY + 8) + j) = make_uint2(pair_bf16(four.x, four.y), pair_bf16(four.z, four.w));
+    }
+    for (int m = threadIdx.x; m < M; m += THREADS_) {
+        const Keys keys = lists.of(tile.row + min(m / tile.group, tile.n - 1));
+        queries->first[m] = keys.first;
+        queries->end[m] = keys.length;
+    }
+}
+
+static __device__ float power_of_two(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* The maximum so far of a row's dot products, as the exponents count it: 0 where the row has seen nothing. */
+static __device__ float reference(float largest, float scale) { return largest == -FLT_MAX ? 0 : largest * scale; }
+
+/* Where a row's results go: its part of a chunk, or y. */
+static __device__ float *output_of(const Attend &a, const QueryTile &tile, int m, int chunk, int value_dim) {
+    const int row = tile.row + m / tile.group, head = tile.head + m % tile.group;
+    return a.parts ? partial_of(a.parts, row - a.first_row, head, a.heads, chunk, a.chunks, value_dim) + 2
+                   : a.y + ((size_t)row * a.heads + head) * value_dim;
+}
+
+static const float LOG2_E = 1.4426950408889634f;
+
+/* ---- narrow tiles */
+
+template <typename Keys, int KEY, int VALUE, bool FP8> struct NarrowShared {
+    ListTiles<Keys, KEY, VALUE, FP8> tiles;
+    TileQueries<NARROW_ROWS, KEY> queries;
+    __nv_bfloat16 weights[NARROW_ROWS * WEIGHTS_PITCH];
+    float largest[NARROW_WARPS][NARROW_ROWS];
+};
+
+/* What a thread keeps of its rows g and g + 8, g = lane / 4, of each 16. */
+template <int TILES, int COLUMNS> struct NarrowSums {
+    float total[TILES][COLUMNS][4], sum[TILES][4];
+    float largest[TILES][2];
+};
+
+/* scores [rows, 16 keys of this warp] = q . k; keys that a row does not see have -FLT_MAX. */
+template <int KEY, typename Shared>
+static __device__ void score_narrow(float (&c)[NARROW_TILES][2][4], Shared *shared, const __nv_bfloat16 *rows, int pitch, int used,
+                                    int begin, bool whole) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const __nv_bfloat16 *a_row = shared->queries.values + lane % 16 * (KEY + 8) + lane / 16 * 8,
+                        *b_row = rows + (warp * 16 + lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8;
+#pragma unroll
+    for (int k = 0; k < KEY; k += 16) {
+        uint32_t a[4], b[4];
+        load_matrices(b, b_row + k);
+#pragma unroll
+        for (int m = 0; m < NARROW_TILES; m++) {
+            if (m >= used) break;
+            load_matrices(a, a_row + m * 16 * (KEY + 8) + k);
+            multiply_bf16(c[m][0], a, b[0], b[1]);
+            multiply_bf16(c[m][1], a, b[2], b[3]);
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < NARROW_TILES; m++) {
+        if (m >= used) break;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int row = m * 16 + lane / 4 + 8 * i, first = shared->queries.first[row], end = shared->queries.end[row];
+            float largest = -FLT_MAX;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const int s = begin + warp * 16 + j / 2 * 8 + lane % 4 * 2 + j % 2;
+                if (!whole && (s < first || s >= end)) c[m][j / 2][2 * i + j % 2] = -FLT_MAX;
+                largest = fmaxf(largest, c[m][j / 2][2 * i + j % 2]);
+            }
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+            if (lane % 4 == 0) shared->largest[warp][row] = largest;
+        }
+    }
+}
+
+/* Scores become weights, in shared memory; what was summed before shrinks to the new maximum. */
+template <typename Shared, int COLUMNS>
+static __device__ void weigh_narrow(NarrowSums<NARROW_TILES, COLUMNS> &sums, const float (&c)[NARROW_TILES][2][4], Shared *shared,
+                                    int used, float scale) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int m = 0; m < NARROW_TILES; m++) {
+        if (m >= used) break;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int row = m * 16 + lane / 4 + 8 * i;
+            float largest = sums.largest[m][i];
+#pragma unroll
+            for (int w = 0; w < NARROW_WARPS; w++) largest = fmaxf(largest, shared->largest[w][row]);
+            const float zero = reference(largest, scale), shrink = power_of_two((sums.largest[m][i] - largest) * scale);
+            sums.largest[m][i] = largest;
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+                *(uint32_t *)(shared->weights + row * WEIGHTS_PITCH + warp * 16 + j * 8 + lane % 4 * 2) =
+                    pair_bf16(power_of_two(__fmaf_rn(c[m][j][2 * i], scale, -zero)),
+                              power_of_two(__fmaf_rn(c[m][j][2 * i + 1], scale, -zero)));
+#pragma unroll
+            for (int t = 0; t < COLUMNS; t++) sums.total[m][t][2 * i] *= shrink, sums.total[m][t][2 * i + 1] *= shrink;
+            sums.sum[m][2 * i] *= shrink, sums.sum[m][2 * i + 1] *= shrink;
+        }
+    }
+}
+
+/* total [rows, this warp's part of the values] += weights . values */
+template <typename Shared, int COLUMNS>
+static __device__ void add_narrow(NarrowSums<NARROW_TILES, COLUMNS> &sums, const Shared *shared, const __nv_bfloat16 *values,
+                                  int pitch, int used) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const __nv_bfloat16 *a_row = shared->weights + lane % 16 * WEIGHTS_PITCH + lane / 16 * 8,
+                        *b_row = values + lane % 16 * pitch + warp * COLUMNS * 8 + lane / 16 * 8;
+#pragma unroll
+    for (int k = 0; k < LIST_TILE; k += 16) {
+        uint32_t a[4], b[COLUMNS / 2][4];
+#pragma unroll
+        for (int t = 0; t < COLUMNS / 2; t++) load_transposed(b[t], b_row + k * pitch + t * 16);
+#pragma unroll
+        for (int m = 0; m < NARROW_TILES; m++) {
+            if (m >= used) break;
+            load_matrices(a, a_row + m * 16 * WEIGHTS_PITCH + k);
+#pragma unroll
+            for (int t = 0; t < COLUMNS; t++) multiply_bf16(sums.total[m][t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
+            multiply_bf16(sums.sum[m], a, ONES, ONES);
+        }
+    }
+}
+
+/* The end of a chunk: it leaves its part, or is folded into those before it. */
+template <int COLUMNS>
+static __device__ void end_narrow(NarrowSums<NARROW_TILES, COLUMNS> &all, NarrowSums<NARROW_TILES, COLUMNS> &sums, const Attend &a,
+                                  const QueryTile &tile, int used, int chunk) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int m = 0; m < NARROW_TILES; m++) {
+        if (m >= used) break;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int row = m * 16 + lane / 4 + 8 * i, first = warp * COLUMNS * 8 + lane % 4 * 2;
+            const float maximum = sums.largest[m][i] * a.scale;
+            if (!a.parts) {
+                const float2 shares = fold_chunk(&all.largest[m][i], &all.sum[m][i], maximum, sums.sum[m][2 * i]);
+#pragma unroll
+                for (int t = 0; t < COLUMNS * 2; t++)
+                    all.total[m][t / 2][2 * i + t % 2] = fold_value(all.total[m][t / 2][2 * i + t % 2],
+                                                                    sums.total[m][t / 2][2 * i + t % 2], shares);
+            } else if (row < tile.n * tile.group) {
+                float *out = output_of(a, tile, row, chunk, COLUMNS * 8 * NARROW_WARPS);
+                if (warp == 0 && lane % 4 == 0) out[-2] = maximum, out[-1] = sums.sum[m][2 * i];
+#pragma unroll
+                for (int t = 0; t < COLUMNS; t++)
+                    *(float2 *)(out + first + t * 8) = make_float2(sums.total[m][t][2 * i], sums.total[m][t][2 * i + 1]);
+            }
+        }
+    }
+}
+
+template <int TILES, int COLUMNS> static __device__ void clear(NarrowSums<TILES, COLUMNS> &sums) {
+#pragma unroll
+    for (int m = 0; m < TILES; m++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+#pragma unroll
+            for (int t = 0; t < COLUMNS; t++) sums.total[m][t][i] = 0;
+            sums.sum[m][i] = 0;
+        }
+        sums.largest[m][0] = sums.largest[m][1] = -FLT_MAX;
+    }
+}
+
+/* A thread block for each row of the launch and key/value head; the one of a tile's first row works, for all of the tile. */
+template <typename Keys, int KEY, int VALUE, bool FP8>
+static __global__ void __launch_bounds__(32 * NARROW_WARPS, 2) narrow_attention(Keys lists, const __grid_constant__ Attend a) {
+    typedef ListRow<Keys, KEY, VALUE, FP8> Shape;
+    extern __shared__ __align__(128) uint8_t narrow_shared[];
+    NarrowShared<Keys, KEY, VALUE, FP8> *shared = (NarrowShared<Keys, KEY, VALUE, FP8> *)narrow_shared;
+    const int threads = 32 * NARROW_WARPS, columns = VALUE / 8 / NARROW_WARPS;
+    const int r = a.first_row + blockIdx.x, kv = blockIdx.y, group = a.heads / a.kv_heads;
+    const RowRun run = lists.run(r, a.first_row, a.first_row + a.n_rows);
+    const int each = min((int)NARROW_RUN, NARROW_ROWS / group);
+    if ((r - run.first) % each || (std::is_same_v<Keys, HistoryKeys> && run.end - run.first >= WIDE_RUN)) return;
+    const QueryTile tile = {r, min(each, run.end - r), kv * group, group};
+    const Keys keys = lists.of(r + tile.n - 1);     /* nobody sees more */
+    if (tile_begin(0) >= keys.length && a.parts) return;
+    const int used = divide_up(tile.n * group, 16);
+    for (int i = 0; i < 2; i++) {
+        const uint8_t *row = name_row(keys, i);
+        if (threadIdx.x < LIST_TILE) shared->tiles.source[i][threadIdx.x] = row;
+    }
+    __syncthreads();
+    start_list_tile<Keys, KEY, VALUE, FP8, threads>(&shared->tiles, keys, kv, 0);
+    load_queries<Keys, NARROW_ROWS, KEY, threads>(&shared->queries, lists, a, tile);
+    __syncthreads();
+    const int every = shared->queries.end[0], none = shared->queries.first[NARROW_ROWS - 1];    /* all rows see [none, every) */
+    NarrowSums<NARROW_TILES, columns> sums, all;
+    clear(sums);
+    clear(all);
+    for (int i = 0, begin = tile_begin(0); begin < keys.length; begin = tile_begin(++i)) {
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        __syncthreads();
+        const uint8_t *named = name_row(keys, i + 2);
+        start_list_tile<Keys, KEY, VALUE, FP8, threads>(&shared->tiles, keys, kv, i + 1);
+        const __nv_bfloat16 *rows = (const __nv_bfloat16 *)shared->tiles.stored[i % 2];
+        if constexpr (FP8) {
+            widen_list_tile<Keys, KEY, VALUE, threads>(&shared->tiles, keys, kv, i);
+            rows = shared->tiles.widened;
+            __syncthreads();
+        }
+        float c[NARROW_TILES][2][4] = {};
+        score_narrow<KEY>(c, shared, rows, Shape::PITCH, used, begin, begin >= none && begin + LIST_TILE <= every);
+        __syncthreads();
+        weigh_narrow(sums, c, shared, used, a.scale * LOG2_E);
+        if (threadIdx.x < LIST_TILE) shared->tiles.source[i % 2][threadIdx.x] = named;
+        __syncthreads();
+        add_narrow(sums, shared, rows + Shape::VALUES, Shape::PITCH, used);
+        if (begin % SPLIT_KEYS + LIST_TILE < SPLIT_KEYS && begin + LIST_TILE < keys.length) continue;
+        end_narrow(all, sums, a, tile, used, begin / SPLIT_KEYS);
+        clear(sums);
+    }
+    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * columns * 8 + lane % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < NARROW_TILES * 2; m++) {
+        const int row = m * 8 + lane / 4;
+        if (a.parts || row >= tile.n * group) continue;
+        float *out = output_of(a, tile, row, 0, VALUE), sum = all.sum[m / 2][m % 2];
+#pragma unroll
+        for (int t = 0; t < columns; t++)
+            *(float2 *)(out + first + t * 8) = make_float2(all.total[m / 2][t][m % 2 * 2] / sum,
+                                                           all.total[m / 2][t][m % 2 * 2 + 1] / sum);
+    }
+}
+
+/* ---- wide tiles */
+
+template <typename Keys, int KEY, int VALUE, bool FP8> struct WideShared {
+    ListTiles<Keys, KEY, VALUE, FP8> tiles;
+    TileQueries<WIDE_ROWS, KEY> queries;
+};
+
+/* scores [16 rows, 64 keys] = q . k */
+template <int KEY>
+static __device__ void score_wide(float (&c)[LIST_TILE / 8][4], const uint32_t (&q)[KEY / 16][4], const __nv_bfloat16 *rows,
+                                  int pitch) {
+    const int lane = threadIdx.x % 32;
+    const __nv_bfloat16 *b_row = rows + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8;
+#pragma unroll
+    for (int k = 0; k < KEY / 16; k++) {
+#pragma unroll
+        for (int t = 0; t < LIST_TILE / 8; t += 2) {
+            uint32_t b[4];
+            load_matrices(b, b_row + t * 8 * pitch + k * 16);
+            multiply_bf16(c[t], q[k], b[0], b[1]);
+            multiply_bf16(c[t + 1], q[k], b[2], b[3]);
+        }
+    }
+}
+
+/* Keys that rows do not see have -FLT_MAX from now on. */
+static __device__ void mask_wide(float (&c)[LIST_TILE / 8][4], const int *first, const int *end, int begin) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int low = first[lane / 4 + 8 * i] - begin, high = end[lane / 4 + 8 * i] - begin;
+#pragma unroll
+        for (int j = 0; j < LIST_TILE / 4; j++) {
+            const int s = j / 2 * 8 + lane % 4 * 2 + j % 2;
+            if (s < low || s >= high) c[j / 2][2 * i + j % 2] = -FLT_MAX;
+        }
+    }
+}
+
+/* Scores become weights; what was summed before shrinks to the new maximum. */
+template <int COLUMNS>
+static __device__ void weigh_wide(NarrowSums<1, COLUMNS> &sums, float (&c)[LIST_TILE / 8][4], float scale) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float largest = -FLT_MAX;
+#pragma unroll
+        for (int j = 0; j < LIST_TILE / 4; j++) largest = fmaxf(largest, c[j / 2][2 * i + j % 2]);
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        largest = fmaxf(largest, sums.largest[0][i]);
+        const float zero = reference(largest, scale), shrink = power_of_two((sums.largest[0][i] - largest) * scale);
+        sums.largest[0][i] = largest;
+#pragma unroll
+        for (int j = 0; j < LIST_TILE / 4; j++)
+            c[j / 2][2 * i + j % 2] = power_of_two(__fmaf_rn(c[j / 2][2 * i + j % 2], scale, -zero));
+#pragma unroll
+        for (int t = 0; t < COLUMNS; t++) sums.total[0][t][2 * i] *= shrink, sums.total[0][t][2 * i + 1] *= shrink;
+        sums.sum[0][2 * i] *= shrink, sums.sum[0][2 * i + 1] *= shrink;
+    }
+}
+
+/* total [16 rows, values] += weights . values; two neighbouring accumulators of scores are a fragment of weights. */
+template <int COLUMNS>
+static __device__ void add_wide(NarrowSums<1, COLUMNS> &sums, const float (&c)[LIST_TILE / 8][4], const __nv_bfloat16 *values,
+                                int pitch) {
+    const int lane = threadIdx.x % 32;
+    const __nv_bfloat16 *b_row = values + lane % 16 * pitch + lane / 16 * 8;
+#pragma unroll
+    for (int k = 0; k < LIST_TILE / 16; k++) {
+        const uint32_t a[4] = {pair_bf16(c[2 * k][0], c[2 * k][1]), pair_bf16(c[2 * k][2], c[2 * k][3]),
+                               pair_bf16(c[2 * k + 1][0], c[2 * k + 1][1]), pair_bf16(c[2 * k + 1][2], c[2 * k + 1][3])};
+#pragma unroll
+        for (int t = 0; t < COLUMNS; t += 2) {
+            uint32_t b[4];
+            load_transposed(b, b_row + k * 16 * pitch + t * 8);
+            multiply_bf16(sums.total[0][t], a, b[0], b[1]);
+            multiply_bf16(sums.total[0][t + 1], a, b[2], b[3]);
+        }
+        multiply_bf16(sums.sum[0], a, ONES, ONES);
+    }
+}
+
+template <int COLUMNS>
+static __device__ void end_wide(NarrowSums<1, COLUMNS> &all, NarrowSums<1, COLUMNS> &sums, float scale) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float2 shares = fold_chunk(&all.largest[0][i], &all.sum[0][i], sums.largest[0][i] * scale, sums.sum[0][2 * i]);
+#pragma unroll
+        for (int t = 0; t < COLUMNS * 2; t++)
+            all.total[0][t / 2][2 * i + t % 2] = fold_value(all.total[0][t / 2][2 * i + t % 2], sums.total[0][t / 2][2 * i + t % 2],
+                                                            shares);
+    }
+}
+
+template <typename Keys, int KEY, int VALUE, bool FP8>
+static __device__ void attend_wide(WideShared<Keys, KEY, VALUE, FP8> *shared, const Keys &lists, const Attend &a, int kv,
+                                   const QueryTile &tile) {
+    typedef ListRow<Keys, KEY, VALUE, FP8> Shape;
+    const int threads = 32 * WIDE_WARPS, columns = VALUE / 8, lane = threadIdx.x % 32, top = threadIdx.x / 32 * 16;
+    const Keys keys = lists.of(tile.row + tile.n - 1);
+    const bool works = top < tile.n * tile.group;
+    __syncthreads();                                /* the tile before this one is done with */
+    for (int i = 0; i < 2; i++) {
+        const uint8_t *row = name_row(keys, i);
+        if (threadIdx.x < LIST_TILE) shared->tiles.source[i][threadIdx.x] = row;
+    }
+    __syncthreads();
+    start_list_tile<Keys, KEY, VALUE, FP8, threads>(&shared->tiles, keys, kv, 0);
+    load_queries<Keys, WIDE_ROWS, KEY, threads>(&shared->queries, lists, a, tile);
+    __syncthreads();
+    uint32_t q[KEY / 16][4];
+#pragma unroll
+    for (int k = 0; k < KEY / 16; k++)
+        load_matrices(q[k], shared->queries.values + (top + lane % 16) * (KEY + 8) + lane / 16 * 8 + k * 16);
+    const int every = shared->queries.end[0], none = shared->queries.first[WIDE_ROWS - 1];      /* all rows see [none, every) */
+    NarrowSums<1, columns> sums, all;
+    clear(sums);
+    clear(all);
+    for (int i = 0, begin = 0; begin < keys.length; begin = tile_begin(++i)) {
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        __syncthreads();
+        const uint8_t *named = name_row(keys, i + 2);
+        start_list_tile<Keys, KEY, VALUE, FP8, threads>(&shared->tiles, keys, kv, i + 1);
+        const __nv_bfloat16 *rows = (const __nv_bfloat16 *)shared->tiles.stored[i % 2];
+        if constexpr (FP8) {
+            widen_list_tile<Keys, KEY, VALUE, threads>(&shared->tiles, keys, kv, i);
+            rows = shared->tiles.widened;
+            __syncthreads();
+        }
+        if (works) {
+            float c[LIST_TILE / 8][4] = {};
+            score_wide<KEY>(c, q, rows, Shape::PITCH);
+            if (begin < none || begin + LIST_TILE > every)
+                mask_wide(c, shared->queries.first + top, shared->queries.end + top, begin);
+            weigh_wide(sums, c, a.scale * LOG2_E);
+            add_wide(sums, c, rows + Shape::VALUES, Shape::PITCH);
+            if (begin % SPLIT_KEYS + LIST_TILE >= SPLIT_KEYS || begin + LIST_TILE >= keys.length) {
+                end_wide(all, sums, a.scale);
+                clear(sums);
+            }
+        }
+        if (threadIdx.x < LIST_TILE) shared->tiles.source[i % 2][threadIdx.x] = named;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int row = top + lane / 4 + 8 * i;
+        if (row >= tile.n * tile.group) continue;
+        float *out = output_of(a, tile, row, 0, VALUE) + lane % 4 * 2, sum = all.sum[0][i];
+#pragma unroll
+        for (int t = 0; t < columns; t++)
+            *(float2 *)(out + t * 8) = make_float2(all.total[0][t][2 * i] / sum, all.total[0][t][2 * i + 1] / sum);
+    }
+}
+
+/* A thread block takes the tiles of long runs that begin among WIDE_WINDOW rows of the launch. */
+template <typename Keys, int KEY, int VALUE, bool FP8>
+static __global__ void __launch_bounds__(32 * WIDE_WARPS, 1) wide_attention(Keys lists, const __grid_constant__ Attend a) {
+    extern __shared__ __align__(128) uint8_t wide_shared[];
+    const int begin = a.first_row + blockIdx.x * WIDE_WINDOW, last = a.first_row + a.n_rows,
+              end = min(begin + (int)WIDE_WINDOW, last), group = a.heads / a.kv_heads, each = WIDE_ROWS / group;
+    for (int r = begin; r < end;) {
+        const RowRun run = lists.run(r, a.first_row, last);
+        if (run.end - run.first < WIDE_RUN) {
+            r = run.end;
+            continue;
+        }
+        r = run.first + divide_up(r - run.first, each) * each;
+        if (r >= run.end || r >= end) {
+            r = run.end;
+            continue;
+        }
+        const QueryTile tile = {r, min(each, run.end - r), (int)blockIdx.y * group, group};
+        attend_wide((WideShared<Keys, KEY, VALUE, FP8> *)wide_shared, lists, a, blockIdx.y, tile);
+        r += each;
+    }
+}
+
 /* ---- launches */
 
 /* Runs rows in groups whose parts fit: work(first row, rows, chunks) for each, then their merge. */
@@ -2600,28 +3241,73 @@ static void attend_in_groups(const Keys &keys, float *y, int n_rows, int heads, 
     }
 }
 
-template <typename Keys>
-static void attend(const Keys &keys, float *y, const float *q, int n_rows, int heads, int kv_heads, int key_dim, int value_dim,
-                   float scale, int longest) {
-    attend_in_groups(keys, y, n_rows, heads, value_dim, longest, [&](int first, int n, int chunks) {
-        const size_t values = Keys::shared ? 0 : TILE_KEYS * value_dim,
-                     bytes = (TILE_KEYS * (key_dim + 1) + ATTEND_WARPS * key_dim + values) * sizeof(float);
-        const int tiles = divide_up(heads / kv_heads, ATTEND_WARPS), side = chunks < 64 ? chunks : 64;
+/* Where there is enough to do for every multiprocessor, or lists are short, a thread block takes whole lists and nothing is left to be
+ * merged: launch(work, blocks that share a list) for all rows at once, or for groups of them. */
+template <typename Keys, typename Launch>
+static void attend_rows(const Keys &keys, Attend a, int value_dim, int longest, int blocks, Launch launch) {
+    const int chunks = divide_up(longest, SPLIT_KEYS), wanted = divide_up(8 * gpu.multiprocessors, a.n_rows * blocks),
+              side = chunks < wanted ? chunks : wanted;
+    if (side == 1) return launch(a, 1);
+    attend_in_groups(keys, a.y, a.n_rows, a.heads, value_dim, longest, [&](int first, int n, int chunks) {
+        Attend part = a;
+        part.parts = partials, part.first_row = first, part.n_rows = n, part.chunks = chunks;
+        launch(part, side);
+    });
+}
+
+/* In f32. */
+template <typename Keys> static void attend(const Keys &keys, const Attend &a, int key_dim, int value_dim, int longest) {
+    const size_t values = Keys::shared ? 0 : TILE_KEYS * value_dim,
+                 bytes = (TILE_KEYS * (key_dim + 1) + ATTEND_WARPS * key_dim + values) * sizeof(float);
+    const int blocks = a.kv_heads * divide_up(a.heads / a.kv_heads, ATTEND_WARPS);
+    auto launch = [&](const Attend &part, int side) {
         allow_shared(attend_kernel<Keys>, bytes);
-        attend_kernel<Keys><<<dim3(n, kv_heads * tiles, side), 32 * ATTEND_WARPS, bytes, gpu.stream>>>(
-            keys, partials, q, first, heads, kv_heads, key_dim, value_dim, scale, chunks);
+        attend_kernel<Keys><<<dim3(part.n_rows, blocks, side), 32 * ATTEND_WARPS, bytes, gpu.stream>>>(keys, part, key_dim, value_dim);
+        LAUNCHED();
+    };
+    if (longest <= SPLIT_KEYS) return launch(a, 1);
+    attend_in_groups(keys, a.y, a.n_rows, a.heads, value_dim, longest, [&](int first, int n, int chunks) {
+        Attend part = a;
+        part.parts = partials, part.first_row = first, part.n_rows = n, part.chunks = chunks;
+        launch(part, chunks < 64 ? chunks : 64);
+    });
+}
+
+/* On tensor cores. */
+template <typename Keys, int KEY, int VALUE, bool FP8> static void attend_tiles(const Keys &keys, const Attend &a, int longest) {
+    const size_t narrow = sizeof(NarrowShared<Keys, KEY, VALUE, FP8>), wide = sizeof(WideShared<Keys, KEY, VALUE, FP8>);
+    attend_rows(keys, a, VALUE, longest, a.kv_heads, [&](const Attend &part, int side) {
+        allow_shared(narrow_attention<Keys, KEY, VALUE, FP8>, narrow);
+        narrow_attention<Keys, KEY, VALUE, FP8><<<dim3(part.n_rows, a.kv_heads, side), 32 * NARROW_WARPS, narrow, gpu.stream>>>(keys, part);
         LAUNCHED();
     });
+    if constexpr (std::is_same_v<Keys, HistoryKeys>) {
+        if (a.n_rows < WIDE_RUN) return;
+        allow_shared(wide_attention<Keys, KEY, VALUE, FP8>, wide);
+        wide_attention<Keys, KEY, VALUE, FP8>
+            <<<dim3(divide_up(a.n_rows, WIDE_WINDOW), a.kv_heads), 32 * WIDE_WARPS, wide, gpu.stream>>>(keys, a);
+        LAUNCHED();
+    }
+}
+
+/* Whether the rows of so many heads fit a tile, and whether pieces of 16 bytes have what they need. */
+static bool suits_tiles(const RowFormat *format, int heads, int kv_heads, int dim) {
+    return format->dtype != KV_F32 && heads / kv_heads <= NARROW_ROWS
+           && (format->dtype == KV_BF16 || (format->group % dim == 0 && format->quantised % 16 == 0));
 }
 
 static void sparse_attention(float *z, const float *q, const RowPool *pool, const RowFormat *format, const DeviceRow *locations,
                              const int *count, int capacity, int n_rows, int heads, float scale) {
     const SelectedKeys keys = {*pool, *format, locations, count, capacity, 0};
-    const bool fast = format->dtype != KV_F32 && format->quantised == LATENT && format->plain == TAIL && heads % 16 == 0
-                      && (format->dtype == KV_BF16 || format->group == 128);
+    const bool latent = format->dtype != KV_F32 && format->quantised == LATENT && format->plain == TAIL && heads % 16 == 0
+                        && (format->dtype == KV_BF16 || format->group == 128);
+    const Attend a = {.y = z, .parts = NULL, .q = q, .first_row = 0, .n_rows = n_rows, .heads = heads, .kv_heads = 1, .chunks = 1,
+                      .scale = scale};
     if (!n_rows) return;
-    if (!fast)
-        return attend(keys, z, q, n_rows, heads, 1, format->quantised + format->plain, format->quantised, scale, capacity);
+    if (format->quantised == 128 && format->plain == 32 && suits_tiles(format, heads, 1, 128))
+        return format->dtype == KV_F8 ? attend_tiles<SelectedKeys, 160, 128, true>(keys, a, capacity)
+                                      : attend_tiles<SelectedKeys, 160, 128, false>(keys, a, capacity);
+    if (!latent) return attend(keys, a, format->quantised + format->plain, format->quantised, capacity);
     attend_in_groups(keys, z, n_rows, heads, LATENT, capacity, [&](int first, int n, int chunks) {
         auto kernel = format->dtype == KV_F8 ? latent_kernel<true> : latent_kernel<false>;
         const size_t bytes = format->dtype == KV_F8 ? sizeof(LatentShared<true>) : sizeof(LatentShared<false>);
@@ -2635,14 +3321,30 @@ static void sparse_attention(float *z, const float *q, const RowPool *pool, cons
 static void dense_attention(float *y, const float *q, const RowPool *pool, const RowFormat *format, const DevicePage *pages,
                             int context_pages, const Row *rows, int n_rows, int heads, int kv_heads, int head_dim, float scale) {
     const HistoryKeys keys = {*pool, *format, pages, rows, context_pages, kv_heads, head_dim, 0};
-    if (n_rows) attend(keys, y, q, n_rows, heads, kv_heads, head_dim, head_dim, scale, context_pages * PAGE_ROWS);
+    const Attend a = {.y = y, .parts = NULL, .q = q, .first_row = 0, .n_rows = n_rows, .heads = heads, .kv_heads = kv_heads,
+                      .chunks = 1, .scale = scale};
+    const int longest = context_pages * PAGE_ROWS;
+    if (!n_rows) return;
+    const bool tiles = suits_tiles(format, heads, kv_heads, head_dim), fp8 = format->dtype == KV_F8;
+    if (tiles && head_dim == 128 && fp8) attend_tiles<HistoryKeys, 128, 128, true>(keys, a, longest);
+    else if (tiles && head_dim == 128) attend_tiles<HistoryKeys, 128, 128, false>(keys, a, longest);
+    else if (tiles && head_dim == 64 && fp8) attend_tiles<HistoryKeys, 64, 64, true>(keys, a, longest);
+    else if (tiles && head_dim == 64) attend_tiles<HistoryKeys, 64, 64, false>(keys, a, longest);
+    else attend(keys, a, head_dim, head_dim, longest);
 }
 
 static void block_attention(float *y, const float *q, const float *kv, const uint8_t *ring, const RowFormat *format,
                             int ring_rows, const DraftBlock *blocks, int n_blocks, int block_size, int window, bool causal,
                             int heads, int kv_heads, int head_dim, float scale) {
-    const BlockKeys keys = {ring, *format, kv, blocks, ring_rows, block_size, window, kv_heads, head_dim, causal, 0, 0, 0};
-    if (n_blocks) attend(keys, y, q, n_blocks * block_size, heads, kv_heads, head_dim, head_dim, scale, ring_rows + block_size);
+    const BlockKeys keys = {ring, *format, kv, blocks, ring_rows, block_size, window, kv_heads, head_dim, causal, 0, 0, 0, 0};
+    const Attend a = {.y = y, .parts = NULL, .q = q, .first_row = 0, .n_rows = n_blocks * block_size, .heads = heads,
+                      .kv_heads = kv_heads, .chunks = 1, .scale = scale};
+    const int longest = ring_rows + block_size;
+    if (!n_blocks) return;
+    const bool tiles = suits_tiles(format, heads, kv_heads, head_dim) && format->dtype == KV_BF16;
+    if (tiles && head_dim == 128) attend_tiles<BlockKeys, 128, 128, false>(keys, a, longest);
+    else if (tiles && head_dim == 64) attend_tiles<BlockKeys, 64, 64, false>(keys, a, longest);
+    else attend(keys, a, head_dim, head_dim, longest);
 }
 
 /* =====================================================================================================================
