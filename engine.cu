@@ -1245,8 +1245,9 @@ static void expand_value(float *y, const float *z, int n_rows, const Matrix *kv_
  * times the scales is the sum of two bf16, which leaves out 2^-17 of it, and the weights meet one after the other. */
 
 enum {
-    ABSORB_COLUMNS = SCALE_BLOCK, ABSORB_WARPS = ABSORB_COLUMNS / 16, ABSORB_THREADS = 32 * ABSORB_WARPS,
-    ABSORB_ROWS = 64, ABSORB_TILES = ABSORB_ROWS / 16,
+    ABSORB_COLUMNS = SCALE_BLOCK, ABSORB_ROWS = 64,
+    ABSORB_ACROSS = ABSORB_COLUMNS / 32, ABSORB_DOWN = 2,   /* warps: 32 columns each, and half of the tiles of 16 rows */
+    ABSORB_TILES = ABSORB_ROWS / 16 / ABSORB_DOWN, ABSORB_THREADS = 32 * ABSORB_ACROSS * ABSORB_DOWN,
     ABSORB_PITCH = ABSORB_COLUMNS + 8,      /* bf16 from one row of weights to the next in shared memory */
     ABSORB_DEPTH = 512,                     /* values of a q that fit there at most */
 };
@@ -1318,38 +1319,43 @@ static __device__ void split_query(__nv_bfloat16 *terms, const Absorb &a, int he
     }
 }
 
-/* Grid: groups of columns, heads, groups of rows of q. A warp takes 16 columns and all rows. */
+/* Grid: groups of columns, heads, groups of rows of q. */
 template <DType D> static __global__ void __launch_bounds__(ABSORB_THREADS, 2) absorb_kernel(const __grid_constant__ Absorb a) {
     extern __shared__ __align__(128) uint8_t absorb_shared[];
     const int head = (int)blockIdx.y, first = (int)blockIdx.z * ABSORB_ROWS, rows = min((int)ABSORB_ROWS, a.n_rows - first);
     const int lane = lane_id(), depth = absorb_depth(a), pitch = depth + 8, tiles = divide_up(rows, 16), lora = a.kv_b.cols;
+    const int across = warp_id() % ABSORB_ACROSS * 32, down = warp_id() / ABSORB_ACROSS;    /* tiles down, down + 2, ... are this warp's */
     __nv_bfloat16 *weights = (__nv_bfloat16 *)absorb_shared, *terms = weights + depth * ABSORB_PITCH;
     load_absorbed<D>(weights, a, head, (int)blockIdx.x * ABSORB_COLUMNS);
     split_query<D>(terms, a, head, first, rows, (int)blockIdx.x);
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
 
-    float sums[ABSORB_TILES][2][4] = {};
-    const __nv_bfloat16 *b_row = weights + lane % 16 * ABSORB_PITCH + warp_id() * 16 + lane / 16 * 8,
+    float sums[ABSORB_TILES][4][4] = {};
+    const __nv_bfloat16 *b_row = weights + lane % 16 * ABSORB_PITCH + across + lane / 16 * 8,
                         *a_row = terms + lane % 16 * pitch + lane / 16 * 8;
+#pragma unroll 2
     for (int k = 0; k < depth; k += 16) {
-        uint32_t w[4], q[4];
-        load_transposed(w, b_row + k * ABSORB_PITCH);
+        uint32_t w[2][4], q[4];
+        load_transposed(w[0], b_row + k * ABSORB_PITCH);
+        load_transposed(w[1], b_row + k * ABSORB_PITCH + 16);
 #pragma unroll
         for (int m = 0; m < ABSORB_TILES * 2; m++) {
-            if (m / 2 >= tiles) break;
-            load_matrices(q, a_row + (m / 2 + m % 2 * tiles) * 16 * pitch + k);
-            multiply_fragment<DTYPE_BF16>(sums[m / 2][0], q[0], q[1], q[2], q[3], w[0], w[1]);
-            multiply_fragment<DTYPE_BF16>(sums[m / 2][1], q[0], q[1], q[2], q[3], w[2], w[3]);
+            const int tile = m / 2 * ABSORB_DOWN + down;
+            if (tile >= tiles) break;
+            load_matrices(q, a_row + (tile + m % 2 * tiles) * 16 * pitch + k);
+#pragma unroll
+            for (int t = 0; t < 4; t++)
+                multiply_fragment<DTYPE_BF16>(sums[m / 2][t], q[0], q[1], q[2], q[3], w[t / 2][t % 2 * 2], w[t / 2][t % 2 * 2 + 1]);
         }
     }
-    const int column = (int)blockIdx.x * ABSORB_COLUMNS + warp_id() * 16 + lane % 4 * 2;
+    const int column = (int)blockIdx.x * ABSORB_COLUMNS + across + lane % 4 * 2;
 #pragma unroll
     for (int m = 0; m < ABSORB_TILES * 2; m++) {
-        const int r = m * 8 + lane / 4;
+        const int r = (m / 2 * ABSORB_DOWN + down) * 16 + m % 2 * 8 + lane / 4;
         float *y = a.y + ((size_t)(first + r) * (size_t)a.heads + (size_t)head) * (size_t)(lora + a.rope) + (size_t)column;
 #pragma unroll
-        for (int t = 0; t < 2; t++)
+        for (int t = 0; t < 4; t++)
             if (r < rows && column + t * 8 < lora)
                 *(float2 *)(y + t * 8) = make_float2(sums[m / 2][t][m % 2 * 2], sums[m / 2][t][m % 2 * 2 + 1]);
     }
@@ -1372,7 +1378,7 @@ static __global__ void absorb_exact_kernel(const __grid_constant__ Absorb a) {
 }
 
 template <DType D> static void launch_absorb(const Absorb &absorb) {
-    const int tiles = absorb.n_rows < ABSORB_ROWS ? divide_up(absorb.n_rows, 16) : ABSORB_TILES;
+    const int tiles = absorb.n_rows < ABSORB_ROWS ? divide_up(absorb.n_rows, 16) : ABSORB_ROWS / 16;
     const size_t shared = (size_t)absorb_bytes(absorb, tiles);
     allow_shared(absorb_kernel<D>, shared);
     absorb_kernel<D><<<dim3((unsigned)divide_up(absorb.kv_b.cols, ABSORB_COLUMNS), (unsigned)absorb.heads,
@@ -1386,7 +1392,7 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
                            .nope = config->qk_nope_head_dim, .rope = config->qk_rope_head_dim, .v = config->v_head_dim};
     const bool aligned = rows_aligned(kv_b->dtype, kv_b->cols) && (uintptr_t)kv_b->data % 16 == 0 && absorb.nope % 4 == 0
                          && floats_aligned(q, (size_t)(absorb.nope + absorb.rope)) && absorb.nope <= ABSORB_DEPTH
-                         && (size_t)absorb_bytes(absorb, ABSORB_TILES) <= gpu.shared_per_block;
+                         && (size_t)absorb_bytes(absorb, ABSORB_ROWS / 16) <= gpu.shared_per_block;
     if (aligned && kv_b->dtype == DTYPE_BF16) return launch_absorb<DTYPE_BF16>(absorb);
     if (aligned && kv_b->dtype == DTYPE_F8_E4M3) return launch_absorb<DTYPE_F8_E4M3>(absorb);
     absorb_exact_kernel<<<dim3((unsigned)divide_up(kv_b->cols + absorb.rope, 128), (unsigned)absorb.heads, (unsigned)n_rows), 128, 0,
@@ -2249,11 +2255,26 @@ static __device__ const uint8_t *row_at(const RowPool &pool, size_t stride, Devi
     return row.id < pool.n_rows ? pool.rows + (size_t)row.id * stride : pool.staging + (size_t)(row.id - pool.n_rows) * stride;
 }
 
-/* ---- lists of keys: of(r) is row r's, the keys [first, length) of those that its run of rows, run(r), has in common; value j of a
- * key, and of what it stands for, are of a key/value head */
+/* What a launch attends with: rows [first_row, first_row + n_rows) of q and y; parts where lists are cut among blocks, or NULL. */
+typedef struct Attend {
+    float *y, *parts;
+    const float *q;
+    int first_row, n_rows, heads, kv_heads;
+    int chunks;                 /* of the longest list */
+    float scale;
+} Attend;
 
-/* Rows [first, end) of a launch whose lists begin with the same keys; later ones see no less of them. */
-typedef struct RowRun { int first, end; } RowRun;
+/* ---- lists of keys: of(r) is row r's, the keys [first, length) of those that its run of rows has in common; value j of a key, and of
+ * what it stands for, are of a key/value head. Rows of a run share tiles, `each` of them at most: tiles() says how many there are in a
+ * launch, and tile() which rows [first, end) one has. */
+
+typedef struct TileRows { int first, end; } TileRows;
+
+/* Shared memory of a launch that finds its runs itself: a bit for each row where a run begins, or a tile. */
+typedef struct TilePlan { uint32_t runs[MAX_PASS_ROWS / 32], tiles[MAX_PASS_ROWS / 32]; } TilePlan;
+
+/* Where a head's values lie in a cached row, and the scales of fp8: bytes. */
+typedef struct Slices { int key, value, key_scale, value_scale; } Slices;
 
 struct SelectedKeys {
     RowPool pool;
@@ -2269,11 +2290,22 @@ struct SelectedKeys {
         own.length = count[r];
         return own;
     }
-    __device__ RowRun run(int r, int, int) const { return {r, r + 1}; }
+    __device__ int tiles(TilePlan *, const Attend &a, int, int, int) const { return a.n_rows; }
+    __device__ TileRows tile(const TilePlan *, int t, const Attend &a, int) const { return {a.first_row + t, a.first_row + t + 1}; }
+    __device__ Slices slices(int) const { return {0, 0, 0, 0}; }
     __device__ const uint8_t *row(int s) const { return row_at(pool, format.stride, locations[s]); }
     __device__ float key(int, int s, int j) const { return cached_value(row(s), format, j); }
     __device__ float value(int, int, int) const { return 0; }
 };
+
+/* The n-th bit that is set of these words. */
+static __device__ int find_bit(const uint32_t *words, int n) {
+    int at = 0;
+    for (int count; (count = __popc(words[at])) <= n; at++) n -= count;
+    uint32_t word = words[at];
+    for (; n; n--) word &= word - 1;
+    return at * 32 + __ffs(word) - 1;
+}
 
 struct HistoryKeys {
     RowPool pool;
@@ -2289,19 +2321,41 @@ struct HistoryKeys {
         own.length = rows[r].position + 1;
         return own;
     }
-    /* Called by all threads: the rows of the same session around r, of those in [begin, end). */
-    __device__ RowRun run(int r, int begin, int end) const {
-        __shared__ RowRun found;
-        __syncthreads();
-        if (threadIdx.x == 0) found = {begin, end};
-        __syncthreads();
-        for (int i = begin + 1 + threadIdx.x; i < end; i += blockDim.x) {
-            if (rows[i].session == rows[i - 1].session) continue;
-            if (i <= r) atomicMax(&found.first, i);
-            else atomicMin(&found.end, i);
+    /* A run is a session's rows. Only tiles of runs of [shortest, longest] rows count. Called by all threads. */
+    __device__ int tiles(TilePlan *plan, const Attend &a, int each, int shortest, int longest) const {
+        const int n = a.n_rows, lane = threadIdx.x % 32, end = divide_up(n, 32) * 32;
+        for (int r = threadIdx.x; r < end; r += blockDim.x) {
+            const Row *row = rows + a.first_row + r;
+            const uint32_t bits = __ballot_sync(~0u, r < n && (r == 0 || row[0].session != row[-1].session));
+            if (lane == 0) plan->runs[r / 32] = bits;
         }
         __syncthreads();
-        return found;
+        for (int r = threadIdx.x; r < end; r += blockDim.x) {
+            const TileRows run = run_of(plan, r, n);
+            const int length = run.end - run.first;
+            const bool begins = r < n && (r - run.first) % each == 0 && length >= shortest && length <= longest;
+            const uint32_t bits = __ballot_sync(~0u, begins);
+            if (lane == 0) plan->tiles[r / 32] = bits;
+        }
+        __syncthreads();
+        int count = 0;
+        for (int i = 0; i < end / 32; i++) count += __popc(plan->tiles[i]);
+        return count;
+    }
+    static __device__ TileRows run_of(const TilePlan *plan, int r, int n) {
+        int from = r / 32, to = from;
+        uint32_t before = plan->runs[from] & ~0u >> (31 - r % 32), behind = plan->runs[to] & ~1u << r % 32;
+        while (!before) before = plan->runs[--from];
+        while (!behind && ++to < divide_up(n, 32)) behind = plan->runs[to];
+        return {from * 32 + 31 - __clz(before), behind ? to * 32 + __ffs(behind) - 1 : n};
+    }
+    __device__ TileRows tile(const TilePlan *plan, int t, const Attend &a, int each) const {
+        const int r = find_bit(plan->tiles, t), end = run_of(plan, r, a.n_rows).end;
+        return {a.first_row + r, a.first_row + min(r + each, end)};
+    }
+    __device__ Slices slices(int kv) const {
+        const int bytes = format.dtype == KV_F8 ? 1 : 2, key = kv * dim, value = (kv_heads + kv) * dim;
+        return {key * bytes, value * bytes, format.quantised + key / format.group * 4, format.quantised + value / format.group * 4};
     }
     __device__ const uint8_t *row(int s) const {
         return row_at(pool, format.stride, DeviceRow{pages[s / PAGE_ROWS].id * PAGE_ROWS + s % PAGE_ROWS});
@@ -2310,7 +2364,7 @@ struct HistoryKeys {
     __device__ float value(int head, int s, int j) const { return cached_value(row(s), format, (kv_heads + head) * dim + j); }
 };
 
-/* The ring's rows that the first row of a block sees, then those of its block. Row i sees them from the i-th on or so. */
+/* The ring's rows that the first row of a block sees, then those of the block. */
 struct BlockKeys {
     const uint8_t *ring;        /* [sessions, ring_rows]; of(r): [ring_rows] */
     RowFormat format;
@@ -2318,7 +2372,7 @@ struct BlockKeys {
     const DraftBlock *blocks;   /* MEMORY_HOST: read once a row */
     int ring_rows, block_size, window, kv_heads, dim;
     bool causal;
-    int first, length, oldest, position;    /* of(r): the last two: the first position in the list, and the anchor's */
+    int first, length, oldest, position;    /* of(r); oldest: the list's first position; position: the anchor's */
     static const bool shared = false;
     __device__ BlockKeys of(int r) const {
         BlockKeys own = *this;
@@ -2333,9 +2387,17 @@ struct BlockKeys {
         own.kv += (size_t)(r - i) * 2 * kv_heads * dim;
         return own;
     }
-    __device__ RowRun run(int r, int, int end) const { return {r - r % block_size, min(r - r % block_size + block_size, end)}; }
-    /* Rows of the block are f32. */
-    __device__ bool own(int s) const { return oldest + s >= position; }
+    __device__ int tiles(TilePlan *, const Attend &a, int each, int, int) const {
+        const int last = a.first_row + a.n_rows - 1;
+        return (last / block_size - a.first_row / block_size + 1) * divide_up(block_size, each);
+    }
+    __device__ TileRows tile(const TilePlan *, int t, const Attend &a, int each) const {
+        const int tiles = divide_up(block_size, each), block = (a.first_row / block_size + t / tiles) * block_size,
+                  begin = block + t % tiles * each, end = min(begin + each, block + block_size);
+        return {max(begin, a.first_row), min(end, a.first_row + a.n_rows)};
+    }
+    __device__ Slices slices(int head) const { return {head * dim * 2, (kv_heads + head) * dim * 2, 0, 0}; }
+    __device__ bool own(int s) const { return oldest + s >= position; }     /* a row of the block: f32 */
     __device__ const uint8_t *row(int s) const {
         const int t = oldest + s;
         return t >= position ? (const uint8_t *)(kv + (size_t)(t - position) * 2 * kv_heads * dim)
@@ -2355,15 +2417,6 @@ static __device__ float warp_total(float x) {
     for (int step = 16; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
     return x;
 }
-
-/* What a launch attends with: rows [first_row, first_row + n_rows) of q and y; parts where lists are cut among blocks, or NULL. */
-typedef struct Attend {
-    float *y, *parts;
-    const float *q;
-    int first_row, n_rows, heads, kv_heads;
-    int chunks;                 /* of the longest list */
-    float scale;
-} Attend;
 
 /* Where a chunk of a row and head leaves its part. */
 static __device__ float *partial_of(float *parts, int row, int head, int heads, int chunk, int chunks, int value_dim) {
@@ -2429,10 +2482,11 @@ template <typename Keys> static __global__ void attend_kernel(Keys lists, Attend
         if (!works) continue;
         float *part = a.parts ? partial_of(a.parts, blockIdx.x, head, a.heads, chunk, a.chunks, value_dim) : NULL,
               *out = part ? part + 2 : a.y + ((size_t)r * a.heads + head) * value_dim;
+        const float inverse = 1 / sum;
         if (!lane && part) part[0] = maximum, part[1] = sum;
 #pragma unroll
         for (int i = 0; i < LANE_VALUES; i++)
-            if (lane + 32 * i < value_dim) out[lane + 32 * i] = part ? total[i] : total[i] / sum;
+            if (lane + 32 * i < value_dim) out[lane + 32 * i] = part ? total[i] : total[i] * inverse;
     }
 }
 
@@ -2447,7 +2501,7 @@ static __global__ void merge_kernel(Keys lists, float *y, float *parts, int firs
             const float *part = partial_of(parts, blockIdx.x, head, heads, chunk, chunks, value_dim);
             total = fold_value(total, part[2 + j], fold_chunk(&maximum, &sum, part[0], part[1]));
         }
-        y[((size_t)r * heads + head) * value_dim + j] = total / sum;
+        y[((size_t)r * heads + head) * value_dim + j] = total * (1 / sum);
     }
 }
 
@@ -2666,97 +2720,108 @@ latent_kernel(SelectedKeys lists, float *parts, const float *q, int first_row, i
 }
 
 /* ---- tensor cores: keys and values of bf16 or fp8, in shapes that are known beforehand. Rows of a run and heads of a key/value head
- * are the rows of a tile, so they share one read of the keys. Short runs (decoding, verification, draft blocks) take narrow tiles, whose
- * warps divide the keys and the values among themselves; long ones (prefill) wide tiles, whose warps divide the rows. A row's sums
- * are made in the same order in both: 64 keys at a time, products over 16 values after each other, chunks folded in order. */
+ * are the rows of a tile, so they share one read of the keys. Short runs (decoding, verification, draft blocks) take narrow tiles, of
+ * 16 or 64 rows, whose warps divide the keys and the values among themselves; long ones (prefill) wide tiles, whose warps divide the
+ * rows. A row's sums are made in the same order in all of them: 64 keys at a time, products over 16 values after each other, chunks
+ * folded in their order. So which tile a row takes, and where in it, changes no bit. */
 
 enum {
     LIST_TILE = 64,             /* keys in shared memory at a time */
     WEIGHTS_PITCH = LIST_TILE + 8,
     NARROW_ROWS = 64, NARROW_RUN = 16,      /* rows of a narrow tile; of q in it */
     NARROW_WARPS = 4, NARROW_TILES = NARROW_ROWS / 16,
-    WIDE_ROWS = 128, WIDE_WARPS = WIDE_ROWS / 16,
+    WIDE_ROWS = 128, WIDE_WARPS = WIDE_ROWS / 16, WIDE_STAGES = 2,
     WIDE_RUN = 128,             /* rows of a run from which on it takes wide tiles */
-    WIDE_WINDOW = 16,           /* rows of the launch among which a thread block looks for tiles */
+    NAMED_TILES = 4,            /* whose rows' addresses are known */
 };
 
-static const uint32_t ONES = 0x3f803f80;    /* two bf16: a column of ones next to the values makes the sum of the weights */
+static const uint32_t ONES = 0x3f803f80;    /* two bf16: a column of ones beside the values makes the sum of the weights */
+static const float LOG2_E = 1.4426950408889634f;
 
 /* How a key, and its value behind it where that is something else, lies in shared memory. */
 template <typename Keys, int KEY, int VALUE, bool FP8> struct ListRow {
     static const int WIDTH = Keys::shared ? KEY : KEY + VALUE, VALUES = Keys::shared ? 0 : KEY, PITCH = WIDTH + 8;
-    /* Stored, in pieces of 16 bytes: bf16 into the tile itself; fp8 with the pieces that hold its scales, or the whole row. */
+    /* As stored, in pieces of 16 bytes: bf16 into the tile itself; fp8 with the pieces that hold its scales, or the whole row. */
     static const int PIECES = !FP8 ? WIDTH / 8 : Keys::shared ? (VALUE + VALUE / 128 * 4 + (KEY - VALUE) * 2 + 15) / 16
                                                               : WIDTH / 16 + 2;
     static const int STORED = FP8 ? PIECES * 16 : PITCH * 2;            /* bytes */
+    /* Pieces whose place is free again as soon as the scores are known (fp8: as soon as they are widened). */
+    static const int EARLY = FP8 ? PIECES : Keys::shared ? 0 : KEY / 8;
 };
 
-/* The keys of a list on their way: a tile's rows are named two tiles ahead and read one tile ahead. */
-template <typename Keys, int KEY, int VALUE, bool FP8> struct ListTiles {
-    typedef ListRow<Keys, KEY, VALUE, FP8> Shape;
-    uint8_t stored[2][LIST_TILE * Shape::STORED];
-    __nv_bfloat16 widened[FP8 ? LIST_TILE * Shape::PITCH : 8];
-    const uint8_t *source[2][LIST_TILE];    /* NULL: past the list's end */
+/* The keys of a list on their way through a thread block. */
+template <typename Keys, int KEY, int VALUE, bool FP8, int STAGES> struct ListTiles {
+    uint8_t stored[STAGES][LIST_TILE * ListRow<Keys, KEY, VALUE, FP8>::STORED];
+    __nv_bfloat16 widened[FP8 ? LIST_TILE * ListRow<Keys, KEY, VALUE, FP8>::PITCH : 8];
+    const uint8_t *source[NAMED_TILES][LIST_TILE];  /* NULL: past the list's end */
 };
 
-/* Key i * LIST_TILE of the chunks that a thread block takes in turns. */
-static __device__ int tile_begin(int i) {
+/* The first key of the i-th tile, of the chunks that every side-th thread block takes. */
+static __device__ int tile_begin(int i, int turn, int side) {
     const int each = SPLIT_KEYS / LIST_TILE;
-    return (i / each * gridDim.z + blockIdx.z) * SPLIT_KEYS + i % each * LIST_TILE;
+    return (i / each * side + turn) * SPLIT_KEYS + i % each * LIST_TILE;
 }
 
-/* The row of this thread's key in tile i. */
-template <typename Keys> static __device__ const uint8_t *name_row(const Keys &keys, int i) {
-    const int s = tile_begin(i) + threadIdx.x;
-    return threadIdx.x < LIST_TILE && s < keys.length ? keys.row(s) : NULL;
-}
-
-/* Piece p of a cached row, for a key/value head. */
-template <typename Keys, int KEY, int VALUE, bool FP8>
-static __device__ const uint8_t *row_piece(const Keys &keys, const uint8_t *row, int kv, int p) {
-    if constexpr (Keys::shared) return row + 16 * p;
-    else {
-        const int each = KEY / (FP8 ? 16 : 8), bytes = FP8 ? 1 : 2, head = p % each * 16;
-        if (p < each) return row + kv * KEY * bytes + head;
-        if (p < 2 * each) return row + (keys.kv_heads + kv) * KEY * bytes + head;
-        const int scale = (p == 2 * each ? kv : keys.kv_heads + kv) * KEY / keys.format.group;
-        return row + keys.format.quantised + scale * 4 / 16 * 16;
+/* A list as a thread block goes through it. */
+template <typename Keys> struct ListWalk {
+    Keys keys;
+    Slices slices;
+    int turn, side;
+    __device__ int begin(int i) const { return tile_begin(i, turn, side); }
+    /* The row of this thread's key in tile i. */
+    __device__ const uint8_t *name(int i) const {
+        const int s = begin(i) + threadIdx.x;
+        return threadIdx.x < LIST_TILE && s < keys.length ? keys.row(s) : NULL;
     }
+};
+
+/* Where piece p of a row lies, from its start. */
+template <typename Keys, int KEY, bool FP8> static __device__ int piece_offset(const Slices &slices, int p) {
+    const int each = KEY / (FP8 ? 16 : 8);
+    if (Keys::shared) return 16 * p;
+    if (p < each) return slices.key + 16 * p;
+    if (p < 2 * each) return slices.value + 16 * (p - each);
+    return (p == 2 * each ? slices.key_scale : slices.value_scale) & ~15;
 }
 
-/* Eight values of a draft block's own row, f32, as bf16. */
-template <int KEY> static __device__ uint4 narrow_own(const BlockKeys &keys, const uint8_t *row, int kv, int p) {
-    const float *from = (const float *)row + (p < KEY / 8 ? kv * KEY + p * 8 : (keys.kv_heads + kv) * KEY + p * 8 - KEY);
-    const float4 a = *(const float4 *)from, b = *(const float4 *)(from + 4);
+/* Eight values of a draft block's own row, f32, as bf16; offset: in a row of bf16. */
+static __device__ uint4 narrow_own(const uint8_t *row, int offset) {
+    const float4 a = *(const float4 *)(row + 2 * offset), b = *(const float4 *)(row + 2 * offset + 16);
     return make_uint4(pair_bf16(a.x, a.y), pair_bf16(a.z, a.w), pair_bf16(b.x, b.y), pair_bf16(b.z, b.w));
 }
 
-/* Tile i begins its way into shared memory; keys past the list's end are zeros. */
-template <typename Keys, int KEY, int VALUE, bool FP8, int THREADS_>
-static __device__ void start_list_tile(ListTiles<Keys, KEY, VALUE, FP8> *tiles, const Keys &keys, int kv, int i) {
+/* The pieces [FROM, TO) of tile i begin their way into shared memory; those past the list's end are zeros. */
+template <typename Keys, int KEY, int VALUE, bool FP8, int STAGES, int FROM, int TO, int BLOCK>
+static __device__ void start_pieces(ListTiles<Keys, KEY, VALUE, FP8, STAGES> *tiles, const ListWalk<Keys> &walk, int i) {
     typedef ListRow<Keys, KEY, VALUE, FP8> Shape;
-    if (tile_begin(i) >= keys.length) return;
+    const int pieces = TO - FROM, begin = walk.begin(i);
+    if constexpr (pieces > 0)
+        if (begin < walk.keys.length)
 #pragma unroll 8
-    for (int j = threadIdx.x; j < LIST_TILE * Shape::PIECES; j += THREADS_) {
-        const int s = j / Shape::PIECES, p = j % Shape::PIECES;
-        const uint8_t *row = tiles->source[i % 2][s];
-        uint8_t *to = tiles->stored[i % 2] + s * Shape::STORED + 16 * p;
-        if constexpr (std::is_same_v<Keys, BlockKeys>)
-            if (row && keys.own(tile_begin(i) + s)) {
-                *(uint4 *)to = narrow_own<KEY>(keys, row, kv, p);
-                continue;
+            for (int j = threadIdx.x; j < LIST_TILE * pieces; j += BLOCK) {
+                const int s = j / pieces, p = FROM + j % pieces, offset = piece_offset<Keys, KEY, FP8>(walk.slices, p);
+                const uint8_t *row = tiles->source[i % NAMED_TILES][s];
+                uint8_t *to = tiles->stored[i % STAGES] + s * Shape::STORED + 16 * p;
+                if constexpr (std::is_same_v<Keys, BlockKeys>)
+                    if (row && walk.keys.own(begin + s)) {
+                        *(uint4 *)to = narrow_own(row, offset);
+                        continue;
+                    }
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                             :: "r"(shared_address(to)), "l"(row + offset), "r"(row ? 16 : 0) : "memory");
             }
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                     :: "r"(shared_address(to)), "l"(row_piece<Keys, KEY, VALUE, FP8>(keys, row, kv, p)), "r"(row ? 16 : 0)
-                     : "memory");
-    }
     asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <int PENDING> static __device__ void wait_for_groups() {
+    asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
 }
 
 /* 16 values of e4m3 as bf16, times their scale. */
 static __device__ void widen_piece(__nv_bfloat16 *to, const uint8_t *from, float scale) {
-    uint32_t words[4], out[8];
-    for (int w = 0; w < 4; w++) words[w] = ((const uint32_t *)from)[w];
+    const uint4 piece = *(const uint4 *)from;
+    const uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
+    uint32_t out[8];
 #pragma unroll
     for (int w = 0; w < 8; w++) {
         const __nv_fp8x2_storage_t two = (__nv_fp8x2_storage_t)(words[w / 2] >> 16 * (w % 2));
@@ -2768,51 +2833,49 @@ static __device__ void widen_piece(__nv_bfloat16 *to, const uint8_t *from, float
 }
 
 /* Tile i, which has arrived, as bf16. */
-template <typename Keys, int KEY, int VALUE, int THREADS_>
-static __device__ void widen_list_tile(ListTiles<Keys, KEY, VALUE, true> *tiles, const Keys &keys, int kv, int i) {
+template <typename Keys, int KEY, int VALUE, int STAGES, int BLOCK>
+static __device__ void widen_list_tile(ListTiles<Keys, KEY, VALUE, true, STAGES> *tiles, const Slices &slices, int i) {
     typedef ListRow<Keys, KEY, VALUE, true> Shape;
     const int quantised = (Keys::shared ? VALUE : Shape::WIDTH) / 16, pieces = quantised + (Keys::shared ? (KEY - VALUE) / 8 : 0);
 #pragma unroll 4
-    for (int j = threadIdx.x; j < LIST_TILE * pieces; j += THREADS_) {
+    for (int j = threadIdx.x; j < LIST_TILE * pieces; j += BLOCK) {
         const int s = j / pieces, p = j % pieces;
-        const uint8_t *row = tiles->stored[i % 2] + s * Shape::STORED;
+        const uint8_t *row = tiles->stored[i % STAGES] + s * Shape::STORED;
         __nv_bfloat16 *to = tiles->widened + s * Shape::PITCH;
         if constexpr (Keys::shared) {
             const uint32_t *plain = (const uint32_t *)(row + VALUE + VALUE / 128 * 4) + (p - quantised) * 4;
             if (p < quantised) widen_piece(to + 16 * p, row + 16 * p, *(const float *)(row + VALUE + p / 8 * 4));
             else *(uint4 *)(to + VALUE + (p - quantised) * 8) = make_uint4(plain[0], plain[1], plain[2], plain[3]);
         } else {
-            const int second = p >= KEY / 16, scale = (second ? keys.kv_heads + kv : kv) * KEY / keys.format.group;
-            widen_piece(to + 16 * p, row + 16 * p, *(const float *)(row + 16 * (quantised + second) + scale * 4 % 16));
+            const int scale = p < KEY / 16 ? quantised * 16 + slices.key_scale % 16 : quantised * 16 + 16 + slices.value_scale % 16;
+            widen_piece(to + 16 * p, row + 16 * p, *(const float *)(row + scale));
         }
     }
 }
 
-/* The queries of a tile in shared memory, `used` of M rows, and which keys each of them sees. */
+/* A tile's rows of q in shared memory: which keys each of them sees, and its vector in q and y; the last is repeated. */
 template <int M, int KEY> struct TileQueries {
     __nv_bfloat16 values[M * (KEY + 8)];
-    int first[M], end[M];
+    int first[M], end[M], vector[M];
 };
 
-/* A tile: rows [row, row + n) of q, `group` heads each, from `head` on. */
-typedef struct QueryTile {
-    int row, n, head, group;
-} QueryTile;
-
-template <typename Keys, int M, int KEY, int THREADS_>
-static __device__ void load_queries(TileQueries<M, KEY> *queries, const Keys &lists, const Attend &a, const QueryTile &tile) {
-    const int used = tile.n * tile.group;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < divide_up(used, 16) * 16 * (KEY / 4); i += THREADS_) {
-        const int m = i / (KEY / 4), j = i % (KEY / 4) * 4;
-        const size_t vector = (size_t)(tile.row + m / tile.group) * a.heads + tile.head + m % tile.group;
-        const float4 four = m < used ? *(const float4 *)(a.q + vector * KEY + j) : make_float4(0, 0, 0, 0);
-        *(uint2 *)(queries->values + m * (KEY + 8) + j) = make_uint2(pair_bf16(four.x, four.y), pair_bf16(four.z, four.w));
-    }
-    for (int m = threadIdx.x; m < M; m += THREADS_) {
-        const Keys keys = lists.of(tile.row + min(m / tile.group, tile.n - 1));
+/* Rows [0, used) of a tile: `group` heads of each of its rows of q, from `head` on. */
+template <typename Keys, int M, int KEY, int BLOCK>
+static __device__ void load_queries(TileQueries<M, KEY> *queries, const Keys &lists, const Attend &a, TileRows rows, int head, int group) {
+    const int used = (rows.end - rows.first) * group;
+    for (int m = threadIdx.x; m < M; m += BLOCK) {
+        const int row = rows.first + min(m, used - 1) / group;
+        const Keys keys = lists.of(row);
         queries->first[m] = keys.first;
         queries->end[m] = keys.length;
+        queries->vector[m] = row * a.heads + head + min(m, used - 1) % group;
+    }
+    __syncthreads();
+#pragma unroll 4
+    for (int i = threadIdx.x; i < divide_up(used, 16) * 16 * (KEY / 4); i += BLOCK) {
+        const int m = i / (KEY / 4), j = i % (KEY / 4) * 4;
+        const float4 four = m < used ? *(const float4 *)(a.q + (size_t)queries->vector[m] * KEY + j) : make_float4(0, 0, 0, 0);
+        *(uint2 *)(queries->values + m * (KEY + 8) + j) = make_uint2(pair_bf16(four.x, four.y), pair_bf16(four.z, four.w));
     }
 }
 
@@ -2822,153 +2885,16 @@ static __device__ float power_of_two(float x) {
     return y;
 }
 
-/* The maximum so far of a row's dot products, as the exponents count it: 0 where the row has seen nothing. */
+/* The largest dot product of a row so far as exponents count it: 0 where it has seen nothing. */
 static __device__ float reference(float largest, float scale) { return largest == -FLT_MAX ? 0 : largest * scale; }
 
-/* Where a row's results go: its part of a chunk, or y. */
-static __device__ float *output_of(const Attend &a, const QueryTile &tile, int m, int chunk, int value_dim) {
-    const int row = tile.row + m / tile.group, head = tile.head + m % tile.group;
-    return a.parts ? partial_of(a.parts, row - a.first_row, head, a.heads, chunk, a.chunks, value_dim) + 2
-                   : a.y + ((size_t)row * a.heads + head) * value_dim;
-}
-
-static const float LOG2_E = 1.4426950408889634f;
-
-/* ---- narrow tiles */
-
-template <typename Keys, int KEY, int VALUE, bool FP8> struct NarrowShared {
-    ListTiles<Keys, KEY, VALUE, FP8> tiles;
-    TileQueries<NARROW_ROWS, KEY> queries;
-    __nv_bfloat16 weights[NARROW_ROWS * WEIGHTS_PITCH];
-    float largest[NARROW_WARPS][NARROW_ROWS];
+/* What a thread keeps of rows g and g + 8, g = lane / 4, of each 16 of a tile: values, as fragments, the sum of the weights in all
+ * columns of another, and the largest dot product. */
+template <int TILES, int COLUMNS> struct Sums {
+    float total[TILES][COLUMNS][4], sum[TILES][4], largest[TILES][2];
 };
 
-/* What a thread keeps of its rows g and g + 8, g = lane / 4, of each 16. */
-template <int TILES, int COLUMNS> struct NarrowSums {
-    float total[TILES][COLUMNS][4], sum[TILES][4];
-    float largest[TILES][2];
-};
-
-/* scores [rows, 16 keys of this warp] = q . k; keys that a row does not see have -FLT_MAX. */
-template <int KEY, typename Shared>
-static __device__ void score_narrow(float (&c)[NARROW_TILES][2][4], Shared *shared, const __nv_bfloat16 *rows, int pitch, int used,
-                                    int begin, bool whole) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const __nv_bfloat16 *a_row = shared->queries.values + lane % 16 * (KEY + 8) + lane / 16 * 8,
-                        *b_row = rows + (warp * 16 + lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8;
-#pragma unroll
-    for (int k = 0; k < KEY; k += 16) {
-        uint32_t a[4], b[4];
-        load_matrices(b, b_row + k);
-#pragma unroll
-        for (int m = 0; m < NARROW_TILES; m++) {
-            if (m >= used) break;
-            load_matrices(a, a_row + m * 16 * (KEY + 8) + k);
-            multiply_bf16(c[m][0], a, b[0], b[1]);
-            multiply_bf16(c[m][1], a, b[2], b[3]);
-        }
-    }
-#pragma unroll
-    for (int m = 0; m < NARROW_TILES; m++) {
-        if (m >= used) break;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int row = m * 16 + lane / 4 + 8 * i, first = shared->queries.first[row], end = shared->queries.end[row];
-            float largest = -FLT_MAX;
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const int s = begin + warp * 16 + j / 2 * 8 + lane % 4 * 2 + j % 2;
-                if (!whole && (s < first || s >= end)) c[m][j / 2][2 * i + j % 2] = -FLT_MAX;
-                largest = fmaxf(largest, c[m][j / 2][2 * i + j % 2]);
-            }
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-            if (lane % 4 == 0) shared->largest[warp][row] = largest;
-        }
-    }
-}
-
-/* Scores become weights, in shared memory; what was summed before shrinks to the new maximum. */
-template <typename Shared, int COLUMNS>
-static __device__ void weigh_narrow(NarrowSums<NARROW_TILES, COLUMNS> &sums, const float (&c)[NARROW_TILES][2][4], Shared *shared,
-                                    int used, float scale) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-    for (int m = 0; m < NARROW_TILES; m++) {
-        if (m >= used) break;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int row = m * 16 + lane / 4 + 8 * i;
-            float largest = sums.largest[m][i];
-#pragma unroll
-            for (int w = 0; w < NARROW_WARPS; w++) largest = fmaxf(largest, shared->largest[w][row]);
-            const float zero = reference(largest, scale), shrink = power_of_two((sums.largest[m][i] - largest) * scale);
-            sums.largest[m][i] = largest;
-#pragma unroll
-            for (int j = 0; j < 2; j++)
-                *(uint32_t *)(shared->weights + row * WEIGHTS_PITCH + warp * 16 + j * 8 + lane % 4 * 2) =
-                    pair_bf16(power_of_two(__fmaf_rn(c[m][j][2 * i], scale, -zero)),
-                              power_of_two(__fmaf_rn(c[m][j][2 * i + 1], scale, -zero)));
-#pragma unroll
-            for (int t = 0; t < COLUMNS; t++) sums.total[m][t][2 * i] *= shrink, sums.total[m][t][2 * i + 1] *= shrink;
-            sums.sum[m][2 * i] *= shrink, sums.sum[m][2 * i + 1] *= shrink;
-        }
-    }
-}
-
-/* total [rows, this warp's part of the values] += weights . values */
-template <typename Shared, int COLUMNS>
-static __device__ void add_narrow(NarrowSums<NARROW_TILES, COLUMNS> &sums, const Shared *shared, const __nv_bfloat16 *values,
-                                  int pitch, int used) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const __nv_bfloat16 *a_row = shared->weights + lane % 16 * WEIGHTS_PITCH + lane / 16 * 8,
-                        *b_row = values + lane % 16 * pitch + warp * COLUMNS * 8 + lane / 16 * 8;
-#pragma unroll
-    for (int k = 0; k < LIST_TILE; k += 16) {
-        uint32_t a[4], b[COLUMNS / 2][4];
-#pragma unroll
-        for (int t = 0; t < COLUMNS / 2; t++) load_transposed(b[t], b_row + k * pitch + t * 16);
-#pragma unroll
-        for (int m = 0; m < NARROW_TILES; m++) {
-            if (m >= used) break;
-            load_matrices(a, a_row + m * 16 * WEIGHTS_PITCH + k);
-#pragma unroll
-            for (int t = 0; t < COLUMNS; t++) multiply_bf16(sums.total[m][t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
-            multiply_bf16(sums.sum[m], a, ONES, ONES);
-        }
-    }
-}
-
-/* The end of a chunk: it leaves its part, or is folded into those before it. */
-template <int COLUMNS>
-static __device__ void end_narrow(NarrowSums<NARROW_TILES, COLUMNS> &all, NarrowSums<NARROW_TILES, COLUMNS> &sums, const Attend &a,
-                                  const QueryTile &tile, int used, int chunk) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-    for (int m = 0; m < NARROW_TILES; m++) {
-        if (m >= used) break;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int row = m * 16 + lane / 4 + 8 * i, first = warp * COLUMNS * 8 + lane % 4 * 2;
-            const float maximum = sums.largest[m][i] * a.scale;
-            if (!a.parts) {
-                const float2 shares = fold_chunk(&all.largest[m][i], &all.sum[m][i], maximum, sums.sum[m][2 * i]);
-#pragma unroll
-                for (int t = 0; t < COLUMNS * 2; t++)
-                    all.total[m][t / 2][2 * i + t % 2] = fold_value(all.total[m][t / 2][2 * i + t % 2],
-                                                                    sums.total[m][t / 2][2 * i + t % 2], shares);
-            } else if (row < tile.n * tile.group) {
-                float *out = output_of(a, tile, row, chunk, COLUMNS * 8 * NARROW_WARPS);
-                if (warp == 0 && lane % 4 == 0) out[-2] = maximum, out[-1] = sums.sum[m][2 * i];
-#pragma unroll
-                for (int t = 0; t < COLUMNS; t++)
-                    *(float2 *)(out + first + t * 8) = make_float2(sums.total[m][t][2 * i], sums.total[m][t][2 * i + 1]);
-            }
-        }
-    }
-}
-
-template <int TILES, int COLUMNS> static __device__ void clear(NarrowSums<TILES, COLUMNS> &sums) {
+template <int TILES, int COLUMNS> static __device__ void clear(Sums<TILES, COLUMNS> &sums) {
 #pragma unroll
     for (int m = 0; m < TILES; m++) {
 #pragma unroll
@@ -2981,72 +2907,229 @@ template <int TILES, int COLUMNS> static __device__ void clear(NarrowSums<TILES,
     }
 }
 
-/* A thread block for each row of the launch and key/value head; the one of a tile's first row works, for all of the tile. */
-template <typename Keys, int KEY, int VALUE, bool FP8>
-static __global__ void __launch_bounds__(32 * NARROW_WARPS, 2) narrow_attention(Keys lists, const __grid_constant__ Attend a) {
-    typedef ListRow<Keys, KEY, VALUE, FP8> Shape;
-    extern __shared__ __align__(128) uint8_t narrow_shared[];
-    NarrowShared<Keys, KEY, VALUE, FP8> *shared = (NarrowShared<Keys, KEY, VALUE, FP8> *)narrow_shared;
-    const int threads = 32 * NARROW_WARPS, columns = VALUE / 8 / NARROW_WARPS;
-    const int r = a.first_row + blockIdx.x, kv = blockIdx.y, group = a.heads / a.kv_heads;
-    const RowRun run = lists.run(r, a.first_row, a.first_row + a.n_rows);
-    const int each = min((int)NARROW_RUN, NARROW_ROWS / group);
-    if ((r - run.first) % each || (std::is_same_v<Keys, HistoryKeys> && run.end - run.first >= WIDE_RUN)) return;
-    const QueryTile tile = {r, min(each, run.end - r), kv * group, group};
-    const Keys keys = lists.of(r + tile.n - 1);     /* nobody sees more */
-    if (tile_begin(0) >= keys.length && a.parts) return;
-    const int used = divide_up(tile.n * group, 16);
-    for (int i = 0; i < 2; i++) {
-        const uint8_t *row = name_row(keys, i);
-        if (threadIdx.x < LIST_TILE) shared->tiles.source[i][threadIdx.x] = row;
+/* What was summed of row i of m shrinks as its largest product grows. */
+template <int TILES, int COLUMNS>
+static __device__ void raise_largest(Sums<TILES, COLUMNS> &sums, int m, int i, float largest, float scale) {
+    const float shrink = power_of_two((sums.largest[m][i] - largest) * scale);
+    sums.largest[m][i] = largest;
+#pragma unroll
+    for (int t = 0; t < COLUMNS; t++) sums.total[m][t][2 * i] *= shrink, sums.total[m][t][2 * i + 1] *= shrink;
+    sums.sum[m][2 * i] *= shrink, sums.sum[m][2 * i + 1] *= shrink;
+}
+
+/* The end of a chunk: it is folded into those before it. all.largest: their maximum, scaled. */
+template <int TILES, int COLUMNS>
+static __device__ void fold_sums(Sums<TILES, COLUMNS> &all, const Sums<TILES, COLUMNS> &sums, int used, float scale) {
+#pragma unroll
+    for (int m = 0; m < TILES; m++) {
+        if (m >= used) break;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float2 shares = fold_chunk(&all.largest[m][i], &all.sum[m][i], sums.largest[m][i] * scale, sums.sum[m][2 * i]);
+#pragma unroll
+            for (int t = 0; t < COLUMNS * 2; t++)
+                all.total[m][t / 2][2 * i + t % 2] = fold_value(all.total[m][t / 2][2 * i + t % 2],
+                                                                sums.total[m][t / 2][2 * i + t % 2], shares);
+        }
     }
+}
+
+/* Results of the rows from `top` on, in y; this thread's values of each row begin at `first`. */
+template <int TILES, int COLUMNS>
+static __device__ void write_sums(const Sums<TILES, COLUMNS> &all, float *y, const int *vectors, int top, int used_rows, int first,
+                                  int value_dim) {
+#pragma unroll
+    for (int m = 0; m < TILES * 2; m++) {
+        const int row = top + m * 8 + (int)threadIdx.x % 32 / 4;
+        if (row >= used_rows) continue;
+        float *out = y + (size_t)vectors[row] * value_dim + first, inverse = 1 / all.sum[m / 2][m % 2];
+#pragma unroll
+        for (int t = 0; t < COLUMNS; t++)
+            *(float2 *)(out + t * 8) = make_float2(all.total[m / 2][t][m % 2 * 2] * inverse, all.total[m / 2][t][m % 2 * 2 + 1] * inverse);
+    }
+}
+
+/* ---- narrow tiles */
+
+template <typename Keys, int KEY, int VALUE, bool FP8, int TILES> struct NarrowShared {
+    static const int STAGES = TILES == 1 ? 3 : 2;
+    ListTiles<Keys, KEY, VALUE, FP8, STAGES> tiles;
+    TileQueries<TILES * 16, KEY> queries;
+    __nv_bfloat16 weights[TILES * 16 * WEIGHTS_PITCH];
+    float largest[NARROW_WARPS][TILES * 16];
+};
+
+/* c [rows, 16 keys of this warp] = q . k, and their maxima; keys that a row does not see have -FLT_MAX. */
+template <int KEY, int TILES, typename Shared>
+static __device__ void score_narrow(float (&c)[TILES][2][4], Shared *shared, const __nv_bfloat16 *rows, int pitch, int used, int begin,
+                                    bool whole) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const __nv_bfloat16 *a_row = shared->queries.values + lane % 16 * (KEY + 8) + lane / 16 * 8,
+                        *b_row = rows + (warp * 16 + lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8;
+#pragma unroll
+    for (int k = 0; k < KEY; k += 16) {
+        uint32_t a[4], b[4];
+        load_matrices(b, b_row + k);
+#pragma unroll
+        for (int m = 0; m < TILES; m++) {
+            if (m >= used) break;
+            load_matrices(a, a_row + m * 16 * (KEY + 8) + k);
+            multiply_bf16(c[m][0], a, b[0], b[1]);
+            multiply_bf16(c[m][1], a, b[2], b[3]);
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < TILES * 2; m++) {
+        if (m / 2 >= used) break;
+        const int row = m * 8 + lane / 4, first = shared->queries.first[row] - begin, end = shared->queries.end[row] - begin;
+        float largest = -FLT_MAX;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float &score = c[m / 2][j / 2][m % 2 * 2 + j % 2];
+            const int s = warp * 16 + j / 2 * 8 + lane % 4 * 2 + j % 2;
+            if (!whole && (s < first || s >= end)) score = -FLT_MAX;
+            largest = fmaxf(largest, score);
+        }
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        if (lane % 4 == 0) shared->largest[warp][row] = largest;
+    }
+}
+
+/* Scores become weights, in shared memory. */
+template <int TILES, int COLUMNS, typename Shared>
+static __device__ void weigh_narrow(Sums<TILES, COLUMNS> &sums, const float (&c)[TILES][2][4], Shared *shared, int used, float scale) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int m = 0; m < TILES * 2; m++) {
+        if (m / 2 >= used) break;
+        const int row = m * 8 + lane / 4, i = m % 2;
+        float largest = sums.largest[m / 2][i];
+#pragma unroll
+        for (int w = 0; w < NARROW_WARPS; w++) largest = fmaxf(largest, shared->largest[w][row]);
+        const float zero = reference(largest, scale);
+        raise_largest(sums, m / 2, i, largest, scale);
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+            *(uint32_t *)(shared->weights + row * WEIGHTS_PITCH + warp * 16 + j * 8 + lane % 4 * 2) =
+                pair_bf16(power_of_two(__fmaf_rn(c[m / 2][j][2 * i], scale, -zero)),
+                          power_of_two(__fmaf_rn(c[m / 2][j][2 * i + 1], scale, -zero)));
+    }
+}
+
+/* total [rows, this warp's part of the values] += weights . values */
+template <int TILES, int COLUMNS, typename Shared>
+static __device__ void add_narrow(Sums<TILES, COLUMNS> &sums, const Shared *shared, const __nv_bfloat16 *values, int pitch, int used) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const __nv_bfloat16 *a_row = shared->weights + lane % 16 * WEIGHTS_PITCH + lane / 16 * 8,
+                        *b_row = values + lane % 16 * pitch + warp * COLUMNS * 8 + lane / 16 * 8;
+#pragma unroll
+    for (int k = 0; k < LIST_TILE; k += 16) {
+        uint32_t a[4], b[COLUMNS / 2][4];
+#pragma unroll
+        for (int t = 0; t < COLUMNS / 2; t++) load_transposed(b[t], b_row + k * pitch + t * 16);
+#pragma unroll
+        for (int m = 0; m < TILES; m++) {
+            if (m >= used) break;
+            load_matrices(a, a_row + m * 16 * WEIGHTS_PITCH + k);
+#pragma unroll
+            for (int t = 0; t < COLUMNS; t++) multiply_bf16(sums.total[m][t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
+            multiply_bf16(sums.sum[m], a, ONES, ONES);
+        }
+    }
+}
+
+/* A chunk leaves its part. */
+template <int TILES, int COLUMNS>
+static __device__ void leave_part(const Sums<TILES, COLUMNS> &sums, const Attend &a, const int *vectors, int used_rows, int chunk) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, value_dim = COLUMNS * 8 * NARROW_WARPS;
+#pragma unroll
+    for (int m = 0; m < TILES * 2; m++) {
+        const int row = m * 8 + lane / 4, i = m % 2;
+        if (row >= used_rows) continue;
+        float *part = partial_of(a.parts, 0, vectors[row] - a.first_row * a.heads, 0, chunk, a.chunks, value_dim),
+              *out = part + 2 + warp * COLUMNS * 8 + lane % 4 * 2;
+        if (warp == 0 && lane % 4 == 0) part[0] = sums.largest[m / 2][i] * a.scale, part[1] = sums.sum[m / 2][2 * i];
+#pragma unroll
+        for (int t = 0; t < COLUMNS; t++)
+            *(float2 *)(out + t * 8) = make_float2(sums.total[m / 2][t][2 * i], sums.total[m / 2][t][2 * i + 1]);
+    }
+}
+
+/* One tile of rows and the chunks `walk` has for it. Keys' pieces are on their way STAGES tiles ahead, values' almost. */
+template <typename Keys, int KEY, int VALUE, bool FP8, int TILES>
+static __device__ void attend_narrow(NarrowShared<Keys, KEY, VALUE, FP8, TILES> *shared, const Keys &lists, const Attend &a,
+                                     TileRows rows, int kv, const ListWalk<Keys> &walk) {
+    typedef ListRow<Keys, KEY, VALUE, FP8> Shape;
+    const int block = 32 * NARROW_WARPS, columns = VALUE / 8 / NARROW_WARPS, stages = NarrowShared<Keys, KEY, VALUE, FP8, TILES>::STAGES, group = a.heads / a.kv_heads,
+              used_rows = (rows.end - rows.first) * group, used = divide_up(used_rows, 16);
+    auto start_early = [&](int i) { start_pieces<Keys, KEY, VALUE, FP8, stages, 0, Shape::EARLY, block>(&shared->tiles, walk, i); };
+    auto start_late = [&](int i) { start_pieces<Keys, KEY, VALUE, FP8, stages, Shape::EARLY, Shape::PIECES, block>(&shared->tiles, walk, i); };
+    for (int i = 0; i <= stages; i++)
+        if (threadIdx.x < LIST_TILE) shared->tiles.source[i][threadIdx.x] = walk.name(i);
     __syncthreads();
-    start_list_tile<Keys, KEY, VALUE, FP8, threads>(&shared->tiles, keys, kv, 0);
-    load_queries<Keys, NARROW_ROWS, KEY, threads>(&shared->queries, lists, a, tile);
-    __syncthreads();
-    const int every = shared->queries.end[0], none = shared->queries.first[NARROW_ROWS - 1];    /* all rows see [none, every) */
-    NarrowSums<NARROW_TILES, columns> sums, all;
+    start_early(0);
+    for (int i = 1; i < stages; i++) start_late(i - 1), start_early(i);
+    load_queries<Keys, TILES * 16, KEY, block>(&shared->queries, lists, a, rows, kv * group, group);
+    Sums<TILES, columns> sums, all;
     clear(sums);
     clear(all);
-    for (int i = 0, begin = tile_begin(0); begin < keys.length; begin = tile_begin(++i)) {
-        asm volatile("cp.async.wait_group 0;" ::: "memory");
+    for (int i = 0, begin = walk.begin(0); begin < walk.keys.length; begin = walk.begin(++i)) {
+        wait_for_groups<2 * stages - (Shape::EARLY ? 2 : 3)>();
         __syncthreads();
-        const uint8_t *named = name_row(keys, i + 2);
-        start_list_tile<Keys, KEY, VALUE, FP8, threads>(&shared->tiles, keys, kv, i + 1);
-        const __nv_bfloat16 *rows = (const __nv_bfloat16 *)shared->tiles.stored[i % 2];
+        const uint8_t *named = walk.name(i + stages + 1);
+        start_late(i + stages - 1);
+        const __nv_bfloat16 *tile = (const __nv_bfloat16 *)shared->tiles.stored[i % stages];
         if constexpr (FP8) {
-            widen_list_tile<Keys, KEY, VALUE, threads>(&shared->tiles, keys, kv, i);
-            rows = shared->tiles.widened;
+            widen_list_tile<Keys, KEY, VALUE, stages, block>(&shared->tiles, walk.slices, i);
+            tile = shared->tiles.widened;
             __syncthreads();
+            start_early(i + stages);
         }
-        float c[NARROW_TILES][2][4] = {};
-        score_narrow<KEY>(c, shared, rows, Shape::PITCH, used, begin, begin >= none && begin + LIST_TILE <= every);
+        const int every = shared->queries.end[0], none = shared->queries.first[TILES * 16 - 1];   /* all rows see [none, every) */
+        float c[TILES][2][4] = {};
+        score_narrow<KEY, TILES>(c, shared, tile, Shape::PITCH, used, begin, begin >= none && begin + LIST_TILE <= every);
         __syncthreads();
+        if (!FP8) start_early(i + stages);
         weigh_narrow(sums, c, shared, used, a.scale * LOG2_E);
-        if (threadIdx.x < LIST_TILE) shared->tiles.source[i % 2][threadIdx.x] = named;
+        if (threadIdx.x < LIST_TILE) shared->tiles.source[(i + stages + 1) % NAMED_TILES][threadIdx.x] = named;
+        wait_for_groups<2 * stages - 1>();
         __syncthreads();
-        add_narrow(sums, shared, rows + Shape::VALUES, Shape::PITCH, used);
-        if (begin % SPLIT_KEYS + LIST_TILE < SPLIT_KEYS && begin + LIST_TILE < keys.length) continue;
-        end_narrow(all, sums, a, tile, used, begin / SPLIT_KEYS);
+        add_narrow(sums, shared, tile + Shape::VALUES, Shape::PITCH, used);
+        if (begin % SPLIT_KEYS + LIST_TILE < SPLIT_KEYS && begin + LIST_TILE < walk.keys.length) continue;
+        if (a.parts) leave_part(sums, a, shared->queries.vector, used_rows, begin / SPLIT_KEYS);
+        else fold_sums(all, sums, used, a.scale);
         clear(sums);
     }
-    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * columns * 8 + lane % 4 * 2;
-#pragma unroll
-    for (int m = 0; m < NARROW_TILES * 2; m++) {
-        const int row = m * 8 + lane / 4;
-        if (a.parts || row >= tile.n * group) continue;
-        float *out = output_of(a, tile, row, 0, VALUE), sum = all.sum[m / 2][m % 2];
-#pragma unroll
-        for (int t = 0; t < columns; t++)
-            *(float2 *)(out + first + t * 8) = make_float2(all.total[m / 2][t][m % 2 * 2] / sum,
-                                                           all.total[m / 2][t][m % 2 * 2 + 1] / sum);
+    __syncthreads();
+    if (!a.parts)
+        write_sums(all, a.y, shared->queries.vector, 0, used_rows, (int)threadIdx.x / 32 * columns * 8 + (int)threadIdx.x % 4 * 2, VALUE);
+}
+
+/* Thread blocks take tiles, key/value heads and, of longer lists, every side-th chunk, in turns. */
+template <typename Keys, int KEY, int VALUE, bool FP8>
+static __global__ void __launch_bounds__(32 * NARROW_WARPS, 2) narrow_attention(Keys lists, const __grid_constant__ Attend a, int side) {
+    extern __shared__ __align__(128) uint8_t narrow_shared[];
+    __shared__ TilePlan plan;
+    const int group = a.heads / a.kv_heads, each = min((int)NARROW_RUN, NARROW_ROWS / group),
+              items = lists.tiles(&plan, a, each, 1, WIDE_RUN - 1) * side * a.kv_heads;
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+        const int kv = item % a.kv_heads, turn = item / a.kv_heads % side;
+        const TileRows rows = lists.tile(&plan, item / a.kv_heads / side, a, each);
+        if (rows.first >= rows.end) continue;
+        const ListWalk<Keys> walk = {lists.of(rows.end - 1), lists.slices(kv), turn, side};     /* no row sees more than the last */
+        if (a.parts && walk.begin(0) >= walk.keys.length) continue;
+        __syncthreads();                            /* the tile before this one is done with */
+        if ((rows.end - rows.first) * group <= 16)
+            attend_narrow((NarrowShared<Keys, KEY, VALUE, FP8, 1> *)narrow_shared, lists, a, rows, kv, walk);
+        else attend_narrow((NarrowShared<Keys, KEY, VALUE, FP8, NARROW_TILES> *)narrow_shared, lists, a, rows, kv, walk);
     }
 }
 
 /* ---- wide tiles */
 
 template <typename Keys, int KEY, int VALUE, bool FP8> struct WideShared {
-    ListTiles<Keys, KEY, VALUE, FP8> tiles;
+    ListTiles<Keys, KEY, VALUE, FP8, WIDE_STAGES> tiles;
     TileQueries<WIDE_ROWS, KEY> queries;
 };
 
@@ -3082,9 +3165,8 @@ static __device__ void mask_wide(float (&c)[LIST_TILE / 8][4], const int *first,
     }
 }
 
-/* Scores become weights; what was summed before shrinks to the new maximum. */
-template <int COLUMNS>
-static __device__ void weigh_wide(NarrowSums<1, COLUMNS> &sums, float (&c)[LIST_TILE / 8][4], float scale) {
+/* Scores become weights. */
+template <int COLUMNS> static __device__ void weigh_wide(Sums<1, COLUMNS> &sums, float (&c)[LIST_TILE / 8][4], float scale) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         float largest = -FLT_MAX;
@@ -3093,20 +3175,17 @@ static __device__ void weigh_wide(NarrowSums<1, COLUMNS> &sums, float (&c)[LIST_
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
         largest = fmaxf(largest, sums.largest[0][i]);
-        const float zero = reference(largest, scale), shrink = power_of_two((sums.largest[0][i] - largest) * scale);
-        sums.largest[0][i] = largest;
+        const float zero = reference(largest, scale);
+        raise_largest(sums, 0, i, largest, scale);
 #pragma unroll
         for (int j = 0; j < LIST_TILE / 4; j++)
             c[j / 2][2 * i + j % 2] = power_of_two(__fmaf_rn(c[j / 2][2 * i + j % 2], scale, -zero));
-#pragma unroll
-        for (int t = 0; t < COLUMNS; t++) sums.total[0][t][2 * i] *= shrink, sums.total[0][t][2 * i + 1] *= shrink;
-        sums.sum[0][2 * i] *= shrink, sums.sum[0][2 * i + 1] *= shrink;
     }
 }
 
 /* total [16 rows, values] += weights . values; two neighbouring accumulators of scores are a fragment of weights. */
 template <int COLUMNS>
-static __device__ void add_wide(NarrowSums<1, COLUMNS> &sums, const float (&c)[LIST_TILE / 8][4], const __nv_bfloat16 *values,
+static __device__ void add_wide(Sums<1, COLUMNS> &sums, const float (&c)[LIST_TILE / 8][4], const __nv_bfloat16 *values,
                                 int pitch) {
     const int lane = threadIdx.x % 32;
     const __nv_bfloat16 *b_row = values + lane % 16 * pitch + lane / 16 * 8;
@@ -3125,98 +3204,65 @@ static __device__ void add_wide(NarrowSums<1, COLUMNS> &sums, const float (&c)[L
     }
 }
 
-template <int COLUMNS>
-static __device__ void end_wide(NarrowSums<1, COLUMNS> &all, NarrowSums<1, COLUMNS> &sums, float scale) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const float2 shares = fold_chunk(&all.largest[0][i], &all.sum[0][i], sums.largest[0][i] * scale, sums.sum[0][2 * i]);
-#pragma unroll
-        for (int t = 0; t < COLUMNS * 2; t++)
-            all.total[0][t / 2][2 * i + t % 2] = fold_value(all.total[0][t / 2][2 * i + t % 2], sums.total[0][t / 2][2 * i + t % 2],
-                                                            shares);
-    }
-}
-
 template <typename Keys, int KEY, int VALUE, bool FP8>
-static __device__ void attend_wide(WideShared<Keys, KEY, VALUE, FP8> *shared, const Keys &lists, const Attend &a, int kv,
-                                   const QueryTile &tile) {
+static __device__ void attend_wide(WideShared<Keys, KEY, VALUE, FP8> *shared, const Keys &lists, const Attend &a, TileRows rows, int kv) {
     typedef ListRow<Keys, KEY, VALUE, FP8> Shape;
-    const int threads = 32 * WIDE_WARPS, columns = VALUE / 8, lane = threadIdx.x % 32, top = threadIdx.x / 32 * 16;
-    const Keys keys = lists.of(tile.row + tile.n - 1);
-    const bool works = top < tile.n * tile.group;
-    __syncthreads();                                /* the tile before this one is done with */
-    for (int i = 0; i < 2; i++) {
-        const uint8_t *row = name_row(keys, i);
-        if (threadIdx.x < LIST_TILE) shared->tiles.source[i][threadIdx.x] = row;
-    }
+    const int block = 32 * WIDE_WARPS, columns = VALUE / 8, lane = threadIdx.x % 32, top = threadIdx.x / 32 * 16,
+              group = a.heads / a.kv_heads, used_rows = (rows.end - rows.first) * group;
+    const ListWalk<Keys> walk = {lists.of(rows.end - 1), lists.slices(kv), 0, 1};
+    const bool works = top < used_rows;
+    auto start = [&](int i) { start_pieces<Keys, KEY, VALUE, FP8, WIDE_STAGES, 0, Shape::PIECES, block>(&shared->tiles, walk, i); };
+    for (int i = 0; i < 2; i++)
+        if (threadIdx.x < LIST_TILE) shared->tiles.source[i][threadIdx.x] = walk.name(i);
     __syncthreads();
-    start_list_tile<Keys, KEY, VALUE, FP8, threads>(&shared->tiles, keys, kv, 0);
-    load_queries<Keys, WIDE_ROWS, KEY, threads>(&shared->queries, lists, a, tile);
+    start(0);
+    load_queries<Keys, WIDE_ROWS, KEY, block>(&shared->queries, lists, a, rows, kv * group, group);
     __syncthreads();
     uint32_t q[KEY / 16][4];
 #pragma unroll
     for (int k = 0; k < KEY / 16; k++)
         load_matrices(q[k], shared->queries.values + (top + lane % 16) * (KEY + 8) + lane / 16 * 8 + k * 16);
     const int every = shared->queries.end[0], none = shared->queries.first[WIDE_ROWS - 1];      /* all rows see [none, every) */
-    NarrowSums<1, columns> sums, all;
+    Sums<1, columns> sums, all;
     clear(sums);
     clear(all);
-    for (int i = 0, begin = 0; begin < keys.length; begin = tile_begin(++i)) {
-        asm volatile("cp.async.wait_group 0;" ::: "memory");
+    for (int i = 0, begin = 0; begin < walk.keys.length; begin = walk.begin(++i)) {
+        wait_for_groups<0>();
         __syncthreads();
-        const uint8_t *named = name_row(keys, i + 2);
-        start_list_tile<Keys, KEY, VALUE, FP8, threads>(&shared->tiles, keys, kv, i + 1);
-        const __nv_bfloat16 *rows = (const __nv_bfloat16 *)shared->tiles.stored[i % 2];
+        const uint8_t *named = walk.name(i + 2);
+        start(i + 1);
+        const __nv_bfloat16 *tile = (const __nv_bfloat16 *)shared->tiles.stored[i % WIDE_STAGES];
         if constexpr (FP8) {
-            widen_list_tile<Keys, KEY, VALUE, threads>(&shared->tiles, keys, kv, i);
-            rows = shared->tiles.widened;
+            widen_list_tile<Keys, KEY, VALUE, WIDE_STAGES, block>(&shared->tiles, walk.slices, i);
+            tile = shared->tiles.widened;
             __syncthreads();
         }
         if (works) {
             float c[LIST_TILE / 8][4] = {};
-            score_wide<KEY>(c, q, rows, Shape::PITCH);
-            if (begin < none || begin + LIST_TILE > every)
-                mask_wide(c, shared->queries.first + top, shared->queries.end + top, begin);
+            score_wide<KEY>(c, q, tile, Shape::PITCH);
+            if (begin < none || begin + LIST_TILE > every) mask_wide(c, shared->queries.first + top, shared->queries.end + top, begin);
             weigh_wide(sums, c, a.scale * LOG2_E);
-            add_wide(sums, c, rows + Shape::VALUES, Shape::PITCH);
-            if (begin % SPLIT_KEYS + LIST_TILE >= SPLIT_KEYS || begin + LIST_TILE >= keys.length) {
-                end_wide(all, sums, a.scale);
+            add_wide(sums, c, tile + Shape::VALUES, Shape::PITCH);
+            if (begin % SPLIT_KEYS + LIST_TILE >= SPLIT_KEYS || begin + LIST_TILE >= walk.keys.length) {
+                fold_sums(all, sums, 1, a.scale);
                 clear(sums);
             }
         }
-        if (threadIdx.x < LIST_TILE) shared->tiles.source[i % 2][threadIdx.x] = named;
+        if (threadIdx.x < LIST_TILE) shared->tiles.source[(i + 2) % NAMED_TILES][threadIdx.x] = named;
     }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const int row = top + lane / 4 + 8 * i;
-        if (row >= tile.n * tile.group) continue;
-        float *out = output_of(a, tile, row, 0, VALUE) + lane % 4 * 2, sum = all.sum[0][i];
-#pragma unroll
-        for (int t = 0; t < columns; t++)
-            *(float2 *)(out + t * 8) = make_float2(all.total[0][t][2 * i] / sum, all.total[0][t][2 * i + 1] / sum);
-    }
+    write_sums(all, a.y, shared->queries.vector, top, used_rows, lane % 4 * 2, VALUE);
 }
 
-/* A thread block takes the tiles of long runs that begin among WIDE_WINDOW rows of the launch. */
+/* Thread blocks take tiles of long runs and key/value heads in turns, always whole lists. */
 template <typename Keys, int KEY, int VALUE, bool FP8>
 static __global__ void __launch_bounds__(32 * WIDE_WARPS, 1) wide_attention(Keys lists, const __grid_constant__ Attend a) {
     extern __shared__ __align__(128) uint8_t wide_shared[];
-    const int begin = a.first_row + blockIdx.x * WIDE_WINDOW, last = a.first_row + a.n_rows,
-              end = min(begin + (int)WIDE_WINDOW, last), group = a.heads / a.kv_heads, each = WIDE_ROWS / group;
-    for (int r = begin; r < end;) {
-        const RowRun run = lists.run(r, a.first_row, last);
-        if (run.end - run.first < WIDE_RUN) {
-            r = run.end;
-            continue;
-        }
-        r = run.first + divide_up(r - run.first, each) * each;
-        if (r >= run.end || r >= end) {
-            r = run.end;
-            continue;
-        }
-        const QueryTile tile = {r, min(each, run.end - r), (int)blockIdx.y * group, group};
-        attend_wide((WideShared<Keys, KEY, VALUE, FP8> *)wide_shared, lists, a, blockIdx.y, tile);
-        r += each;
+    __shared__ TilePlan plan;
+    const int each = WIDE_ROWS / (a.heads / a.kv_heads), items = lists.tiles(&plan, a, each, WIDE_RUN, INT_MAX) * a.kv_heads;
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+        __syncthreads();                            /* the tile before this one is done with */
+        attend_wide((WideShared<Keys, KEY, VALUE, FP8> *)wide_shared, lists, a, lists.tile(&plan, item / a.kv_heads, a, each),
+                    item % a.kv_heads);
     }
 }
 
@@ -3241,17 +3287,14 @@ static void attend_in_groups(const Keys &keys, float *y, int n_rows, int heads, 
     }
 }
 
-/* Where there is enough to do for every multiprocessor, or lists are short, a thread block takes whole lists and nothing is left to be
- * merged: launch(work, blocks that share a list) for all rows at once, or for groups of them. */
+/* Work on lists of which each goes to `side` thread blocks, for all rows at once where that is one, or for groups of them. */
 template <typename Keys, typename Launch>
-static void attend_rows(const Keys &keys, Attend a, int value_dim, int longest, int blocks, Launch launch) {
-    const int chunks = divide_up(longest, SPLIT_KEYS), wanted = divide_up(8 * gpu.multiprocessors, a.n_rows * blocks),
-              side = chunks < wanted ? chunks : wanted;
-    if (side == 1) return launch(a, 1);
+static void attend_split(const Keys &keys, const Attend &a, int value_dim, int longest, int side, Launch launch) {
+    if (side == 1) return launch(a);
     attend_in_groups(keys, a.y, a.n_rows, a.heads, value_dim, longest, [&](int first, int n, int chunks) {
         Attend part = a;
         part.parts = partials, part.first_row = first, part.n_rows = n, part.chunks = chunks;
-        launch(part, side);
+        launch(part);
     });
 }
 
@@ -3259,33 +3302,35 @@ static void attend_rows(const Keys &keys, Attend a, int value_dim, int longest, 
 template <typename Keys> static void attend(const Keys &keys, const Attend &a, int key_dim, int value_dim, int longest) {
     const size_t values = Keys::shared ? 0 : TILE_KEYS * value_dim,
                  bytes = (TILE_KEYS * (key_dim + 1) + ATTEND_WARPS * key_dim + values) * sizeof(float);
-    const int blocks = a.kv_heads * divide_up(a.heads / a.kv_heads, ATTEND_WARPS);
-    auto launch = [&](const Attend &part, int side) {
+    const int blocks = a.kv_heads * divide_up(a.heads / a.kv_heads, ATTEND_WARPS), chunks = divide_up(longest, SPLIT_KEYS),
+              side = chunks < 64 ? chunks : 64;
+    attend_split(keys, a, value_dim, longest, side, [&](const Attend &part) {
         allow_shared(attend_kernel<Keys>, bytes);
         attend_kernel<Keys><<<dim3(part.n_rows, blocks, side), 32 * ATTEND_WARPS, bytes, gpu.stream>>>(keys, part, key_dim, value_dim);
         LAUNCHED();
-    };
-    if (longest <= SPLIT_KEYS) return launch(a, 1);
-    attend_in_groups(keys, a.y, a.n_rows, a.heads, value_dim, longest, [&](int first, int n, int chunks) {
-        Attend part = a;
-        part.parts = partials, part.first_row = first, part.n_rows = n, part.chunks = chunks;
-        launch(part, chunks < 64 ? chunks : 64);
     });
 }
 
-/* On tensor cores. */
-template <typename Keys, int KEY, int VALUE, bool FP8> static void attend_tiles(const Keys &keys, const Attend &a, int longest) {
-    const size_t narrow = sizeof(NarrowShared<Keys, KEY, VALUE, FP8>), wide = sizeof(WideShared<Keys, KEY, VALUE, FP8>);
-    attend_rows(keys, a, VALUE, longest, a.kv_heads, [&](const Attend &part, int side) {
+/* On tensor cores. Where there are tiles enough for every multiprocessor, or lists are short, a thread block takes whole lists. */
+template <typename Keys, int KEY, int VALUE, bool FP8>
+static void attend_tiles(const Keys &keys, const Attend &a, int most_tiles, int longest) {
+    const size_t few = sizeof(NarrowShared<Keys, KEY, VALUE, FP8, 1>), many = sizeof(NarrowShared<Keys, KEY, VALUE, FP8, NARROW_TILES>),
+                 narrow = few > many ? few : many, wide = sizeof(WideShared<Keys, KEY, VALUE, FP8>);
+    const int chunks = divide_up(longest, SPLIT_KEYS), pairs = a.n_rows * a.kv_heads, slots = 2 * gpu.multiprocessors,
+              wanted = pairs >= 4 * slots ? 1 : divide_up(8 * slots, pairs), side = chunks < wanted ? chunks : wanted;
+    attend_split(keys, a, VALUE, longest, side, [&](const Attend &part) {
+        const int items = most_tiles * a.kv_heads * side;
         allow_shared(narrow_attention<Keys, KEY, VALUE, FP8>, narrow);
-        narrow_attention<Keys, KEY, VALUE, FP8><<<dim3(part.n_rows, a.kv_heads, side), 32 * NARROW_WARPS, narrow, gpu.stream>>>(keys, part);
+        narrow_attention<Keys, KEY, VALUE, FP8>
+            <<<items < slots ? items : slots, 32 * NARROW_WARPS, narrow, gpu.stream>>>(keys, part, side);
         LAUNCHED();
     });
     if constexpr (std::is_same_v<Keys, HistoryKeys>) {
+        const int items = divide_up(a.n_rows, WIDE_RUN) * divide_up(WIDE_RUN, WIDE_ROWS / (a.heads / a.kv_heads)) * a.kv_heads;
         if (a.n_rows < WIDE_RUN) return;
         allow_shared(wide_attention<Keys, KEY, VALUE, FP8>, wide);
         wide_attention<Keys, KEY, VALUE, FP8>
-            <<<dim3(divide_up(a.n_rows, WIDE_WINDOW), a.kv_heads), 32 * WIDE_WARPS, wide, gpu.stream>>>(keys, a);
+            <<<items < gpu.multiprocessors ? items : gpu.multiprocessors, 32 * WIDE_WARPS, wide, gpu.stream>>>(keys, a);
         LAUNCHED();
     }
 }
@@ -3305,8 +3350,8 @@ static void sparse_attention(float *z, const float *q, const RowPool *pool, cons
                       .scale = scale};
     if (!n_rows) return;
     if (format->quantised == 128 && format->plain == 32 && suits_tiles(format, heads, 1, 128))
-        return format->dtype == KV_F8 ? attend_tiles<SelectedKeys, 160, 128, true>(keys, a, capacity)
-                                      : attend_tiles<SelectedKeys, 160, 128, false>(keys, a, capacity);
+        return format->dtype == KV_F8 ? attend_tiles<SelectedKeys, 160, 128, true>(keys, a, n_rows, capacity)
+                                      : attend_tiles<SelectedKeys, 160, 128, false>(keys, a, n_rows, capacity);
     if (!latent) return attend(keys, a, format->quantised + format->plain, format->quantised, capacity);
     attend_in_groups(keys, z, n_rows, heads, LATENT, capacity, [&](int first, int n, int chunks) {
         auto kernel = format->dtype == KV_F8 ? latent_kernel<true> : latent_kernel<false>;
@@ -3326,10 +3371,10 @@ static void dense_attention(float *y, const float *q, const RowPool *pool, const
     const int longest = context_pages * PAGE_ROWS;
     if (!n_rows) return;
     const bool tiles = suits_tiles(format, heads, kv_heads, head_dim), fp8 = format->dtype == KV_F8;
-    if (tiles && head_dim == 128 && fp8) attend_tiles<HistoryKeys, 128, 128, true>(keys, a, longest);
-    else if (tiles && head_dim == 128) attend_tiles<HistoryKeys, 128, 128, false>(keys, a, longest);
-    else if (tiles && head_dim == 64 && fp8) attend_tiles<HistoryKeys, 64, 64, true>(keys, a, longest);
-    else if (tiles && head_dim == 64) attend_tiles<HistoryKeys, 64, 64, false>(keys, a, longest);
+    if (tiles && head_dim == 128 && fp8) attend_tiles<HistoryKeys, 128, 128, true>(keys, a, n_rows, longest);
+    else if (tiles && head_dim == 128) attend_tiles<HistoryKeys, 128, 128, false>(keys, a, n_rows, longest);
+    else if (tiles && head_dim == 64 && fp8) attend_tiles<HistoryKeys, 64, 64, true>(keys, a, n_rows, longest);
+    else if (tiles && head_dim == 64) attend_tiles<HistoryKeys, 64, 64, false>(keys, a, n_rows, longest);
     else attend(keys, a, head_dim, head_dim, longest);
 }
 
@@ -3339,11 +3384,11 @@ static void block_attention(float *y, const float *q, const float *kv, const uin
     const BlockKeys keys = {ring, *format, kv, blocks, ring_rows, block_size, window, kv_heads, head_dim, causal, 0, 0, 0, 0};
     const Attend a = {.y = y, .parts = NULL, .q = q, .first_row = 0, .n_rows = n_blocks * block_size, .heads = heads,
                       .kv_heads = kv_heads, .chunks = 1, .scale = scale};
-    const int longest = ring_rows + block_size;
+    const int longest = ring_rows + block_size, most = n_blocks * block_size;
     if (!n_blocks) return;
     const bool tiles = suits_tiles(format, heads, kv_heads, head_dim) && format->dtype == KV_BF16;
-    if (tiles && head_dim == 128) attend_tiles<BlockKeys, 128, 128, false>(keys, a, longest);
-    else if (tiles && head_dim == 64) attend_tiles<BlockKeys, 64, 64, false>(keys, a, longest);
+    if (tiles && head_dim == 128) attend_tiles<BlockKeys, 128, 128, false>(keys, a, most, longest);
+    else if (tiles && head_dim == 64) attend_tiles<BlockKeys, 64, 64, false>(keys, a, most, longest);
     else attend(keys, a, head_dim, head_dim, longest);
 }
 
