@@ -2264,11 +2264,13 @@ typedef struct Attend {
     float scale;
 } Attend;
 
-/* ---- lists of keys: of(r) is row r's, the keys [first, length) of those that its run of rows has in common; value j of a key, and of
- * what it stands for, are of a key/value head. Rows of a run share tiles, `each` of them at most: tiles() says how many there are in a
- * launch, and tile() which rows [first, end) one has. */
+/* ---- lists of keys: of(r) is row r's, the keys [first, length) of those that its run of rows has in common, and span(r) then
+ * the same of another row of the run. A key is a cached row, at(row, s, i) its value i; those of a key/value head begin at start(head),
+ * and what the key stands for does at start(kv_heads + head). Rows of a run share tiles, `each` of them at most: tiles() says how many
+ * there are in a launch, and tile() which rows one has. */
 
 typedef struct TileRows { int first, end; } TileRows;
+typedef struct ListSpan { int first, end; } ListSpan;
 
 /* Shared memory of a launch that finds its runs itself: a bit for each row where a run begins, or a tile. */
 typedef struct TilePlan { uint32_t runs[MAX_PASS_ROWS / 32], tiles[MAX_PASS_ROWS / 32]; } TilePlan;
@@ -2293,9 +2295,10 @@ struct SelectedKeys {
     __device__ int tiles(TilePlan *, const Attend &a, int, int, int) const { return a.n_rows; }
     __device__ TileRows tile(const TilePlan *, int t, const Attend &a, int) const { return {a.first_row + t, a.first_row + t + 1}; }
     __device__ Slices slices(int) const { return {0, 0, 0, 0}; }
+    __device__ ListSpan span(int) const { return {0, length}; }
+    __device__ int start(int) const { return 0; }
     __device__ const uint8_t *row(int s) const { return row_at(pool, format.stride, locations[s]); }
-    __device__ float key(int, int s, int j) const { return cached_value(row(s), format, j); }
-    __device__ float value(int, int, int) const { return 0; }
+    __device__ float at(const uint8_t *row, int, int i) const { return cached_value(row, format, i); }
 };
 
 /* The n-th bit that is set of these words. */
@@ -2360,8 +2363,9 @@ struct HistoryKeys {
     __device__ const uint8_t *row(int s) const {
         return row_at(pool, format.stride, DeviceRow{pages[s / PAGE_ROWS].id * PAGE_ROWS + s % PAGE_ROWS});
     }
-    __device__ float key(int head, int s, int j) const { return cached_value(row(s), format, head * dim + j); }
-    __device__ float value(int head, int s, int j) const { return cached_value(row(s), format, (kv_heads + head) * dim + j); }
+    __device__ ListSpan span(int r) const { return {0, rows[r].position + 1}; }
+    __device__ int start(int head) const { return head * dim; }
+    __device__ float at(const uint8_t *row, int, int i) const { return cached_value(row, format, i); }
 };
 
 /* The ring's rows that the first row of a block sees, then those of the block. */
@@ -2372,20 +2376,26 @@ struct BlockKeys {
     const DraftBlock *blocks;   /* MEMORY_HOST: read once a row */
     int ring_rows, block_size, window, kv_heads, dim;
     bool causal;
-    int first, length, oldest, position;    /* of(r); oldest: the list's first position; position: the anchor's */
+    int first, length;          /* of(r), and the next: */
+    int oldest, position, ring_first;       /* the list's first position, the anchor's, and the first that the ring has */
     static const bool shared = false;
     __device__ BlockKeys of(int r) const {
         BlockKeys own = *this;
         const DraftBlock *block = &blocks[r / block_size];
-        const int ring_first = block->ring_first, i = r % block_size;
+        own.ring_first = block->ring_first;
         own.position = block->position;
-        auto seen_from = [&](int at) { return min(max(window > at ? 0 : at - window + 1, ring_first), own.position); };
-        own.oldest = seen_from(own.position);
-        own.first = seen_from(own.position + i) - own.oldest;
-        own.length = own.position - own.oldest + (causal ? i + 1 : block_size);
+        own.oldest = own.seen_from(own.position);
         own.ring += (size_t)block->session * ring_rows * format.stride;
-        own.kv += (size_t)(r - i) * 2 * kv_heads * dim;
+        own.kv += (size_t)(r / block_size * block_size) * 2 * kv_heads * dim;
+        const ListSpan span = own.span(r);
+        own.first = span.first;
+        own.length = span.end;
         return own;
+    }
+    __device__ int seen_from(int at) const { return min(max(window > at ? 0 : at - window + 1, ring_first), position); }
+    __device__ ListSpan span(int r) const {
+        const int i = r % block_size;
+        return {seen_from(position + i) - oldest, position - oldest + (causal ? i + 1 : block_size)};
     }
     __device__ int tiles(TilePlan *, const Attend &a, int each, int, int) const {
         const int last = a.first_row + a.n_rows - 1;
@@ -2403,9 +2413,16 @@ struct BlockKeys {
         return t >= position ? (const uint8_t *)(kv + (size_t)(t - position) * 2 * kv_heads * dim)
                              : ring + (size_t)(t % ring_rows) * format.stride;
     }
-    __device__ float at(int s, int j) const { return own(s) ? ((const float *)row(s))[j] : cached_value(row(s), format, j); }
-    __device__ float key(int head, int s, int j) const { return at(s, head * dim + j); }
-    __device__ float value(int head, int s, int j) const { return at(s, (kv_heads + head) * dim + j); }
+    __device__ int start(int head) const { return head * dim; }
+    __device__ float at(const uint8_t *row, int s, int i) const { return own(s) ? ((const float *)row)[i] : cached_value(row, format, i); }
+};
+
+/* What merge_kernel needs to know of rows whose lists have been gone through: some lists are told by host memory, which is far. */
+static __device__ int list_lengths[MAX_PASS_ROWS * MAX_BLOCK];
+
+struct KnownLengths {
+    int length;
+    __device__ KnownLengths of(int r) const { return {list_lengths[r]}; }
 };
 
 static __device__ float warp_maximum(float x) {
@@ -2449,6 +2466,7 @@ template <typename Keys> static __global__ void attend_kernel(Keys lists, Attend
     const int value_pitch = Keys::shared ? key_pitch : value_dim;
     const Keys keys = lists.of(r);
     const bool works = member < group;
+    if (a.parts && !threadIdx.x) list_lengths[r] = keys.length;
     for (int j = lane; j < key_dim && works; j += 32) query[j] = a.q[((size_t)r * a.heads + head) * key_dim + j];
     const int length = a.parts ? keys.length : max(keys.length, 1);     /* without parts even an empty list writes its y */
     for (int chunk = blockIdx.z; chunk * SPLIT_KEYS < length; chunk += gridDim.z) {
@@ -2457,10 +2475,20 @@ template <typename Keys> static __global__ void attend_kernel(Keys lists, Attend
         for (int begin = chunk * SPLIT_KEYS; begin < end; begin += TILE_KEYS) {
             const int n = min(end - begin, (int)TILE_KEYS);
             __syncthreads();
-            for (int i = threadIdx.x; i < n * key_dim; i += blockDim.x)
-                key_tile[i / key_dim * key_pitch + i % key_dim] = keys.key(kv, begin + i / key_dim, i % key_dim);
-            for (int i = threadIdx.x; i < n * value_dim && !Keys::shared; i += blockDim.x)
-                value_tile[i] = keys.value(kv, begin + i / value_dim, i % value_dim);
+            const uint8_t *rows[TILE_KEYS / ATTEND_WARPS];
+#pragma unroll
+            for (int u = 0; u < TILE_KEYS / ATTEND_WARPS; u++) {
+                const int s = warp + u * ATTEND_WARPS;
+                rows[u] = s < n ? keys.row(begin + s) : NULL;
+            }
+            for (int j = lane; j < key_dim + (Keys::shared ? 0 : value_dim); j += 32)
+#pragma unroll
+                for (int u = 0; u < TILE_KEYS / ATTEND_WARPS; u++) {
+                    const int s = warp + u * ATTEND_WARPS, v = j - key_dim;
+                    if (!rows[u]) continue;
+                    if (v < 0) key_tile[s * key_pitch + j] = keys.at(rows[u], begin + s, keys.start(kv) + j);
+                    else value_tile[s * value_pitch + v] = keys.at(rows[u], begin + s, keys.start(a.kv_heads + kv) + v);
+                }
             __syncthreads();
             const bool seen = lane < n && begin + lane >= keys.first;
             float score = 0;
@@ -2475,8 +2503,10 @@ template <typename Keys> static __global__ void attend_kernel(Keys lists, Attend
             for (int s = 0; s < n; s++) {
                 const float share = __shfl_sync(~0u, weight, s);
 #pragma unroll
-                for (int i = 0; i < LANE_VALUES; i++)
+                for (int i = 0; i < LANE_VALUES; i++) {
+                    if (32 * i >= value_dim) break;
                     if (lane + 32 * i < value_dim) total[i] += share * value_tile[s * value_pitch + lane + 32 * i];
+                }
             }
         }
         if (!works) continue;
@@ -2730,9 +2760,10 @@ enum {
     WEIGHTS_PITCH = LIST_TILE + 8,
     NARROW_ROWS = 64, NARROW_RUN = 16,      /* rows of a narrow tile; of q in it */
     NARROW_WARPS = 4, NARROW_TILES = NARROW_ROWS / 16,
-    WIDE_ROWS = 128, WIDE_WARPS = WIDE_ROWS / 16, WIDE_STAGES = 2,
+    WIDE_ROWS = 128, WIDE_WARPS = WIDE_ROWS / 16,
     WIDE_RUN = 128,             /* rows of a run from which on it takes wide tiles */
     NAMED_TILES = 4,            /* whose rows' addresses are known */
+    FEW_CHUNKS = 2,             /* that a thread block goes through sooner than they are merged */
 };
 
 static const uint32_t ONES = 0x3f803f80;    /* two bf16: a column of ones beside the values makes the sum of the weights */
@@ -2750,9 +2781,9 @@ template <typename Keys, int KEY, int VALUE, bool FP8> struct ListRow {
 };
 
 /* The keys of a list on their way through a thread block. */
-template <typename Keys, int KEY, int VALUE, bool FP8, int STAGES> struct ListTiles {
+template <typename Keys, int KEY, int VALUE, bool FP8, int STAGES, int WIDENED = 1> struct ListTiles {
     uint8_t stored[STAGES][LIST_TILE * ListRow<Keys, KEY, VALUE, FP8>::STORED];
-    __nv_bfloat16 widened[FP8 ? LIST_TILE * ListRow<Keys, KEY, VALUE, FP8>::PITCH : 8];
+    __nv_bfloat16 widened[WIDENED][FP8 ? LIST_TILE * ListRow<Keys, KEY, VALUE, FP8>::PITCH : 8];
     const uint8_t *source[NAMED_TILES][LIST_TILE];  /* NULL: past the list's end */
 };
 
@@ -2790,26 +2821,32 @@ static __device__ uint4 narrow_own(const uint8_t *row, int offset) {
     return make_uint4(pair_bf16(a.x, a.y), pair_bf16(a.z, a.w), pair_bf16(b.x, b.y), pair_bf16(b.z, b.w));
 }
 
-/* The pieces [FROM, TO) of tile i begin their way into shared memory; those past the list's end are zeros. */
-template <typename Keys, int KEY, int VALUE, bool FP8, int STAGES, int FROM, int TO, int BLOCK>
-static __device__ void start_pieces(ListTiles<Keys, KEY, VALUE, FP8, STAGES> *tiles, const ListWalk<Keys> &walk, int i) {
+/* The pieces [FROM, TO) of tile i begin their way into shared memory; those past the list's end are zeros. A thread takes the same
+ * piece of several keys. */
+template <typename Keys, int KEY, int VALUE, bool FP8, int FROM, int TO, int BLOCK, int STAGES, int WIDENED>
+static __device__ void start_pieces(ListTiles<Keys, KEY, VALUE, FP8, STAGES, WIDENED> *tiles, const ListWalk<Keys> &walk, int i) {
     typedef ListRow<Keys, KEY, VALUE, FP8> Shape;
-    const int pieces = TO - FROM, begin = walk.begin(i);
-    if constexpr (pieces > 0)
-        if (begin < walk.keys.length)
-#pragma unroll 8
-            for (int j = threadIdx.x; j < LIST_TILE * pieces; j += BLOCK) {
-                const int s = j / pieces, p = FROM + j % pieces, offset = piece_offset<Keys, KEY, FP8>(walk.slices, p);
-                const uint8_t *row = tiles->source[i % NAMED_TILES][s];
-                uint8_t *to = tiles->stored[i % STAGES] + s * Shape::STORED + 16 * p;
+    const int begin = walk.begin(i);
+    if constexpr (TO > FROM)
+        if (begin < walk.keys.length) {
+            const int pieces = TO - FROM, at_once = BLOCK / pieces, p = FROM + threadIdx.x % pieces, first = threadIdx.x / pieces,
+                      offset = piece_offset<Keys, KEY, FP8>(walk.slices, p);
+            uint8_t *to = tiles->stored[i % STAGES] + 16 * p;
+            const uint8_t *const *source = tiles->source[i % NAMED_TILES];
+#pragma unroll
+            for (int u = 0; u < (LIST_TILE + at_once - 1) / at_once; u++) {
+                const int s = first + u * at_once;
+                if (first >= at_once || s >= LIST_TILE) continue;
+                const uint8_t *row = source[s];
                 if constexpr (std::is_same_v<Keys, BlockKeys>)
                     if (row && walk.keys.own(begin + s)) {
-                        *(uint4 *)to = narrow_own(row, offset);
+                        *(uint4 *)(to + s * Shape::STORED) = narrow_own(row, offset);
                         continue;
                     }
                 asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                             :: "r"(shared_address(to)), "l"(row + offset), "r"(row ? 16 : 0) : "memory");
+                             :: "r"(shared_address(to + s * Shape::STORED)), "l"(row + offset), "r"(row ? 16 : 0) : "memory");
             }
+        }
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
@@ -2832,24 +2869,21 @@ static __device__ void widen_piece(__nv_bfloat16 *to, const uint8_t *from, float
     *(uint4 *)(to + 8) = make_uint4(out[4], out[5], out[6], out[7]);
 }
 
-/* Tile i, which has arrived, as bf16. */
-template <typename Keys, int KEY, int VALUE, int STAGES, int BLOCK>
-static __device__ void widen_list_tile(ListTiles<Keys, KEY, VALUE, true, STAGES> *tiles, const Slices &slices, int i) {
+/* Tile i, which has arrived, as bf16. A thread takes the same piece of several keys. */
+template <typename Keys, int KEY, int VALUE, int BLOCK, int STAGES, int WIDENED>
+static __device__ void widen_list_tile(ListTiles<Keys, KEY, VALUE, true, STAGES, WIDENED> *tiles, const Slices &slices, int i) {
     typedef ListRow<Keys, KEY, VALUE, true> Shape;
-    const int quantised = (Keys::shared ? VALUE : Shape::WIDTH) / 16, pieces = quantised + (Keys::shared ? (KEY - VALUE) / 8 : 0);
+    const int quantised = (Keys::shared ? VALUE : Shape::WIDTH) / 16, pieces = quantised + (Keys::shared ? (KEY - VALUE) / 8 : 0),
+              at_once = BLOCK / pieces, p = threadIdx.x % pieces, first = threadIdx.x / pieces;
+    const int scale = Keys::shared ? VALUE + p / 8 * 4
+                                   : quantised * 16 + (p < KEY / 16 ? slices.key_scale % 16 : 16 + slices.value_scale % 16);
 #pragma unroll 4
-    for (int j = threadIdx.x; j < LIST_TILE * pieces; j += BLOCK) {
-        const int s = j / pieces, p = j % pieces;
+    for (int s = first; s < LIST_TILE && first < at_once; s += at_once) {
         const uint8_t *row = tiles->stored[i % STAGES] + s * Shape::STORED;
-        __nv_bfloat16 *to = tiles->widened + s * Shape::PITCH;
-        if constexpr (Keys::shared) {
-            const uint32_t *plain = (const uint32_t *)(row + VALUE + VALUE / 128 * 4) + (p - quantised) * 4;
-            if (p < quantised) widen_piece(to + 16 * p, row + 16 * p, *(const float *)(row + VALUE + p / 8 * 4));
-            else *(uint4 *)(to + VALUE + (p - quantised) * 8) = make_uint4(plain[0], plain[1], plain[2], plain[3]);
-        } else {
-            const int scale = p < KEY / 16 ? quantised * 16 + slices.key_scale % 16 : quantised * 16 + 16 + slices.value_scale % 16;
-            widen_piece(to + 16 * p, row + 16 * p, *(const float *)(row + scale));
-        }
+        __nv_bfloat16 *to = tiles->widened[i % WIDENED] + s * Shape::PITCH;
+        const uint32_t *plain = (const uint32_t *)(row + VALUE + VALUE / 128 * 4) + (p - quantised) * 4;
+        if (p < quantised) widen_piece(to + 16 * p, row + 16 * p, *(const float *)(row + scale));
+        else *(uint4 *)(to + VALUE + (p - quantised) * 8) = make_uint4(plain[0], plain[1], plain[2], plain[3]);
     }
 }
 
@@ -2861,13 +2895,14 @@ template <int M, int KEY> struct TileQueries {
 
 /* Rows [0, used) of a tile: `group` heads of each of its rows of q, from `head` on. */
 template <typename Keys, int M, int KEY, int BLOCK>
-static __device__ void load_queries(TileQueries<M, KEY> *queries, const Keys &lists, const Attend &a, TileRows rows, int head, int group) {
+static __device__ void load_queries(TileQueries<M, KEY> *queries, const Keys &keys, const Attend &a, TileRows rows, int head, int group) {
     const int used = (rows.end - rows.first) * group;
     for (int m = threadIdx.x; m < M; m += BLOCK) {
         const int row = rows.first + min(m, used - 1) / group;
-        const Keys keys = lists.of(row);
-        queries->first[m] = keys.first;
-        queries->end[m] = keys.length;
+        const ListSpan span = keys.span(row);
+        queries->first[m] = span.first;
+        queries->end[m] = span.end;
+        if (a.parts) list_lengths[row] = span.end;
         queries->vector[m] = row * a.heads + head + min(m, used - 1) % group;
     }
     __syncthreads();
@@ -3058,19 +3093,19 @@ static __device__ void leave_part(const Sums<TILES, COLUMNS> &sums, const Attend
 
 /* One tile of rows and the chunks `walk` has for it. Keys' pieces are on their way STAGES tiles ahead, values' almost. */
 template <typename Keys, int KEY, int VALUE, bool FP8, int TILES>
-static __device__ void attend_narrow(NarrowShared<Keys, KEY, VALUE, FP8, TILES> *shared, const Keys &lists, const Attend &a,
-                                     TileRows rows, int kv, const ListWalk<Keys> &walk) {
+static __device__ void attend_narrow(NarrowShared<Keys, KEY, VALUE, FP8, TILES> *shared, const Attend &a, TileRows rows, int kv,
+                                     const ListWalk<Keys> &walk) {
     typedef ListRow<Keys, KEY, VALUE, FP8> Shape;
     const int block = 32 * NARROW_WARPS, columns = VALUE / 8 / NARROW_WARPS, stages = NarrowShared<Keys, KEY, VALUE, FP8, TILES>::STAGES, group = a.heads / a.kv_heads,
               used_rows = (rows.end - rows.first) * group, used = divide_up(used_rows, 16);
-    auto start_early = [&](int i) { start_pieces<Keys, KEY, VALUE, FP8, stages, 0, Shape::EARLY, block>(&shared->tiles, walk, i); };
-    auto start_late = [&](int i) { start_pieces<Keys, KEY, VALUE, FP8, stages, Shape::EARLY, Shape::PIECES, block>(&shared->tiles, walk, i); };
+    auto start_early = [&](int i) { start_pieces<Keys, KEY, VALUE, FP8, 0, Shape::EARLY, block>(&shared->tiles, walk, i); };
+    auto start_late = [&](int i) { start_pieces<Keys, KEY, VALUE, FP8, Shape::EARLY, Shape::PIECES, block>(&shared->tiles, walk, i); };
     for (int i = 0; i <= stages; i++)
         if (threadIdx.x < LIST_TILE) shared->tiles.source[i][threadIdx.x] = walk.name(i);
     __syncthreads();
     start_early(0);
     for (int i = 1; i < stages; i++) start_late(i - 1), start_early(i);
-    load_queries<Keys, TILES * 16, KEY, block>(&shared->queries, lists, a, rows, kv * group, group);
+    load_queries<Keys, TILES * 16, KEY, block>(&shared->queries, walk.keys, a, rows, kv * group, group);
     Sums<TILES, columns> sums, all;
     clear(sums);
     clear(all);
@@ -3081,8 +3116,8 @@ static __device__ void attend_narrow(NarrowShared<Keys, KEY, VALUE, FP8, TILES> 
         start_late(i + stages - 1);
         const __nv_bfloat16 *tile = (const __nv_bfloat16 *)shared->tiles.stored[i % stages];
         if constexpr (FP8) {
-            widen_list_tile<Keys, KEY, VALUE, stages, block>(&shared->tiles, walk.slices, i);
-            tile = shared->tiles.widened;
+            widen_list_tile<Keys, KEY, VALUE, block>(&shared->tiles, walk.slices, i);
+            tile = shared->tiles.widened[0];
             __syncthreads();
             start_early(i + stages);
         }
@@ -3108,29 +3143,34 @@ static __device__ void attend_narrow(NarrowShared<Keys, KEY, VALUE, FP8, TILES> 
 
 /* Thread blocks take tiles, key/value heads and, of longer lists, every side-th chunk, in turns. */
 template <typename Keys, int KEY, int VALUE, bool FP8>
-static __global__ void __launch_bounds__(32 * NARROW_WARPS, 2) narrow_attention(Keys lists, const __grid_constant__ Attend a, int side) {
+static __global__ void __launch_bounds__(32 * NARROW_WARPS, 2) narrow_attention(Keys lists, const __grid_constant__ Attend a, int longest_run, int side) {
     extern __shared__ __align__(128) uint8_t narrow_shared[];
     __shared__ TilePlan plan;
     const int group = a.heads / a.kv_heads, each = min((int)NARROW_RUN, NARROW_ROWS / group),
-              items = lists.tiles(&plan, a, each, 1, WIDE_RUN - 1) * side * a.kv_heads;
+              items = lists.tiles(&plan, a, each, 1, longest_run) * side * a.kv_heads;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
         const int kv = item % a.kv_heads, turn = item / a.kv_heads % side;
         const TileRows rows = lists.tile(&plan, item / a.kv_heads / side, a, each);
         if (rows.first >= rows.end) continue;
         const ListWalk<Keys> walk = {lists.of(rows.end - 1), lists.slices(kv), turn, side};     /* no row sees more than the last */
-        if (a.parts && walk.begin(0) >= walk.keys.length) continue;
+        if (walk.begin(0) >= max(walk.keys.length, 1)) continue;
         __syncthreads();                            /* the tile before this one is done with */
         if ((rows.end - rows.first) * group <= 16)
-            attend_narrow((NarrowShared<Keys, KEY, VALUE, FP8, 1> *)narrow_shared, lists, a, rows, kv, walk);
-        else attend_narrow((NarrowShared<Keys, KEY, VALUE, FP8, NARROW_TILES> *)narrow_shared, lists, a, rows, kv, walk);
+            attend_narrow((NarrowShared<Keys, KEY, VALUE, FP8, 1> *)narrow_shared, a, rows, kv, walk);
+        else attend_narrow((NarrowShared<Keys, KEY, VALUE, FP8, NARROW_TILES> *)narrow_shared, a, rows, kv, walk);
     }
 }
 
 /* ---- wide tiles */
 
 template <typename Keys, int KEY, int VALUE, bool FP8> struct WideShared {
-    ListTiles<Keys, KEY, VALUE, FP8, WIDE_STAGES> tiles;
+    static const int STAGES = FP8 ? 2 : 3;
+    ListTiles<Keys, KEY, VALUE, FP8, STAGES, 2> tiles;
     TileQueries<WIDE_ROWS, KEY> queries;
+    float4 folded[VALUE / 8][32 * WIDE_WARPS];      /* each thread's values of the chunks before this one: registers are scarce */
+    __device__ const __nv_bfloat16 *tile(int i) const {
+        return FP8 ? tiles.widened[i % 2] : (const __nv_bfloat16 *)tiles.stored[i % STAGES];
+    }
 };
 
 /* scores [16 rows, 64 keys] = q . k */
@@ -3204,6 +3244,24 @@ static __device__ void add_wide(Sums<1, COLUMNS> &sums, const float (&c)[LIST_TI
     }
 }
 
+/* The end of a chunk: it is folded into those before it. */
+template <int COLUMNS>
+static __device__ void fold_wide(float4 (*folded)[32 * WIDE_WARPS], float (&maximum)[2], float (&sum)[2], const Sums<1, COLUMNS> &sums,
+                                 float scale) {
+    float2 shares[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        shares[i] = fold_chunk(&maximum[i], &sum[i], sums.largest[0][i] * scale, sums.sum[0][2 * i]);
+#pragma unroll
+    for (int t = 0; t < COLUMNS; t++) {
+        const float4 before = folded[t][threadIdx.x];
+        const float (&next)[4] = sums.total[0][t];
+        folded[t][threadIdx.x] = make_float4(fold_value(before.x, next[0], shares[0]), fold_value(before.y, next[1], shares[0]),
+                                             fold_value(before.z, next[2], shares[1]), fold_value(before.w, next[3], shares[1]));
+    }
+}
+
+/* One tile of rows and their whole lists. The next tile's scores are made beside this one's weights. */
 template <typename Keys, int KEY, int VALUE, bool FP8>
 static __device__ void attend_wide(WideShared<Keys, KEY, VALUE, FP8> *shared, const Keys &lists, const Attend &a, TileRows rows, int kv) {
     typedef ListRow<Keys, KEY, VALUE, FP8> Shape;
@@ -3211,46 +3269,60 @@ static __device__ void attend_wide(WideShared<Keys, KEY, VALUE, FP8> *shared, co
               group = a.heads / a.kv_heads, used_rows = (rows.end - rows.first) * group;
     const ListWalk<Keys> walk = {lists.of(rows.end - 1), lists.slices(kv), 0, 1};
     const bool works = top < used_rows;
-    auto start = [&](int i) { start_pieces<Keys, KEY, VALUE, FP8, WIDE_STAGES, 0, Shape::PIECES, block>(&shared->tiles, walk, i); };
-    for (int i = 0; i < 2; i++)
+    auto start = [&](int i) { start_pieces<Keys, KEY, VALUE, FP8, 0, Shape::PIECES, block>(&shared->tiles, walk, i); };
+    auto arrive = [&](int i) {                      /* tile i can be read, and those before i - 1 are done with */
+        wait_for_groups<0>();
+        __syncthreads();
+        if constexpr (FP8) {
+            widen_list_tile<Keys, KEY, VALUE, block>(&shared->tiles, walk.slices, i);
+            __syncthreads();
+        }
+    };
+    for (int i = 0; i < NAMED_TILES; i++)
         if (threadIdx.x < LIST_TILE) shared->tiles.source[i][threadIdx.x] = walk.name(i);
     __syncthreads();
     start(0);
-    load_queries<Keys, WIDE_ROWS, KEY, block>(&shared->queries, lists, a, rows, kv * group, group);
-    __syncthreads();
+    load_queries<Keys, WIDE_ROWS, KEY, block>(&shared->queries, walk.keys, a, rows, kv * group, group);
+    arrive(0);
+    start(1);
     uint32_t q[KEY / 16][4];
 #pragma unroll
     for (int k = 0; k < KEY / 16; k++)
         load_matrices(q[k], shared->queries.values + (top + lane % 16) * (KEY + 8) + lane / 16 * 8 + k * 16);
     const int every = shared->queries.end[0], none = shared->queries.first[WIDE_ROWS - 1];      /* all rows see [none, every) */
-    Sums<1, columns> sums, all;
+    Sums<1, columns> sums;
+    float maximum[2] = {-FLT_MAX, -FLT_MAX}, sum[2] = {0, 0}, c[LIST_TILE / 8][4] = {};
     clear(sums);
-    clear(all);
+#pragma unroll
+    for (int t = 0; t < columns; t++) shared->folded[t][threadIdx.x] = make_float4(0, 0, 0, 0);
+    if (works) score_wide<KEY>(c, q, shared->tile(0), Shape::PITCH);
     for (int i = 0, begin = 0; begin < walk.keys.length; begin = walk.begin(++i)) {
-        wait_for_groups<0>();
-        __syncthreads();
-        const uint8_t *named = walk.name(i + 2);
-        start(i + 1);
-        const __nv_bfloat16 *tile = (const __nv_bfloat16 *)shared->tiles.stored[i % WIDE_STAGES];
-        if constexpr (FP8) {
-            widen_list_tile<Keys, KEY, VALUE, WIDE_STAGES, block>(&shared->tiles, walk.slices, i);
-            tile = shared->tiles.widened;
-            __syncthreads();
-        }
+        const bool last = begin + LIST_TILE >= walk.keys.length;
+        float next[LIST_TILE / 8][4] = {};
+        if (!last) arrive(i + 1);
+        const uint8_t *named = walk.name(i + NAMED_TILES);
+        start(i + 2);
+        if (works && !last) score_wide<KEY>(next, q, shared->tile(i + 1), Shape::PITCH);
         if (works) {
-            float c[LIST_TILE / 8][4] = {};
-            score_wide<KEY>(c, q, tile, Shape::PITCH);
             if (begin < none || begin + LIST_TILE > every) mask_wide(c, shared->queries.first + top, shared->queries.end + top, begin);
             weigh_wide(sums, c, a.scale * LOG2_E);
-            add_wide(sums, c, tile + Shape::VALUES, Shape::PITCH);
-            if (begin % SPLIT_KEYS + LIST_TILE >= SPLIT_KEYS || begin + LIST_TILE >= walk.keys.length) {
-                fold_sums(all, sums, 1, a.scale);
+            add_wide(sums, c, shared->tile(i) + Shape::VALUES, Shape::PITCH);
+            if (begin % SPLIT_KEYS + LIST_TILE >= SPLIT_KEYS || last) {
+                fold_wide(shared->folded, maximum, sum, sums, a.scale);
                 clear(sums);
             }
         }
-        if (threadIdx.x < LIST_TILE) shared->tiles.source[(i + 2) % NAMED_TILES][threadIdx.x] = named;
+#pragma unroll
+        for (int j = 0; j < LIST_TILE / 2; j++) c[j / 4][j % 4] = next[j / 4][j % 4];
+        if (threadIdx.x < LIST_TILE) shared->tiles.source[i % NAMED_TILES][threadIdx.x] = named;
     }
-    write_sums(all, a.y, shared->queries.vector, top, used_rows, lane % 4 * 2, VALUE);
+#pragma unroll
+    for (int t = 0; t < columns; t++) {
+        const float4 four = shared->folded[t][threadIdx.x];
+        sums.total[0][t][0] = four.x, sums.total[0][t][1] = four.y, sums.total[0][t][2] = four.z, sums.total[0][t][3] = four.w;
+    }
+    sums.sum[0][0] = sum[0], sums.sum[0][1] = sum[1];
+    write_sums(sums, a.y, shared->queries.vector, top, used_rows, lane % 4 * 2, VALUE);
 }
 
 /* Thread blocks take tiles of long runs and key/value heads in turns, always whole lists. */
@@ -3288,10 +3360,10 @@ static void attend_in_groups(const Keys &keys, float *y, int n_rows, int heads, 
 }
 
 /* Work on lists of which each goes to `side` thread blocks, for all rows at once where that is one, or for groups of them. */
-template <typename Keys, typename Launch>
-static void attend_split(const Keys &keys, const Attend &a, int value_dim, int longest, int side, Launch launch) {
+template <typename Launch>
+static void attend_split(const Attend &a, int value_dim, int longest, int side, Launch launch) {
     if (side == 1) return launch(a);
-    attend_in_groups(keys, a.y, a.n_rows, a.heads, value_dim, longest, [&](int first, int n, int chunks) {
+    attend_in_groups(KnownLengths{}, a.y, a.n_rows, a.heads, value_dim, longest, [&](int first, int n, int chunks) {
         Attend part = a;
         part.parts = partials, part.first_row = first, part.n_rows = n, part.chunks = chunks;
         launch(part);
@@ -3304,7 +3376,7 @@ template <typename Keys> static void attend(const Keys &keys, const Attend &a, i
                  bytes = (TILE_KEYS * (key_dim + 1) + ATTEND_WARPS * key_dim + values) * sizeof(float);
     const int blocks = a.kv_heads * divide_up(a.heads / a.kv_heads, ATTEND_WARPS), chunks = divide_up(longest, SPLIT_KEYS),
               side = chunks < 64 ? chunks : 64;
-    attend_split(keys, a, value_dim, longest, side, [&](const Attend &part) {
+    attend_split(a, value_dim, longest, side, [&](const Attend &part) {
         allow_shared(attend_kernel<Keys>, bytes);
         attend_kernel<Keys><<<dim3(part.n_rows, blocks, side), 32 * ATTEND_WARPS, bytes, gpu.stream>>>(keys, part, key_dim, value_dim);
         LAUNCHED();
@@ -3316,18 +3388,22 @@ template <typename Keys, int KEY, int VALUE, bool FP8>
 static void attend_tiles(const Keys &keys, const Attend &a, int most_tiles, int longest) {
     const size_t few = sizeof(NarrowShared<Keys, KEY, VALUE, FP8, 1>), many = sizeof(NarrowShared<Keys, KEY, VALUE, FP8, NARROW_TILES>),
                  narrow = few > many ? few : many, wide = sizeof(WideShared<Keys, KEY, VALUE, FP8>);
+    const bool long_runs = std::is_same_v<Keys, HistoryKeys> && a.n_rows >= WIDE_RUN && wide <= gpu.shared_per_block;
+    if (narrow > gpu.shared_per_block) return attend(keys, a, KEY, VALUE, longest);
     const int chunks = divide_up(longest, SPLIT_KEYS), pairs = a.n_rows * a.kv_heads, slots = 2 * gpu.multiprocessors,
-              wanted = pairs >= 4 * slots ? 1 : divide_up(8 * slots, pairs), side = chunks < wanted ? chunks : wanted;
-    attend_split(keys, a, VALUE, longest, side, [&](const Attend &part) {
+              wanted = long_runs || pairs >= 4 * slots ? 1 : divide_up(8 * slots, pairs),
+              side = chunks <= FEW_CHUNKS ? 1 : chunks < wanted ? chunks : wanted;
+    attend_split(a, VALUE, longest, side, [&](const Attend &part) {
         const int items = most_tiles * a.kv_heads * side;
         allow_shared(narrow_attention<Keys, KEY, VALUE, FP8>, narrow);
         narrow_attention<Keys, KEY, VALUE, FP8>
-            <<<items < slots ? items : slots, 32 * NARROW_WARPS, narrow, gpu.stream>>>(keys, part, side);
+            <<<items < slots ? items : slots, 32 * NARROW_WARPS, narrow, gpu.stream>>>(
+                keys, part, long_runs ? WIDE_RUN - 1 : INT_MAX, side);
         LAUNCHED();
     });
+    if (!long_runs) return;
     if constexpr (std::is_same_v<Keys, HistoryKeys>) {
         const int items = divide_up(a.n_rows, WIDE_RUN) * divide_up(WIDE_RUN, WIDE_ROWS / (a.heads / a.kv_heads)) * a.kv_heads;
-        if (a.n_rows < WIDE_RUN) return;
         allow_shared(wide_attention<Keys, KEY, VALUE, FP8>, wide);
         wide_attention<Keys, KEY, VALUE, FP8>
             <<<items < gpu.multiprocessors ? items : gpu.multiprocessors, 32 * WIDE_WARPS, wide, gpu.stream>>>(keys, a);
