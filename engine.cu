@@ -1249,7 +1249,6 @@ enum {
     ABSORB_ACROSS = ABSORB_COLUMNS / 32, ABSORB_DOWN = 2,   /* warps: 32 columns each, and half of the tiles of 16 rows */
     ABSORB_TILES = ABSORB_ROWS / 16 / ABSORB_DOWN, ABSORB_THREADS = 32 * ABSORB_ACROSS * ABSORB_DOWN,
     ABSORB_PITCH = ABSORB_COLUMNS + 8,      /* bf16 from one row of weights to the next in shared memory */
-    ABSORB_DEPTH = 512,                     /* values of a q that fit there at most */
 };
 
 static __device__ void load_matrices(uint32_t (&m)[4], const __nv_bfloat16 *row);
@@ -1289,33 +1288,31 @@ template <DType D> static __device__ void load_absorbed(__nv_bfloat16 *weights, 
 }
 
 /* Rows [first, first + rows) of q for one head as two terms, times the weights' scales; the others of a tile are zeros. And, by a
- * head's first block, what is not absorbed to the end of y. */
+ * head's first block, what is not absorbed to the end of y. Sixteen threads take a row. */
 template <DType D>
 static __device__ void split_query(__nv_bfloat16 *terms, const Absorb &a, int head, int first, int rows, int scale_column) {
-    const int depth = absorb_depth(a), tall = divide_up(rows, 16) * 16, fours = depth / 4;
+    const int depth = absorb_depth(a), tall = divide_up(rows, 16) * 16, each = (int)threadIdx.x % 16 * 4;
     const size_t q_width = (size_t)(a.nope + a.rope), y_width = (size_t)(a.kv_b.cols + a.rope);
+#pragma unroll 2
+    for (int r = (int)threadIdx.x / 16; r < tall; r += ABSORB_THREADS / 16) {
+        const size_t vector = (size_t)(first + min(r, rows - 1)) * (size_t)a.heads + (size_t)head;
+        const float *from = a.q + vector * q_width;
 #pragma unroll 4
-    for (int i = (int)threadIdx.x; i < tall * fours; i += ABSORB_THREADS) {
-        const int r = i / fours, j = i % fours * 4;
-        const float *from = a.q + ((size_t)(first + r) * (size_t)a.heads + (size_t)head) * q_width + (size_t)j;
-        const float4 four = r < rows && j < a.nope ? *(const float4 *)from : make_float4(0, 0, 0, 0);
-        float q[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-        for (int u = 0; u < 4 && D == DTYPE_F8_E4M3; u++)
-            q[u] *= row_scales(&a.kv_b, head * (a.nope + a.v) + min(j + u, a.nope - 1))[scale_column];
-        uint32_t high[2], low[2];
-#pragma unroll
-        for (int u = 0; u < 2; u++) {
-            high[u] = narrow_pair<DTYPE_BF16>(q[2 * u], q[2 * u + 1]);
-            low[u] = narrow_pair<DTYPE_BF16>(q[2 * u] - __uint_as_float(high[u] << 16),
-                                             q[2 * u + 1] - __uint_as_float(high[u] & 0xffff0000));
+        for (int j = each; j < depth; j += 64) {
+            const bool there = r < rows && j < a.nope;
+            float4 q = there ? *(const float4 *)(from + j) : make_float4(0, 0, 0, 0);
+            if (D == DTYPE_F8_E4M3 && there) {
+                const float scale = row_scales(&a.kv_b, head * (a.nope + a.v) + j)[scale_column];
+                q = make_float4(q.x * scale, q.y * scale, q.z * scale, q.w * scale);
+            }
+            const uint2 high = make_uint2(narrow_pair<DTYPE_BF16>(q.x, q.y), narrow_pair<DTYPE_BF16>(q.z, q.w));
+            *(uint2 *)(terms + r * (depth + 8) + j) = high;
+            *(uint2 *)(terms + (tall + r) * (depth + 8) + j) =
+                make_uint2(narrow_pair<DTYPE_BF16>(q.x - __uint_as_float(high.x << 16), q.y - __uint_as_float(high.x & 0xffff0000)),
+                           narrow_pair<DTYPE_BF16>(q.z - __uint_as_float(high.y << 16), q.w - __uint_as_float(high.y & 0xffff0000)));
         }
-        *(uint2 *)(terms + r * (depth + 8) + j) = make_uint2(high[0], high[1]);
-        *(uint2 *)(terms + (tall + r) * (depth + 8) + j) = make_uint2(low[0], low[1]);
-    }
-    for (int i = (int)threadIdx.x; i < rows * a.rope && blockIdx.x == 0; i += ABSORB_THREADS) {
-        const size_t vector = (size_t)(first + i / a.rope) * (size_t)a.heads + (size_t)head;
-        a.y[vector * y_width + (size_t)(a.kv_b.cols + i % a.rope)] = a.q[vector * q_width + (size_t)(a.nope + i % a.rope)];
+        for (int j = each; j < a.rope && r < rows && blockIdx.x == 0; j += 64)
+            *(float4 *)(a.y + vector * y_width + a.kv_b.cols + j) = *(const float4 *)(from + a.nope + j);
     }
 }
 
@@ -1390,8 +1387,9 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
     if (n_rows <= 0) return;
     const Absorb absorb = {.kv_b = *kv_b, .q = q, .y = q_absorbed, .n_rows = n_rows, .heads = config->num_attention_heads,
                            .nope = config->qk_nope_head_dim, .rope = config->qk_rope_head_dim, .v = config->v_head_dim};
-    const bool aligned = rows_aligned(kv_b->dtype, kv_b->cols) && (uintptr_t)kv_b->data % 16 == 0 && absorb.nope % 4 == 0
-                         && floats_aligned(q, (size_t)(absorb.nope + absorb.rope)) && absorb.nope <= ABSORB_DEPTH
+    const bool aligned = rows_aligned(kv_b->dtype, kv_b->cols) && (uintptr_t)kv_b->data % 16 == 0
+                         && (absorb.nope | absorb.rope | absorb.v | kv_b->first_row) % 4 == 0
+                         && floats_aligned(q, 4) && floats_aligned(q_absorbed, 4)
                          && (size_t)absorb_bytes(absorb, ABSORB_ROWS / 16) <= gpu.shared_per_block;
     if (aligned && kv_b->dtype == DTYPE_BF16) return launch_absorb<DTYPE_BF16>(absorb);
     if (aligned && kv_b->dtype == DTYPE_F8_E4M3) return launch_absorb<DTYPE_F8_E4M3>(absorb);
@@ -2750,16 +2748,17 @@ latent_kernel(SelectedKeys lists, float *parts, const float *q, int first_row, i
 }
 
 /* ---- tensor cores: keys and values of bf16 or fp8, in shapes that are known beforehand. Rows of a run and heads of a key/value head
- * are the rows of a tile, so they share one read of the keys. Short runs (decoding, verification, draft blocks) take narrow tiles, of
- * 16 or 64 rows, whose warps divide the keys and the values among themselves; long ones (prefill) wide tiles, whose warps divide the
- * rows. A row's sums are made in the same order in all of them: 64 keys at a time, products over 16 values after each other, chunks
- * folded in their order. So which tile a row takes, and where in it, changes no bit. */
+ * are the rows of a tile, so they share one read of the keys. A tile's height follows its run: 16 where that is enough (decoding), the
+ * warps dividing keys and values; 64 (verification, draft blocks) or, in long runs, 128 (prefill), the warps dividing the rows. A row's
+ * sums are made in the same order in all of them: 64 keys at a time, products over 16 values after each other, chunks folded in their
+ * order. So which tile a row takes, and where in it, changes no bit. */
 
 enum {
     LIST_TILE = 64,             /* keys in shared memory at a time */
     WEIGHTS_PITCH = LIST_TILE + 8,
-    NARROW_ROWS = 64, NARROW_RUN = 16,      /* rows of a narrow tile; of q in it */
-    NARROW_WARPS = 4, NARROW_TILES = NARROW_ROWS / 16,
+    NARROW_ROWS = 16, MIDDLE_ROWS = 64,
+    NARROW_WARPS = 4,           /* of narrow and of middle tiles */
+    MIDDLE_RUN = 16,            /* rows of q in a tile of them */
     WIDE_ROWS = 128, WIDE_WARPS = WIDE_ROWS / 16,
     WIDE_RUN = 128,             /* rows of a run from which on it takes wide tiles */
     NAMED_TILES = 4,            /* whose rows' addresses are known */
@@ -2819,6 +2818,17 @@ template <typename Keys, int KEY, bool FP8> static __device__ int piece_offset(c
 static __device__ uint4 narrow_own(const uint8_t *row, int offset) {
     const float4 a = *(const float4 *)(row + 2 * offset), b = *(const float4 *)(row + 2 * offset + 16);
     return make_uint4(pair_bf16(a.x, a.y), pair_bf16(a.z, a.w), pair_bf16(b.x, b.y), pair_bf16(b.z, b.w));
+}
+
+/* The addresses of the first tiles' rows, all asked for before the first is waited for. */
+template <typename Keys> static __device__ void name_first(const uint8_t *(*source)[LIST_TILE], const ListWalk<Keys> &walk) {
+    const uint8_t *named[NAMED_TILES];
+#pragma unroll
+    for (int i = 0; i < NAMED_TILES; i++) named[i] = walk.name(i);
+#pragma unroll
+    for (int i = 0; i < NAMED_TILES; i++)
+        if (threadIdx.x < LIST_TILE) source[i][threadIdx.x] = named[i];
+    __syncthreads();
 }
 
 /* The pieces [FROM, TO) of tile i begin their way into shared memory; those past the list's end are zeros. A thread takes the same
@@ -2923,106 +2933,110 @@ static __device__ float power_of_two(float x) {
 /* The largest dot product of a row so far as exponents count it: 0 where it has seen nothing. */
 static __device__ float reference(float largest, float scale) { return largest == -FLT_MAX ? 0 : largest * scale; }
 
-/* What a thread keeps of rows g and g + 8, g = lane / 4, of each 16 of a tile: values, as fragments, the sum of the weights in all
- * columns of another, and the largest dot product. */
-template <int TILES, int COLUMNS> struct Sums {
-    float total[TILES][COLUMNS][4], sum[TILES][4], largest[TILES][2];
+/* What a thread keeps of its two rows g and g + 8, g = lane / 4, of 16: values, as fragments, the sum of the weights in all columns of
+ * another, and the largest dot product. */
+template <int COLUMNS> struct Sums {
+    float total[COLUMNS][4], sum[4], largest[2];
 };
 
-template <int TILES, int COLUMNS> static __device__ void clear(Sums<TILES, COLUMNS> &sums) {
+template <int COLUMNS> static __device__ void clear(Sums<COLUMNS> &sums) {
 #pragma unroll
-    for (int m = 0; m < TILES; m++) {
+    for (int i = 0; i < 4; i++) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-#pragma unroll
-            for (int t = 0; t < COLUMNS; t++) sums.total[m][t][i] = 0;
-            sums.sum[m][i] = 0;
-        }
-        sums.largest[m][0] = sums.largest[m][1] = -FLT_MAX;
+        for (int t = 0; t < COLUMNS; t++) sums.total[t][i] = 0;
+        sums.sum[i] = 0;
     }
+    sums.largest[0] = sums.largest[1] = -FLT_MAX;
 }
 
-/* What was summed of row i of m shrinks as its largest product grows. */
-template <int TILES, int COLUMNS>
-static __device__ void raise_largest(Sums<TILES, COLUMNS> &sums, int m, int i, float largest, float scale) {
-    const float shrink = power_of_two((sums.largest[m][i] - largest) * scale);
-    sums.largest[m][i] = largest;
+/* What was summed of row i shrinks as its largest product grows. */
+template <int COLUMNS> static __device__ void raise_largest(Sums<COLUMNS> &sums, int i, float largest, float scale) {
+    const float shrink = power_of_two((sums.largest[i] - largest) * scale);
+    sums.largest[i] = largest;
 #pragma unroll
-    for (int t = 0; t < COLUMNS; t++) sums.total[m][t][2 * i] *= shrink, sums.total[m][t][2 * i + 1] *= shrink;
-    sums.sum[m][2 * i] *= shrink, sums.sum[m][2 * i + 1] *= shrink;
+    for (int t = 0; t < COLUMNS; t++) sums.total[t][2 * i] *= shrink, sums.total[t][2 * i + 1] *= shrink;
+    sums.sum[2 * i] *= shrink, sums.sum[2 * i + 1] *= shrink;
 }
 
-/* The end of a chunk: it is folded into those before it. all.largest: their maximum, scaled. */
-template <int TILES, int COLUMNS>
-static __device__ void fold_sums(Sums<TILES, COLUMNS> &all, const Sums<TILES, COLUMNS> &sums, int used, float scale) {
+/* The chunks before this one, folded. */
+template <int COLUMNS> struct Folded {
+    float total[COLUMNS][4], sum[2], maximum[2];
+};
+
+template <int COLUMNS> static __device__ void fold_sums(Folded<COLUMNS> &all, const Sums<COLUMNS> &sums, float scale) {
 #pragma unroll
-    for (int m = 0; m < TILES; m++) {
-        if (m >= used) break;
+    for (int i = 0; i < 2; i++) {
+        const float2 shares = fold_chunk(&all.maximum[i], &all.sum[i], sums.largest[i] * scale, sums.sum[2 * i]);
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const float2 shares = fold_chunk(&all.largest[m][i], &all.sum[m][i], sums.largest[m][i] * scale, sums.sum[m][2 * i]);
-#pragma unroll
-            for (int t = 0; t < COLUMNS * 2; t++)
-                all.total[m][t / 2][2 * i + t % 2] = fold_value(all.total[m][t / 2][2 * i + t % 2],
-                                                                sums.total[m][t / 2][2 * i + t % 2], shares);
+        for (int t = 0; t < COLUMNS; t++) {
+            all.total[t][2 * i] = fold_value(all.total[t][2 * i], sums.total[t][2 * i], shares);
+            all.total[t][2 * i + 1] = fold_value(all.total[t][2 * i + 1], sums.total[t][2 * i + 1], shares);
         }
     }
 }
 
-/* Results of the rows from `top` on, in y; this thread's values of each row begin at `first`. */
-template <int TILES, int COLUMNS>
-static __device__ void write_sums(const Sums<TILES, COLUMNS> &all, float *y, const int *vectors, int top, int used_rows, int first,
-                                  int value_dim) {
+/* A chunk leaves its part, of rows from `top` on; this thread's values of each row begin at `first`. */
+template <int COLUMNS>
+static __device__ void leave_part(const Sums<COLUMNS> &sums, const Attend &a, const int *vectors, int top, int used_rows, int first,
+                                  int value_dim, int chunk) {
 #pragma unroll
-    for (int m = 0; m < TILES * 2; m++) {
-        const int row = top + m * 8 + (int)threadIdx.x % 32 / 4;
+    for (int i = 0; i < 2; i++) {
+        const int row = top + 8 * i + (int)threadIdx.x % 32 / 4;
         if (row >= used_rows) continue;
-        float *out = y + (size_t)vectors[row] * value_dim + first, inverse = 1 / all.sum[m / 2][m % 2];
+        float *part = partial_of(a.parts, 0, vectors[row] - a.first_row * a.heads, 0, chunk, a.chunks, value_dim), *out = part + 2 + first;
+        if (first == 0) part[0] = sums.largest[i] * a.scale, part[1] = sums.sum[2 * i];
 #pragma unroll
-        for (int t = 0; t < COLUMNS; t++)
-            *(float2 *)(out + t * 8) = make_float2(all.total[m / 2][t][m % 2 * 2] * inverse, all.total[m / 2][t][m % 2 * 2 + 1] * inverse);
+        for (int t = 0; t < COLUMNS; t++) *(float2 *)(out + t * 8) = make_float2(sums.total[t][2 * i], sums.total[t][2 * i + 1]);
+    }
+}
+
+/* Results, in y. */
+template <int COLUMNS>
+static __device__ void write_sums(const float (&total)[COLUMNS][4], const float (&sum)[2], float *y, const int *vectors, int top,
+                                  int used_rows, int first, int value_dim) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int row = top + 8 * i + (int)threadIdx.x % 32 / 4;
+        if (row >= used_rows) continue;
+        float *out = y + (size_t)vectors[row] * value_dim + first, inverse = 1 / sum[i];
+#pragma unroll
+        for (int t = 0; t < COLUMNS; t++) *(float2 *)(out + t * 8) = make_float2(total[t][2 * i] * inverse, total[t][2 * i + 1] * inverse);
     }
 }
 
 /* ---- narrow tiles */
 
-template <typename Keys, int KEY, int VALUE, bool FP8, int TILES> struct NarrowShared {
-    static const int STAGES = TILES == 1 ? 3 : 2;
+template <typename Keys, int KEY, int VALUE, bool FP8> struct NarrowShared {
+    static const int STAGES = 3;
     ListTiles<Keys, KEY, VALUE, FP8, STAGES> tiles;
-    TileQueries<TILES * 16, KEY> queries;
-    __nv_bfloat16 weights[TILES * 16 * WEIGHTS_PITCH];
-    float largest[NARROW_WARPS][TILES * 16];
+    TileQueries<NARROW_ROWS, KEY> queries;
+    __nv_bfloat16 weights[NARROW_ROWS * WEIGHTS_PITCH];
+    float largest[NARROW_WARPS][NARROW_ROWS];
 };
 
 /* c [rows, 16 keys of this warp] = q . k, and their maxima; keys that a row does not see have -FLT_MAX. */
-template <int KEY, int TILES, typename Shared>
-static __device__ void score_narrow(float (&c)[TILES][2][4], Shared *shared, const __nv_bfloat16 *rows, int pitch, int used, int begin,
-                                    bool whole) {
+template <int KEY, typename Shared>
+static __device__ void score_narrow(float (&c)[2][4], Shared *shared, const __nv_bfloat16 *rows, int pitch, int begin) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const __nv_bfloat16 *a_row = shared->queries.values + lane % 16 * (KEY + 8) + lane / 16 * 8,
                         *b_row = rows + (warp * 16 + lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8;
 #pragma unroll
     for (int k = 0; k < KEY; k += 16) {
         uint32_t a[4], b[4];
+        load_matrices(a, a_row + k);
         load_matrices(b, b_row + k);
-#pragma unroll
-        for (int m = 0; m < TILES; m++) {
-            if (m >= used) break;
-            load_matrices(a, a_row + m * 16 * (KEY + 8) + k);
-            multiply_bf16(c[m][0], a, b[0], b[1]);
-            multiply_bf16(c[m][1], a, b[2], b[3]);
-        }
+        multiply_bf16(c[0], a, b[0], b[1]);
+        multiply_bf16(c[1], a, b[2], b[3]);
     }
 #pragma unroll
-    for (int m = 0; m < TILES * 2; m++) {
-        if (m / 2 >= used) break;
-        const int row = m * 8 + lane / 4, first = shared->queries.first[row] - begin, end = shared->queries.end[row] - begin;
+    for (int i = 0; i < 2; i++) {
+        const int row = 8 * i + lane / 4, first = shared->queries.first[row] - begin, end = shared->queries.end[row] - begin;
         float largest = -FLT_MAX;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            float &score = c[m / 2][j / 2][m % 2 * 2 + j % 2];
+            float &score = c[j / 2][2 * i + j % 2];
             const int s = warp * 16 + j / 2 * 8 + lane % 4 * 2 + j % 2;
-            if (!whole && (s < first || s >= end)) score = -FLT_MAX;
+            if (s < first || s >= end) score = -FLT_MAX;
             largest = fmaxf(largest, score);
         }
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
@@ -3032,83 +3046,62 @@ static __device__ void score_narrow(float (&c)[TILES][2][4], Shared *shared, con
 }
 
 /* Scores become weights, in shared memory. */
-template <int TILES, int COLUMNS, typename Shared>
-static __device__ void weigh_narrow(Sums<TILES, COLUMNS> &sums, const float (&c)[TILES][2][4], Shared *shared, int used, float scale) {
+template <int COLUMNS, typename Shared>
+static __device__ void weigh_narrow(Sums<COLUMNS> &sums, const float (&c)[2][4], Shared *shared, float scale) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
-    for (int m = 0; m < TILES * 2; m++) {
-        if (m / 2 >= used) break;
-        const int row = m * 8 + lane / 4, i = m % 2;
-        float largest = sums.largest[m / 2][i];
+    for (int i = 0; i < 2; i++) {
+        const int row = 8 * i + lane / 4;
+        float largest = sums.largest[i];
 #pragma unroll
         for (int w = 0; w < NARROW_WARPS; w++) largest = fmaxf(largest, shared->largest[w][row]);
         const float zero = reference(largest, scale);
-        raise_largest(sums, m / 2, i, largest, scale);
+        raise_largest(sums, i, largest, scale);
 #pragma unroll
         for (int j = 0; j < 2; j++)
             *(uint32_t *)(shared->weights + row * WEIGHTS_PITCH + warp * 16 + j * 8 + lane % 4 * 2) =
-                pair_bf16(power_of_two(__fmaf_rn(c[m / 2][j][2 * i], scale, -zero)),
-                          power_of_two(__fmaf_rn(c[m / 2][j][2 * i + 1], scale, -zero)));
+                pair_bf16(power_of_two(__fmaf_rn(c[j][2 * i], scale, -zero)), power_of_two(__fmaf_rn(c[j][2 * i + 1], scale, -zero)));
     }
 }
 
 /* total [rows, this warp's part of the values] += weights . values */
-template <int TILES, int COLUMNS, typename Shared>
-static __device__ void add_narrow(Sums<TILES, COLUMNS> &sums, const Shared *shared, const __nv_bfloat16 *values, int pitch, int used) {
+template <int COLUMNS, typename Shared>
+static __device__ void add_narrow(Sums<COLUMNS> &sums, const Shared *shared, const __nv_bfloat16 *values, int pitch) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const __nv_bfloat16 *a_row = shared->weights + lane % 16 * WEIGHTS_PITCH + lane / 16 * 8,
                         *b_row = values + lane % 16 * pitch + warp * COLUMNS * 8 + lane / 16 * 8;
 #pragma unroll
     for (int k = 0; k < LIST_TILE; k += 16) {
-        uint32_t a[4], b[COLUMNS / 2][4];
+        uint32_t a[4], b[4];
+        load_matrices(a, a_row + k);
 #pragma unroll
-        for (int t = 0; t < COLUMNS / 2; t++) load_transposed(b[t], b_row + k * pitch + t * 16);
-#pragma unroll
-        for (int m = 0; m < TILES; m++) {
-            if (m >= used) break;
-            load_matrices(a, a_row + m * 16 * WEIGHTS_PITCH + k);
-#pragma unroll
-            for (int t = 0; t < COLUMNS; t++) multiply_bf16(sums.total[m][t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
-            multiply_bf16(sums.sum[m], a, ONES, ONES);
+        for (int t = 0; t < COLUMNS; t += 2) {
+            load_transposed(b, b_row + k * pitch + t * 8);
+            multiply_bf16(sums.total[t], a, b[0], b[1]);
+            multiply_bf16(sums.total[t + 1], a, b[2], b[3]);
         }
-    }
-}
-
-/* A chunk leaves its part. */
-template <int TILES, int COLUMNS>
-static __device__ void leave_part(const Sums<TILES, COLUMNS> &sums, const Attend &a, const int *vectors, int used_rows, int chunk) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, value_dim = COLUMNS * 8 * NARROW_WARPS;
-#pragma unroll
-    for (int m = 0; m < TILES * 2; m++) {
-        const int row = m * 8 + lane / 4, i = m % 2;
-        if (row >= used_rows) continue;
-        float *part = partial_of(a.parts, 0, vectors[row] - a.first_row * a.heads, 0, chunk, a.chunks, value_dim),
-              *out = part + 2 + warp * COLUMNS * 8 + lane % 4 * 2;
-        if (warp == 0 && lane % 4 == 0) part[0] = sums.largest[m / 2][i] * a.scale, part[1] = sums.sum[m / 2][2 * i];
-#pragma unroll
-        for (int t = 0; t < COLUMNS; t++)
-            *(float2 *)(out + t * 8) = make_float2(sums.total[m / 2][t][2 * i], sums.total[m / 2][t][2 * i + 1]);
+        multiply_bf16(sums.sum, a, ONES, ONES);
     }
 }
 
 /* One tile of rows and the chunks `walk` has for it. Keys' pieces are on their way STAGES tiles ahead, values' almost. */
-template <typename Keys, int KEY, int VALUE, bool FP8, int TILES>
-static __device__ void attend_narrow(NarrowShared<Keys, KEY, VALUE, FP8, TILES> *shared, const Attend &a, TileRows rows, int kv,
+template <typename Keys, int KEY, int VALUE, bool FP8>
+static __device__ void attend_narrow(NarrowShared<Keys, KEY, VALUE, FP8> *shared, const Attend &a, TileRows rows, int kv,
                                      const ListWalk<Keys> &walk) {
     typedef ListRow<Keys, KEY, VALUE, FP8> Shape;
-    const int block = 32 * NARROW_WARPS, columns = VALUE / 8 / NARROW_WARPS, stages = NarrowShared<Keys, KEY, VALUE, FP8, TILES>::STAGES, group = a.heads / a.kv_heads,
-              used_rows = (rows.end - rows.first) * group, used = divide_up(used_rows, 16);
+    const int block = 32 * NARROW_WARPS, columns = VALUE / 8 / NARROW_WARPS, stages = NarrowShared<Keys, KEY, VALUE, FP8>::STAGES,
+              group = a.heads / a.kv_heads, used_rows = (rows.end - rows.first) * group,
+              first = (int)threadIdx.x / 32 * columns * 8 + (int)threadIdx.x % 4 * 2;
     auto start_early = [&](int i) { start_pieces<Keys, KEY, VALUE, FP8, 0, Shape::EARLY, block>(&shared->tiles, walk, i); };
     auto start_late = [&](int i) { start_pieces<Keys, KEY, VALUE, FP8, Shape::EARLY, Shape::PIECES, block>(&shared->tiles, walk, i); };
-    for (int i = 0; i <= stages; i++)
-        if (threadIdx.x < LIST_TILE) shared->tiles.source[i][threadIdx.x] = walk.name(i);
-    __syncthreads();
+    name_first(shared->tiles.source, walk);
     start_early(0);
+#pragma unroll 1
     for (int i = 1; i < stages; i++) start_late(i - 1), start_early(i);
-    load_queries<Keys, TILES * 16, KEY, block>(&shared->queries, walk.keys, a, rows, kv * group, group);
-    Sums<TILES, columns> sums, all;
+    load_queries<Keys, NARROW_ROWS, KEY, block>(&shared->queries, walk.keys, a, rows, kv * group, group);
+    Sums<columns> sums;
+    Folded<columns> all = {.total = {}, .sum = {}, .maximum = {-FLT_MAX, -FLT_MAX}};
     clear(sums);
-    clear(all);
     for (int i = 0, begin = walk.begin(0); begin < walk.keys.length; begin = walk.begin(++i)) {
         wait_for_groups<2 * stages - (Shape::EARLY ? 2 : 3)>();
         __syncthreads();
@@ -3121,32 +3114,154 @@ static __device__ void attend_narrow(NarrowShared<Keys, KEY, VALUE, FP8, TILES> 
             __syncthreads();
             start_early(i + stages);
         }
-        const int every = shared->queries.end[0], none = shared->queries.first[TILES * 16 - 1];   /* all rows see [none, every) */
-        float c[TILES][2][4] = {};
-        score_narrow<KEY, TILES>(c, shared, tile, Shape::PITCH, used, begin, begin >= none && begin + LIST_TILE <= every);
+        float c[2][4] = {};
+        score_narrow<KEY>(c, shared, tile, Shape::PITCH, begin);
         __syncthreads();
         if (!FP8) start_early(i + stages);
-        weigh_narrow(sums, c, shared, used, a.scale * LOG2_E);
+        weigh_narrow(sums, c, shared, a.scale * LOG2_E);
         if (threadIdx.x < LIST_TILE) shared->tiles.source[(i + stages + 1) % NAMED_TILES][threadIdx.x] = named;
         wait_for_groups<2 * stages - 1>();
         __syncthreads();
-        add_narrow(sums, shared, tile + Shape::VALUES, Shape::PITCH, used);
+        add_narrow(sums, shared, tile + Shape::VALUES, Shape::PITCH);
         if (begin % SPLIT_KEYS + LIST_TILE < SPLIT_KEYS && begin + LIST_TILE < walk.keys.length) continue;
-        if (a.parts) leave_part(sums, a, shared->queries.vector, used_rows, begin / SPLIT_KEYS);
-        else fold_sums(all, sums, used, a.scale);
+        if (a.parts) leave_part(sums, a, shared->queries.vector, 0, used_rows, first, VALUE, begin / SPLIT_KEYS);
+        else fold_sums(all, sums, a.scale);
         clear(sums);
     }
     __syncthreads();
-    if (!a.parts)
-        write_sums(all, a.y, shared->queries.vector, 0, used_rows, (int)threadIdx.x / 32 * columns * 8 + (int)threadIdx.x % 4 * 2, VALUE);
+    if (!a.parts) write_sums(all.total, all.sum, a.y, shared->queries.vector, 0, used_rows, first, VALUE);
+}
+
+/* ---- middle tiles: a warp takes 16 rows */
+
+template <typename Keys, int KEY, int VALUE, bool FP8> struct MiddleShared {
+    ListTiles<Keys, KEY, VALUE, FP8, 2> tiles;
+    TileQueries<MIDDLE_ROWS, KEY> queries;
+};
+
+/* scores [16 rows, 64 keys] = q . k */
+template <int KEY>
+static __device__ void score_rows(float (&c)[LIST_TILE / 8][4], const __nv_bfloat16 *queries, const __nv_bfloat16 *keys, int pitch) {
+    const int lane = threadIdx.x % 32;
+    const __nv_bfloat16 *a_row = queries + lane % 16 * (KEY + 8) + lane / 16 * 8,
+                        *b_row = keys + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8;
+#pragma unroll
+    for (int k = 0; k < KEY; k += 16) {
+        uint32_t a[4], b[4];
+        load_matrices(a, a_row + k);
+#pragma unroll
+        for (int t = 0; t < LIST_TILE / 8; t += 2) {
+            load_matrices(b, b_row + t * 8 * pitch + k);
+            multiply_bf16(c[t], a, b[0], b[1]);
+            multiply_bf16(c[t + 1], a, b[2], b[3]);
+        }
+    }
+}
+
+/* Keys that rows do not see have -FLT_MAX from now on. */
+static __device__ void mask_rows(float (&c)[LIST_TILE / 8][4], const int *first, const int *end, int begin) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int low = first[lane / 4 + 8 * i] - begin, high = end[lane / 4 + 8 * i] - begin;
+#pragma unroll
+        for (int j = 0; j < LIST_TILE / 4; j++) {
+            const int s = j / 2 * 8 + lane % 4 * 2 + j % 2;
+            if (s < low || s >= high) c[j / 2][2 * i + j % 2] = -FLT_MAX;
+        }
+    }
+}
+
+/* Scores become weights. */
+template <int COLUMNS> static __device__ void weigh_rows(Sums<COLUMNS> &sums, float (&c)[LIST_TILE / 8][4], float scale) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float largest = -FLT_MAX;
+#pragma unroll
+        for (int j = 0; j < LIST_TILE / 4; j++) largest = fmaxf(largest, c[j / 2][2 * i + j % 2]);
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        largest = fmaxf(largest, sums.largest[i]);
+        const float zero = reference(largest, scale);
+        raise_largest(sums, i, largest, scale);
+#pragma unroll
+        for (int j = 0; j < LIST_TILE / 4; j++)
+            c[j / 2][2 * i + j % 2] = power_of_two(__fmaf_rn(c[j / 2][2 * i + j % 2], scale, -zero));
+    }
+}
+
+/* total [16 rows, values] += weights . values; two neighbouring accumulators of scores are a fragment of weights. */
+template <int COLUMNS>
+static __device__ void add_rows(Sums<COLUMNS> &sums, const float (&c)[LIST_TILE / 8][4], const __nv_bfloat16 *values,
+                                int pitch) {
+    const int lane = threadIdx.x % 32;
+    const __nv_bfloat16 *b_row = values + lane % 16 * pitch + lane / 16 * 8;
+#pragma unroll
+    for (int k = 0; k < LIST_TILE / 16; k++) {
+        const uint32_t a[4] = {pair_bf16(c[2 * k][0], c[2 * k][1]), pair_bf16(c[2 * k][2], c[2 * k][3]),
+                               pair_bf16(c[2 * k + 1][0], c[2 * k + 1][1]), pair_bf16(c[2 * k + 1][2], c[2 * k + 1][3])};
+#pragma unroll
+        for (int t = 0; t < COLUMNS; t += 2) {
+            uint32_t b[4];
+            load_transposed(b, b_row + k * 16 * pitch + t * 8);
+            multiply_bf16(sums.total[t], a, b[0], b[1]);
+            multiply_bf16(sums.total[t + 1], a, b[2], b[3]);
+        }
+        multiply_bf16(sums.sum, a, ONES, ONES);
+    }
+}
+
+/* One tile of rows and the chunks `walk` has for it. */
+template <typename Keys, int KEY, int VALUE, bool FP8>
+static __device__ void attend_middle(MiddleShared<Keys, KEY, VALUE, FP8> *shared, const Attend &a, TileRows rows, int kv,
+                                     const ListWalk<Keys> &walk) {
+    typedef ListRow<Keys, KEY, VALUE, FP8> Shape;
+    const int block = 32 * NARROW_WARPS, columns = VALUE / 8, top = threadIdx.x / 32 * 16, first = threadIdx.x % 4 * 2,
+              group = a.heads / a.kv_heads, used_rows = (rows.end - rows.first) * group;
+    const bool works = top < used_rows;
+    auto start = [&](int i) { start_pieces<Keys, KEY, VALUE, FP8, 0, Shape::PIECES, block>(&shared->tiles, walk, i); };
+    name_first(shared->tiles.source, walk);
+    start(0);
+    load_queries<Keys, MIDDLE_ROWS, KEY, block>(&shared->queries, walk.keys, a, rows, kv * group, group);
+    Sums<columns> sums;
+    Folded<columns> all = {.total = {}, .sum = {}, .maximum = {-FLT_MAX, -FLT_MAX}};
+    clear(sums);
+    for (int i = 0, begin = walk.begin(0); begin < walk.keys.length; begin = walk.begin(++i)) {
+        wait_for_groups<0>();
+        __syncthreads();
+        const uint8_t *named = walk.name(i + NAMED_TILES);
+        start(i + 1);
+        const __nv_bfloat16 *tile = (const __nv_bfloat16 *)shared->tiles.stored[i % 2];
+        if constexpr (FP8) {
+            widen_list_tile<Keys, KEY, VALUE, block>(&shared->tiles, walk.slices, i);
+            tile = shared->tiles.widened[0];
+            __syncthreads();
+        }
+        if (works) {
+            const int every = shared->queries.end[0], none = shared->queries.first[MIDDLE_ROWS - 1];  /* all rows see [none, every) */
+            float c[LIST_TILE / 8][4] = {};
+            score_rows<KEY>(c, shared->queries.values + top * (KEY + 8), tile, Shape::PITCH);
+            if (begin < none || begin + LIST_TILE > every) mask_rows(c, shared->queries.first + top, shared->queries.end + top, begin);
+            weigh_rows(sums, c, a.scale * LOG2_E);
+            add_rows(sums, c, tile + Shape::VALUES, Shape::PITCH);
+            if (begin % SPLIT_KEYS + LIST_TILE >= SPLIT_KEYS || begin + LIST_TILE >= walk.keys.length) {
+                if (a.parts) leave_part(sums, a, shared->queries.vector, top, used_rows, first, VALUE, begin / SPLIT_KEYS);
+                else fold_sums(all, sums, a.scale);
+                clear(sums);
+            }
+        }
+        if (threadIdx.x < LIST_TILE) shared->tiles.source[i % NAMED_TILES][threadIdx.x] = named;
+    }
+    if (!a.parts) write_sums(all.total, all.sum, a.y, shared->queries.vector, top, used_rows, first, VALUE);
 }
 
 /* Thread blocks take tiles, key/value heads and, of longer lists, every side-th chunk, in turns. */
 template <typename Keys, int KEY, int VALUE, bool FP8>
-static __global__ void __launch_bounds__(32 * NARROW_WARPS, 2) narrow_attention(Keys lists, const __grid_constant__ Attend a, int longest_run, int side) {
-    extern __shared__ __align__(128) uint8_t narrow_shared[];
+static __global__ void __launch_bounds__(32 * NARROW_WARPS, 2)
+short_runs(Keys lists, const __grid_constant__ Attend a, int longest_run, int side) {
+    extern __shared__ __align__(128) uint8_t runs_shared[];
     __shared__ TilePlan plan;
-    const int group = a.heads / a.kv_heads, each = min((int)NARROW_RUN, NARROW_ROWS / group),
+    const int group = a.heads / a.kv_heads, each = min((int)MIDDLE_RUN, MIDDLE_ROWS / group),
               items = lists.tiles(&plan, a, each, 1, longest_run) * side * a.kv_heads;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
         const int kv = item % a.kv_heads, turn = item / a.kv_heads % side;
@@ -3155,9 +3270,9 @@ static __global__ void __launch_bounds__(32 * NARROW_WARPS, 2) narrow_attention(
         const ListWalk<Keys> walk = {lists.of(rows.end - 1), lists.slices(kv), turn, side};     /* no row sees more than the last */
         if (walk.begin(0) >= max(walk.keys.length, 1)) continue;
         __syncthreads();                            /* the tile before this one is done with */
-        if ((rows.end - rows.first) * group <= 16)
-            attend_narrow((NarrowShared<Keys, KEY, VALUE, FP8, 1> *)narrow_shared, a, rows, kv, walk);
-        else attend_narrow((NarrowShared<Keys, KEY, VALUE, FP8, NARROW_TILES> *)narrow_shared, a, rows, kv, walk);
+        if ((rows.end - rows.first) * group <= NARROW_ROWS)
+            attend_narrow((NarrowShared<Keys, KEY, VALUE, FP8> *)runs_shared, a, rows, kv, walk);
+        else attend_middle((MiddleShared<Keys, KEY, VALUE, FP8> *)runs_shared, a, rows, kv, walk);
     }
 }
 
@@ -3173,89 +3288,18 @@ template <typename Keys, int KEY, int VALUE, bool FP8> struct WideShared {
     }
 };
 
-/* scores [16 rows, 64 keys] = q . k */
-template <int KEY>
-static __device__ void score_wide(float (&c)[LIST_TILE / 8][4], const uint32_t (&q)[KEY / 16][4], const __nv_bfloat16 *rows,
-                                  int pitch) {
-    const int lane = threadIdx.x % 32;
-    const __nv_bfloat16 *b_row = rows + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8;
-#pragma unroll
-    for (int k = 0; k < KEY / 16; k++) {
-#pragma unroll
-        for (int t = 0; t < LIST_TILE / 8; t += 2) {
-            uint32_t b[4];
-            load_matrices(b, b_row + t * 8 * pitch + k * 16);
-            multiply_bf16(c[t], q[k], b[0], b[1]);
-            multiply_bf16(c[t + 1], q[k], b[2], b[3]);
-        }
-    }
-}
-
-/* Keys that rows do not see have -FLT_MAX from now on. */
-static __device__ void mask_wide(float (&c)[LIST_TILE / 8][4], const int *first, const int *end, int begin) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const int low = first[lane / 4 + 8 * i] - begin, high = end[lane / 4 + 8 * i] - begin;
-#pragma unroll
-        for (int j = 0; j < LIST_TILE / 4; j++) {
-            const int s = j / 2 * 8 + lane % 4 * 2 + j % 2;
-            if (s < low || s >= high) c[j / 2][2 * i + j % 2] = -FLT_MAX;
-        }
-    }
-}
-
-/* Scores become weights. */
-template <int COLUMNS> static __device__ void weigh_wide(Sums<1, COLUMNS> &sums, float (&c)[LIST_TILE / 8][4], float scale) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        float largest = -FLT_MAX;
-#pragma unroll
-        for (int j = 0; j < LIST_TILE / 4; j++) largest = fmaxf(largest, c[j / 2][2 * i + j % 2]);
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-        largest = fmaxf(largest, sums.largest[0][i]);
-        const float zero = reference(largest, scale);
-        raise_largest(sums, 0, i, largest, scale);
-#pragma unroll
-        for (int j = 0; j < LIST_TILE / 4; j++)
-            c[j / 2][2 * i + j % 2] = power_of_two(__fmaf_rn(c[j / 2][2 * i + j % 2], scale, -zero));
-    }
-}
-
-/* total [16 rows, values] += weights . values; two neighbouring accumulators of scores are a fragment of weights. */
-template <int COLUMNS>
-static __device__ void add_wide(Sums<1, COLUMNS> &sums, const float (&c)[LIST_TILE / 8][4], const __nv_bfloat16 *values,
-                                int pitch) {
-    const int lane = threadIdx.x % 32;
-    const __nv_bfloat16 *b_row = values + lane % 16 * pitch + lane / 16 * 8;
-#pragma unroll
-    for (int k = 0; k < LIST_TILE / 16; k++) {
-        const uint32_t a[4] = {pair_bf16(c[2 * k][0], c[2 * k][1]), pair_bf16(c[2 * k][2], c[2 * k][3]),
-                               pair_bf16(c[2 * k + 1][0], c[2 * k + 1][1]), pair_bf16(c[2 * k + 1][2], c[2 * k + 1][3])};
-#pragma unroll
-        for (int t = 0; t < COLUMNS; t += 2) {
-            uint32_t b[4];
-            load_transposed(b, b_row + k * 16 * pitch + t * 8);
-            multiply_bf16(sums.total[0][t], a, b[0], b[1]);
-            multiply_bf16(sums.total[0][t + 1], a, b[2], b[3]);
-        }
-        multiply_bf16(sums.sum[0], a, ONES, ONES);
-    }
-}
-
 /* The end of a chunk: it is folded into those before it. */
 template <int COLUMNS>
-static __device__ void fold_wide(float4 (*folded)[32 * WIDE_WARPS], float (&maximum)[2], float (&sum)[2], const Sums<1, COLUMNS> &sums,
+static __device__ void fold_wide(float4 (*folded)[32 * WIDE_WARPS], float (&maximum)[2], float (&sum)[2], const Sums<COLUMNS> &sums,
                                  float scale) {
     float2 shares[2];
 #pragma unroll
     for (int i = 0; i < 2; i++)
-        shares[i] = fold_chunk(&maximum[i], &sum[i], sums.largest[0][i] * scale, sums.sum[0][2 * i]);
+        shares[i] = fold_chunk(&maximum[i], &sum[i], sums.largest[i] * scale, sums.sum[2 * i]);
 #pragma unroll
     for (int t = 0; t < COLUMNS; t++) {
         const float4 before = folded[t][threadIdx.x];
-        const float (&next)[4] = sums.total[0][t];
+        const float (&next)[4] = sums.total[t];
         folded[t][threadIdx.x] = make_float4(fold_value(before.x, next[0], shares[0]), fold_value(before.y, next[1], shares[0]),
                                              fold_value(before.z, next[2], shares[1]), fold_value(before.w, next[3], shares[1]));
     }
@@ -3278,35 +3322,30 @@ static __device__ void attend_wide(WideShared<Keys, KEY, VALUE, FP8> *shared, co
             __syncthreads();
         }
     };
-    for (int i = 0; i < NAMED_TILES; i++)
-        if (threadIdx.x < LIST_TILE) shared->tiles.source[i][threadIdx.x] = walk.name(i);
-    __syncthreads();
+    name_first(shared->tiles.source, walk);
     start(0);
     load_queries<Keys, WIDE_ROWS, KEY, block>(&shared->queries, walk.keys, a, rows, kv * group, group);
     arrive(0);
     start(1);
-    uint32_t q[KEY / 16][4];
-#pragma unroll
-    for (int k = 0; k < KEY / 16; k++)
-        load_matrices(q[k], shared->queries.values + (top + lane % 16) * (KEY + 8) + lane / 16 * 8 + k * 16);
+    const __nv_bfloat16 *queries = shared->queries.values + top * (KEY + 8);
     const int every = shared->queries.end[0], none = shared->queries.first[WIDE_ROWS - 1];      /* all rows see [none, every) */
-    Sums<1, columns> sums;
+    Sums<columns> sums;
     float maximum[2] = {-FLT_MAX, -FLT_MAX}, sum[2] = {0, 0}, c[LIST_TILE / 8][4] = {};
     clear(sums);
 #pragma unroll
     for (int t = 0; t < columns; t++) shared->folded[t][threadIdx.x] = make_float4(0, 0, 0, 0);
-    if (works) score_wide<KEY>(c, q, shared->tile(0), Shape::PITCH);
+    if (works) score_rows<KEY>(c, queries, shared->tile(0), Shape::PITCH);
     for (int i = 0, begin = 0; begin < walk.keys.length; begin = walk.begin(++i)) {
         const bool last = begin + LIST_TILE >= walk.keys.length;
         float next[LIST_TILE / 8][4] = {};
         if (!last) arrive(i + 1);
         const uint8_t *named = walk.name(i + NAMED_TILES);
         start(i + 2);
-        if (works && !last) score_wide<KEY>(next, q, shared->tile(i + 1), Shape::PITCH);
+        if (works && !last) score_rows<KEY>(next, queries, shared->tile(i + 1), Shape::PITCH);
         if (works) {
-            if (begin < none || begin + LIST_TILE > every) mask_wide(c, shared->queries.first + top, shared->queries.end + top, begin);
-            weigh_wide(sums, c, a.scale * LOG2_E);
-            add_wide(sums, c, shared->tile(i) + Shape::VALUES, Shape::PITCH);
+            if (begin < none || begin + LIST_TILE > every) mask_rows(c, shared->queries.first + top, shared->queries.end + top, begin);
+            weigh_rows(sums, c, a.scale * LOG2_E);
+            add_rows(sums, c, shared->tile(i) + Shape::VALUES, Shape::PITCH);
             if (begin % SPLIT_KEYS + LIST_TILE >= SPLIT_KEYS || last) {
                 fold_wide(shared->folded, maximum, sum, sums, a.scale);
                 clear(sums);
@@ -3319,15 +3358,14 @@ static __device__ void attend_wide(WideShared<Keys, KEY, VALUE, FP8> *shared, co
 #pragma unroll
     for (int t = 0; t < columns; t++) {
         const float4 four = shared->folded[t][threadIdx.x];
-        sums.total[0][t][0] = four.x, sums.total[0][t][1] = four.y, sums.total[0][t][2] = four.z, sums.total[0][t][3] = four.w;
+        sums.total[t][0] = four.x, sums.total[t][1] = four.y, sums.total[t][2] = four.z, sums.total[t][3] = four.w;
     }
-    sums.sum[0][0] = sum[0], sums.sum[0][1] = sum[1];
-    write_sums(sums, a.y, shared->queries.vector, top, used_rows, lane % 4 * 2, VALUE);
+    write_sums(sums.total, sum, a.y, shared->queries.vector, top, used_rows, lane % 4 * 2, VALUE);
 }
 
 /* Thread blocks take tiles of long runs and key/value heads in turns, always whole lists. */
 template <typename Keys, int KEY, int VALUE, bool FP8>
-static __global__ void __launch_bounds__(32 * WIDE_WARPS, 1) wide_attention(Keys lists, const __grid_constant__ Attend a) {
+static __global__ void __launch_bounds__(32 * WIDE_WARPS, 1) long_runs(Keys lists, const __grid_constant__ Attend a) {
     extern __shared__ __align__(128) uint8_t wide_shared[];
     __shared__ TilePlan plan;
     const int each = WIDE_ROWS / (a.heads / a.kv_heads), items = lists.tiles(&plan, a, each, WIDE_RUN, INT_MAX) * a.kv_heads;
@@ -3386,26 +3424,26 @@ template <typename Keys> static void attend(const Keys &keys, const Attend &a, i
 /* On tensor cores. Where there are tiles enough for every multiprocessor, or lists are short, a thread block takes whole lists. */
 template <typename Keys, int KEY, int VALUE, bool FP8>
 static void attend_tiles(const Keys &keys, const Attend &a, int most_tiles, int longest) {
-    const size_t few = sizeof(NarrowShared<Keys, KEY, VALUE, FP8, 1>), many = sizeof(NarrowShared<Keys, KEY, VALUE, FP8, NARROW_TILES>),
-                 narrow = few > many ? few : many, wide = sizeof(WideShared<Keys, KEY, VALUE, FP8>);
-    const bool long_runs = std::is_same_v<Keys, HistoryKeys> && a.n_rows >= WIDE_RUN && wide <= gpu.shared_per_block;
-    if (narrow > gpu.shared_per_block) return attend(keys, a, KEY, VALUE, longest);
+    const size_t narrow = sizeof(NarrowShared<Keys, KEY, VALUE, FP8>), middle = sizeof(MiddleShared<Keys, KEY, VALUE, FP8>),
+                 shared = narrow > middle ? narrow : middle, wide = sizeof(WideShared<Keys, KEY, VALUE, FP8>);
+    const bool wide_tiles = std::is_same_v<Keys, HistoryKeys> && a.n_rows >= WIDE_RUN && wide <= gpu.shared_per_block;
+    if (shared > gpu.shared_per_block) return attend(keys, a, KEY, VALUE, longest);
     const int chunks = divide_up(longest, SPLIT_KEYS), pairs = a.n_rows * a.kv_heads, slots = 2 * gpu.multiprocessors,
-              wanted = long_runs || pairs >= 4 * slots ? 1 : divide_up(8 * slots, pairs),
+              wanted = wide_tiles || pairs >= 4 * slots ? 1 : divide_up(8 * slots, pairs),
               side = chunks <= FEW_CHUNKS ? 1 : chunks < wanted ? chunks : wanted;
     attend_split(a, VALUE, longest, side, [&](const Attend &part) {
         const int items = most_tiles * a.kv_heads * side;
-        allow_shared(narrow_attention<Keys, KEY, VALUE, FP8>, narrow);
-        narrow_attention<Keys, KEY, VALUE, FP8>
-            <<<items < slots ? items : slots, 32 * NARROW_WARPS, narrow, gpu.stream>>>(
-                keys, part, long_runs ? WIDE_RUN - 1 : INT_MAX, side);
+        allow_shared(short_runs<Keys, KEY, VALUE, FP8>, shared);
+        short_runs<Keys, KEY, VALUE, FP8>
+            <<<items < slots ? items : slots, 32 * NARROW_WARPS, shared, gpu.stream>>>(
+                keys, part, wide_tiles ? WIDE_RUN - 1 : INT_MAX, side);
         LAUNCHED();
     });
-    if (!long_runs) return;
+    if (!wide_tiles) return;
     if constexpr (std::is_same_v<Keys, HistoryKeys>) {
         const int items = divide_up(a.n_rows, WIDE_RUN) * divide_up(WIDE_RUN, WIDE_ROWS / (a.heads / a.kv_heads)) * a.kv_heads;
-        allow_shared(wide_attention<Keys, KEY, VALUE, FP8>, wide);
-        wide_attention<Keys, KEY, VALUE, FP8>
+        allow_shared(long_runs<Keys, KEY, VALUE, FP8>, wide);
+        long_runs<Keys, KEY, VALUE, FP8>
             <<<items < gpu.multiprocessors ? items : gpu.multiprocessors, 32 * WIDE_WARPS, wide, gpu.stream>>>(keys, a);
         LAUNCHED();
     }
@@ -3413,7 +3451,7 @@ static void attend_tiles(const Keys &keys, const Attend &a, int most_tiles, int 
 
 /* Whether the rows of so many heads fit a tile, and whether pieces of 16 bytes have what they need. */
 static bool suits_tiles(const RowFormat *format, int heads, int kv_heads, int dim) {
-    return format->dtype != KV_F32 && heads / kv_heads <= NARROW_ROWS
+    return format->dtype != KV_F32 && heads / kv_heads <= MIDDLE_ROWS
            && (format->dtype == KV_BF16 || (format->group % dim == 0 && format->quantised % 16 == 0));
 }
 
