@@ -2352,10 +2352,154 @@ static void gpu_attention(GpuBench *bench) {
     free(count);
 }
 
+/* ---- attention over histories and draft blocks in Qwen3's shape, over mini's selections, and the queries of GLM-5.3 into the latent space */
+
+typedef struct DenseWork {
+    GpuBench *bench;
+    RowPool pool;
+    RowFormat format;
+    DevicePage *pages;
+    Row *rows;
+    int n_rows, context_pages, sets;
+    DraftBlock *blocks;
+    DeviceRow *locations;
+    Matrix w[GPU_SETS];
+    Config config;
+} DenseWork;
+
+enum { QWEN_HEADS = 32, QWEN_KV_HEADS = 8, QWEN_DIM = 128, BLOCKS_AT_ONCE = 8, BLOCK_ROWS = 16, BLOCK_WINDOW = 1024, MINI_HEADS = 8, MINI_TOPK = 128 };
+
+static void dense_work(void *user) {
+    const DenseWork *work = user;
+    for (int i = 0; i < work->sets; i++)
+        cuda_backend.dense_attention(work->bench->y, work->bench->x, &work->pool, &work->format, work->pages, work->context_pages,
+                                     work->rows + i * work->n_rows, work->n_rows, QWEN_HEADS, QWEN_KV_HEADS, QWEN_DIM, 0.09f);
+}
+
+static void block_work(void *user) {
+    const DenseWork *work = user;
+    const size_t ring = (size_t)(BLOCKS_AT_ONCE * (BLOCK_WINDOW + PAGE_ROWS)) * work->format.stride;
+    for (int i = 0; i < work->sets; i++)
+        cuda_backend.block_attention(work->bench->y, work->bench->x, work->bench->x + (GPU_VECTORS / 2), work->bench->pool + (size_t)i * ring,
+                                     &work->format, BLOCK_WINDOW + PAGE_ROWS, work->blocks, BLOCKS_AT_ONCE, BLOCK_ROWS, BLOCK_WINDOW, false,
+                                     QWEN_HEADS, QWEN_KV_HEADS, QWEN_DIM, 0.09f);
+}
+
+static void mini_work(void *user) {
+    const DenseWork *work = user;
+    for (int i = 0; i < work->sets; i++)
+        cuda_backend.sparse_attention(work->bench->y, work->bench->x, &work->pool, &work->format, work->locations + i * work->n_rows * MINI_TOPK,
+                                      work->bench->ints + (32 << 20), MINI_TOPK, work->n_rows, MINI_HEADS, 0.08f);
+}
+
+static void absorb_work(void *user) {
+    const DenseWork *work = user;
+    for (int i = 0; i < work->sets; i++)
+        cuda_backend.absorb_query(work->bench->y, work->bench->x, work->n_rows, &work->w[i], &work->config);
+}
+
+/* A line with the rate of multiplications too. */
+static void dense_line(GpuBench *bench, const char *what, double seconds, double bytes, double operations) {
+    char text[96];
+    snprintf(text, sizeof text, "%s: %.0f TFLOP/s", what, operations / seconds / 1e12);
+    gpu_line(bench, text, seconds, bytes);
+}
+
+static void gpu_histories(GpuBench *bench) {
+    static const struct { const char *what; int sessions, queries; } cases[] = {{"decode", 1, 1}, {"decode", 32, 1}, {"verification", 32, 8},
+                                                                             {"prefill", 1, MAX_PASS_ROWS}};
+    enum { KEYS = 8192, PAGES = KEYS / PAGE_ROWS };
+    DenseWork work = {.bench = bench, .format = row_format(KV_BF16, 2 * QWEN_KV_HEADS * QWEN_DIM, 0, QWEN_DIM), .context_pages = PAGES};
+    const int pool = (int)((size_t)GPU_POOL * 1024 / work.format.stride), pool_pages = pool / PAGE_ROWS;
+    DevicePage *pages = allocate_zeroed((size_t)pool_pages, sizeof *pages);
+    Row *rows = allocate_zeroed((size_t)GPU_SETS * MAX_PASS_ROWS, sizeof *rows);
+    for (int i = 0; i < pool_pages; i++) pages[i].id = i;
+    work.pool = (RowPool){bench->pool, bench->pool, pool};
+    work.pages = on_gpu((size_t)pool_pages * sizeof *pages);
+    work.rows = on_gpu((size_t)GPU_SETS * MAX_PASS_ROWS * sizeof *rows);
+    cuda_backend.copy_bytes(work.pages, pages, (size_t)pool_pages * sizeof *pages);
+    for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
+        const int sessions = cases[c].sessions, n = sessions * cases[c].queries, fit = pool_pages / PAGES / sessions;
+        work.n_rows = n, work.sets = fit < GPU_SETS ? fit : GPU_SETS;
+        for (int i = 0; i < work.sets * n; i++)
+            rows[i] = (Row){i / cases[c].queries, KEYS - cases[c].queries + i % cases[c].queries, 0};
+        cuda_backend.copy_bytes(work.rows, rows, (size_t)(work.sets * n) * sizeof *rows);
+        char what[96];
+        snprintf(what, sizeof what, "dense %s, bf16 rows, %d x %d queries, %d keys", cases[c].what, sessions, cases[c].queries, KEYS);
+        dense_line(bench, what, cuda_seconds(dense_work, &work) / work.sets, (double)sessions * KEYS * (double)work.format.bytes,
+                   4.0 * n * QWEN_HEADS * QWEN_DIM * KEYS);
+    }
+    cuda_backend.give_back(work.pages, MEMORY_DEVICE);
+    cuda_backend.give_back(work.rows, MEMORY_DEVICE);
+    free(pages);
+    free(rows);
+}
+
+static void gpu_blocks(GpuBench *bench) {
+    Error error;
+    DenseWork work = {.bench = bench, .format = row_format(KV_BF16, 2 * QWEN_KV_HEADS * QWEN_DIM, 0, QWEN_DIM), .sets = GPU_SETS,
+                      .blocks = cuda_backend.take(BLOCKS_AT_ONCE * sizeof(DraftBlock), MEMORY_HOST, &error)};
+    for (int i = 0; i < BLOCKS_AT_ONCE && work.blocks; i++) work.blocks[i] = (DraftBlock){.session = i, .position = 3000 + 17 * i};
+    char what[96];
+    snprintf(what, sizeof what, "draft blocks, bf16 ring, %d x %d queries, window %d", BLOCKS_AT_ONCE, BLOCK_ROWS, BLOCK_WINDOW);
+    if (work.blocks)
+        dense_line(bench, what, cuda_seconds(block_work, &work) / work.sets, (double)(BLOCKS_AT_ONCE * BLOCK_WINDOW) * (double)work.format.bytes,
+                   4.0 * BLOCKS_AT_ONCE * BLOCK_ROWS * QWEN_HEADS * QWEN_DIM * (BLOCK_WINDOW + BLOCK_ROWS));
+    cuda_backend.give_back(work.blocks, MEMORY_HOST);
+}
+
+static void gpu_mini(GpuBench *bench) {
+    static const int counts[] = {1, 64};
+    DenseWork work = {.bench = bench, .format = row_format(KV_BF16, 128, 32, 128), .locations = (DeviceRow *)bench->ints, .sets = GPU_SETS};
+    const int pool = (int)((size_t)GPU_POOL * 1024 / work.format.stride), most = GPU_SETS * 64 * MINI_TOPK;
+    DeviceRow *locations = allocate_zeroed((size_t)most, sizeof *locations);
+    int chosen[64];
+    uint64_t seed = 5;
+    for (int i = 0; i < most; i++) locations[i].id = (int)(draw(&seed) % (uint64_t)pool);
+    for (int r = 0; r < 64; r++) chosen[r] = MINI_TOPK;
+    work.pool = (RowPool){bench->pool, bench->pool, pool};
+    cuda_backend.copy_bytes(work.locations, locations, (size_t)most * sizeof *locations);
+    cuda_backend.copy_bytes(bench->ints + (32 << 20), chosen, sizeof chosen);
+    for (int c = 0; c < 2; c++) {
+        char what[96];
+        work.n_rows = counts[c];
+        snprintf(what, sizeof what, "mini's latent attention, bf16 rows, %d queries x %d", counts[c], MINI_TOPK);
+        dense_line(bench, what, cuda_seconds(mini_work, &work) / GPU_SETS, (double)counts[c] * MINI_TOPK * (double)work.format.bytes,
+                   2.0 * counts[c] * MINI_HEADS * MINI_TOPK * (160 + 128));
+    }
+    free(locations);
+}
+
+static void gpu_absorbed(GpuBench *bench) {
+    enum { HEADS = 64, NOPE = 192, VALUE = 256, LORA = 512, ROPE = 64 };
+    static const int counts[] = {1, 8, 32, 256};
+    const size_t matrix = (size_t)HEADS * (NOPE + VALUE) * LORA;
+    DenseWork work = {.bench = bench, .sets = GPU_SETS,
+                      .config = {.num_attention_heads = HEADS, .qk_nope_head_dim = NOPE, .qk_rope_head_dim = ROPE, .v_head_dim = VALUE,
+                                 .kv_lora_rank = LORA}};
+    for (int i = 0; i < GPU_SETS; i++)
+        work.w[i] = (Matrix){.data = bench->pool + (size_t)i * matrix * 2, .dtype = DTYPE_BF16, .rows = HEADS * (NOPE + VALUE), .cols = LORA};
+    for (int c = 0; c < 4; c++) {
+        char what[96];
+        work.n_rows = counts[c];
+        snprintf(what, sizeof what, "absorbed queries, GLM-5.3's shape, bf16, %d rows", counts[c]);
+        dense_line(bench, what, cuda_seconds(absorb_work, &work) / GPU_SETS,
+                   2.0 * HEADS * NOPE * LORA + 4.0 * counts[c] * HEADS * (NOPE + ROPE + LORA + ROPE), 2.0 * counts[c] * HEADS * NOPE * LORA);
+    }
+}
+
+static void gpu_dense(GpuBench *bench) {
+    gpu_histories(bench);
+    gpu_blocks(bench);
+    gpu_mini(bench);
+    gpu_absorbed(bench);
+}
+
 /* What `tide bench gpu NAME` measures; the ceilings are measured before anything else. */
 static const struct { const char *name; void (*run)(GpuBench *bench); } gpu_sections[] = {
     {"ceilings", gpu_ceilings}, {"products", gpu_products}, {"experts", gpu_experts}, {"selection", gpu_selection},
     {"attention", gpu_attention},
+    {"dense", gpu_dense},
 };
 enum { GPU_SECTIONS = sizeof gpu_sections / sizeof *gpu_sections };
 

@@ -17,6 +17,7 @@ extern "C" {
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 #include <float.h>
+#include <type_traits>
 #include <unistd.h>
 
 /* =====================================================================================================================
@@ -1370,28 +1371,19 @@ static void expand_value(float *y, const float *z, int n_rows, const Matrix *kv_
               .n_rows = n_rows, .heads = heads, .head_rows = nope + v, .x_head = lora, .y_head = v, .aligned = false, .cut = {}});
 }
 
-/* ---- absorb_query: the same matrices from their other side. A thread takes four columns, a quarter of the rows and eight rows
- * of q, in f32: few multiplications for each weight, which is read once for eight rows. */
+/* ---- absorb_query: the same matrices from their other side. A thread block takes ABSORB_COLUMNS columns of a head, which have one
+ * scale in each row of weights, and up to ABSORB_ROWS rows of q. What is selected later hangs on q, so it is not simply rounded: q
+ * times the scales is the sum of two bf16, which leaves out 2^-17 of it, and the weights meet one after the other. */
 
 enum {
-    ABSORB_LANES = 128, ABSORB_PARTS = 4, ABSORB_THREADS = ABSORB_LANES * ABSORB_PARTS,
-    ABSORB_COLUMNS = 4 * ABSORB_LANES, ABSORB_ROWS = 8,
+    ABSORB_COLUMNS = SCALE_BLOCK, ABSORB_ROWS = 64,
+    ABSORB_ACROSS = ABSORB_COLUMNS / 32, ABSORB_DOWN = 2,   /* warps: 32 columns each, and half of the tiles of 16 rows */
+    ABSORB_TILES = ABSORB_ROWS / 16 / ABSORB_DOWN, ABSORB_THREADS = 32 * ABSORB_ACROSS * ABSORB_DOWN,
+    ABSORB_PITCH = ABSORB_COLUMNS + 8,      /* bf16 from one row of weights to the next in shared memory */
 };
 
-/* Four neighbouring weights of a row as f32. EXACT: one by one, zeros past the last of `count`. */
-template <DType D> static __device__ inline float4 load_four(const uint8_t *data, size_t i, int count, DType dtype) {
-    if constexpr (D == DTYPE_F8_E4M3) {
-        const uint2 pairs = widen_four(__ldg((const uint32_t *)(data + i)));
-        return make_float4(__uint_as_float(pairs.x << 16), __uint_as_float(pairs.x & 0xffff0000),
-                           __uint_as_float(pairs.y << 16), __uint_as_float(pairs.y & 0xffff0000));
-    } else if constexpr (D == DTYPE_BF16) {
-        const uint2 pairs = __ldg((const uint2 *)(data + 2 * i));
-        return make_float4(__uint_as_float(pairs.x << 16), __uint_as_float(pairs.x & 0xffff0000),
-                           __uint_as_float(pairs.y << 16), __uint_as_float(pairs.y & 0xffff0000));
-    } else
-        return make_float4(count > 0 ? load_stored(data, i, dtype) : 0, count > 1 ? load_stored(data, i + 1, dtype) : 0,
-                           count > 2 ? load_stored(data, i + 2, dtype) : 0, count > 3 ? load_stored(data, i + 3, dtype) : 0);
-}
+static __device__ void load_matrices(uint32_t (&m)[4], const __nv_bfloat16 *row);
+static __device__ void load_transposed(uint32_t (&m)[4], const __nv_bfloat16 *row);
 
 struct Absorb {
     Matrix kv_b;
@@ -1400,71 +1392,125 @@ struct Absorb {
     int n_rows, heads, nope, rope, v;
 };
 
-/* Rows [first, first + rows) of q for one head: `nope` values, transposed, to shared memory, and, by a head's first block, the
- * others to the end of y. Idle rows repeat the last one. */
-static __device__ void stage_query(float *q_shared, const Absorb &a, int head, int first, int rows) {
-    const size_t q_width = (size_t)(a.nope + a.rope), y_width = (size_t)(a.kv_b.cols + a.rope);
-    for (int i = (int)threadIdx.x; i < a.nope * ABSORB_ROWS; i += ABSORB_THREADS) {
-        const int r = min(i / a.nope, rows - 1);
-        q_shared[i % a.nope * ABSORB_ROWS + i / a.nope] =
-            a.q[((size_t)(first + r) * (size_t)a.heads + (size_t)head) * q_width + (size_t)(i % a.nope)];
-    }
-    for (int i = (int)threadIdx.x; i < rows * a.rope && blockIdx.x == 0; i += ABSORB_THREADS) {
-        const size_t vector = (size_t)(first + i / a.rope) * (size_t)a.heads + (size_t)head;
-        a.y[vector * y_width + (size_t)(a.kv_b.cols + i % a.rope)] = a.q[vector * q_width + (size_t)(a.nope + i % a.rope)];
+/* Shared memory: [depth, ABSORB_PITCH] weights, then the two terms of [tiles * 16, depth + 8] values of q. */
+static __host__ __device__ int absorb_depth(const Absorb &a) { return divide_up(a.nope, 16) * 16; }
+static __host__ __device__ int absorb_bytes(const Absorb &a, int tiles) {
+    return absorb_depth(a) * ABSORB_PITCH * 2 + 2 * tiles * 16 * (absorb_depth(a) + 8) * 2;
+}
+
+/* The weights of a head and some columns begin their way into shared memory; zeros where there are none. */
+template <DType D> static __device__ void load_absorbed(__nv_bfloat16 *weights, const Absorb &a, int head, int first) {
+    const int values = chunk_values(D), pieces = ABSORB_COLUMNS / values, lora = a.kv_b.cols;
+#pragma unroll 6
+    for (int i = (int)threadIdx.x; i < absorb_depth(a) * pieces; i += ABSORB_THREADS) {
+        const int row = i / pieces, column = first + i % pieces * values;
+        const bool there = row < a.nope && column < lora;
+        const uint8_t *from = a.kv_b.data;
+        if (there) from += ((size_t)(head * (a.nope + a.v) + row) * (size_t)lora + (size_t)column) * weight_bytes(D);
+        __nv_bfloat16 *to = weights + row * ABSORB_PITCH + i % pieces * values;
+        if constexpr (D == DTYPE_BF16) start_copy_to_shared((uint8_t *)to, from, there);
+        else {
+            const uint4 piece = load_weights(from, there);
+            const uint2 four[4] = {widen_four(piece.x), widen_four(piece.y), widen_four(piece.z), widen_four(piece.w)};
+            *(uint4 *)to = make_uint4(four[0].x, four[0].y, four[1].x, four[1].y);
+            *(uint4 *)(to + 8) = make_uint4(four[2].x, four[2].y, four[3].x, four[3].y);
+        }
     }
 }
 
-/* Grid: groups of columns, heads, groups of rows of q. Shared: q transposed, [nope, ABSORB_ROWS]. */
+/* Rows [first, first + rows) of q for one head as two terms, times the weights' scales; the others of a tile are zeros. And, by a
+ * head's first block, what is not absorbed to the end of y. Sixteen threads take a row. */
 template <DType D>
-static __global__ void __launch_bounds__(ABSORB_THREADS, 2) absorb_kernel(const __grid_constant__ Absorb a) {
-    extern __shared__ float4 q_shared[];
-    __shared__ float4 sums[ABSORB_PARTS - 1][ABSORB_ROWS][ABSORB_LANES];
-    const int head = (int)blockIdx.y, first = (int)blockIdx.z * ABSORB_ROWS, rows = min(ABSORB_ROWS, a.n_rows - first);
-    const int lane = (int)threadIdx.x % ABSORB_LANES, part = (int)threadIdx.x / ABSORB_LANES, lora = a.kv_b.cols;
-    stage_query((float *)q_shared, a, head, first, rows);
+static __device__ void split_query(__nv_bfloat16 *terms, const Absorb &a, int head, int first, int rows, int scale_column) {
+    const int depth = absorb_depth(a), tall = divide_up(rows, 16) * 16, each = (int)threadIdx.x % 16 * 4;
+    const size_t q_width = (size_t)(a.nope + a.rope), y_width = (size_t)(a.kv_b.cols + a.rope);
+#pragma unroll 2
+    for (int r = (int)threadIdx.x / 16; r < tall; r += ABSORB_THREADS / 16) {
+        const size_t vector = (size_t)(first + min(r, rows - 1)) * (size_t)a.heads + (size_t)head;
+        const float *from = a.q + vector * q_width;
+#pragma unroll 4
+        for (int j = each; j < depth; j += 64) {
+            const bool there = r < rows && j < a.nope;
+            float4 q = there ? *(const float4 *)(from + j) : make_float4(0, 0, 0, 0);
+            if (D == DTYPE_F8_E4M3 && there) {
+                const float scale = row_scales(&a.kv_b, head * (a.nope + a.v) + j)[scale_column];
+                q = make_float4(q.x * scale, q.y * scale, q.z * scale, q.w * scale);
+            }
+            const uint2 high = make_uint2(narrow_pair<DTYPE_BF16>(q.x, q.y), narrow_pair<DTYPE_BF16>(q.z, q.w));
+            *(uint2 *)(terms + r * (depth + 8) + j) = high;
+            *(uint2 *)(terms + (tall + r) * (depth + 8) + j) =
+                make_uint2(narrow_pair<DTYPE_BF16>(q.x - __uint_as_float(high.x << 16), q.y - __uint_as_float(high.x & 0xffff0000)),
+                           narrow_pair<DTYPE_BF16>(q.z - __uint_as_float(high.y << 16), q.w - __uint_as_float(high.y & 0xffff0000)));
+        }
+        for (int j = each; j < a.rope && r < rows && blockIdx.x == 0; j += 64)
+            *(float4 *)(a.y + vector * y_width + a.kv_b.cols + j) = *(const float4 *)(from + a.nope + j);
+    }
+}
+
+/* Grid: groups of columns, heads, groups of rows of q. */
+template <DType D> static __global__ void __launch_bounds__(ABSORB_THREADS, 2) absorb_kernel(const __grid_constant__ Absorb a) {
+    extern __shared__ __align__(128) uint8_t absorb_shared[];
+    const int head = (int)blockIdx.y, first = (int)blockIdx.z * ABSORB_ROWS, rows = min((int)ABSORB_ROWS, a.n_rows - first);
+    const int lane = lane_id(), depth = absorb_depth(a), pitch = depth + 8, tiles = divide_up(rows, 16), lora = a.kv_b.cols;
+    const int across = warp_id() % ABSORB_ACROSS * 32, down = warp_id() / ABSORB_ACROSS;    /* tiles down, down + 2, ... are this warp's */
+    __nv_bfloat16 *weights = (__nv_bfloat16 *)absorb_shared, *terms = weights + depth * ABSORB_PITCH;
+    load_absorbed<D>(weights, a, head, (int)blockIdx.x * ABSORB_COLUMNS);
+    split_query<D>(terms, a, head, first, rows, (int)blockIdx.x);
+    asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
 
-    const int column = (int)blockIdx.x * ABSORB_COLUMNS + lane * 4, count = lora - column, top = head * (a.nope + a.v);
-    const int share = divide_up(a.nope, ABSORB_PARTS), end = min(a.nope, (part + 1) * share);
-    float4 total[ABSORB_ROWS] = {};
-#pragma unroll 8
-    for (int i = part * share; i < end && count > 0; i++) {
-        float4 w = load_four<D>(a.kv_b.data, (size_t)(top + i) * (size_t)lora + (size_t)column, count, a.kv_b.dtype);
-        const float *scales = row_scales(&a.kv_b, top + i), scale = scales ? scales[column / SCALE_BLOCK] : 1;
-        w = make_float4(w.x * scale, w.y * scale, w.z * scale, w.w * scale);
-        const float4 low = q_shared[2 * i], high = q_shared[2 * i + 1];
-        const float q[ABSORB_ROWS] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    float sums[ABSORB_TILES][4][4] = {};
+    const __nv_bfloat16 *b_row = weights + lane % 16 * ABSORB_PITCH + across + lane / 16 * 8,
+                        *a_row = terms + lane % 16 * pitch + lane / 16 * 8;
+#pragma unroll 2
+    for (int k = 0; k < depth; k += 16) {
+        uint32_t w[2][4], q[4];
+        load_transposed(w[0], b_row + k * ABSORB_PITCH);
+        load_transposed(w[1], b_row + k * ABSORB_PITCH + 16);
 #pragma unroll
-        for (int r = 0; r < ABSORB_ROWS; r++)
-            total[r] = make_float4(fmaf(w.x, q[r], total[r].x), fmaf(w.y, q[r], total[r].y), fmaf(w.z, q[r], total[r].z),
-                                   fmaf(w.w, q[r], total[r].w));
-    }
+        for (int m = 0; m < ABSORB_TILES * 2; m++) {
+            const int tile = m / 2 * ABSORB_DOWN + down;
+            if (tile >= tiles) break;
+            load_matrices(q, a_row + (tile + m % 2 * tiles) * 16 * pitch + k);
 #pragma unroll
-    for (int r = 0; r < ABSORB_ROWS; r++)
-        if (part) sums[part - 1][r][lane] = total[r];
-    __syncthreads();
-    if (part) return;
-#pragma unroll
-    for (int r = 0; r < ABSORB_ROWS; r++) {
-        float *y = a.y + ((size_t)(first + r) * (size_t)a.heads + (size_t)head) * (size_t)(lora + a.rope) + (size_t)column;
-        for (int p = 0; p < ABSORB_PARTS - 1; p++) {
-            const float4 other = sums[p][r][lane];
-            total[r] = make_float4(total[r].x + other.x, total[r].y + other.y, total[r].z + other.z, total[r].w + other.w);
+            for (int t = 0; t < 4; t++)
+                multiply_fragment<DTYPE_BF16>(sums[m / 2][t], q[0], q[1], q[2], q[3], w[t / 2][t % 2 * 2], w[t / 2][t % 2 * 2 + 1]);
         }
-        const float out[4] = {total[r].x, total[r].y, total[r].z, total[r].w};
-#pragma unroll
-        for (int c = 0; c < 4; c++)
-            if (r < rows && c < count) y[c] = out[c];
     }
+    const int column = (int)blockIdx.x * ABSORB_COLUMNS + across + lane % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < ABSORB_TILES * 2; m++) {
+        const int r = (m / 2 * ABSORB_DOWN + down) * 16 + m % 2 * 8 + lane / 4;
+        float *y = a.y + ((size_t)(first + r) * (size_t)a.heads + (size_t)head) * (size_t)(lora + a.rope) + (size_t)column;
+#pragma unroll
+        for (int t = 0; t < 4; t++)
+            if (r < rows && column + t * 8 < lora)
+                *(float2 *)(y + t * 8) = make_float2(sums[m / 2][t][m % 2 * 2], sums[m / 2][t][m % 2 * 2 + 1]);
+    }
+}
+
+/* Any type and shape, in f32: a thread for each value. */
+static __global__ void absorb_exact_kernel(const __grid_constant__ Absorb a) {
+    const int lora = a.kv_b.cols, width = lora + a.rope, column = (int)(blockIdx.x * blockDim.x + threadIdx.x),
+              head = (int)blockIdx.y, top = head * (a.nope + a.v);
+    const size_t vector = (size_t)blockIdx.z * (size_t)a.heads + (size_t)head;
+    const float *q = a.q + vector * (size_t)(a.nope + a.rope);
+    if (column >= width) return;
+    float sum = 0;
+    for (int i = 0; i < a.nope && column < lora; i++) {
+        const float *scales = row_scales(&a.kv_b, top + i);
+        const float w = load_stored(a.kv_b.data, (size_t)(top + i) * (size_t)lora + (size_t)column, a.kv_b.dtype);
+        sum = fmaf(scales ? w * scales[column / SCALE_BLOCK] : w, q[i], sum);
+    }
+    a.y[vector * (size_t)width + (size_t)column] = column < lora ? sum : q[a.nope + column - lora];
 }
 
 template <DType D> static void launch_absorb(const Absorb &absorb) {
-    const dim3 grid((unsigned)divide_up(absorb.kv_b.cols, ABSORB_COLUMNS), (unsigned)absorb.heads,
-                    (unsigned)divide_up(absorb.n_rows, ABSORB_ROWS));
-    const size_t shared = (size_t)absorb.nope * ABSORB_ROWS * sizeof(float);
-    CUDA(cudaFuncSetAttribute(absorb_kernel<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
-    absorb_kernel<D><<<grid, ABSORB_THREADS, shared, gpu.stream>>>(absorb);
+    const int tiles = absorb.n_rows < ABSORB_ROWS ? divide_up(absorb.n_rows, 16) : ABSORB_ROWS / 16;
+    const size_t shared = (size_t)absorb_bytes(absorb, tiles);
+    allow_shared(absorb_kernel<D>, shared);
+    absorb_kernel<D><<<dim3((unsigned)divide_up(absorb.kv_b.cols, ABSORB_COLUMNS), (unsigned)absorb.heads,
+                            (unsigned)divide_up(absorb.n_rows, ABSORB_ROWS)), ABSORB_THREADS, shared, gpu.stream>>>(absorb);
     LAUNCHED();
 }
 
@@ -1472,10 +1518,15 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
     if (n_rows <= 0) return;
     const Absorb absorb = {.kv_b = *kv_b, .q = q, .y = q_absorbed, .n_rows = n_rows, .heads = config->num_attention_heads,
                            .nope = config->qk_nope_head_dim, .rope = config->qk_rope_head_dim, .v = config->v_head_dim};
-    const bool aligned = rows_aligned(kv_b->dtype, kv_b->cols) && (uintptr_t)kv_b->data % 16 == 0;
-    if (aligned && kv_b->dtype == DTYPE_BF16) launch_absorb<DTYPE_BF16>(absorb);
-    else if (aligned && kv_b->dtype == DTYPE_F8_E4M3) launch_absorb<DTYPE_F8_E4M3>(absorb);
-    else launch_absorb<EXACT>(absorb);
+    const bool aligned = rows_aligned(kv_b->dtype, kv_b->cols) && (uintptr_t)kv_b->data % 16 == 0
+                         && (absorb.nope | absorb.rope | absorb.v | kv_b->first_row) % 4 == 0
+                         && floats_aligned(q, 4) && floats_aligned(q_absorbed, 4)
+                         && (size_t)absorb_bytes(absorb, ABSORB_ROWS / 16) <= gpu.shared_per_block;
+    if (aligned && kv_b->dtype == DTYPE_BF16) return launch_absorb<DTYPE_BF16>(absorb);
+    if (aligned && kv_b->dtype == DTYPE_F8_E4M3) return launch_absorb<DTYPE_F8_E4M3>(absorb);
+    absorb_exact_kernel<<<dim3((unsigned)divide_up(kv_b->cols + absorb.rope, 128), (unsigned)absorb.heads, (unsigned)n_rows), 128, 0,
+                          gpu.stream>>>(absorb);
+    LAUNCHED();
 }
 
 /* =====================================================================================================================
@@ -2800,7 +2851,28 @@ static __device__ const uint8_t *row_at(const RowPool &pool, size_t stride, Devi
     return row.id < pool.n_rows ? pool.rows + (size_t)row.id * stride : pool.staging + (size_t)(row.id - pool.n_rows) * stride;
 }
 
-/* ---- lists of keys: of(r) is row r's, with `length` keys; value j of a key, and of what it stands for, are of a key/value head */
+/* What a launch attends with: rows [first_row, first_row + n_rows) of q and y; parts where lists are cut among blocks, or NULL. */
+typedef struct Attend {
+    float *y, *parts;
+    const float *q;
+    int first_row, n_rows, heads, kv_heads;
+    int chunks;                 /* of the longest list */
+    float scale;
+} Attend;
+
+/* ---- lists of keys: of(r) is row r's, the keys [first, length) of those that its run of rows has in common, and span(r) then
+ * the same of another row of the run. A key is a cached row, at(row, s, i) its value i; those of a key/value head begin at start(head),
+ * and what the key stands for does at start(kv_heads + head). Rows of a run share tiles, `each` of them at most: tiles() says how many
+ * there are in a launch, and tile() which rows one has. */
+
+typedef struct TileRows { int first, end; } TileRows;
+typedef struct ListSpan { int first, end; } ListSpan;
+
+/* Shared memory of a launch that finds its runs itself: a bit for each row where a run begins, or a tile. */
+typedef struct TilePlan { uint32_t runs[MAX_PASS_ROWS / 32], tiles[MAX_PASS_ROWS / 32]; } TilePlan;
+
+/* Where a head's values lie in a cached row, and the scales of fp8: bytes. */
+typedef struct Slices { int key, value, key_scale, value_scale; } Slices;
 
 struct SelectedKeys {
     RowPool pool;
@@ -2809,16 +2881,30 @@ struct SelectedKeys {
     const int *count;
     int capacity, length;
     static const bool shared = true;        /* the key is the value too */
+    static const int first = 0;
     __device__ SelectedKeys of(int r) const {
         SelectedKeys own = *this;
         own.locations += (size_t)r * capacity;
         own.length = count[r];
         return own;
     }
+    __device__ int tiles(TilePlan *, const Attend &a, int, int, int) const { return a.n_rows; }
+    __device__ TileRows tile(const TilePlan *, int t, const Attend &a, int) const { return {a.first_row + t, a.first_row + t + 1}; }
+    __device__ Slices slices(int) const { return {0, 0, 0, 0}; }
+    __device__ ListSpan span(int) const { return {0, length}; }
+    __device__ int start(int) const { return 0; }
     __device__ const uint8_t *row(int s) const { return row_at(pool, format.stride, locations[s]); }
-    __device__ float key(int, int s, int j) const { return cached_value(row(s), format, j); }
-    __device__ float value(int, int, int) const { return 0; }
+    __device__ float at(const uint8_t *row, int, int i) const { return cached_value(row, format, i); }
 };
+
+/* The n-th bit that is set of these words. */
+static __device__ int find_bit(const uint32_t *words, int n) {
+    int at = 0;
+    for (int count; (count = __popc(words[at])) <= n; at++) n -= count;
+    uint32_t word = words[at];
+    for (; n; n--) word &= word - 1;
+    return at * 32 + __ffs(word) - 1;
+}
 
 struct HistoryKeys {
     RowPool pool;
@@ -2827,21 +2913,58 @@ struct HistoryKeys {
     const Row *rows;
     int context_pages, kv_heads, dim, length;
     static const bool shared = false;
+    static const int first = 0;
     __device__ HistoryKeys of(int r) const {
         HistoryKeys own = *this;
         own.pages += (size_t)rows[r].session * context_pages;
         own.length = rows[r].position + 1;
         return own;
     }
-    __device__ float at(int s, int j) const {
-        return cached_value(row_at(pool, format.stride, DeviceRow{pages[s / PAGE_ROWS].id * PAGE_ROWS + s % PAGE_ROWS}), format,
-                            j);
+    /* A run is a session's rows. Only tiles of runs of [shortest, longest] rows count. Called by all threads. */
+    __device__ int tiles(TilePlan *plan, const Attend &a, int each, int shortest, int longest) const {
+        const int n = a.n_rows, lane = threadIdx.x % 32, end = divide_up(n, 32) * 32;
+        for (int r = threadIdx.x; r < end; r += blockDim.x) {
+            const Row *row = rows + a.first_row + r;
+            const uint32_t bits = __ballot_sync(~0u, r < n && (r == 0 || row[0].session != row[-1].session));
+            if (lane == 0) plan->runs[r / 32] = bits;
+        }
+        __syncthreads();
+        for (int r = threadIdx.x; r < end; r += blockDim.x) {
+            const TileRows run = run_of(plan, r, n);
+            const int length = run.end - run.first;
+            const bool begins = r < n && (r - run.first) % each == 0 && length >= shortest && length <= longest;
+            const uint32_t bits = __ballot_sync(~0u, begins);
+            if (lane == 0) plan->tiles[r / 32] = bits;
+        }
+        __syncthreads();
+        int count = 0;
+        for (int i = 0; i < end / 32; i++) count += __popc(plan->tiles[i]);
+        return count;
     }
-    __device__ float key(int head, int s, int j) const { return at(s, head * dim + j); }
-    __device__ float value(int head, int s, int j) const { return at(s, (kv_heads + head) * dim + j); }
+    static __device__ TileRows run_of(const TilePlan *plan, int r, int n) {
+        int from = r / 32, to = from;
+        uint32_t before = plan->runs[from] & ~0u >> (31 - r % 32), behind = plan->runs[to] & ~1u << r % 32;
+        while (!before) before = plan->runs[--from];
+        while (!behind && ++to < divide_up(n, 32)) behind = plan->runs[to];
+        return {from * 32 + 31 - __clz(before), behind ? to * 32 + __ffs(behind) - 1 : n};
+    }
+    __device__ TileRows tile(const TilePlan *plan, int t, const Attend &a, int each) const {
+        const int r = find_bit(plan->tiles, t), end = run_of(plan, r, a.n_rows).end;
+        return {a.first_row + r, a.first_row + min(r + each, end)};
+    }
+    __device__ Slices slices(int kv) const {
+        const int bytes = format.dtype == KV_F8 ? 1 : 2, key = kv * dim, value = (kv_heads + kv) * dim;
+        return {key * bytes, value * bytes, format.quantised + key / format.group * 4, format.quantised + value / format.group * 4};
+    }
+    __device__ const uint8_t *row(int s) const {
+        return row_at(pool, format.stride, DeviceRow{pages[s / PAGE_ROWS].id * PAGE_ROWS + s % PAGE_ROWS});
+    }
+    __device__ ListSpan span(int r) const { return {0, rows[r].position + 1}; }
+    __device__ int start(int head) const { return head * dim; }
+    __device__ float at(const uint8_t *row, int, int i) const { return cached_value(row, format, i); }
 };
 
-/* The ring's rows that row i of a block sees, then those of its block. */
+/* The ring's rows that the first row of a block sees, then those of the block. */
 struct BlockKeys {
     const uint8_t *ring;        /* [sessions, ring_rows]; of(r): [ring_rows] */
     RowFormat format;
@@ -2849,27 +2972,53 @@ struct BlockKeys {
     const DraftBlock *blocks;   /* MEMORY_HOST: read once a row */
     int ring_rows, block_size, window, kv_heads, dim;
     bool causal;
-    int length, oldest, position;           /* of(r): the first position that is seen, and the anchor's */
+    int first, length;          /* of(r), and the next: */
+    int oldest, position, ring_first;       /* the list's first position, the anchor's, and the first that the ring has */
     static const bool shared = false;
     __device__ BlockKeys of(int r) const {
         BlockKeys own = *this;
         const DraftBlock *block = &blocks[r / block_size];
-        const int first = block->ring_first, i = r % block_size;
+        own.ring_first = block->ring_first;
         own.position = block->position;
-        own.oldest = window > own.position + i ? 0 : own.position + i - window + 1;
-        own.oldest = min(max(own.oldest, first), own.position);
-        own.length = own.position - own.oldest + (causal ? i + 1 : block_size);
+        own.oldest = own.seen_from(own.position);
         own.ring += (size_t)block->session * ring_rows * format.stride;
-        own.kv += (size_t)(r - i) * 2 * kv_heads * dim;
+        own.kv += (size_t)(r / block_size * block_size) * 2 * kv_heads * dim;
+        const ListSpan span = own.span(r);
+        own.first = span.first;
+        own.length = span.end;
         return own;
     }
-    __device__ float at(int s, int j) const {
-        const int t = oldest + s;
-        if (t >= position) return kv[(size_t)(t - position) * 2 * kv_heads * dim + j];
-        return cached_value(ring + (size_t)(t % ring_rows) * format.stride, format, j);
+    __device__ int seen_from(int at) const { return min(max(window > at ? 0 : at - window + 1, ring_first), position); }
+    __device__ ListSpan span(int r) const {
+        const int i = r % block_size;
+        return {seen_from(position + i) - oldest, position - oldest + (causal ? i + 1 : block_size)};
     }
-    __device__ float key(int head, int s, int j) const { return at(s, head * dim + j); }
-    __device__ float value(int head, int s, int j) const { return at(s, (kv_heads + head) * dim + j); }
+    __device__ int tiles(TilePlan *, const Attend &a, int each, int, int) const {
+        const int last = a.first_row + a.n_rows - 1;
+        return (last / block_size - a.first_row / block_size + 1) * divide_up(block_size, each);
+    }
+    __device__ TileRows tile(const TilePlan *, int t, const Attend &a, int each) const {
+        const int tiles = divide_up(block_size, each), block = (a.first_row / block_size + t / tiles) * block_size,
+                  begin = block + t % tiles * each, end = min(begin + each, block + block_size);
+        return {max(begin, a.first_row), min(end, a.first_row + a.n_rows)};
+    }
+    __device__ Slices slices(int head) const { return {head * dim * 2, (kv_heads + head) * dim * 2, 0, 0}; }
+    __device__ bool own(int s) const { return oldest + s >= position; }     /* a row of the block: f32 */
+    __device__ const uint8_t *row(int s) const {
+        const int t = oldest + s;
+        return t >= position ? (const uint8_t *)(kv + (size_t)(t - position) * 2 * kv_heads * dim)
+                             : ring + (size_t)(t % ring_rows) * format.stride;
+    }
+    __device__ int start(int head) const { return head * dim; }
+    __device__ float at(const uint8_t *row, int s, int i) const { return own(s) ? ((const float *)row)[i] : cached_value(row, format, i); }
+};
+
+/* What merge_kernel needs to know of rows whose lists have been gone through: some lists are told by host memory, which is far. */
+static __device__ int list_lengths[MAX_PASS_ROWS * MAX_BLOCK];
+
+struct KnownLengths {
+    int length;
+    __device__ KnownLengths of(int r) const { return {list_lengths[r]}; }
 };
 
 static __device__ float warp_maximum(float x) {
@@ -2887,13 +3036,24 @@ static __device__ float *partial_of(float *parts, int row, int head, int heads, 
     return parts + (((size_t)row * heads + head) * chunks + chunk) * (value_dim + 2);
 }
 
+/* The maximum and sum of the chunks so far take in those of the next; returns how much of their weighted sums, and of its, is
+ * left. The first is taken as it is: it meets a maximum of -FLT_MAX. */
+static __device__ float2 fold_chunk(float *maximum, float *sum, float next_maximum, float next_sum) {
+    const float largest = fmaxf(*maximum, next_maximum), before = expf(*maximum - largest), next = expf(next_maximum - largest);
+    *maximum = largest;
+    *sum = __fmaf_rn(next_sum, next, __fmul_rn(*sum, before));
+    return make_float2(before, next);
+}
+
+static __device__ float fold_value(float total, float next, float2 shares) {
+    return __fmaf_rn(next, shares.y, __fmul_rn(total, shares.x));
+}
+
 /* ---- any shape: a warp for each head, a lane for each key of a tile, then for each value */
 
-template <typename Keys>
-static __global__ void attend_kernel(Keys lists, float *parts, const float *q, int first_row, int heads, int kv_heads,
-                                     int key_dim, int value_dim, float scale, int chunks) {
+template <typename Keys> static __global__ void attend_kernel(Keys lists, Attend a, int key_dim, int value_dim) {
     extern __shared__ float attend_shared[];
-    const int r = first_row + blockIdx.x, group = heads / kv_heads, tiles = divide_up(group, ATTEND_WARPS),
+    const int r = a.first_row + blockIdx.x, group = a.heads / a.kv_heads, tiles = divide_up(group, ATTEND_WARPS),
               kv = blockIdx.y / tiles, warp = threadIdx.x / 32, lane = threadIdx.x % 32,
               member = blockIdx.y % tiles * ATTEND_WARPS + warp, head = kv * group + member;
     const int key_pitch = key_dim + 1; /* 32 lanes read the same value of 32 keys: odd pitches keep them apart */
@@ -2902,23 +3062,36 @@ static __global__ void attend_kernel(Keys lists, float *parts, const float *q, i
     const int value_pitch = Keys::shared ? key_pitch : value_dim;
     const Keys keys = lists.of(r);
     const bool works = member < group;
-    for (int j = lane; j < key_dim && works; j += 32) query[j] = q[((size_t)r * heads + head) * key_dim + j];
-    for (int chunk = blockIdx.z; chunk * SPLIT_KEYS < keys.length; chunk += gridDim.z) {
+    if (a.parts && !threadIdx.x) list_lengths[r] = keys.length;
+    for (int j = lane; j < key_dim && works; j += 32) query[j] = a.q[((size_t)r * a.heads + head) * key_dim + j];
+    const int length = a.parts ? keys.length : max(keys.length, 1);     /* without parts even an empty list writes its y */
+    for (int chunk = blockIdx.z; chunk * SPLIT_KEYS < length; chunk += gridDim.z) {
         const int end = min(keys.length, (chunk + 1) * SPLIT_KEYS);
         float maximum = -FLT_MAX, sum = 0, total[LANE_VALUES] = {0};
         for (int begin = chunk * SPLIT_KEYS; begin < end; begin += TILE_KEYS) {
             const int n = min(end - begin, (int)TILE_KEYS);
             __syncthreads();
-            for (int i = threadIdx.x; i < n * key_dim; i += blockDim.x)
-                key_tile[i / key_dim * key_pitch + i % key_dim] = keys.key(kv, begin + i / key_dim, i % key_dim);
-            for (int i = threadIdx.x; i < n * value_dim && !Keys::shared; i += blockDim.x)
-                value_tile[i] = keys.value(kv, begin + i / value_dim, i % value_dim);
+            const uint8_t *rows[TILE_KEYS / ATTEND_WARPS];
+#pragma unroll
+            for (int u = 0; u < TILE_KEYS / ATTEND_WARPS; u++) {
+                const int s = warp + u * ATTEND_WARPS;
+                rows[u] = s < n ? keys.row(begin + s) : NULL;
+            }
+            for (int j = lane; j < key_dim + (Keys::shared ? 0 : value_dim); j += 32)
+#pragma unroll
+                for (int u = 0; u < TILE_KEYS / ATTEND_WARPS; u++) {
+                    const int s = warp + u * ATTEND_WARPS, v = j - key_dim;
+                    if (!rows[u]) continue;
+                    if (v < 0) key_tile[s * key_pitch + j] = keys.at(rows[u], begin + s, keys.start(kv) + j);
+                    else value_tile[s * value_pitch + v] = keys.at(rows[u], begin + s, keys.start(a.kv_heads + kv) + v);
+                }
             __syncthreads();
+            const bool seen = lane < n && begin + lane >= keys.first;
             float score = 0;
-            for (int j = 0; j < key_dim && lane < n && works; j++) score += query[j] * key_tile[lane * key_pitch + j];
-            score = lane < n ? score * scale : -FLT_MAX;
+            for (int j = 0; j < key_dim && seen && works; j++) score += query[j] * key_tile[lane * key_pitch + j];
+            score = seen ? score * a.scale : -FLT_MAX;
             const float largest = fmaxf(maximum, warp_maximum(score)), shrink = expf(maximum - largest),
-                        weight = lane < n ? expf(score - largest) : 0;
+                        weight = seen ? expf(score - largest) : 0;
             sum = sum * shrink + warp_total(weight);
             maximum = largest;
 #pragma unroll
@@ -2926,16 +3099,20 @@ static __global__ void attend_kernel(Keys lists, float *parts, const float *q, i
             for (int s = 0; s < n; s++) {
                 const float share = __shfl_sync(~0u, weight, s);
 #pragma unroll
-                for (int i = 0; i < LANE_VALUES; i++)
+                for (int i = 0; i < LANE_VALUES; i++) {
+                    if (32 * i >= value_dim) break;
                     if (lane + 32 * i < value_dim) total[i] += share * value_tile[s * value_pitch + lane + 32 * i];
+                }
             }
         }
         if (!works) continue;
-        float *part = partial_of(parts, blockIdx.x, head, heads, chunk, chunks, value_dim);
-        if (!lane) part[0] = maximum, part[1] = sum;
+        float *part = a.parts ? partial_of(a.parts, blockIdx.x, head, a.heads, chunk, a.chunks, value_dim) : NULL,
+              *out = part ? part + 2 : a.y + ((size_t)r * a.heads + head) * value_dim;
+        const float inverse = 1 / sum;
+        if (!lane && part) part[0] = maximum, part[1] = sum;
 #pragma unroll
         for (int i = 0; i < LANE_VALUES; i++)
-            if (lane + 32 * i < value_dim) part[2 + lane + 32 * i] = total[i];
+            if (lane + 32 * i < value_dim) out[lane + 32 * i] = part ? total[i] : total[i] * inverse;
     }
 }
 
@@ -2943,23 +3120,14 @@ static __global__ void attend_kernel(Keys lists, float *parts, const float *q, i
 template <typename Keys>
 static __global__ void merge_kernel(Keys lists, float *y, float *parts, int first_row, int heads, int value_dim, int chunks) {
     const int r = first_row + blockIdx.x, head = blockIdx.y, used = divide_up(lists.of(r).length, SPLIT_KEYS);
-    float maximum = -FLT_MAX, sum = 0;
-#pragma unroll 8
-    for (int chunk = 0; chunk < used; chunk++)
-        maximum = fmaxf(maximum, partial_of(parts, blockIdx.x, head, heads, chunk, chunks, value_dim)[0]);
-#pragma unroll 8
-    for (int chunk = 0; chunk < used; chunk++) {
-        const float *part = partial_of(parts, blockIdx.x, head, heads, chunk, chunks, value_dim);
-        sum += part[1] * expf(part[0] - maximum);
-    }
     for (int j = threadIdx.x; j < value_dim; j += blockDim.x) {
-        float total = 0;
+        float maximum = -FLT_MAX, sum = 0, total = 0;
 #pragma unroll 8
         for (int chunk = 0; chunk < used; chunk++) {
             const float *part = partial_of(parts, blockIdx.x, head, heads, chunk, chunks, value_dim);
-            total += part[2 + j] * expf(part[0] - maximum);
+            total = fold_value(total, part[2 + j], fold_chunk(&maximum, &sum, part[0], part[1]));
         }
-        y[((size_t)r * heads + head) * value_dim + j] = total / sum;
+        y[((size_t)r * heads + head) * value_dim + j] = total * (1 / sum);
     }
 }
 
@@ -3177,6 +3345,635 @@ latent_kernel(SelectedKeys lists, float *parts, const float *q, int first_row, i
     }
 }
 
+/* ---- tensor cores: keys and values of bf16 or fp8, in shapes that are known beforehand. Rows of a run and heads of a key/value head
+ * are the rows of a tile, so they share one read of the keys. A tile's height follows its run: 16 where that is enough (decoding), the
+ * warps dividing keys and values; 64 (verification, draft blocks) or, in long runs, 128 (prefill), the warps dividing the rows. A row's
+ * sums are made in the same order in all of them: 64 keys at a time, products over 16 values after each other, chunks folded in their
+ * order. So which tile a row takes, and where in it, changes no bit. */
+
+enum {
+    LIST_TILE = 64,             /* keys in shared memory at a time */
+    WEIGHTS_PITCH = LIST_TILE + 8,
+    NARROW_ROWS = 16, MIDDLE_ROWS = 64,
+    NARROW_WARPS = 4,           /* of narrow and of middle tiles */
+    MIDDLE_RUN = 16,            /* rows of q in a tile of them */
+    WIDE_ROWS = 128, WIDE_WARPS = WIDE_ROWS / 16,
+    WIDE_RUN = 128,             /* rows of a run from which on it takes wide tiles */
+    NAMED_TILES = 4,            /* whose rows' addresses are known */
+    FEW_CHUNKS = 2,             /* that a thread block goes through sooner than they are merged */
+};
+
+static const uint32_t ONES = 0x3f803f80;    /* two bf16: a column of ones beside the values makes the sum of the weights */
+static const float LOG2_E = 1.4426950408889634f;
+
+/* How a key, and its value behind it where that is something else, lies in shared memory. */
+template <typename Keys, int KEY, int VALUE, bool FP8> struct ListRow {
+    static const int WIDTH = Keys::shared ? KEY : KEY + VALUE, VALUES = Keys::shared ? 0 : KEY, PITCH = WIDTH + 8;
+    /* As stored, in pieces of 16 bytes: bf16 into the tile itself; fp8 with the pieces that hold its scales, or the whole row. */
+    static const int PIECES = !FP8 ? WIDTH / 8 : Keys::shared ? (VALUE + VALUE / 128 * 4 + (KEY - VALUE) * 2 + 15) / 16
+                                                              : WIDTH / 16 + 2;
+    static const int STORED = FP8 ? PIECES * 16 : PITCH * 2;            /* bytes */
+    /* Pieces whose place is free again as soon as the scores are known (fp8: as soon as they are widened). */
+    static const int EARLY = FP8 ? PIECES : Keys::shared ? 0 : KEY / 8;
+};
+
+/* The keys of a list on their way through a thread block. */
+template <typename Keys, int KEY, int VALUE, bool FP8, int STAGES, int WIDENED = 1> struct ListTiles {
+    uint8_t stored[STAGES][LIST_TILE * ListRow<Keys, KEY, VALUE, FP8>::STORED];
+    __nv_bfloat16 widened[WIDENED][FP8 ? LIST_TILE * ListRow<Keys, KEY, VALUE, FP8>::PITCH : 8];
+    const uint8_t *source[NAMED_TILES][LIST_TILE];  /* NULL: past the list's end */
+};
+
+/* The first key of the i-th tile, of the chunks that every side-th thread block takes. */
+static __device__ int tile_begin(int i, int turn, int side) {
+    const int each = SPLIT_KEYS / LIST_TILE;
+    return (i / each * side + turn) * SPLIT_KEYS + i % each * LIST_TILE;
+}
+
+/* A list as a thread block goes through it. */
+template <typename Keys> struct ListWalk {
+    Keys keys;
+    Slices slices;
+    int turn, side;
+    __device__ int begin(int i) const { return tile_begin(i, turn, side); }
+    /* The row of this thread's key in tile i. */
+    __device__ const uint8_t *name(int i) const {
+        const int s = begin(i) + threadIdx.x;
+        return threadIdx.x < LIST_TILE && s < keys.length ? keys.row(s) : NULL;
+    }
+};
+
+/* Where piece p of a row lies, from its start. */
+template <typename Keys, int KEY, bool FP8> static __device__ int piece_offset(const Slices &slices, int p) {
+    const int each = KEY / (FP8 ? 16 : 8);
+    if (Keys::shared) return 16 * p;
+    if (p < each) return slices.key + 16 * p;
+    if (p < 2 * each) return slices.value + 16 * (p - each);
+    return (p == 2 * each ? slices.key_scale : slices.value_scale) & ~15;
+}
+
+/* Eight values of a draft block's own row, f32, as bf16; offset: in a row of bf16. */
+static __device__ uint4 narrow_own(const uint8_t *row, int offset) {
+    const float4 a = *(const float4 *)(row + 2 * offset), b = *(const float4 *)(row + 2 * offset + 16);
+    return make_uint4(pair_bf16(a.x, a.y), pair_bf16(a.z, a.w), pair_bf16(b.x, b.y), pair_bf16(b.z, b.w));
+}
+
+/* The addresses of the first tiles' rows, all asked for before the first is waited for. */
+template <typename Keys> static __device__ void name_first(const uint8_t *(*source)[LIST_TILE], const ListWalk<Keys> &walk) {
+    const uint8_t *named[NAMED_TILES];
+#pragma unroll
+    for (int i = 0; i < NAMED_TILES; i++) named[i] = walk.name(i);
+#pragma unroll
+    for (int i = 0; i < NAMED_TILES; i++)
+        if (threadIdx.x < LIST_TILE) source[i][threadIdx.x] = named[i];
+    __syncthreads();
+}
+
+/* The pieces [FROM, TO) of tile i begin their way into shared memory; those past the list's end are zeros. A thread takes the same
+ * piece of several keys. */
+template <typename Keys, int KEY, int VALUE, bool FP8, int FROM, int TO, int BLOCK, int STAGES, int WIDENED>
+static __device__ void start_pieces(ListTiles<Keys, KEY, VALUE, FP8, STAGES, WIDENED> *tiles, const ListWalk<Keys> &walk, int i) {
+    typedef ListRow<Keys, KEY, VALUE, FP8> Shape;
+    const int begin = walk.begin(i);
+    if constexpr (TO > FROM)
+        if (begin < walk.keys.length) {
+            const int pieces = TO - FROM, at_once = BLOCK / pieces, p = FROM + threadIdx.x % pieces, first = threadIdx.x / pieces,
+                      offset = piece_offset<Keys, KEY, FP8>(walk.slices, p);
+            uint8_t *to = tiles->stored[i % STAGES] + 16 * p;
+            const uint8_t *const *source = tiles->source[i % NAMED_TILES];
+#pragma unroll
+            for (int u = 0; u < (LIST_TILE + at_once - 1) / at_once; u++) {
+                const int s = first + u * at_once;
+                if (first >= at_once || s >= LIST_TILE) continue;
+                const uint8_t *row = source[s];
+                if constexpr (std::is_same_v<Keys, BlockKeys>)
+                    if (row && walk.keys.own(begin + s)) {
+                        *(uint4 *)(to + s * Shape::STORED) = narrow_own(row, offset);
+                        continue;
+                    }
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                             :: "r"(shared_address(to + s * Shape::STORED)), "l"(row + offset), "r"(row ? 16 : 0) : "memory");
+            }
+        }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <int PENDING> static __device__ void wait_for_groups() {
+    asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
+}
+
+/* 16 values of e4m3 as bf16, times their scale. */
+static __device__ void widen_piece(__nv_bfloat16 *to, const uint8_t *from, float scale) {
+    const uint4 piece = *(const uint4 *)from;
+    const uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
+    uint32_t out[8];
+#pragma unroll
+    for (int w = 0; w < 8; w++) {
+        const __nv_fp8x2_storage_t two = (__nv_fp8x2_storage_t)(words[w / 2] >> 16 * (w % 2));
+        const float2 value = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3)));
+        out[w] = pair_bf16(value.x * scale, value.y * scale);
+    }
+    *(uint4 *)to = make_uint4(out[0], out[1], out[2], out[3]);
+    *(uint4 *)(to + 8) = make_uint4(out[4], out[5], out[6], out[7]);
+}
+
+/* Tile i, which has arrived, as bf16. A thread takes the same piece of several keys. */
+template <typename Keys, int KEY, int VALUE, int BLOCK, int STAGES, int WIDENED>
+static __device__ void widen_list_tile(ListTiles<Keys, KEY, VALUE, true, STAGES, WIDENED> *tiles, const Slices &slices, int i) {
+    typedef ListRow<Keys, KEY, VALUE, true> Shape;
+    const int quantised = (Keys::shared ? VALUE : Shape::WIDTH) / 16, pieces = quantised + (Keys::shared ? (KEY - VALUE) / 8 : 0),
+              at_once = BLOCK / pieces, p = threadIdx.x % pieces, first = threadIdx.x / pieces;
+    const int scale = Keys::shared ? VALUE + p / 8 * 4
+                                   : quantised * 16 + (p < KEY / 16 ? slices.key_scale % 16 : 16 + slices.value_scale % 16);
+#pragma unroll 4
+    for (int s = first; s < LIST_TILE && first < at_once; s += at_once) {
+        const uint8_t *row = tiles->stored[i % STAGES] + s * Shape::STORED;
+        __nv_bfloat16 *to = tiles->widened[i % WIDENED] + s * Shape::PITCH;
+        const uint32_t *plain = (const uint32_t *)(row + VALUE + VALUE / 128 * 4) + (p - quantised) * 4;
+        if (p < quantised) widen_piece(to + 16 * p, row + 16 * p, *(const float *)(row + scale));
+        else *(uint4 *)(to + VALUE + (p - quantised) * 8) = make_uint4(plain[0], plain[1], plain[2], plain[3]);
+    }
+}
+
+/* A tile's rows of q in shared memory: which keys each of them sees, and its vector in q and y; the last is repeated. */
+template <int M, int KEY> struct TileQueries {
+    __nv_bfloat16 values[M * (KEY + 8)];
+    int first[M], end[M], vector[M];
+};
+
+/* Rows [0, used) of a tile: `group` heads of each of its rows of q, from `head` on. */
+template <typename Keys, int M, int KEY, int BLOCK>
+static __device__ void load_queries(TileQueries<M, KEY> *queries, const Keys &keys, const Attend &a, TileRows rows, int head, int group) {
+    const int used = (rows.end - rows.first) * group;
+    for (int m = threadIdx.x; m < M; m += BLOCK) {
+        const int row = rows.first + min(m, used - 1) / group;
+        const ListSpan span = keys.span(row);
+        queries->first[m] = span.first;
+        queries->end[m] = span.end;
+        if (a.parts) list_lengths[row] = span.end;
+        queries->vector[m] = row * a.heads + head + min(m, used - 1) % group;
+    }
+    __syncthreads();
+#pragma unroll 4
+    for (int i = threadIdx.x; i < divide_up(used, 16) * 16 * (KEY / 4); i += BLOCK) {
+        const int m = i / (KEY / 4), j = i % (KEY / 4) * 4;
+        const float4 four = m < used ? *(const float4 *)(a.q + (size_t)queries->vector[m] * KEY + j) : make_float4(0, 0, 0, 0);
+        *(uint2 *)(queries->values + m * (KEY + 8) + j) = make_uint2(pair_bf16(four.x, four.y), pair_bf16(four.z, four.w));
+    }
+}
+
+static __device__ float power_of_two(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* The largest dot product of a row so far as exponents count it: 0 where it has seen nothing. */
+static __device__ float reference(float largest, float scale) { return largest == -FLT_MAX ? 0 : largest * scale; }
+
+/* What a thread keeps of its two rows g and g + 8, g = lane / 4, of 16: values, as fragments, the sum of the weights in all columns of
+ * another, and the largest dot product. */
+template <int COLUMNS> struct Sums {
+    float total[COLUMNS][4], sum[4], largest[2];
+};
+
+template <int COLUMNS> static __device__ void clear(Sums<COLUMNS> &sums) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+#pragma unroll
+        for (int t = 0; t < COLUMNS; t++) sums.total[t][i] = 0;
+        sums.sum[i] = 0;
+    }
+    sums.largest[0] = sums.largest[1] = -FLT_MAX;
+}
+
+/* What was summed of row i shrinks as its largest product grows. */
+template <int COLUMNS> static __device__ void raise_largest(Sums<COLUMNS> &sums, int i, float largest, float scale) {
+    const float shrink = power_of_two((sums.largest[i] - largest) * scale);
+    sums.largest[i] = largest;
+#pragma unroll
+    for (int t = 0; t < COLUMNS; t++) sums.total[t][2 * i] *= shrink, sums.total[t][2 * i + 1] *= shrink;
+    sums.sum[2 * i] *= shrink, sums.sum[2 * i + 1] *= shrink;
+}
+
+/* The chunks before this one, folded. */
+template <int COLUMNS> struct Folded {
+    float total[COLUMNS][4], sum[2], maximum[2];
+};
+
+template <int COLUMNS> static __device__ void fold_sums(Folded<COLUMNS> &all, const Sums<COLUMNS> &sums, float scale) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float2 shares = fold_chunk(&all.maximum[i], &all.sum[i], sums.largest[i] * scale, sums.sum[2 * i]);
+#pragma unroll
+        for (int t = 0; t < COLUMNS; t++) {
+            all.total[t][2 * i] = fold_value(all.total[t][2 * i], sums.total[t][2 * i], shares);
+            all.total[t][2 * i + 1] = fold_value(all.total[t][2 * i + 1], sums.total[t][2 * i + 1], shares);
+        }
+    }
+}
+
+/* A chunk leaves its part, of rows from `top` on; this thread's values of each row begin at `first`. */
+template <int COLUMNS>
+static __device__ void leave_part(const Sums<COLUMNS> &sums, const Attend &a, const int *vectors, int top, int used_rows, int first,
+                                  int value_dim, int chunk) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int row = top + 8 * i + (int)threadIdx.x % 32 / 4;
+        if (row >= used_rows) continue;
+        float *part = partial_of(a.parts, 0, vectors[row] - a.first_row * a.heads, 0, chunk, a.chunks, value_dim), *out = part + 2 + first;
+        if (first == 0) part[0] = sums.largest[i] * a.scale, part[1] = sums.sum[2 * i];
+#pragma unroll
+        for (int t = 0; t < COLUMNS; t++) *(float2 *)(out + t * 8) = make_float2(sums.total[t][2 * i], sums.total[t][2 * i + 1]);
+    }
+}
+
+/* Results, in y. */
+template <int COLUMNS>
+static __device__ void write_sums(const float (&total)[COLUMNS][4], const float (&sum)[2], float *y, const int *vectors, int top,
+                                  int used_rows, int first, int value_dim) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int row = top + 8 * i + (int)threadIdx.x % 32 / 4;
+        if (row >= used_rows) continue;
+        float *out = y + (size_t)vectors[row] * value_dim + first, inverse = 1 / sum[i];
+#pragma unroll
+        for (int t = 0; t < COLUMNS; t++) *(float2 *)(out + t * 8) = make_float2(total[t][2 * i] * inverse, total[t][2 * i + 1] * inverse);
+    }
+}
+
+/* ---- narrow tiles */
+
+template <typename Keys, int KEY, int VALUE, bool FP8> struct NarrowShared {
+    static const int STAGES = 3;
+    ListTiles<Keys, KEY, VALUE, FP8, STAGES> tiles;
+    TileQueries<NARROW_ROWS, KEY> queries;
+    __nv_bfloat16 weights[NARROW_ROWS * WEIGHTS_PITCH];
+    float largest[NARROW_WARPS][NARROW_ROWS];
+};
+
+/* c [rows, 16 keys of this warp] = q . k, and their maxima; keys that a row does not see have -FLT_MAX. */
+template <int KEY, typename Shared>
+static __device__ void score_narrow(float (&c)[2][4], Shared *shared, const __nv_bfloat16 *rows, int pitch, int begin) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const __nv_bfloat16 *a_row = shared->queries.values + lane % 16 * (KEY + 8) + lane / 16 * 8,
+                        *b_row = rows + (warp * 16 + lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8;
+#pragma unroll
+    for (int k = 0; k < KEY; k += 16) {
+        uint32_t a[4], b[4];
+        load_matrices(a, a_row + k);
+        load_matrices(b, b_row + k);
+        multiply_bf16(c[0], a, b[0], b[1]);
+        multiply_bf16(c[1], a, b[2], b[3]);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int row = 8 * i + lane / 4, first = shared->queries.first[row] - begin, end = shared->queries.end[row] - begin;
+        float largest = -FLT_MAX;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float &score = c[j / 2][2 * i + j % 2];
+            const int s = warp * 16 + j / 2 * 8 + lane % 4 * 2 + j % 2;
+            if (s < first || s >= end) score = -FLT_MAX;
+            largest = fmaxf(largest, score);
+        }
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        if (lane % 4 == 0) shared->largest[warp][row] = largest;
+    }
+}
+
+/* Scores become weights, in shared memory. */
+template <int COLUMNS, typename Shared>
+static __device__ void weigh_narrow(Sums<COLUMNS> &sums, const float (&c)[2][4], Shared *shared, float scale) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int row = 8 * i + lane / 4;
+        float largest = sums.largest[i];
+#pragma unroll
+        for (int w = 0; w < NARROW_WARPS; w++) largest = fmaxf(largest, shared->largest[w][row]);
+        const float zero = reference(largest, scale);
+        raise_largest(sums, i, largest, scale);
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+            *(uint32_t *)(shared->weights + row * WEIGHTS_PITCH + warp * 16 + j * 8 + lane % 4 * 2) =
+                pair_bf16(power_of_two(__fmaf_rn(c[j][2 * i], scale, -zero)), power_of_two(__fmaf_rn(c[j][2 * i + 1], scale, -zero)));
+    }
+}
+
+/* total [rows, this warp's part of the values] += weights . values */
+template <int COLUMNS, typename Shared>
+static __device__ void add_narrow(Sums<COLUMNS> &sums, const Shared *shared, const __nv_bfloat16 *values, int pitch) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const __nv_bfloat16 *a_row = shared->weights + lane % 16 * WEIGHTS_PITCH + lane / 16 * 8,
+                        *b_row = values + lane % 16 * pitch + warp * COLUMNS * 8 + lane / 16 * 8;
+#pragma unroll
+    for (int k = 0; k < LIST_TILE; k += 16) {
+        uint32_t a[4], b[4];
+        load_matrices(a, a_row + k);
+#pragma unroll
+        for (int t = 0; t < COLUMNS; t += 2) {
+            load_transposed(b, b_row + k * pitch + t * 8);
+            multiply_bf16(sums.total[t], a, b[0], b[1]);
+            multiply_bf16(sums.total[t + 1], a, b[2], b[3]);
+        }
+        multiply_bf16(sums.sum, a, ONES, ONES);
+    }
+}
+
+/* One tile of rows and the chunks `walk` has for it. Keys' pieces are on their way STAGES tiles ahead, values' almost. */
+template <typename Keys, int KEY, int VALUE, bool FP8>
+static __device__ void attend_narrow(NarrowShared<Keys, KEY, VALUE, FP8> *shared, const Attend &a, TileRows rows, int kv,
+                                     const ListWalk<Keys> &walk) {
+    typedef ListRow<Keys, KEY, VALUE, FP8> Shape;
+    const int block = 32 * NARROW_WARPS, columns = VALUE / 8 / NARROW_WARPS, stages = NarrowShared<Keys, KEY, VALUE, FP8>::STAGES,
+              group = a.heads / a.kv_heads, used_rows = (rows.end - rows.first) * group,
+              first = (int)threadIdx.x / 32 * columns * 8 + (int)threadIdx.x % 4 * 2;
+    auto start_early = [&](int i) { start_pieces<Keys, KEY, VALUE, FP8, 0, Shape::EARLY, block>(&shared->tiles, walk, i); };
+    auto start_late = [&](int i) { start_pieces<Keys, KEY, VALUE, FP8, Shape::EARLY, Shape::PIECES, block>(&shared->tiles, walk, i); };
+    name_first(shared->tiles.source, walk);
+    start_early(0);
+#pragma unroll 1
+    for (int i = 1; i < stages; i++) start_late(i - 1), start_early(i);
+    load_queries<Keys, NARROW_ROWS, KEY, block>(&shared->queries, walk.keys, a, rows, kv * group, group);
+    Sums<columns> sums;
+    Folded<columns> all = {.total = {}, .sum = {}, .maximum = {-FLT_MAX, -FLT_MAX}};
+    clear(sums);
+    for (int i = 0, begin = walk.begin(0); begin < walk.keys.length; begin = walk.begin(++i)) {
+        wait_for_groups<2 * stages - (Shape::EARLY ? 2 : 3)>();
+        __syncthreads();
+        const uint8_t *named = walk.name(i + stages + 1);
+        start_late(i + stages - 1);
+        const __nv_bfloat16 *tile = (const __nv_bfloat16 *)shared->tiles.stored[i % stages];
+        if constexpr (FP8) {
+            widen_list_tile<Keys, KEY, VALUE, block>(&shared->tiles, walk.slices, i);
+            tile = shared->tiles.widened[0];
+            __syncthreads();
+            start_early(i + stages);
+        }
+        float c[2][4] = {};
+        score_narrow<KEY>(c, shared, tile, Shape::PITCH, begin);
+        __syncthreads();
+        if (!FP8) start_early(i + stages);
+        weigh_narrow(sums, c, shared, a.scale * LOG2_E);
+        if (threadIdx.x < LIST_TILE) shared->tiles.source[(i + stages + 1) % NAMED_TILES][threadIdx.x] = named;
+        wait_for_groups<2 * stages - 1>();
+        __syncthreads();
+        add_narrow(sums, shared, tile + Shape::VALUES, Shape::PITCH);
+        if (begin % SPLIT_KEYS + LIST_TILE < SPLIT_KEYS && begin + LIST_TILE < walk.keys.length) continue;
+        if (a.parts) leave_part(sums, a, shared->queries.vector, 0, used_rows, first, VALUE, begin / SPLIT_KEYS);
+        else fold_sums(all, sums, a.scale);
+        clear(sums);
+    }
+    __syncthreads();
+    if (!a.parts) write_sums(all.total, all.sum, a.y, shared->queries.vector, 0, used_rows, first, VALUE);
+}
+
+/* ---- middle tiles: a warp takes 16 rows */
+
+template <typename Keys, int KEY, int VALUE, bool FP8> struct MiddleShared {
+    ListTiles<Keys, KEY, VALUE, FP8, 2> tiles;
+    TileQueries<MIDDLE_ROWS, KEY> queries;
+};
+
+/* scores [16 rows, 64 keys] = q . k */
+template <int KEY>
+static __device__ void score_rows(float (&c)[LIST_TILE / 8][4], const __nv_bfloat16 *queries, const __nv_bfloat16 *keys, int pitch) {
+    const int lane = threadIdx.x % 32;
+    const __nv_bfloat16 *a_row = queries + lane % 16 * (KEY + 8) + lane / 16 * 8,
+                        *b_row = keys + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8;
+#pragma unroll
+    for (int k = 0; k < KEY; k += 16) {
+        uint32_t a[4], b[4];
+        load_matrices(a, a_row + k);
+#pragma unroll
+        for (int t = 0; t < LIST_TILE / 8; t += 2) {
+            load_matrices(b, b_row + t * 8 * pitch + k);
+            multiply_bf16(c[t], a, b[0], b[1]);
+            multiply_bf16(c[t + 1], a, b[2], b[3]);
+        }
+    }
+}
+
+/* Keys that rows do not see have -FLT_MAX from now on. */
+static __device__ void mask_rows(float (&c)[LIST_TILE / 8][4], const int *first, const int *end, int begin) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int low = first[lane / 4 + 8 * i] - begin, high = end[lane / 4 + 8 * i] - begin;
+#pragma unroll
+        for (int j = 0; j < LIST_TILE / 4; j++) {
+            const int s = j / 2 * 8 + lane % 4 * 2 + j % 2;
+            if (s < low || s >= high) c[j / 2][2 * i + j % 2] = -FLT_MAX;
+        }
+    }
+}
+
+/* Scores become weights. */
+template <int COLUMNS> static __device__ void weigh_rows(Sums<COLUMNS> &sums, float (&c)[LIST_TILE / 8][4], float scale) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float largest = -FLT_MAX;
+#pragma unroll
+        for (int j = 0; j < LIST_TILE / 4; j++) largest = fmaxf(largest, c[j / 2][2 * i + j % 2]);
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        largest = fmaxf(largest, sums.largest[i]);
+        const float zero = reference(largest, scale);
+        raise_largest(sums, i, largest, scale);
+#pragma unroll
+        for (int j = 0; j < LIST_TILE / 4; j++)
+            c[j / 2][2 * i + j % 2] = power_of_two(__fmaf_rn(c[j / 2][2 * i + j % 2], scale, -zero));
+    }
+}
+
+/* total [16 rows, values] += weights . values; two neighbouring accumulators of scores are a fragment of weights. */
+template <int COLUMNS>
+static __device__ void add_rows(Sums<COLUMNS> &sums, const float (&c)[LIST_TILE / 8][4], const __nv_bfloat16 *values,
+                                int pitch) {
+    const int lane = threadIdx.x % 32;
+    const __nv_bfloat16 *b_row = values + lane % 16 * pitch + lane / 16 * 8;
+#pragma unroll
+    for (int k = 0; k < LIST_TILE / 16; k++) {
+        const uint32_t a[4] = {pair_bf16(c[2 * k][0], c[2 * k][1]), pair_bf16(c[2 * k][2], c[2 * k][3]),
+                               pair_bf16(c[2 * k + 1][0], c[2 * k + 1][1]), pair_bf16(c[2 * k + 1][2], c[2 * k + 1][3])};
+#pragma unroll
+        for (int t = 0; t < COLUMNS; t += 2) {
+            uint32_t b[4];
+            load_transposed(b, b_row + k * 16 * pitch + t * 8);
+            multiply_bf16(sums.total[t], a, b[0], b[1]);
+            multiply_bf16(sums.total[t + 1], a, b[2], b[3]);
+        }
+        multiply_bf16(sums.sum, a, ONES, ONES);
+    }
+}
+
+/* One tile of rows and the chunks `walk` has for it. */
+template <typename Keys, int KEY, int VALUE, bool FP8>
+static __device__ void attend_middle(MiddleShared<Keys, KEY, VALUE, FP8> *shared, const Attend &a, TileRows rows, int kv,
+                                     const ListWalk<Keys> &walk) {
+    typedef ListRow<Keys, KEY, VALUE, FP8> Shape;
+    const int block = 32 * NARROW_WARPS, columns = VALUE / 8, top = threadIdx.x / 32 * 16, first = threadIdx.x % 4 * 2,
+              group = a.heads / a.kv_heads, used_rows = (rows.end - rows.first) * group;
+    const bool works = top < used_rows;
+    auto start = [&](int i) { start_pieces<Keys, KEY, VALUE, FP8, 0, Shape::PIECES, block>(&shared->tiles, walk, i); };
+    name_first(shared->tiles.source, walk);
+    start(0);
+    load_queries<Keys, MIDDLE_ROWS, KEY, block>(&shared->queries, walk.keys, a, rows, kv * group, group);
+    Sums<columns> sums;
+    Folded<columns> all = {.total = {}, .sum = {}, .maximum = {-FLT_MAX, -FLT_MAX}};
+    clear(sums);
+    for (int i = 0, begin = walk.begin(0); begin < walk.keys.length; begin = walk.begin(++i)) {
+        wait_for_groups<0>();
+        __syncthreads();
+        const uint8_t *named = walk.name(i + NAMED_TILES);
+        start(i + 1);
+        const __nv_bfloat16 *tile = (const __nv_bfloat16 *)shared->tiles.stored[i % 2];
+        if constexpr (FP8) {
+            widen_list_tile<Keys, KEY, VALUE, block>(&shared->tiles, walk.slices, i);
+            tile = shared->tiles.widened[0];
+            __syncthreads();
+        }
+        if (works) {
+            const int every = shared->queries.end[0], none = shared->queries.first[MIDDLE_ROWS - 1];  /* all rows see [none, every) */
+            float c[LIST_TILE / 8][4] = {};
+            score_rows<KEY>(c, shared->queries.values + top * (KEY + 8), tile, Shape::PITCH);
+            if (begin < none || begin + LIST_TILE > every) mask_rows(c, shared->queries.first + top, shared->queries.end + top, begin);
+            weigh_rows(sums, c, a.scale * LOG2_E);
+            add_rows(sums, c, tile + Shape::VALUES, Shape::PITCH);
+            if (begin % SPLIT_KEYS + LIST_TILE >= SPLIT_KEYS || begin + LIST_TILE >= walk.keys.length) {
+                if (a.parts) leave_part(sums, a, shared->queries.vector, top, used_rows, first, VALUE, begin / SPLIT_KEYS);
+                else fold_sums(all, sums, a.scale);
+                clear(sums);
+            }
+        }
+        if (threadIdx.x < LIST_TILE) shared->tiles.source[i % NAMED_TILES][threadIdx.x] = named;
+    }
+    if (!a.parts) write_sums(all.total, all.sum, a.y, shared->queries.vector, top, used_rows, first, VALUE);
+}
+
+/* Thread blocks take tiles, key/value heads and, of longer lists, every side-th chunk, in turns. */
+template <typename Keys, int KEY, int VALUE, bool FP8>
+static __global__ void __launch_bounds__(32 * NARROW_WARPS, 2)
+short_runs(Keys lists, const __grid_constant__ Attend a, int longest_run, int side) {
+    extern __shared__ __align__(128) uint8_t runs_shared[];
+    __shared__ TilePlan plan;
+    const int group = a.heads / a.kv_heads, each = min((int)MIDDLE_RUN, MIDDLE_ROWS / group),
+              items = lists.tiles(&plan, a, each, 1, longest_run) * side * a.kv_heads;
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+        const int kv = item % a.kv_heads, turn = item / a.kv_heads % side;
+        const TileRows rows = lists.tile(&plan, item / a.kv_heads / side, a, each);
+        if (rows.first >= rows.end) continue;
+        const ListWalk<Keys> walk = {lists.of(rows.end - 1), lists.slices(kv), turn, side};     /* no row sees more than the last */
+        if (walk.begin(0) >= max(walk.keys.length, 1)) continue;
+        __syncthreads();                            /* the tile before this one is done with */
+        if ((rows.end - rows.first) * group <= NARROW_ROWS)
+            attend_narrow((NarrowShared<Keys, KEY, VALUE, FP8> *)runs_shared, a, rows, kv, walk);
+        else attend_middle((MiddleShared<Keys, KEY, VALUE, FP8> *)runs_shared, a, rows, kv, walk);
+    }
+}
+
+/* ---- wide tiles */
+
+template <typename Keys, int KEY, int VALUE, bool FP8> struct WideShared {
+    static const int STAGES = FP8 ? 2 : 3;
+    ListTiles<Keys, KEY, VALUE, FP8, STAGES, 2> tiles;
+    TileQueries<WIDE_ROWS, KEY> queries;
+    float4 folded[VALUE / 8][32 * WIDE_WARPS];      /* each thread's values of the chunks before this one: registers are scarce */
+    __device__ const __nv_bfloat16 *tile(int i) const {
+        return FP8 ? tiles.widened[i % 2] : (const __nv_bfloat16 *)tiles.stored[i % STAGES];
+    }
+};
+
+/* The end of a chunk: it is folded into those before it. */
+template <int COLUMNS>
+static __device__ void fold_wide(float4 (*folded)[32 * WIDE_WARPS], float (&maximum)[2], float (&sum)[2], const Sums<COLUMNS> &sums,
+                                 float scale) {
+    float2 shares[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        shares[i] = fold_chunk(&maximum[i], &sum[i], sums.largest[i] * scale, sums.sum[2 * i]);
+#pragma unroll
+    for (int t = 0; t < COLUMNS; t++) {
+        const float4 before = folded[t][threadIdx.x];
+        const float (&next)[4] = sums.total[t];
+        folded[t][threadIdx.x] = make_float4(fold_value(before.x, next[0], shares[0]), fold_value(before.y, next[1], shares[0]),
+                                             fold_value(before.z, next[2], shares[1]), fold_value(before.w, next[3], shares[1]));
+    }
+}
+
+/* One tile of rows and their whole lists. The next tile's scores are made beside this one's weights. */
+template <typename Keys, int KEY, int VALUE, bool FP8>
+static __device__ void attend_wide(WideShared<Keys, KEY, VALUE, FP8> *shared, const Keys &lists, const Attend &a, TileRows rows, int kv) {
+    typedef ListRow<Keys, KEY, VALUE, FP8> Shape;
+    const int block = 32 * WIDE_WARPS, columns = VALUE / 8, lane = threadIdx.x % 32, top = threadIdx.x / 32 * 16,
+              group = a.heads / a.kv_heads, used_rows = (rows.end - rows.first) * group;
+    const ListWalk<Keys> walk = {lists.of(rows.end - 1), lists.slices(kv), 0, 1};
+    const bool works = top < used_rows;
+    auto start = [&](int i) { start_pieces<Keys, KEY, VALUE, FP8, 0, Shape::PIECES, block>(&shared->tiles, walk, i); };
+    auto arrive = [&](int i) {                      /* tile i can be read, and those before i - 1 are done with */
+        wait_for_groups<0>();
+        __syncthreads();
+        if constexpr (FP8) {
+            widen_list_tile<Keys, KEY, VALUE, block>(&shared->tiles, walk.slices, i);
+            __syncthreads();
+        }
+    };
+    name_first(shared->tiles.source, walk);
+    start(0);
+    load_queries<Keys, WIDE_ROWS, KEY, block>(&shared->queries, walk.keys, a, rows, kv * group, group);
+    arrive(0);
+    start(1);
+    const __nv_bfloat16 *queries = shared->queries.values + top * (KEY + 8);
+    const int every = shared->queries.end[0], none = shared->queries.first[WIDE_ROWS - 1];      /* all rows see [none, every) */
+    Sums<columns> sums;
+    float maximum[2] = {-FLT_MAX, -FLT_MAX}, sum[2] = {0, 0}, c[LIST_TILE / 8][4] = {};
+    clear(sums);
+#pragma unroll
+    for (int t = 0; t < columns; t++) shared->folded[t][threadIdx.x] = make_float4(0, 0, 0, 0);
+    if (works) score_rows<KEY>(c, queries, shared->tile(0), Shape::PITCH);
+    for (int i = 0, begin = 0; begin < walk.keys.length; begin = walk.begin(++i)) {
+        const bool last = begin + LIST_TILE >= walk.keys.length;
+        float next[LIST_TILE / 8][4] = {};
+        if (!last) arrive(i + 1);
+        const uint8_t *named = walk.name(i + NAMED_TILES);
+        start(i + 2);
+        if (works && !last) score_rows<KEY>(next, queries, shared->tile(i + 1), Shape::PITCH);
+        if (works) {
+            if (begin < none || begin + LIST_TILE > every) mask_rows(c, shared->queries.first + top, shared->queries.end + top, begin);
+            weigh_rows(sums, c, a.scale * LOG2_E);
+            add_rows(sums, c, shared->tile(i) + Shape::VALUES, Shape::PITCH);
+            if (begin % SPLIT_KEYS + LIST_TILE >= SPLIT_KEYS || last) {
+                fold_wide(shared->folded, maximum, sum, sums, a.scale);
+                clear(sums);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < LIST_TILE / 2; j++) c[j / 4][j % 4] = next[j / 4][j % 4];
+        if (threadIdx.x < LIST_TILE) shared->tiles.source[i % NAMED_TILES][threadIdx.x] = named;
+    }
+#pragma unroll
+    for (int t = 0; t < columns; t++) {
+        const float4 four = shared->folded[t][threadIdx.x];
+        sums.total[t][0] = four.x, sums.total[t][1] = four.y, sums.total[t][2] = four.z, sums.total[t][3] = four.w;
+    }
+    write_sums(sums.total, sum, a.y, shared->queries.vector, top, used_rows, lane % 4 * 2, VALUE);
+}
+
+/* Thread blocks take tiles of long runs and key/value heads in turns, always whole lists. */
+template <typename Keys, int KEY, int VALUE, bool FP8>
+static __global__ void __launch_bounds__(32 * WIDE_WARPS, 1) long_runs(Keys lists, const __grid_constant__ Attend a) {
+    extern __shared__ __align__(128) uint8_t wide_shared[];
+    __shared__ TilePlan plan;
+    const int each = WIDE_ROWS / (a.heads / a.kv_heads), items = lists.tiles(&plan, a, each, WIDE_RUN, INT_MAX) * a.kv_heads;
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+        __syncthreads();                            /* the tile before this one is done with */
+        attend_wide((WideShared<Keys, KEY, VALUE, FP8> *)wide_shared, lists, a, lists.tile(&plan, item / a.kv_heads, a, each),
+                    item % a.kv_heads);
+    }
+}
+
 /* ---- launches */
 
 /* Runs rows in groups whose parts fit: work(first row, rows, chunks) for each, then their merge. */
@@ -3198,28 +3995,76 @@ static void attend_in_groups(const Keys &keys, float *y, int n_rows, int heads, 
     }
 }
 
-template <typename Keys>
-static void attend(const Keys &keys, float *y, const float *q, int n_rows, int heads, int kv_heads, int key_dim, int value_dim,
-                   float scale, int longest) {
-    attend_in_groups(keys, y, n_rows, heads, value_dim, longest, [&](int first, int n, int chunks) {
-        const size_t values = Keys::shared ? 0 : TILE_KEYS * value_dim,
-                     bytes = (TILE_KEYS * (key_dim + 1) + ATTEND_WARPS * key_dim + values) * sizeof(float);
-        const int tiles = divide_up(heads / kv_heads, ATTEND_WARPS), side = chunks < 64 ? chunks : 64;
+/* Work on lists of which each goes to `side` thread blocks, for all rows at once where that is one, or for groups of them. */
+template <typename Launch>
+static void attend_split(const Attend &a, int value_dim, int longest, int side, Launch launch) {
+    if (side == 1) return launch(a);
+    attend_in_groups(KnownLengths{}, a.y, a.n_rows, a.heads, value_dim, longest, [&](int first, int n, int chunks) {
+        Attend part = a;
+        part.parts = partials, part.first_row = first, part.n_rows = n, part.chunks = chunks;
+        launch(part);
+    });
+}
+
+/* In f32. */
+template <typename Keys> static void attend(const Keys &keys, const Attend &a, int key_dim, int value_dim, int longest) {
+    const size_t values = Keys::shared ? 0 : TILE_KEYS * value_dim,
+                 bytes = (TILE_KEYS * (key_dim + 1) + ATTEND_WARPS * key_dim + values) * sizeof(float);
+    const int blocks = a.kv_heads * divide_up(a.heads / a.kv_heads, ATTEND_WARPS), chunks = divide_up(longest, SPLIT_KEYS),
+              side = chunks < 64 ? chunks : 64;
+    attend_split(a, value_dim, longest, side, [&](const Attend &part) {
         allow_shared(attend_kernel<Keys>, bytes);
-        attend_kernel<Keys><<<dim3(n, kv_heads * tiles, side), 32 * ATTEND_WARPS, bytes, gpu.stream>>>(
-            keys, partials, q, first, heads, kv_heads, key_dim, value_dim, scale, chunks);
+        attend_kernel<Keys><<<dim3(part.n_rows, blocks, side), 32 * ATTEND_WARPS, bytes, gpu.stream>>>(keys, part, key_dim, value_dim);
         LAUNCHED();
     });
+}
+
+/* On tensor cores. Where there are tiles enough for every multiprocessor, or lists are short, a thread block takes whole lists. */
+template <typename Keys, int KEY, int VALUE, bool FP8>
+static void attend_tiles(const Keys &keys, const Attend &a, int most_tiles, int longest) {
+    const size_t narrow = sizeof(NarrowShared<Keys, KEY, VALUE, FP8>), middle = sizeof(MiddleShared<Keys, KEY, VALUE, FP8>),
+                 shared = narrow > middle ? narrow : middle, wide = sizeof(WideShared<Keys, KEY, VALUE, FP8>);
+    const bool wide_tiles = std::is_same_v<Keys, HistoryKeys> && a.n_rows >= WIDE_RUN && wide <= gpu.shared_per_block;
+    if (shared > gpu.shared_per_block) return attend(keys, a, KEY, VALUE, longest);
+    const int chunks = divide_up(longest, SPLIT_KEYS), pairs = a.n_rows * a.kv_heads, slots = 2 * gpu.multiprocessors,
+              wanted = wide_tiles || pairs >= 4 * slots ? 1 : divide_up(8 * slots, pairs),
+              side = chunks <= FEW_CHUNKS ? 1 : chunks < wanted ? chunks : wanted;
+    attend_split(a, VALUE, longest, side, [&](const Attend &part) {
+        const int items = most_tiles * a.kv_heads * side;
+        allow_shared(short_runs<Keys, KEY, VALUE, FP8>, shared);
+        short_runs<Keys, KEY, VALUE, FP8>
+            <<<items < slots ? items : slots, 32 * NARROW_WARPS, shared, gpu.stream>>>(
+                keys, part, wide_tiles ? WIDE_RUN - 1 : INT_MAX, side);
+        LAUNCHED();
+    });
+    if (!wide_tiles) return;
+    if constexpr (std::is_same_v<Keys, HistoryKeys>) {
+        const int items = divide_up(a.n_rows, WIDE_RUN) * divide_up(WIDE_RUN, WIDE_ROWS / (a.heads / a.kv_heads)) * a.kv_heads;
+        allow_shared(long_runs<Keys, KEY, VALUE, FP8>, wide);
+        long_runs<Keys, KEY, VALUE, FP8>
+            <<<items < gpu.multiprocessors ? items : gpu.multiprocessors, 32 * WIDE_WARPS, wide, gpu.stream>>>(keys, a);
+        LAUNCHED();
+    }
+}
+
+/* Whether the rows of so many heads fit a tile, and whether pieces of 16 bytes have what they need. */
+static bool suits_tiles(const RowFormat *format, int heads, int kv_heads, int dim) {
+    return format->dtype != KV_F32 && heads / kv_heads <= MIDDLE_ROWS
+           && (format->dtype == KV_BF16 || (format->group % dim == 0 && format->quantised % 16 == 0));
 }
 
 static void sparse_attention(float *z, const float *q, const RowPool *pool, const RowFormat *format, const DeviceRow *locations,
                              const int *count, int capacity, int n_rows, int heads, float scale) {
     const SelectedKeys keys = {*pool, *format, locations, count, capacity, 0};
-    const bool fast = format->dtype != KV_F32 && format->quantised == LATENT && format->plain == TAIL && heads % 16 == 0
-                      && (format->dtype == KV_BF16 || format->group == 128);
+    const bool latent = format->dtype != KV_F32 && format->quantised == LATENT && format->plain == TAIL && heads % 16 == 0
+                        && (format->dtype == KV_BF16 || format->group == 128);
+    const Attend a = {.y = z, .parts = NULL, .q = q, .first_row = 0, .n_rows = n_rows, .heads = heads, .kv_heads = 1, .chunks = 1,
+                      .scale = scale};
     if (!n_rows) return;
-    if (!fast)
-        return attend(keys, z, q, n_rows, heads, 1, format->quantised + format->plain, format->quantised, scale, capacity);
+    if (format->quantised == 128 && format->plain == 32 && suits_tiles(format, heads, 1, 128))
+        return format->dtype == KV_F8 ? attend_tiles<SelectedKeys, 160, 128, true>(keys, a, n_rows, capacity)
+                                      : attend_tiles<SelectedKeys, 160, 128, false>(keys, a, n_rows, capacity);
+    if (!latent) return attend(keys, a, format->quantised + format->plain, format->quantised, capacity);
     attend_in_groups(keys, z, n_rows, heads, LATENT, capacity, [&](int first, int n, int chunks) {
         auto kernel = format->dtype == KV_F8 ? latent_kernel<true> : latent_kernel<false>;
         const size_t bytes = format->dtype == KV_F8 ? sizeof(LatentShared<true>) : sizeof(LatentShared<false>);
@@ -3233,14 +4078,30 @@ static void sparse_attention(float *z, const float *q, const RowPool *pool, cons
 static void dense_attention(float *y, const float *q, const RowPool *pool, const RowFormat *format, const DevicePage *pages,
                             int context_pages, const Row *rows, int n_rows, int heads, int kv_heads, int head_dim, float scale) {
     const HistoryKeys keys = {*pool, *format, pages, rows, context_pages, kv_heads, head_dim, 0};
-    if (n_rows) attend(keys, y, q, n_rows, heads, kv_heads, head_dim, head_dim, scale, context_pages * PAGE_ROWS);
+    const Attend a = {.y = y, .parts = NULL, .q = q, .first_row = 0, .n_rows = n_rows, .heads = heads, .kv_heads = kv_heads,
+                      .chunks = 1, .scale = scale};
+    const int longest = context_pages * PAGE_ROWS;
+    if (!n_rows) return;
+    const bool tiles = suits_tiles(format, heads, kv_heads, head_dim), fp8 = format->dtype == KV_F8;
+    if (tiles && head_dim == 128 && fp8) attend_tiles<HistoryKeys, 128, 128, true>(keys, a, n_rows, longest);
+    else if (tiles && head_dim == 128) attend_tiles<HistoryKeys, 128, 128, false>(keys, a, n_rows, longest);
+    else if (tiles && head_dim == 64 && fp8) attend_tiles<HistoryKeys, 64, 64, true>(keys, a, n_rows, longest);
+    else if (tiles && head_dim == 64) attend_tiles<HistoryKeys, 64, 64, false>(keys, a, n_rows, longest);
+    else attend(keys, a, head_dim, head_dim, longest);
 }
 
 static void block_attention(float *y, const float *q, const float *kv, const uint8_t *ring, const RowFormat *format,
                             int ring_rows, const DraftBlock *blocks, int n_blocks, int block_size, int window, bool causal,
                             int heads, int kv_heads, int head_dim, float scale) {
-    const BlockKeys keys = {ring, *format, kv, blocks, ring_rows, block_size, window, kv_heads, head_dim, causal, 0, 0, 0};
-    if (n_blocks) attend(keys, y, q, n_blocks * block_size, heads, kv_heads, head_dim, head_dim, scale, ring_rows + block_size);
+    const BlockKeys keys = {ring, *format, kv, blocks, ring_rows, block_size, window, kv_heads, head_dim, causal, 0, 0, 0, 0};
+    const Attend a = {.y = y, .parts = NULL, .q = q, .first_row = 0, .n_rows = n_blocks * block_size, .heads = heads,
+                      .kv_heads = kv_heads, .chunks = 1, .scale = scale};
+    const int longest = ring_rows + block_size, most = n_blocks * block_size;
+    if (!n_blocks) return;
+    const bool tiles = suits_tiles(format, heads, kv_heads, head_dim) && format->dtype == KV_BF16;
+    if (tiles && head_dim == 128) attend_tiles<BlockKeys, 128, 128, false>(keys, a, most, longest);
+    else if (tiles && head_dim == 64) attend_tiles<BlockKeys, 64, 64, false>(keys, a, most, longest);
+    else attend(keys, a, head_dim, head_dim, longest);
 }
 
 /* =====================================================================================================================
