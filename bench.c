@@ -2097,7 +2097,7 @@ typedef struct GpuBench {
     float *x, *y;               /* [GPU_VECTORS] f32, random; results */
     int *ints;                  /* [GPU_VECTORS] */
     unsigned *sum;
-    double read;                /* bytes a second */
+    double read, link;          /* bytes a second */
     FILE *csv;
 } GpuBench;
 
@@ -2333,6 +2333,211 @@ static void gpu_attention(GpuBench *bench) {
     free(count);
 }
 
+/* ---- the resolver and the copies of missing rows (paper 3.2 and figure 8)
+ *
+ * Every replay has to find the hot caches as the one before found them, or only the first would miss. So a work goes through a cycle of
+ * selections: some rows belong to all of them, and the others are each time the next `missing` ones of a random order, so many
+ * steps long that the least recently used rule has dropped them all when they come again. Nothing is restored and nothing
+ * subtracted; one more cycle counts the misses, which the line names. Rows lie anywhere in the context, and lists are ascending.
+ */
+
+enum { GPU_BED_SOURCES = 4 };
+
+typedef struct GpuBed {         /* a hierarchy on the GPU where every row is hot or on the host, and its cycle of selections */
+    Cache cache;
+    MissPlan plan;
+    Selection selection;
+    PassReport *report;
+    DeviceRow *locations;
+    Row *rows;                  /* [n_rows] of a step */
+    int *ids;                   /* [steps, n_rows, k] */
+    int n_rows, steps, sources; /* sources: whose rows are fetched; 0: only resolved */
+} GpuBed;
+
+static void bed_work(void *user) {
+    GpuBed *bed = user;
+    for (int step = 0; step < bed->steps; step++) {
+        Selection selection = bed->selection;
+        selection.ids = bed->ids + (size_t)step * (size_t)bed->n_rows * (size_t)selection.capacity;
+        cuda_backend.resolve(&bed->cache, 0, &selection, bed->rows, 0, bed->n_rows, 0, bed->locations, &bed->plan, bed->report);
+        for (int i = 0; i < bed->sources; i++)
+            cuda_backend.fetch_rows(&bed->cache, (SourceId){i}, &bed->plan, bed->rows, 0, bed->n_rows, 0, bed->report);
+    }
+}
+
+static void *gpu_copy(const void *values, size_t bytes) {
+    void *copy = on_gpu(bytes);
+    cuda_backend.copy_bytes(copy, values, bytes);
+    return copy;
+}
+
+/* n page ids that count from `first`, or are all 0. */
+static void *gpu_pages(size_t n, int first) {
+    int32_t *pages = allocate_zeroed(n, sizeof *pages);
+    for (size_t i = 0; i < n && first >= 0; i++) pages[i] = first + (int)i;
+    void *copy = gpu_copy(pages, n * sizeof *pages);
+    free(pages);
+    return copy;
+}
+
+/* host: memory for all their rows, of all sources. */
+static GpuBed open_gpu_bed(uint8_t *host, int sessions, int context, int hot_rows, int k, size_t stride, int sources) {
+    static int members[GPU_BED_SOURCES];
+    GpuBed bed = {.selection.capacity = k};
+    Cache *cache = &bed.cache;
+    *cache = (Cache){.sessions = sessions, .context = context, .context_pages = context / PAGE_ROWS, .sources = sources, .groups = 1,
+                     .member_of = members, .index_topk = k, .hot_rows = hot_rows, .hot_pages = hot_rows / PAGE_ROWS, .tail_ring = 4,
+                     .live_sources = 1, .staging_blocks = sessions, .staging_rows = QUERY_BLOCK * k, .format = {.bytes = stride, .stride = stride}};
+    const size_t n = (size_t)sessions, pages = n * (size_t)cache->context_pages, slots = n * (size_t)hot_rows, most = n * QUERY_BLOCK;
+    int *tail_base = allocate_zeroed(n, sizeof(int)), *tags = allocate_zeroed(slots, sizeof(int));
+    for (size_t i = 0; i < n; i++) tail_base[i] = context;
+    memset(tags, 0xff, slots * sizeof(int));
+    cache->device_pages.n_pages = sessions * cache->hot_pages + 1;
+    cache->host_pages.n_pages = (int)pages;
+    cache->seen = (CacheTables){gpu_copy(tail_base, n * sizeof(int)), gpu_pages(n * 4, -1), gpu_pages(pages, -1),
+                                gpu_pages(n * (size_t)cache->hot_pages, 1), NULL, gpu_pages(pages, 0)};
+    cache->slots = (HotTables){on_gpu(n * 4), gpu_copy(tags, slots * 4), on_gpu(slots * 4), on_gpu(pages * PAGE_ROWS * sizeof(uint16_t))};
+    cache->device = on_gpu((size_t)sources * (size_t)cache->device_pages.n_pages * PAGE_ROWS * stride);
+    cache->staging = on_gpu(most * (size_t)k * stride);
+    cache->host = host;
+    bed.plan = (MissPlan){on_gpu(most * (size_t)k * sizeof(HostRow)), on_gpu(most * (size_t)k * sizeof(DeviceRow)), on_gpu(most * sizeof(int)), 0};
+    bed.locations = on_gpu(most * (size_t)k * sizeof(DeviceRow));
+    bed.report = on_gpu(sizeof *bed.report);
+    free(tail_base);
+    free(tags);
+    return bed;
+}
+
+static void close_gpu_cycle(GpuBed *bed) {
+    cuda_backend.give_back(bed->rows, MEMORY_DEVICE);
+    cuda_backend.give_back(bed->ids, MEMORY_DEVICE);
+}
+
+static void close_gpu_bed(GpuBed *bed) {
+    Cache *cache = &bed->cache;
+    void *taken[] = {cache->seen.tail_base, cache->seen.tail, cache->seen.ready, cache->seen.hot, cache->seen.host, cache->slots.clock,
+                     cache->slots.tag, cache->slots.stamp, cache->slots.slot_of, cache->device, cache->staging, bed->plan.from, bed->plan.to,
+                     bed->plan.count, bed->locations, bed->report};
+    for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) cuda_backend.give_back(taken[i], MEMORY_DEVICE);
+}
+
+static int compare_rows(const void *a, const void *b) { return *(const int *)a - *(const int *)b; }
+
+/* The ascending selections of one session: `queries` lists of k at ids, of which only `distinct` differ. Each has the first k -
+ * missing rows of the order, and the next `missing` from *next on. */
+static void select_from_order(int *ids, const int *order, int k, int missing, int queries, int distinct, int *next) {
+    for (int query = 0; query < queries; query++, ids += k) {
+        if (query < distinct) {
+            memcpy(ids, order, (size_t)(k - missing) * sizeof *ids);
+            memcpy(ids + k - missing, order + *next, (size_t)missing * sizeof *ids);
+            qsort(ids, (size_t)k, sizeof *ids, compare_rows);
+            *next += missing;
+        } else memcpy(ids, ids - (size_t)distinct * (size_t)k, (size_t)k * sizeof *ids);
+    }
+}
+
+/* Steps with `queries` rows a session, each of which misses `missing` rows, that are the same for all but `distinct` of them. */
+static void make_gpu_cycle(GpuBed *bed, int steps, int sessions, int queries, int missing, int distinct) {
+    const int k = bed->selection.capacity, context = bed->cache.context, n = sessions * queries;
+    int *ids = allocate_zeroed((size_t)steps * (size_t)(n * k), sizeof *ids), *order = allocate_zeroed((size_t)context, sizeof *order);
+    Row *rows = allocate_zeroed((size_t)n, sizeof *rows);
+    for (int s = 0; s < sessions; s++) {
+        uint64_t seed = (uint64_t)s;
+        for (int i = 0; i < context; i++) {
+            int other = (int)(draw(&seed) % (uint64_t)(i + 1));
+            order[i] = order[other], order[other] = i;
+        }
+        for (int step = 0, next = k - missing; step < steps; step++)
+            select_from_order(ids + ((size_t)step * (size_t)n + (size_t)(s * queries)) * (size_t)k, order, k, missing, queries, distinct, &next);
+        for (int i = 0; i < queries; i++) rows[s * queries + i] = (Row){s, context - 1, 0};
+    }
+    bed->rows = gpu_copy(rows, (size_t)n * sizeof *rows);
+    bed->ids = gpu_copy(ids, (size_t)steps * (size_t)(n * k) * sizeof *ids);
+    bed->n_rows = n, bed->steps = steps;
+    free(ids), free(order), free(rows);
+}
+
+/* Prints one line, and returns the seconds of a step. sources: whose rows are copied. */
+static double gpu_bed_line(GpuBench *bench, GpuBed *bed, const char *name, int sources) {
+    PassReport report = {0};
+    bed->sources = sources;
+    const double seconds = cuda_seconds(bed_work, bed) / bed->steps;
+    cuda_backend.copy_bytes(bed->report, &report, sizeof report);
+    bed_work(bed);
+    cuda_backend.copy_bytes(&report, bed->report, sizeof report);
+    const double bytes = (double)report.copied / bed->steps * (double)bed->cache.format.stride;
+    printf("%-72s %8.1f us, %7.0f rows missed, %8.2f MB", name, 1e6 * seconds, (double)report.fetched / bed->steps, bytes / 1e6);
+    if (bytes > 0) printf(", %5.1f GB/s %5.1f%% of link", bytes / seconds / 1e9, 100 * bytes / seconds / bench->link);
+    printf("\n");
+    fprintf(bench->csv, "%s,%.9f,%.0f,%.4f\n", name, seconds, bytes, bytes / seconds / bench->link);
+    return seconds;
+}
+
+/* A source of DeepSeek-V4's selecting layers: k 512, rows of 288 bytes, one of which stands for four tokens of the context. */
+static void gpu_short_rows(GpuBench *bench, uint8_t *host) {
+    static const struct { int sessions, hot_rows, missing; } cases[] = {{8, 1024, 0}, {8, 4096, 0}, {8, 8192, 0}, {160, 1024, 0}, {160, 4096, 0},
+                                                                        {160, 8192, 0}, {8, 4096, 77}, {160, 4096, 77}};
+    enum { CONTEXT = 32 << 10, TOPK = 512, STEPS = 64, STRIDE = 288 };     /* 63 * 77 other rows are more than B keeps */
+    for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
+        char name[96];
+        GpuBed bed = open_gpu_bed(host, cases[c].sessions, CONTEXT, cases[c].hot_rows, TOPK, STRIDE, 1);
+        make_gpu_cycle(&bed, cases[c].missing ? STEPS : 8, cases[c].sessions, 1, cases[c].missing, 1);
+        snprintf(name, sizeof name, "resolve, k 512, B %d, %d sessions", cases[c].hot_rows, cases[c].sessions);
+        gpu_bed_line(bench, &bed, name, 0);
+        snprintf(name, sizeof name, "resolve and fetch, k 512, B %d, %d sessions", cases[c].hot_rows, cases[c].sessions);
+        gpu_bed_line(bench, &bed, name, 1);
+        close_gpu_cycle(&bed);
+        close_gpu_bed(&bed);
+    }
+}
+
+/* The share of y's variance that a straight line through the points explains. */
+static double line_fit(const double *x, const double *y, int n) {
+    double sx = 0, sy = 0, xx = 0, yy = 0, xy = 0;
+    for (int i = 0; i < n; i++) sx += x[i] / n, sy += y[i] / n;
+    for (int i = 0; i < n; i++) xx += (x[i] - sx) * (x[i] - sx), yy += (y[i] - sy) * (y[i] - sy), xy += (x[i] - sx) * (y[i] - sy);
+    return xy * xy / (xx * yy);
+}
+
+/* GLM-5.3's shape: k 2,048, blocks of 8 queries, 32 sessions; rows of the paper's 576 bytes and of the 656 that fp8 rows have here,
+ * at their stride. The queries of a block share all of their rows or fewer and fewer, down to none. */
+static void gpu_blocks(GpuBench *bench, uint8_t *host) {
+    enum { SESSIONS = 32, CONTEXT = 64 << 10, TOPK = 2048, HOT = 4096, STEPS = 4 };     /* 4 * 2,048 rows are more than B */
+    static const size_t strides[] = {576, 704};
+    for (int s = 0; s < 2; s++) {
+        char name[96];
+        double bytes[QUERY_BLOCK], seconds[QUERY_BLOCK];
+        GpuBed bed = open_gpu_bed(host, SESSIONS, CONTEXT, HOT, TOPK, strides[s], 1);
+        make_gpu_cycle(&bed, STEPS, SESSIONS, QUERY_BLOCK, 0, 1);
+        snprintf(name, sizeof name, "resolve and fetch, k 2,048, 32 x 8 queries, %zu bytes, no miss", strides[s]);
+        gpu_bed_line(bench, &bed, name, 1);
+        close_gpu_cycle(&bed);
+        for (int distinct = 1; distinct <= QUERY_BLOCK; distinct++) {
+            make_gpu_cycle(&bed, distinct > 1 ? 2 : STEPS, SESSIONS, QUERY_BLOCK, TOPK, distinct);
+            snprintf(name, sizeof name, "resolve and fetch, k 2,048, 32 x 8 queries, %zu bytes, %d different", strides[s], distinct);
+            seconds[distinct - 1] = gpu_bed_line(bench, &bed, name, 1);
+            bytes[distinct - 1] = (double)distinct * SESSIONS * TOPK * (double)strides[s];
+            if (distinct == 1 || distinct == QUERY_BLOCK) gpu_bed_line(bench, &bed, "    of that, resolve", 0);
+            close_gpu_cycle(&bed);
+        }
+        printf("seconds over bytes: R^2 %.5f\n", line_fit(bytes, seconds, QUERY_BLOCK));
+        close_gpu_bed(&bed);
+    }
+}
+
+static void gpu_resolver(GpuBench *bench) {
+    const size_t size = (size_t)160 * (32 << 10) * 288, timed = (size_t)GPU_VECTORS * 4;
+    Error error;
+    uint8_t *host = cuda_backend.take(size, MEMORY_HOST, &error);
+    if (!host) fprintf(stderr, "tide: %s\n", error.text), exit(1);
+    CopyWork down = {bench->y, host, timed};
+    bench->link = (double)timed / cuda_seconds(copy_work, &down);
+    printf("ceiling: host to device, pinned: %.1f GB/s\n", bench->link / 1e9);
+    gpu_short_rows(bench, host);
+    gpu_blocks(bench, host);
+    cuda_backend.give_back(host, MEMORY_HOST);
+}
+
 static bool bench_gpu(EngineOptions options, const char *directory, Error *error) {
     (void)options;
     Figure figure;
@@ -2346,6 +2551,7 @@ static bool bench_gpu(EngineOptions options, const char *directory, Error *error
     gpu_experts(&bench);
     gpu_selection(&bench);
     gpu_attention(&bench);
+    gpu_resolver(&bench);
     void *taken[] = {bench.pool, bench.x, bench.y, bench.ints, bench.sum};
     for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) cuda_backend.give_back(taken[i], MEMORY_DEVICE);
     return end_figure(&figure, NULL, true, error);

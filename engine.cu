@@ -2793,11 +2793,6 @@ static __device__ int direct_page(const Resolver &cache, int session, int positi
                                  : cache.seen.ready[(size_t)session * cache.context_pages + page].id;
 }
 
-static __device__ DeviceRow hot_location(const Resolver &cache, int session, int slot) {
-    const DevicePage page = cache.seen.hot[(size_t)session * cache.hot_pages + slot / PAGE_ROWS];
-    return (DeviceRow){page.id * PAGE_ROWS + slot % PAGE_ROWS};
-}
-
 /* One session's queries while they are resolved together. */
 typedef struct Search {
     int session, tail_base;
@@ -2810,14 +2805,26 @@ typedef struct Search {
     uint32_t now;               /* this resolve, as the stamps count */
 } Search;
 
+enum { MAX_HOT_PAGES = ((int)UINT16_MAX + 1) / (int)PAGE_ROWS };        /* the array of slots counts in 16 bits */
+
 typedef struct ResolveShared {
     int picked[TIERS];
     int low, high;              /* of the rows that are still sought; high < low: none */
+    int open;                   /* slots that no query of the block has hit */
+    unsigned oldest;            /* resolves since the slot used longest ago was */
     int sums[WARP];
+    DevicePage hot[MAX_HOT_PAGES];
     KeyBins bins;
 } ResolveShared;
 
-enum { SOUGHT = -2, NOWHERE = -1, IN_FLIGHT = 4 };      /* IN_FLIGHT: entries a thread looks up at a time, to hide the latency */
+static __device__ DeviceRow hot_location(const ResolveShared *shared, int slot) {
+    return (DeviceRow){shared->hot[slot / PAGE_ROWS].id * PAGE_ROWS + slot % PAGE_ROWS};
+}
+
+/* A location that is still sought holds the row in its place. */
+enum { NOWHERE = -1, IN_FLIGHT = 4 };   /* IN_FLIGHT: entries a thread looks up at a time, to hide the latency */
+static __device__ DeviceRow sought(int row) { return (DeviceRow){-2 - row}; }
+static __device__ int sought_row(DeviceRow location) { return -2 - location.id; }       /* negative: it is found, or nothing */
 
 /* Adds each thread's counts to the block's. */
 static __device__ void count_picked(ResolveShared *shared, Tier tier, int count) {
@@ -2825,7 +2832,8 @@ static __device__ void count_picked(ResolveShared *shared, Tier tier, int count)
     if (threadIdx.x % WARP == 0 && count) atomicAdd(&shared->picked[tier], count);
 }
 
-/* First look: what is found at once gets its location and, in the hot cache, its stamp; the others are sought. */
+/* First look: what is found at once gets its location and, in the hot cache, its stamp; the others are sought. Nothing waits
+ * for the map before it asks the array of slots: what an answer costs is the time it takes, not its bytes. */
 static __device__ void look_up(const Resolver &cache, const Search &search, ResolveShared *shared) {
     int tail = 0, optional = 0, hot = 0, low = INT_MAX, high = -1;
     for (int first = threadIdx.x; first < search.entries; first += IN_FLIGHT * blockDim.x) {
@@ -2834,11 +2842,10 @@ static __device__ void look_up(const Resolver &cache, const Search &search, Reso
         for (int u = 0; u < IN_FLIGHT; u++)
             position[u] = first + u * blockDim.x < search.entries ? search.ids[first + u * blockDim.x] : -1;
 #pragma unroll
-        for (int u = 0; u < IN_FLIGHT; u++)
+        for (int u = 0; u < IN_FLIGHT; u++) {
             page[u] = position[u] < 0 ? 0 : direct_page(cache, search.session, position[u], search.tail_base);
-#pragma unroll
-        for (int u = 0; u < IN_FLIGHT; u++)
-            slot[u] = position[u] < 0 || page[u] || cache.scan ? -1 : search.hot.slot_of[position[u]] - 1;
+            slot[u] = position[u] < 0 || cache.scan ? -1 : search.hot.slot_of[position[u]] - 1;
+        }
 #pragma unroll
         for (int u = 0; u < IN_FLIGHT; u++) {
             if (first + u * blockDim.x >= search.entries) break;
@@ -2847,11 +2854,11 @@ static __device__ void look_up(const Resolver &cache, const Search &search, Reso
                 location.id = page[u] * PAGE_ROWS + position[u] % PAGE_ROWS;
                 tail += position[u] >= search.tail_base, optional += position[u] < search.tail_base;
             } else if (slot[u] >= 0) {
-                location = hot_location(cache, search.session, slot[u]);
+                location = hot_location(shared, slot[u]);
                 search.hot.stamp[slot[u]] = search.now;
                 hot++;
             } else if (position[u] >= 0) {
-                location.id = SOUGHT;
+                location = sought(position[u]);
                 low = min(low, position[u]), high = max(high, position[u]);
             }
             search.locations[first + u * blockDim.x] = location;
@@ -2872,41 +2879,47 @@ static __device__ void scan_tags(const Resolver &cache, const Search &search, ui
     }
 }
 
-/* Four words of the bitmap, from row `first` on, as entries of the plan from number `at` on. to holds the rows themselves. */
-static __device__ void list_bits(const Resolver &cache, const Search &search, const uint4 &words, int first, int at) {
-    const uint32_t word[4] = {words.x, words.y, words.z, words.w};
-    const HostPage *host = cache.seen.host + (size_t)search.session * cache.context_pages;
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        for (uint32_t left = word[i]; left; left &= left - 1, at++) {
-            const int row = first + 32 * i + __ffs(left) - 1;
-            search.from[at].id = (int64_t)host[row / PAGE_ROWS].id * PAGE_ROWS + row % PAGE_ROWS;
-            search.to[at].id = row;
-        }
+/* Words of the bitmap as entries of the plan, by one warp: each lane has the word of the rows from `first` on, whose entries begin
+ * at number `at`. One word after the other is listed, a lane for each bit, so that neighbours write to neighbours. to holds the
+ * rows themselves. */
+static __device__ void list_words(const Resolver &cache, const Search &search, uint32_t word, int first, int at) {
+    const int lane = threadIdx.x % WARP;
+    const HostPage *pages = cache.seen.host + (size_t)search.session * cache.context_pages;
+    const int page = word ? pages[first / PAGE_ROWS].id : 0;
+    for (unsigned left = __ballot_sync(~0u, word != 0); left; left &= left - 1) {
+        const int owner = __ffs(left) - 1;
+        const uint32_t bits = __shfl_sync(~0u, word, owner);
+        const int row = __shfl_sync(~0u, first, owner) + lane, entry = __shfl_sync(~0u, at, owner) + __popc(bits & ((1u << lane) - 1));
+        const int64_t host = __shfl_sync(~0u, page, owner);
+        if (!(bits >> lane & 1)) continue;
+        search.from[entry].id = host * PAGE_ROWS + row % PAGE_ROWS;
+        search.to[entry].id = row;
+    }
 }
 
 /* The union of what is missing (eq. 6), ascending, into the plan; returns how many rows. A context that is larger than the bitmap
  * is gone through in ranges. */
 static __device__ int list_missing(const Resolver &cache, const Search &search, ResolveShared *shared, uint32_t *bits) {
-    const int low = shared->low / 128 * 128, high = shared->high, step = 128 * (int)blockDim.x;
+    const int low = shared->low / 128 * 128, high = shared->high, step = 32 * (int)blockDim.x;
     int listed = 0;
     for (int base = low; base <= high; base += cache.range) {
         const int rows = min(cache.range, (high - base) / 128 * 128 + 128);
-        for (int row = 128 * threadIdx.x; row < rows; row += step) ((uint4 *)bits)[row / 128] = make_uint4(0, 0, 0, 0);
+        for (int row = 128 * threadIdx.x; row < rows; row += 4 * step) ((uint4 *)bits)[row / 128] = make_uint4(0, 0, 0, 0);
         __syncthreads();
         for (int i = threadIdx.x; i < search.entries; i += blockDim.x) {
-            const int row = search.ids[i] - base;
-            if (search.locations[i].id == SOUGHT && row >= 0 && row < rows) atomicOr(&bits[row / 32], 1u << row % 32);
+            const int row = sought_row(search.locations[i]) - base;
+            if (row >= 0 && row < rows) atomicOr(&bits[row / 32], 1u << row % 32);
         }
         __syncthreads();
-        if (cache.scan) scan_tags(cache, search, bits, base, rows);
-        __syncthreads();
+        if (cache.scan) {
+            scan_tags(cache, search, bits, base, rows);
+            __syncthreads();
+        }
         for (int first = 0; first < rows; first += step) {
-            const int row = first + 128 * threadIdx.x;
-            uint4 words = row < rows ? ((uint4 *)bits)[row / 128] : make_uint4(0, 0, 0, 0);
-            const int own = __popc(words.x) + __popc(words.y) + __popc(words.z) + __popc(words.w);
-            int total, at = scan_block(own, shared->sums, &total);
-            list_bits(cache, search, words, base + row, listed + at);
+            const int row = first + 32 * threadIdx.x;
+            const uint32_t word = row < rows ? bits[row / 32] : 0;
+            int total, at = scan_block(__popc(word), shared->sums, &total);
+            list_words(cache, search, word, base + row, listed + at);
             listed += total;
         }
     }
@@ -2915,43 +2928,66 @@ static __device__ int list_missing(const Resolver &cache, const Search &search, 
 }
 
 /* After a scan: the rows that some tag has are in the array too, which says where. */
-static __device__ void locate_scanned(const Resolver &cache, const Search &search, ResolveShared *shared) {
+static __device__ void locate_scanned(const Search &search, ResolveShared *shared) {
     int hot = 0;
     for (int i = threadIdx.x; i < search.entries; i += blockDim.x) {
-        const int slot = search.locations[i].id == SOUGHT ? search.hot.slot_of[search.ids[i]] - 1 : -1;
+        const int row = sought_row(search.locations[i]), slot = row < 0 ? -1 : search.hot.slot_of[row] - 1;
         if (slot < 0) continue;
-        search.locations[i] = hot_location(cache, search.session, slot);
+        search.locations[i] = hot_location(shared, slot);
         hot++;
     }
     count_picked(shared, TIER_HOT, hot);
 }
 
-/* Missing rows take the slots used least recently, ties to the lower slot: the i-th row, ascending, the i-th such slot. All hits
- * have their stamps by now, so none of them is a victim. Returns how many rows found no slot: the first of the plan. */
+/* How many slots no query has hit, and how long ago the oldest of them was used. All hits have their stamps by now. */
+static __device__ void measure_ages(const Resolver &cache, const Search &search, ResolveShared *shared) {
+    int open = 0;
+    unsigned oldest = 0;
+    for (int slot = threadIdx.x; slot < cache.hot_rows; slot += blockDim.x) {
+        const unsigned age = search.now - search.hot.stamp[slot];
+        open += age > 0, oldest = max(oldest, age);
+    }
+    open = __reduce_add_sync(~0u, open), oldest = __reduce_max_sync(~0u, oldest);
+    if (threadIdx.x % WARP == 0) atomicAdd(&shared->open, open), atomicMax(&shared->oldest, oldest);
+    __syncthreads();
+}
+
+/* Missing rows take the slots used least recently, ties to the lower slot: the i-th row, ascending, the i-th such slot. Those
+ * are the slots older than a certain age, and the first ones of that age. Returns how many rows found no slot: the first of
+ * the plan. */
 static __device__ int take_victims(const Resolver &cache, const Search &search, ResolveShared *shared, int missing) {
+    enum { EACH = 4 };          /* slots of a thread that follow each other */
     const uint32_t *stamp = search.hot.stamp;
-    int open, own = 0;
-    for (int slot = threadIdx.x; slot < cache.hot_rows; slot += blockDim.x) own += stamp[slot] != search.now;
-    scan_block(own, shared->sums, &open);
-    const int room = min(missing, open), beyond = missing - room;
+    measure_ages(cache, search, shared);
+    const int room = min(missing, shared->open), beyond = missing - room;
     if (!room) return beyond;
     if (threadIdx.x == 0) shared->bins.wanted = (Wanted){.count = (unsigned)room, .mass = ANY_MASS};
     __syncthreads();
-    auto age = [&](int slot) { return (uint64_t)(search.now - stamp[slot]) << 16 | (uint64_t)(0xffff - slot); };
-    const int shift = search.now < 1u << 8 ? 16 : search.now < 1u << 16 ? 24 : search.now < 1u << 24 ? 32 : 40;
-    const uint64_t cut = find_cut<false>(&shared->bins, cache.hot_rows, shift, age, [](int) { return 0ull; });
-    for (int first = 0, taken = beyond; first < cache.hot_rows; first += blockDim.x) {
-        const int slot = first + threadIdx.x;
-        const bool victim = slot < cache.hot_rows && age(slot) >= cut;
-        int total, at = taken + scan_block(victim, shared->sums, &total);
-        taken += total;
-        if (!victim) continue;
-        const int row = search.to[at].id, old = search.hot.tag[slot];
-        if (old >= 0) search.hot.slot_of[old] = 0;
-        search.hot.tag[slot] = row;
-        search.hot.stamp[slot] = search.now;
-        search.hot.slot_of[row] = (uint16_t)(slot + 1);
-        search.to[at] = hot_location(cache, search.session, slot);
+    auto age_of = [&](int slot) { return (uint64_t)(search.now - stamp[slot]); };
+    const int shift = (31 - __clz(shared->oldest)) / 8 * 8;
+    const unsigned cut = max(1u, (unsigned)find_cut<false>(&shared->bins, cache.hot_rows, shift, age_of, [](int) { return 0ull; }));
+    const unsigned ties = shared->bins.wanted.count;
+    unsigned before = 0;                            /* slots older than the cut, in the upper half, and of its age */
+    for (int first = 0; first < cache.hot_rows; first += EACH * blockDim.x) {
+        unsigned own = 0, age[EACH];
+        for (int u = 0, slot = first + EACH * threadIdx.x; u < EACH; u++, slot++) {
+            age[u] = slot < cache.hot_rows ? search.now - stamp[slot] : 0;
+            own += age[u] > cut ? 1 << 16 : age[u] == cut;
+        }
+        int total;
+        unsigned at = before + (unsigned)scan_block((int)own, shared->sums, &total);
+        before += (unsigned)total;
+        for (int u = 0, slot = first + EACH * threadIdx.x; u < EACH; u++, slot++) {
+            const unsigned older = at >> 16, equal = at & 0xffff;
+            at += age[u] > cut ? 1 << 16 : age[u] == cut;
+            if (age[u] < cut || (age[u] == cut && equal >= ties)) continue;
+            const int entry = beyond + (int)(older + min(equal, ties)), row = search.to[entry].id, old = search.hot.tag[slot];
+            if (old >= 0) search.hot.slot_of[old] = 0;
+            search.hot.tag[slot] = row;
+            search.hot.stamp[slot] = search.now;
+            search.hot.slot_of[row] = (uint16_t)(slot + 1);
+            search.to[entry] = hot_location(shared, slot);
+        }
     }
     return beyond;
 }
@@ -2968,68 +3004,69 @@ static __device__ int find_row(const DeviceRow *rows, int n, int row) {
 }
 
 /* Where sought rows come to lie. The first `beyond` of the plan are staged, from device row `staged` on. */
-static __device__ void locate_missing(const Search &search, const Resolver &cache, ResolveShared *shared, int beyond,
-                                      int staged) {
+static __device__ void locate_missing(const Search &search, ResolveShared *shared, int beyond, int staged) {
     int host = 0;
     for (int i = threadIdx.x; i < search.entries; i += blockDim.x) {
-        if (search.locations[i].id != SOUGHT) continue;
-        const int row = search.ids[i], slot = search.hot.slot_of[row] - 1;
-        search.locations[i] = slot >= 0 ? hot_location(cache, search.session, slot)
-                                        : (DeviceRow){staged + find_row(search.to, beyond, row)};
+        const int row = sought_row(search.locations[i]);
+        if (row < 0) continue;
+        const int slot = search.hot.slot_of[row] - 1;
+        search.locations[i] = slot >= 0 ? hot_location(shared, slot) : (DeviceRow){staged + find_row(search.to, beyond, row)};
         host++;
     }
     count_picked(shared, TIER_HOST, host);
+    if (!beyond) return;
     __syncthreads();
     for (int i = threadIdx.x; i < beyond; i += blockDim.x) search.to[i].id = staged + i;
 }
 
-/* Misses of one session's rows: its plan, their places, and how many there are. */
-static __device__ int place_missing(const Resolver &cache, const Search &search, ResolveShared *shared, uint32_t *bits,
-                                    int staging, PassReport *report) {
-    const int missing = list_missing(cache, search, shared, bits);
-    if (cache.scan) locate_scanned(cache, search, shared);
-    __syncthreads();
-    if (!missing) return 0;
-    const int beyond = take_victims(cache, search, shared, missing);
-    __syncthreads();
-    locate_missing(search, cache, shared, beyond, cache.first_staged + staging * cache.staging_rows);
-    if (threadIdx.x == 0) {
-        atomicAdd(&report->fetched, missing);
-        if (beyond) atomicAdd(&report->staged, beyond);
-    }
-    return missing;
+/* How many blocks of several rows begin in front of row `row` of the run: each has its part of the staging. */
+static __device__ int staging_before(const Row *rows, int begin, int end, int row) {
+    const int r = begin + threadIdx.x;
+    return __syncthreads_count(r < row && r + 1 < end && rows[r].session >= 0 && rows[r + 1].session == rows[r].session
+                               && (r == begin || rows[r - 1].session != rows[r].session));
 }
 
-/* A thread block for each row of the run; the one of a session's first row works for all its rows, at most one for each thread.
- * Inert rows, of no session, are found nowhere. */
+/* A thread block for each row of the run; the one of a session's first row works for all its rows. Inert rows, of no session,
+ * are found nowhere. */
 static __global__ void __launch_bounds__(1024) resolve_blocks(Resolver cache, Selection selection, const Row *rows, int begin,
                                                               int end, DeviceRow *locations, MissPlan plan, PassReport *report) {
     extern __shared__ uint4 bitmap[];
     __shared__ ResolveShared shared;
-    const int row = begin + blockIdx.x, session = rows[row].session, other = begin + threadIdx.x;
+    const int row = begin + blockIdx.x, session = rows[row].session;
     const size_t at = (size_t)row * selection.capacity;
     if (session < 0 || (row > begin && rows[row - 1].session == session)) {
         if (threadIdx.x == 0) plan.count[row] = 0;
         for (int i = threadIdx.x; session < 0 && i < selection.capacity; i += blockDim.x) locations[at + i].id = NOWHERE;
         return;
     }
-    const int n = __syncthreads_count(other < end && rows[other].session == session);
-    const int staging = __syncthreads_count(other < row && rows[other + 1].session == rows[other].session
-                                            && rows[other].session >= 0
-                                            && (other == begin || rows[other - 1].session != rows[other].session));
+    int n = 1;
+#pragma unroll
+    for (int i = 1; i < QUERY_BLOCK; i++) n += row + i < end && rows[row + i].session == session;
     const size_t state = (size_t)session * cache.groups + cache.group;
     const HotCache hot = {cache.slots.tag + state * cache.hot_rows, cache.slots.stamp + state * cache.hot_rows,
                           cache.slots.slot_of + state * cache.context_pages * PAGE_ROWS, cache.slots.clock + state};
     const Search search = {session, cache.seen.tail_base[session], n * selection.capacity, selection.ids + at, locations + at,
                            plan.from + at, plan.to + at, hot, *hot.clock + 1};
+    for (int i = threadIdx.x; i < cache.hot_pages; i += blockDim.x)
+        shared.hot[i] = cache.seen.hot[(size_t)session * cache.hot_pages + i];
     if (threadIdx.x < TIERS) shared.picked[threadIdx.x] = 0;
-    if (threadIdx.x == 0) shared.low = INT_MAX, shared.high = -1;
+    if (threadIdx.x == 0) shared.low = INT_MAX, shared.high = -1, shared.open = 0, shared.oldest = 0;
     __syncthreads();
     look_up(cache, search, &shared);
     __syncthreads();
-    int missing = 0;
-    if (shared.high >= 0) missing = place_missing(cache, search, &shared, (uint32_t *)bitmap, staging, report);
-    __syncthreads();
+    const int missing = shared.high < 0 ? 0 : list_missing(cache, search, &shared, (uint32_t *)bitmap);
+    if (cache.scan && shared.high >= 0) {
+        locate_scanned(search, &shared);
+        __syncthreads();
+    }
+    if (missing) {
+        const int beyond = take_victims(cache, search, &shared, missing);
+        const int staging = beyond ? staging_before(rows, begin, end, row) : 0;
+        __syncthreads();
+        locate_missing(search, &shared, beyond, cache.first_staged + staging * cache.staging_rows);
+        __syncthreads();
+        if (threadIdx.x == 0) atomicAdd(&report->fetched, missing), atomicAdd(&report->staged, beyond);
+    }
     if (threadIdx.x == 0) *hot.clock = search.now, plan.count[row] = missing;
     if (threadIdx.x < TIERS && shared.picked[threadIdx.x]) atomicAdd(&report->picked[threadIdx.x], shared.picked[threadIdx.x]);
 }
