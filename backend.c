@@ -1282,6 +1282,12 @@ static void fetch_rows(Cache *cache, SourceId source, const MissPlan *plan, cons
         memcpy(row_at(&pool, format, plan->to[i]), host + (size_t)plan->from[i].id * format->stride, format->bytes);
 }
 
+/* In C the rows are there when fetch_rows() returns. */
+static void await_rows(const Cache *cache, SourceId source) {
+    (void)cache;
+    (void)source;
+}
+
 static void forget_hot(Cache *cache, int session) {
     for (int g = 0; g < cache->groups; g++) {
         HotCache hot = hot_cache(cache, session, g);
@@ -1955,6 +1961,7 @@ const Backend c_backend = {
     .absorb_query = absorb_query,
     .resolve = resolve,
     .fetch_rows = fetch_rows,
+    .await_rows = await_rows,
     .forget_hot = forget_hot,
     .start_copy = start_copy,
     .finish_copy = finish_copy,

@@ -2352,6 +2352,10 @@ typedef struct GpuBed {         /* a hierarchy on the GPU where every row is hot
     Row *rows;                  /* [n_rows] of a step */
     int *ids;                   /* [steps, n_rows, k] */
     int n_rows, steps, sources; /* sources: whose rows are fetched; 0: only resolved */
+    bool ahead;                 /* all sources' copies are asked for at once, not each in front of its layer */
+    const void *weights;        /* what each layer's compute is: these are read */
+    size_t compute;             /* bytes of them; 0: there is none */
+    unsigned *sum;
 } GpuBed;
 
 static void bed_work(void *user) {
@@ -2360,8 +2364,12 @@ static void bed_work(void *user) {
         Selection selection = bed->selection;
         selection.ids = bed->ids + (size_t)step * (size_t)bed->n_rows * (size_t)selection.capacity;
         cuda_backend.resolve(&bed->cache, 0, &selection, bed->rows, 0, bed->n_rows, 0, bed->locations, &bed->plan, bed->report);
-        for (int i = 0; i < bed->sources; i++)
-            cuda_backend.fetch_rows(&bed->cache, (SourceId){i}, &bed->plan, bed->rows, 0, bed->n_rows, 0, bed->report);
+        for (int i = 0; i < bed->sources; i++) {
+            for (int j = bed->ahead && i ? bed->sources : i; j < (bed->ahead ? bed->sources : i + 1); j++)
+                cuda_backend.fetch_rows(&bed->cache, (SourceId){j}, &bed->plan, bed->rows, 0, bed->n_rows, 0, bed->report);
+            cuda_backend.await_rows(&bed->cache, (SourceId){i});
+            if (bed->compute) cuda_read(bed->weights, bed->compute, bed->sum);
+        }
     }
 }
 
@@ -2381,13 +2389,13 @@ static void *gpu_pages(size_t n, int first) {
 }
 
 /* host: memory for all their rows, of all sources. */
-static GpuBed open_gpu_bed(uint8_t *host, int sessions, int context, int hot_rows, int k, size_t stride, int sources) {
-    static int members[GPU_BED_SOURCES];
+static GpuBed open_gpu_bed(uint8_t *host, int sessions, int context, int hot_rows, int k, const RowFormat *format, int sources) {
+    static int members[GPU_BED_SOURCES] = {0, 1, 2, 3};
     GpuBed bed = {.selection.capacity = k};
     Cache *cache = &bed.cache;
     *cache = (Cache){.sessions = sessions, .context = context, .context_pages = context / PAGE_ROWS, .sources = sources, .groups = 1,
                      .member_of = members, .index_topk = k, .hot_rows = hot_rows, .hot_pages = hot_rows / PAGE_ROWS, .tail_ring = 4,
-                     .live_sources = 1, .staging_blocks = sessions, .staging_rows = QUERY_BLOCK * k, .format = {.bytes = stride, .stride = stride}};
+                     .live_sources = sources, .staging_blocks = sessions, .staging_rows = QUERY_BLOCK * k, .format = *format};
     const size_t n = (size_t)sessions, pages = n * (size_t)cache->context_pages, slots = n * (size_t)hot_rows, most = n * QUERY_BLOCK;
     int *tail_base = allocate_zeroed(n, sizeof(int)), *tags = allocate_zeroed(slots, sizeof(int));
     for (size_t i = 0; i < n; i++) tail_base[i] = context;
@@ -2397,8 +2405,8 @@ static GpuBed open_gpu_bed(uint8_t *host, int sessions, int context, int hot_row
     cache->seen = (CacheTables){gpu_copy(tail_base, n * sizeof(int)), gpu_pages(n * 4, -1), gpu_pages(pages, -1),
                                 gpu_pages(n * (size_t)cache->hot_pages, 1), NULL, gpu_pages(pages, 0)};
     cache->slots = (HotTables){on_gpu(n * 4), gpu_copy(tags, slots * 4), on_gpu(slots * 4), on_gpu(pages * PAGE_ROWS * sizeof(uint16_t))};
-    cache->device = on_gpu((size_t)sources * (size_t)cache->device_pages.n_pages * PAGE_ROWS * stride);
-    cache->staging = on_gpu(most * (size_t)k * stride);
+    cache->device = on_gpu((size_t)sources * (size_t)cache->device_pages.n_pages * PAGE_ROWS * format->stride);
+    cache->staging = on_gpu((size_t)sources * most * (size_t)k * format->stride);
     cache->host = host;
     bed.plan = (MissPlan){on_gpu(most * (size_t)k * sizeof(HostRow)), on_gpu(most * (size_t)k * sizeof(DeviceRow)), on_gpu(most * sizeof(int)), 0};
     bed.locations = on_gpu(most * (size_t)k * sizeof(DeviceRow));
@@ -2465,7 +2473,7 @@ static double gpu_bed_line(GpuBench *bench, GpuBed *bed, const char *name, int s
     cuda_backend.copy_bytes(bed->report, &report, sizeof report);
     bed_work(bed);
     cuda_backend.copy_bytes(&report, bed->report, sizeof report);
-    const double bytes = (double)report.copied / bed->steps * (double)bed->cache.format.stride;
+    const double bytes = (double)report.copied / bed->steps * (double)bed->cache.format.bytes;
     printf("%-72s %8.1f us, %7.0f rows missed, %8.2f MB", name, 1e6 * seconds, (double)report.fetched / bed->steps, bytes / 1e6);
     if (bytes > 0) printf(", %5.1f GB/s %5.1f%% of link", bytes / seconds / 1e9, 100 * bytes / seconds / bench->link);
     printf("\n");
@@ -2475,16 +2483,18 @@ static double gpu_bed_line(GpuBench *bench, GpuBed *bed, const char *name, int s
 
 /* A source of DeepSeek-V4's selecting layers: k 512, rows of 288 bytes, one of which stands for four tokens of the context. */
 static void gpu_short_rows(GpuBench *bench, uint8_t *host) {
-    static const struct { int sessions, hot_rows, missing; } cases[] = {{8, 1024, 0}, {8, 4096, 0}, {8, 8192, 0}, {160, 1024, 0}, {160, 4096, 0},
-                                                                        {160, 8192, 0}, {8, 4096, 77}, {160, 4096, 77}};
-    enum { CONTEXT = 32 << 10, TOPK = 512, STEPS = 64, STRIDE = 288 };     /* 63 * 77 other rows are more than B keeps */
+    static const struct { int sessions, context, hot_rows, missing; } cases[] = {
+        {8, 32 << 10, 1024, 0}, {8, 32 << 10, 4096, 0}, {8, 32 << 10, 8192, 0}, {160, 32 << 10, 1024, 0}, {160, 32 << 10, 4096, 0},
+        {160, 32 << 10, 8192, 0}, {8, 8 << 10, 4096, 77}, {8, 32 << 10, 4096, 77}, {160, 8 << 10, 4096, 77}, {160, 32 << 10, 4096, 77}};
+    enum { TOPK = 512, STEPS = 64 };                /* 63 * 77 other rows are more than B keeps */
+    const RowFormat format = {.bytes = 288, .stride = 320};
     for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
         char name[96];
-        GpuBed bed = open_gpu_bed(host, cases[c].sessions, CONTEXT, cases[c].hot_rows, TOPK, STRIDE, 1);
+        GpuBed bed = open_gpu_bed(host, cases[c].sessions, cases[c].context, cases[c].hot_rows, TOPK, &format, 1);
         make_gpu_cycle(&bed, cases[c].missing ? STEPS : 8, cases[c].sessions, 1, cases[c].missing, 1);
-        snprintf(name, sizeof name, "resolve, k 512, B %d, %d sessions", cases[c].hot_rows, cases[c].sessions);
+        snprintf(name, sizeof name, "resolve, k 512, B %d of %d, %d sessions", cases[c].hot_rows, cases[c].context, cases[c].sessions);
         gpu_bed_line(bench, &bed, name, 0);
-        snprintf(name, sizeof name, "resolve and fetch, k 512, B %d, %d sessions", cases[c].hot_rows, cases[c].sessions);
+        snprintf(name, sizeof name, "resolve and fetch, k 512, B %d of %d, %d sessions", cases[c].hot_rows, cases[c].context, cases[c].sessions);
         gpu_bed_line(bench, &bed, name, 1);
         close_gpu_cycle(&bed);
         close_gpu_bed(&bed);
@@ -2499,24 +2509,24 @@ static double line_fit(const double *x, const double *y, int n) {
     return xy * xy / (xx * yy);
 }
 
-/* GLM-5.3's shape: k 2,048, blocks of 8 queries, 32 sessions; rows of the paper's 576 bytes and of the 656 that fp8 rows have here,
- * at their stride. The queries of a block share all of their rows or fewer and fewer, down to none. */
+/* GLM-5.3's shape: k 2,048, blocks of 8 queries, 32 sessions; rows of the paper's 576 bytes, and of the 656 that fp8 rows have here,
+ * 704 from one to the next. The queries of a block share all of their rows or fewer and fewer, down to none. */
 static void gpu_blocks(GpuBench *bench, uint8_t *host) {
     enum { SESSIONS = 32, CONTEXT = 64 << 10, TOPK = 2048, HOT = 4096, STEPS = 4 };     /* 4 * 2,048 rows are more than B */
-    static const size_t strides[] = {576, 704};
-    for (int s = 0; s < 2; s++) {
+    static const RowFormat formats[] = {{.bytes = 576, .stride = 576}, {.bytes = 656, .stride = 704}};
+    for (int f = 0; f < 2; f++) {
         char name[96];
         double bytes[QUERY_BLOCK], seconds[QUERY_BLOCK];
-        GpuBed bed = open_gpu_bed(host, SESSIONS, CONTEXT, HOT, TOPK, strides[s], 1);
+        GpuBed bed = open_gpu_bed(host, SESSIONS, CONTEXT, HOT, TOPK, &formats[f], 1);
         make_gpu_cycle(&bed, STEPS, SESSIONS, QUERY_BLOCK, 0, 1);
-        snprintf(name, sizeof name, "resolve and fetch, k 2,048, 32 x 8 queries, %zu bytes, no miss", strides[s]);
+        snprintf(name, sizeof name, "resolve and fetch, k 2,048, 32 x 8 queries, %zu bytes, no miss", formats[f].bytes);
         gpu_bed_line(bench, &bed, name, 1);
         close_gpu_cycle(&bed);
         for (int distinct = 1; distinct <= QUERY_BLOCK; distinct++) {
             make_gpu_cycle(&bed, distinct > 1 ? 2 : STEPS, SESSIONS, QUERY_BLOCK, TOPK, distinct);
-            snprintf(name, sizeof name, "resolve and fetch, k 2,048, 32 x 8 queries, %zu bytes, %d different", strides[s], distinct);
+            snprintf(name, sizeof name, "resolve and fetch, k 2,048, 32 x 8 queries, %zu bytes, %d different", formats[f].bytes, distinct);
             seconds[distinct - 1] = gpu_bed_line(bench, &bed, name, 1);
-            bytes[distinct - 1] = (double)distinct * SESSIONS * TOPK * (double)strides[s];
+            bytes[distinct - 1] = (double)distinct * SESSIONS * TOPK * (double)formats[f].bytes;
             if (distinct == 1 || distinct == QUERY_BLOCK) gpu_bed_line(bench, &bed, "    of that, resolve", 0);
             close_gpu_cycle(&bed);
         }
@@ -2525,8 +2535,32 @@ static void gpu_blocks(GpuBench *bench, uint8_t *host) {
     }
 }
 
+/* A producing layer of GLM-5.3 and three that follow it, 77 misses a session, over as many bytes of weights as keep the GPU busy for
+ * some time a layer: what of the copies is left to see. */
+static void gpu_followers(GpuBench *bench, uint8_t *host) {
+    enum { CONTEXT = 16 << 10, TOPK = 2048, HOT = 4096, MISSING = 77, STEPS = 32, COMPUTE = 400 << 20 };     /* 31 * 77 more than B - k keeps */
+    static const int sessions[] = {8, 32};
+    const RowFormat format = {.bytes = 656, .stride = 704};
+    for (int s = 0; s < 2; s++) {
+        char name[96];
+        GpuBed bed = open_gpu_bed(host, sessions[s], CONTEXT, HOT, TOPK, &format, GPU_BED_SOURCES);
+        bed.weights = bench->pool, bed.sum = bench->sum;
+        for (int missing = 0; missing <= MISSING; missing += MISSING) {
+            make_gpu_cycle(&bed, STEPS, sessions[s], 1, missing, 1);
+            for (int ahead = 0; ahead <= 1; ahead++)
+                for (int computes = 0; computes <= 1; computes++) {
+                    bed.ahead = ahead, bed.compute = computes ? COMPUTE : 0;
+                    snprintf(name, sizeof name, "4 layers, %d sessions%s, %s", sessions[s], computes ? " and compute" : "", ahead ? "copies ahead" : "each copy before its layer");
+                    gpu_bed_line(bench, &bed, name, GPU_BED_SOURCES);
+                }
+            close_gpu_cycle(&bed);
+        }
+        close_gpu_bed(&bed);
+    }
+}
+
 static void gpu_resolver(GpuBench *bench) {
-    const size_t size = (size_t)160 * (32 << 10) * 288, timed = (size_t)GPU_VECTORS * 4;
+    const size_t size = (size_t)160 * (32 << 10) * 320, timed = (size_t)GPU_VECTORS * 4;
     Error error;
     uint8_t *host = cuda_backend.take(size, MEMORY_HOST, &error);
     if (!host) fprintf(stderr, "tide: %s\n", error.text), exit(1);
@@ -2535,6 +2569,7 @@ static void gpu_resolver(GpuBench *bench) {
     printf("ceiling: host to device, pinned: %.1f GB/s\n", bench->link / 1e9);
     gpu_short_rows(bench, host);
     gpu_blocks(bench, host);
+    gpu_followers(bench, host);
     cuda_backend.give_back(host, MEMORY_HOST);
 }
 

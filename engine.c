@@ -2364,6 +2364,21 @@ static void release_staging(Cache *cache, int source) {
 #endif
 }
 
+/* Begins the copies of layer i, or has begun them before: in a pass of one run the copies of the layers that follow begin with their
+ * producer's, as many as there are arenas of staging, and each arena's next ones when its last reader is done. So they go on
+ * under the compute in between (paper 3.5). Of several runs a later one may take the slots of an earlier one, and waits. */
+static void fetch_selected(Engine *engine, int i, int begin, int end, int run) {
+    State *state = &engine->state;
+    Cache *cache = &engine->cache;
+    const int ahead = state->n_runs == 1 ? cache->live_sources : 1;
+    for (int source = cache->member_of[i] ? i + ahead - 1 : i;
+         source < i + ahead && source < cache->sources && cache->group_of[source] == cache->group_of[i]; source++) {
+        claim_staging(cache, source);
+        engine->backend->fetch_rows(cache, (SourceId){source}, &state->plan, state->rows, begin, end, run, state->report);
+    }
+    engine->backend->await_rows(cache, (SourceId){i});
+}
+
 /* Each row's attention over its own selection, wherever its rows lie (paper 3.2, 3.5). A producing layer resolves; the layers
  * that follow it have the same rows in the same slots, so they replay its plan on their own payload. */
 static void attend_selection(Engine *engine, int i) {
@@ -2381,10 +2396,7 @@ static void attend_selection(Engine *engine, int i) {
             backend->resolve(cache, cache->group_of[i], &state->selection, state->rows, begin, end, run, state->locations,
                              &state->plan, state->report);
         double resolved = now();
-        if (cache->hot_rows) {
-            claim_staging(cache, i);
-            backend->fetch_rows(cache, (SourceId){i}, &state->plan, state->rows, begin, end, run, state->report);
-        }
+        if (cache->hot_rows) fetch_selected(engine, i, begin, end, run);
         cache->stats.resolve_seconds += resolved - start;
         cache->stats.fetch_seconds += now() - resolved;
         backend->sparse_attention(state->z + (size_t)begin * heads * lora, state->q_absorbed + (size_t)begin * heads * width,

@@ -73,6 +73,7 @@ static struct Transit {         /* between the pipeline's memory and the device'
 } transit;
 
 static bool attention_start(Error *error);
+static bool hierarchy_start(Error *error);
 static bool speculation_start(Error *error);
 
 static bool start(Error *error) {
@@ -99,7 +100,7 @@ static bool start(Error *error) {
     CUDA(cudaStreamCreateWithFlags(&transit.pages, cudaStreamNonBlocking));
     CUDA(cudaEventCreateWithFlags(&transit.passes, cudaEventDisableTiming));
     CUDA(cudaHostAlloc(&transit.pinned, UPLOAD_BYTES, cudaHostAllocDefault));
-    return attention_start(error) && speculation_start(error);
+    return attention_start(error) && hierarchy_start(error) && speculation_start(error);
 }
 
 static size_t available(Memory memory) {
@@ -3116,7 +3117,7 @@ typedef struct Fetch {
     const uint4 *host;
     uint4 *pool, *staging;
     int32_t first_staged;
-    int pieces;                 /* of a row, 16 bytes each */
+    int pieces, stride;         /* of a row, 16 bytes each; from one row to the next */
     int capacity;               /* entries of the plan for each row of the pass */
 } Fetch;
 
@@ -3132,9 +3133,9 @@ static __device__ void find_piece(const Fetch &fetch, const MissPlan &plan, cons
     }
     const size_t at = (size_t)(begin + low) * fetch.capacity + (entry - starts[low]);
     const int32_t row = plan.to[at].id;
-    *from = fetch.host + plan.from[at].id * fetch.pieces + part;
-    *to = (row < fetch.first_staged ? fetch.pool + (size_t)row * fetch.pieces
-                                    : fetch.staging + (size_t)(row - fetch.first_staged) * fetch.pieces) + part;
+    *from = fetch.host + plan.from[at].id * fetch.stride + part;
+    *to = (row < fetch.first_staged ? fetch.pool + (size_t)row * fetch.stride
+                                    : fetch.staging + (size_t)(row - fetch.first_staged) * fetch.stride) + part;
 }
 
 /* Host memory is read a link's round trip away, so every thread asks for several pieces before it waits for any. */
@@ -3167,15 +3168,45 @@ static __global__ void __launch_bounds__(FETCH_THREADS) copy_missing(Fetch fetch
 
 static_assert((int)MAX_PASS_ROWS <= (int)FETCH_THREADS, "each thread counts one row of the run");
 
+enum { LIVE_SOURCES = 4 };      /* of one group: arenas of staging (the paper's chi) */
+
+/* What a producing layer misses, its attention waits for. The layers that follow it need their copies later, so those run beside
+ * the compute in between, one after the other and behind the producer's, which has the link to itself. */
+static struct Beside {
+    cudaStream_t stream;
+    cudaEvent_t asked;          /* all that was asked for before: the plan is made, and nobody reads an arena's last rows any more */
+    cudaEvent_t fetched[LIVE_SOURCES];
+} beside;
+
+static bool hierarchy_start(Error *error) {
+    (void)error;
+    CUDA(cudaStreamCreateWithFlags(&beside.stream, cudaStreamNonBlocking));
+    CUDA(cudaEventCreateWithFlags(&beside.asked, cudaEventDisableTiming));
+    for (int i = 0; i < LIVE_SOURCES; i++) CUDA(cudaEventCreateWithFlags(&beside.fetched[i], cudaEventDisableTiming));
+    return true;
+}
+
 static void fetch_rows(Cache *cache, SourceId source, const MissPlan *plan, const Row *rows, int begin, int end, int run,
                        PassReport *report) {
     (void)rows, (void)run;                          /* the plan says where each block's entries begin */
     if (end <= begin || !cache->hot_rows) return;
+    const int member = cache->member_of[source.id];
     const RowPool pool = row_pool(cache, source);
     const Fetch fetch = {(const uint4 *)host_source_rows(cache, source), (uint4 *)pool.rows, (uint4 *)pool.staging, pool.n_rows,
+                         (int)((cache->format.bytes + sizeof(uint4) - 1) / sizeof(uint4)),
                          (int)(cache->format.stride / sizeof(uint4)), cache->index_topk};
-    copy_missing<<<FETCH_BLOCKS, FETCH_THREADS, 0, gpu.stream>>>(fetch, *plan, begin, end, report);
+    if (member) {
+        CUDA(cudaEventRecord(beside.asked, gpu.stream));
+        CUDA(cudaStreamWaitEvent(beside.stream, beside.asked, 0));
+    }
+    copy_missing<<<FETCH_BLOCKS, FETCH_THREADS, 0, member ? beside.stream : gpu.stream>>>(fetch, *plan, begin, end, report);
     LAUNCHED();
+    if (member) CUDA(cudaEventRecord(beside.fetched[member % LIVE_SOURCES], beside.stream));
+}
+
+static void await_rows(const Cache *cache, SourceId source) {
+    const int member = cache->member_of[source.id];
+    if (member) CUDA(cudaStreamWaitEvent(gpu.stream, beside.fetched[member % LIVE_SOURCES], 0));
 }
 
 /* A session's groups lie behind each other in every table. */
@@ -4042,7 +4073,7 @@ extern "C" void cuda_allocate(int *lengths, const float *scores, const int *limi
 
 extern "C" const Backend cuda_backend = {
     .name = "cuda",
-    .live_sources = 1,
+    .live_sources = LIVE_SOURCES,
     .shares_memory = false,
     .start = start,
     .available = available,
@@ -4065,6 +4096,7 @@ extern "C" const Backend cuda_backend = {
     .index_select = index_select,
     .resolve = resolve,
     .fetch_rows = fetch_rows,
+    .await_rows = await_rows,
     .forget_hot = forget_hot,
     .start_copy = start_copy,
     .finish_copy = finish_copy,

@@ -918,9 +918,11 @@ struct Backend {
     void (*resolve)(Cache *cache, int group, const Selection *selection, const Row *rows, int begin, int end, int run,
                     DeviceRow *locations, MissPlan *plan, PassReport *report);
 
-    /* Copies what that run planned from the host to the hot cache and the staging of one source. */
+    /* Copies what that run planned from the host to the hot cache and the staging of one source. The copy of a following layer may
+     * go on beside what is asked for next; await_rows() comes before the first operation that reads the source's rows. */
     void (*fetch_rows)(Cache *cache, SourceId source, const MissPlan *plan, const Row *rows, int begin, int end, int run,
                        PassReport *report);
+    void (*await_rows)(const Cache *cache, SourceId source);
 
     /* The hot caches of a session, one in each group, are empty from now on and their clocks at 0. */
     void (*forget_hot)(Cache *cache, int session);

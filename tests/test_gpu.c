@@ -1331,6 +1331,46 @@ static void test_resolve(void) {
     twin_passes("beyond the bitmap, scan", make_twins(2, 5000000, 1, 256, 300, LOOKUP_SCAN, 0.9), 6, 8, 1500, false);
 }
 
+/* Puts some milliseconds of work on the stream: a pass that is still in flight when what comes next is asked for. */
+static void put_long_work(const void *block, size_t bytes, unsigned *sum) {
+    for (int i = 0; i < 100; i++) cuda_read(block, bytes, sum);
+}
+
+/* A copy of a page begins when all passes that were asked for before it are over: a page that history is lent, or a tail takes,
+ * may still be read by the last of them, and a page that is backed up still be written. */
+static void test_page_copies(void) {
+    enum { BUSY = 256 << 20 };
+    Twins t = make_twins(1, 300, 1, 8, 16, LOOKUP_DIRECT, 0.5);
+    give_rows(&t);
+    Cache *cache = &t.gpu;
+    const size_t bytes = PAGE_ROWS * cache->format.stride;
+    uint8_t *busy = to_device(NULL, BUSY), *page = cache->device + 2 * bytes, *host = t.host + bytes, *read = to_device(NULL, bytes);
+    unsigned *sum = to_device(NULL, sizeof *sum);
+    void *before = from_device(page, bytes), *written = malloc(bytes);
+    memset(written, 0x5a, bytes);
+    void *source = to_device(written, bytes);
+    for (int round = 0; round < 3; round++) {
+        Transfer transfer = {.count = PAGE_ROWS, .device = {2}, .host = {1}};
+        cuda_backend.copy_bytes(page, before, bytes);
+        put_long_work(busy, BUSY, sum);
+        cuda_begin_copy(read, page, bytes);         /* the pass reads the page, */
+        cuda_backend.start_copy(cache, &transfer);
+        CHECK(!cuda_backend.finish_copy(cache, &transfer, false), "a copy into a page waits for the pass that reads it");
+        CHECK(cuda_backend.finish_copy(cache, &transfer, true), "and is complete in the end");
+        CHECK(same_on_device(read, before, bytes), "a page is not overwritten under its last reader");
+        CHECK(same_on_device(page, host, bytes), "a page has the host's bytes");
+        put_long_work(busy, BUSY, sum);
+        cuda_begin_copy(page, source, bytes);       /* or it writes the page */
+        transfer.to_host = true;
+        cuda_backend.start_copy(cache, &transfer);
+        CHECK(cuda_backend.finish_copy(cache, &transfer, true) && !memcmp(host, written, bytes), "a page is backed up as the pass left it");
+        memset(host, round, bytes);
+    }
+    free_device(busy), free_device(read), free_device(sum), free_device(source);
+    free(before), free(written);
+    free_twins(&t);
+}
+
 /* ---------------------------------------------------------------------------------------------------------------------
  * Sampling and acceptance
  */
@@ -1994,6 +2034,7 @@ int main(void) {
     RUN(test_dense_attention);
     RUN(test_block_attention);
     RUN(test_resolve);
+    RUN(test_page_copies);
     RUN(test_accept);
     RUN(test_candidates);
     RUN(test_predict_lengths);
