@@ -2538,21 +2538,19 @@ static void gpu_blocks(GpuBench *bench, uint8_t *host) {
 /* A producing layer of GLM-5.3 and three that follow it, 77 misses a session, over as many bytes of weights as keep the GPU busy for
  * some time a layer: what of the copies is left to see. */
 static void gpu_followers(GpuBench *bench, uint8_t *host) {
-    enum { CONTEXT = 16 << 10, TOPK = 2048, HOT = 4096, MISSING = 77, STEPS = 32, COMPUTE = 400 << 20 };     /* 31 * 77 more than B - k keeps */
+    enum { CONTEXT = 16 << 10, TOPK = 2048, HOT = 4096, MISSING = 77, STEPS = 32, COMPUTE = 200 << 20 };     /* 31 * 77 are more than B - k */
     static const int sessions[] = {8, 32};
     const RowFormat format = {.bytes = 656, .stride = 704};
     for (int s = 0; s < 2; s++) {
         char name[96];
         GpuBed bed = open_gpu_bed(host, sessions[s], CONTEXT, HOT, TOPK, &format, GPU_BED_SOURCES);
-        bed.weights = bench->pool, bed.sum = bench->sum;
-        for (int missing = 0; missing <= MISSING; missing += MISSING) {
-            make_gpu_cycle(&bed, STEPS, sessions[s], 1, missing, 1);
-            for (int ahead = 0; ahead <= 1; ahead++)
-                for (int computes = 0; computes <= 1; computes++) {
-                    bed.ahead = ahead, bed.compute = computes ? COMPUTE : 0;
-                    snprintf(name, sizeof name, "4 layers, %d sessions%s, %s", sessions[s], computes ? " and compute" : "", ahead ? "copies ahead" : "each copy before its layer");
-                    gpu_bed_line(bench, &bed, name, GPU_BED_SOURCES);
-                }
+        bed.weights = bench->pool, bed.compute = COMPUTE, bed.sum = bench->sum;
+        for (int turn = 0; turn < 3; turn++) {
+            static const char *const names[] = {"nothing missed", "each copy in front of its layer", "copies beside the layers before"};
+            make_gpu_cycle(&bed, STEPS, sessions[s], 1, turn ? MISSING : 0, 1);
+            bed.ahead = turn == 2;
+            snprintf(name, sizeof name, "4 layers, k 2,048, %d sessions, %s", sessions[s], names[turn]);
+            gpu_bed_line(bench, &bed, name, GPU_BED_SOURCES);
             close_gpu_cycle(&bed);
         }
         close_gpu_bed(&bed);
@@ -2573,6 +2571,133 @@ static void gpu_resolver(GpuBench *bench) {
     cuda_backend.give_back(host, MEMORY_HOST);
 }
 
+/* ---- the operations around a draft pass: Qwen3-4B with its DFlash drafter, 8 sessions
+ *
+ * What a round has beside the two models' products: candidates, draws, what predicts lengths and divides the budget. The products of
+ * both models alone, without attention or norms, stand for the round, so it is longer and the shares are smaller.
+ */
+
+enum { DRAFT_SESSIONS = 8, DRAFT_WIDTH = 16, DRAFT_SLOTS = 15, DRAFT_VOCAB = 151936, DRAFT_RANK = 256, DRAFT_VERIFIED = 8 };
+
+typedef struct DraftWork {
+    GpuBench *bench;
+    Drafts drafts;
+    DraftBlock *blocks;
+    Matrix predecessor, successor;
+    LengthPredictor predictor;
+} DraftWork;
+
+static void draft_candidates_work(void *user) {
+    DraftWork *work = user;
+    const Drafts *drafts = &work->drafts;
+    for (int slot = 0; slot < DRAFT_SLOTS; slot++)
+        cuda_backend.candidates(drafts->ids + slot * CANDIDATES, drafts->scores + slot * CANDIDATES, DRAFT_SLOTS * CANDIDATES,
+                                work->bench->x + (size_t)(slot * DRAFT_SESSIONS) * DRAFT_VOCAB, DRAFT_SESSIONS, DRAFT_VOCAB, NULL);
+}
+
+static void draft_features_work(void *user) {
+    DraftWork *work = user;
+    const Drafts *drafts = &work->drafts;
+    for (int slot = 0; slot < DRAFT_SLOTS; slot++)
+        cuda_backend.length_features(drafts->features + slot * DVL_FEATURES, DRAFT_SLOTS * DVL_FEATURES, drafts->scores + slot * CANDIDATES,
+                                     DRAFT_SLOTS * CANDIDATES, work->bench->x + (size_t)(slot * DRAFT_SESSIONS) * DRAFT_VOCAB, DRAFT_SESSIONS, DRAFT_VOCAB);
+}
+
+static void draft_draws_work(void *user) {
+    DraftWork *work = user;
+    for (int slot = 0; slot < DRAFT_SLOTS; slot++) cuda_backend.draw_drafts(&work->drafts, slot, work->blocks, DRAFT_SESSIONS, ACCEPT_COUPLED);
+}
+
+static void draft_path_work(void *user) {
+    DraftWork *work = user;
+    cuda_backend.select_path(&work->drafts, work->bench->x, &work->predecessor, &work->successor, work->blocks, DRAFT_SESSIONS, ACCEPT_COUPLED);
+}
+
+static void draft_lengths_work(void *user) {
+    DraftWork *work = user;
+    cuda_backend.predict_lengths(work->drafts.survival, work->drafts.features, DRAFT_SESSIONS, &work->predictor, NULL);
+}
+
+/* The products of `layers` layers of Qwen3-4B over n rows, and of its head over `finals` of them, with weights that follow each other
+ * through the pool. */
+static void put_products(GpuBench *bench, int layers, int n, int finals, size_t *at) {
+    static const int shapes[][2] = {{4096, 2560}, {1024, 2560}, {1024, 2560}, {2560, 4096}, {9728, 2560}, {9728, 2560}, {2560, 9728}, {DRAFT_VOCAB, 2560}};
+    for (int layer = 0; layer <= layers; layer++)
+        for (int i = layer < layers ? 0 : 7; i < (layer < layers ? 7 : 8); i++) {
+            const size_t bytes = 2 * (size_t)shapes[i][0] * (size_t)shapes[i][1];
+            if (*at + bytes > (size_t)GPU_POOL * 1024) *at = 0;
+            const Matrix w = {.data = bench->pool + *at, .dtype = DTYPE_BF16, .rows = shapes[i][0], .cols = shapes[i][1], .scale_cols = shapes[i][1] / SCALE_BLOCK};
+            *at += bytes;
+            cuda_backend.linear(bench->y, (size_t)w.rows, bench->x, (size_t)w.cols, i < 7 ? n : finals, &w);
+        }
+}
+
+/* The target's 36 layers over the rows that are verified, and the drafter's 5 over its blocks. */
+static void round_work(void *user) {
+    DraftWork *work = user;
+    size_t at = 0;
+    put_products(work->bench, 36, DRAFT_SESSIONS * DRAFT_VERIFIED, DRAFT_SESSIONS * DRAFT_VERIFIED, &at);
+    put_products(work->bench, 5, DRAFT_SESSIONS * DRAFT_WIDTH, DRAFT_SESSIONS * DRAFT_SLOTS, &at);
+}
+
+/* Seconds of dividing the budget and packing the blocks' rows, which the CPU does. */
+static double divide_seconds(DraftWork *work) {
+    enum { TIMES = 1000 };
+    int lengths[DRAFT_SESSIONS], limits[DRAFT_SESSIONS], ends = 0;
+    Row rows[DRAFT_SESSIONS * DRAFT_WIDTH];
+    for (int i = 0; i < DRAFT_SESSIONS; i++) limits[i] = DRAFT_WIDTH;
+    double start = now();
+    for (int i = 0; i < TIMES; i++) {
+        cuda_backend.allocate(lengths, work->drafts.survival, limits, DRAFT_SESSIONS, DRAFT_SLOTS, DRAFT_SESSIONS * DRAFT_VERIFIED);
+        for (int j = 0; j < DRAFT_SESSIONS; j++) work->blocks[j].count = lengths[j];
+        ends += cuda_backend.pack_blocks(rows, work->blocks, DRAFT_SESSIONS, DRAFT_SESSIONS * DRAFT_WIDTH);
+    }
+    return ends ? (now() - start) / TIMES : 0;
+}
+
+static void *pinned_block(size_t bytes) {
+    Error error;
+    void *block = cuda_backend.take(bytes, MEMORY_HOST, &error);
+    if (!block) fprintf(stderr, "tide: %s\n", error.text), exit(1);
+    return block;
+}
+
+static void gpu_drafts(GpuBench *bench) {
+    enum { HISTORY = 2048, SLOTS = DRAFT_SESSIONS * DRAFT_SLOTS };
+    static const int widths[] = {DRAFT_SLOTS * DVL_FEATURES, 256, 160, DRAFT_SLOTS};     /* the spec's guess at 112 K parameters */
+    static const char *const names[] = {"candidates", "features of lengths", "draws", "DFlash 2's walk", "prediction of lengths", "division and packing (CPU)"};
+    static void (*const works[])(void *) = {draft_candidates_work, draft_features_work, draft_draws_work, draft_path_work, draft_lengths_work};
+    DraftWork work = {.bench = bench, .blocks = pinned_block(DRAFT_SESSIONS * sizeof *work.blocks), .predictor.layers = 3,
+                      .predecessor = {.data = bench->pool, .dtype = DTYPE_BF16, .rows = DRAFT_VOCAB, .cols = DRAFT_RANK, .scale_cols = 2},
+                      .drafts = {.slots = DRAFT_SLOTS, .blocks = DRAFT_SESSIONS, .ids = on_gpu(SLOTS * CANDIDATES * sizeof(int)),
+                                 .scores = on_gpu(SLOTS * CANDIDATES * sizeof(float)), .features = on_gpu(SLOTS * DVL_FEATURES * sizeof(float)),
+                                 .tokens = pinned_block(SLOTS * sizeof(int)), .survival = pinned_block(SLOTS * sizeof(float))}};
+    int *history = pinned_block(DRAFT_SESSIONS * HISTORY * sizeof *history);
+    work.successor = work.predecessor;
+    work.successor.data += (size_t)DRAFT_VOCAB * DRAFT_RANK * 2;
+    for (int i = 0; i < DRAFT_SESSIONS; i++)
+        work.blocks[i] = (DraftBlock){.session = i, .position = HISTORY / 2, .ids = history + i * HISTORY, .stream = (uint64_t)i,
+                                      .sampling = {.temperature = 0.7f, .top_p = 0.95f, .repeat_penalty = 1, .seed = 1}};
+    for (int l = 0; l < 3; l++) {
+        work.predictor.weight[l] = (Matrix){.data = (const uint8_t *)bench->x, .dtype = DTYPE_F32, .rows = widths[l + 1], .cols = widths[l], .scale_cols = 3};
+        work.predictor.bias[l] = bench->x;
+    }
+    double round = cuda_seconds(round_work, &work), seconds[6], sum = 0;
+    for (int i = 0; i < 5; i++) seconds[i] = cuda_seconds(works[i], &work);
+    seconds[5] = divide_seconds(&work);
+    printf("products of a round of Qwen3-4B and its drafter, 8 sessions, 64 rows verified: %.1f us\n", 1e6 * round);
+    for (int i = 0; i < 6; i++) {
+        sum += i == 3 ? 0 : seconds[i];
+        printf("%-58s %10.1f us %6.2f%% of it\n", names[i], 1e6 * seconds[i], 100 * seconds[i] / round);
+        fprintf(bench->csv, "round: %s,%.9f,0,%.4f\n", names[i], seconds[i], seconds[i] / round);
+    }
+    printf("all of DFlash's: %.1f us, %.2f%% of the round with them; what lengths cost: %.2f%%\n", 1e6 * sum, 100 * sum / (round + sum),
+           100 * (seconds[1] + seconds[4] + seconds[5]) / (round + sum));
+    void *taken[] = {work.drafts.ids, work.drafts.scores, work.drafts.features}, *pinned[] = {work.blocks, history, work.drafts.tokens, work.drafts.survival};
+    for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) cuda_backend.give_back(taken[i], MEMORY_DEVICE);
+    for (size_t i = 0; i < sizeof pinned / sizeof *pinned; i++) cuda_backend.give_back(pinned[i], MEMORY_HOST);
+}
+
 static bool bench_gpu(EngineOptions options, const char *directory, Error *error) {
     (void)options;
     Figure figure;
@@ -2587,6 +2712,7 @@ static bool bench_gpu(EngineOptions options, const char *directory, Error *error
     gpu_selection(&bench);
     gpu_attention(&bench);
     gpu_resolver(&bench);
+    gpu_drafts(&bench);
     void *taken[] = {bench.pool, bench.x, bench.y, bench.ints, bench.sum};
     for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) cuda_backend.give_back(taken[i], MEMORY_DEVICE);
     return end_figure(&figure, NULL, true, error);

@@ -2778,7 +2778,7 @@ typedef struct Resolver {
     int group, groups, context_pages, hot_pages, tail_ring, hot_rows, staging_rows;
     int32_t first_staged;       /* device rows from here on are staging's */
     bool scan;                  /* LOOKUP_SCAN */
-    int range;                  /* rows that the bitmap holds at once, a multiple of 128 */
+    int range;                  /* rows that the bitmap holds at once, a multiple of QUAD */
 } Resolver;
 
 static Resolver resolver_of(const Cache *cache, int group) {
@@ -2806,26 +2806,40 @@ typedef struct Search {
     uint32_t now;               /* this resolve, as the stamps count */
 } Search;
 
-enum { MAX_HOT_PAGES = ((int)UINT16_MAX + 1) / (int)PAGE_ROWS };        /* the array of slots counts in 16 bits */
+enum {
+    MAX_HOT_PAGES = ((int)UINT16_MAX + 1) / (int)PAGE_ROWS,     /* the array of slots counts in 16 bits */
+    AGES = KEY_BINS,            /* ages of slots that are counted one by one; the last stands for all that are older */
+    QUAD = 128,                 /* rows of four words of the bitmap, which one thread counts */
+    NOWHERE = -1,
+    IN_FLIGHT = 4,              /* entries a thread looks at together, to hide the latency */
+};
 
 typedef struct ResolveShared {
     int picked[TIERS];
     int low, high;              /* of the rows that are still sought; high < low: none */
-    int open;                   /* slots that no query of the block has hit */
-    unsigned oldest;            /* resolves since the slot used longest ago was */
+    int base;                   /* row of the bitmap's first bit */
+    unsigned ages[AGES];        /* slots by how many resolves ago they were used */
+    unsigned oldest;            /* of them */
     int sums[WARP];
     DevicePage hot[MAX_HOT_PAGES];
     KeyBins bins;
 } ResolveShared;
 
+/* What is missing, a bit for each row of a part of the context, in dynamic shared memory. */
+typedef struct Missing {
+    uint32_t *bits;             /* [range / 32] */
+    int *before;                /* [range / QUAD] entries of the plan that lie before those rows */
+} Missing;
+
 static __device__ DeviceRow hot_location(const ResolveShared *shared, int slot) {
     return (DeviceRow){shared->hot[slot / PAGE_ROWS].id * PAGE_ROWS + slot % PAGE_ROWS};
 }
 
-/* A location that is still sought holds the row in its place. */
-enum { NOWHERE = -1, IN_FLIGHT = 4 };   /* IN_FLIGHT: entries a thread looks up at a time, to hide the latency */
+/* What stands in place of a location until it is known: the row that is sought, or which entry of the plan brings it. */
 static __device__ DeviceRow sought(int row) { return (DeviceRow){-2 - row}; }
-static __device__ int sought_row(DeviceRow location) { return -2 - location.id; }       /* negative: it is found, or nothing */
+static __device__ int sought_row(DeviceRow location) { return -2 - location.id; }       /* negative: something else */
+static __device__ DeviceRow planned(int entry) { return (DeviceRow){INT32_MIN + entry}; }
+static __device__ int planned_entry(DeviceRow location) { return location.id < -2 - MAX_CONTEXT ? location.id - INT32_MIN : -1; }
 
 /* Adds each thread's counts to the block's. */
 static __device__ void count_picked(ResolveShared *shared, Tier tier, int count) {
@@ -2870,154 +2884,213 @@ static __device__ void look_up(const Resolver &cache, const Search &search, Reso
     if (threadIdx.x % WARP == 0 && high >= 0) atomicMin(&shared->low, low), atomicMax(&shared->high, high);
 }
 
-/* The paper's lookup: each tag of the hot cache asks whether its row is sought, stamps its slot and takes the bit away. */
-static __device__ void scan_tags(const Resolver &cache, const Search &search, uint32_t *bits, int base, int rows) {
-    for (int slot = threadIdx.x; slot < cache.hot_rows; slot += blockDim.x) {
-        const int row = search.hot.tag[slot] - base;
-        if (search.hot.tag[slot] < 0 || row < 0 || row >= rows || !(bits[row / 32] >> row % 32 & 1)) continue;
-        search.hot.stamp[slot] = search.now;
-        atomicAnd(&bits[row / 32], ~(1u << row % 32));
+/* visit(i, location) for every entry of the selections. */
+template <typename Visit> static __device__ void each_location(const Search &search, Visit visit) {
+    for (int first = threadIdx.x; first < search.entries; first += IN_FLIGHT * blockDim.x) {
+        DeviceRow location[IN_FLIGHT];
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; u++)
+            if (first + u * blockDim.x < search.entries) location[u] = search.locations[first + u * blockDim.x];
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; u++)
+            if (first + u * blockDim.x < search.entries) visit(first + u * blockDim.x, location[u]);
     }
 }
 
-/* Words of the bitmap as entries of the plan, by one warp: each lane has the word of the rows from `first` on, whose entries begin
- * at number `at`. One word after the other is listed, a lane for each bit, so that neighbours write to neighbours. to holds the
- * rows themselves. */
-static __device__ void list_words(const Resolver &cache, const Search &search, uint32_t word, int first, int at) {
+/* The paper's lookup: each tag of the hot cache asks whether its row is sought, stamps its slot and takes the bit away. */
+static __device__ void scan_tags(const Resolver &cache, const Search &search, const Missing &missing, int base, int rows) {
+    for (int slot = threadIdx.x; slot < cache.hot_rows; slot += blockDim.x) {
+        const int row = search.hot.tag[slot] - base;
+        if (search.hot.tag[slot] < 0 || row < 0 || row >= rows || !(missing.bits[row / 32] >> row % 32 & 1)) continue;
+        search.hot.stamp[slot] = search.now;
+        atomicAnd(&missing.bits[row / 32], ~(1u << row % 32));
+    }
+}
+
+/* Which entry of the plan brings that row of the bitmap, or -1. */
+static __device__ int entry_of(const Missing &missing, int row) {
+    const int word = row / 32, quad = row / QUAD;
+    if (!(missing.bits[word] >> row % 32 & 1)) return -1;
+    int entry = missing.before[quad] + __popc(missing.bits[word] & ((1u << row % 32) - 1));
+    for (int w = quad * (QUAD / 32); w < word; w++) entry += __popc(missing.bits[w]);
+    return entry;
+}
+
+/* The bits of a warp's words as entries of the plan: lane l has the word of the rows from `first` on, whose entries begin at number
+ * `at`. One word after the other is listed, a lane for each bit, so that neighbours write to neighbours. to holds the rows
+ * themselves. */
+static __device__ void list_words(const Search &search, uint32_t word, int first, int host_page, int at) {
     const int lane = threadIdx.x % WARP;
-    const HostPage *pages = cache.seen.host + (size_t)search.session * cache.context_pages;
-    const int page = word ? pages[first / PAGE_ROWS].id : 0;
     for (unsigned left = __ballot_sync(~0u, word != 0); left; left &= left - 1) {
-        const int owner = __ffs(left) - 1;
+        const int owner = __ffs(left) - 1, row = __shfl_sync(~0u, first, owner) + lane;
         const uint32_t bits = __shfl_sync(~0u, word, owner);
-        const int row = __shfl_sync(~0u, first, owner) + lane, entry = __shfl_sync(~0u, at, owner) + __popc(bits & ((1u << lane) - 1));
-        const int64_t host = __shfl_sync(~0u, page, owner);
+        const int entry = __shfl_sync(~0u, at, owner) + __popc(bits & ((1u << lane) - 1));
+        const int64_t page = __shfl_sync(~0u, host_page, owner);
         if (!(bits >> lane & 1)) continue;
-        search.from[entry].id = host * PAGE_ROWS + row % PAGE_ROWS;
+        search.from[entry].id = page * PAGE_ROWS + row % PAGE_ROWS;
         search.to[entry].id = row;
     }
 }
 
-/* The union of what is missing (eq. 6), ascending, into the plan; returns how many rows. A context that is larger than the bitmap
- * is gone through in ranges. */
-static __device__ int list_missing(const Resolver &cache, const Search &search, ResolveShared *shared, uint32_t *bits) {
-    const int low = shared->low / 128 * 128, high = shared->high, step = 32 * (int)blockDim.x;
-    int listed = 0;
-    for (int base = low; base <= high; base += cache.range) {
-        const int rows = min(cache.range, (high - base) / 128 * 128 + 128);
-        for (int row = 128 * threadIdx.x; row < rows; row += 4 * step) ((uint4 *)bits)[row / 128] = make_uint4(0, 0, 0, 0);
-        __syncthreads();
-        for (int i = threadIdx.x; i < search.entries; i += blockDim.x) {
-            const int row = sought_row(search.locations[i]) - base;
-            if (row >= 0 && row < rows) atomicOr(&bits[row / 32], 1u << row % 32);
-        }
-        __syncthreads();
-        if (cache.scan) {
-            scan_tags(cache, search, bits, base, rows);
-            __syncthreads();
-        }
-        for (int first = 0; first < rows; first += step) {
-            const int row = first + 32 * threadIdx.x;
-            const uint32_t word = row < rows ? bits[row / 32] : 0;
-            int total, at = scan_block(__popc(word), shared->sums, &total);
-            list_words(cache, search, word, base + row, listed + at);
-            listed += total;
-        }
-    }
+/* Lists one range of rows, behind `listed` entries; returns how many there are then. */
+static __device__ int list_range(const Resolver &cache, const Search &search, ResolveShared *shared, const Missing &missing,
+                                 int base, int rows, int listed) {
+    const HostPage *pages = cache.seen.host + (size_t)search.session * cache.context_pages;
+    for (int row = QUAD * threadIdx.x; row < rows; row += QUAD * blockDim.x)
+        ((uint4 *)missing.bits)[row / QUAD] = make_uint4(0, 0, 0, 0);
     __syncthreads();
+    each_location(search, [&](int, DeviceRow location) {
+        const int row = sought_row(location) - base;
+        if (row >= 0 && row < rows) atomicOr(&missing.bits[row / 32], 1u << row % 32);
+    });
+    __syncthreads();
+    if (cache.scan) {
+        scan_tags(cache, search, missing, base, rows);
+        __syncthreads();
+    }
+    for (int first = 0; first < rows; first += QUAD * blockDim.x) {
+        const int row = first + QUAD * threadIdx.x;
+        const uint4 quad = row < rows ? ((uint4 *)missing.bits)[row / QUAD] : make_uint4(0, 0, 0, 0);
+        const uint32_t word[4] = {quad.x, quad.y, quad.z, quad.w};
+        int page[2], total;
+        for (int i = 0; i < 2; i++) page[i] = word[2 * i] | word[2 * i + 1] ? pages[(base + row) / PAGE_ROWS + i].id : 0;
+        int at = listed + scan_block(__popc(word[0]) + __popc(word[1]) + __popc(word[2]) + __popc(word[3]), shared->sums, &total);
+        if (row < rows) missing.before[row / QUAD] = at;
+        for (int i = 0; i < 4; i++) {
+            list_words(search, word[i], base + row + 32 * i, page[i / 2], at);
+            at += __popc(word[i]);
+        }
+        listed += total;
+    }
     return listed;
 }
 
-/* After a scan: the rows that some tag has are in the array too, which says where. */
-static __device__ void locate_scanned(const Search &search, ResolveShared *shared) {
-    int hot = 0;
-    for (int i = threadIdx.x; i < search.entries; i += blockDim.x) {
-        const int row = sought_row(search.locations[i]), slot = row < 0 ? -1 : search.hot.slot_of[row] - 1;
-        if (slot < 0) continue;
-        search.locations[i] = hot_location(shared, slot);
-        hot++;
+/* The union of what is missing (eq. 6), ascending, into the plan; returns how many rows. A context that is larger than the bitmap
+ * is gone through in ranges, of which the last one stays. */
+static __device__ int list_missing(const Resolver &cache, const Search &search, ResolveShared *shared, const Missing &missing) {
+    const int low = shared->low / QUAD * QUAD, high = shared->high;
+    int listed = 0;
+    for (int base = low; base <= high; base += cache.range) {
+        if (base > low) {                           /* the bitmap is about to go: what it says of the range before */
+            __syncthreads();
+            each_location(search, [&](int i, DeviceRow location) {
+                const int row = sought_row(location) - base + cache.range;
+                const int entry = row >= 0 && row < cache.range ? entry_of(missing, row) : -1;
+                if (entry >= 0) search.locations[i] = planned(entry);
+            });
+            __syncthreads();
+        }
+        if (threadIdx.x == 0) shared->base = base;
+        listed = list_range(cache, search, shared, missing, base, min(cache.range, (high - base) / QUAD * QUAD + QUAD), listed);
     }
-    count_picked(shared, TIER_HOT, hot);
+    return listed;
 }
 
-/* How many slots no query has hit, and how long ago the oldest of them was used. All hits have their stamps by now. */
-static __device__ void measure_ages(const Resolver &cache, const Search &search, ResolveShared *shared) {
-    int open = 0;
+/* Counts the slots by age. All hits of a direct look-up have their stamps by now. */
+static __device__ void count_ages(const Resolver &cache, const Search &search, ResolveShared *shared) {
     unsigned oldest = 0;
-    for (int slot = threadIdx.x; slot < cache.hot_rows; slot += blockDim.x) {
-        const unsigned age = search.now - search.hot.stamp[slot];
-        open += age > 0, oldest = max(oldest, age);
+    for (int first = threadIdx.x; first < cache.hot_rows; first += IN_FLIGHT * blockDim.x) {
+        unsigned age[IN_FLIGHT];
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; u++)
+            if (first + u * blockDim.x < cache.hot_rows) age[u] = search.now - search.hot.stamp[first + u * blockDim.x];
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; u++)
+            if (first + u * blockDim.x < cache.hot_rows) {
+                atomicAdd(&shared->ages[min(age[u], AGES - 1u)], 1u);
+                oldest = max(oldest, age[u]);
+            }
     }
-    open = __reduce_add_sync(~0u, open), oldest = __reduce_max_sync(~0u, oldest);
-    if (threadIdx.x % WARP == 0) atomicAdd(&shared->open, open), atomicMax(&shared->oldest, oldest);
-    __syncthreads();
+    oldest = __reduce_max_sync(~0u, oldest);
+    if (threadIdx.x % WARP == 0) atomicMax(&shared->oldest, oldest);
 }
 
-/* Missing rows take the slots used least recently, ties to the lower slot: the i-th row, ascending, the i-th such slot. Those
- * are the slots older than a certain age, and the first ones of that age. Returns how many rows found no slot: the first of
- * the plan. */
-static __device__ int take_victims(const Resolver &cache, const Search &search, ResolveShared *shared, int missing) {
-    enum { EACH = 4 };          /* slots of a thread that follow each other */
-    const uint32_t *stamp = search.hot.stamp;
-    measure_ages(cache, search, shared);
-    const int room = min(missing, shared->open), beyond = missing - room;
-    if (!room) return beyond;
-    if (threadIdx.x == 0) shared->bins.wanted = (Wanted){.count = (unsigned)room, .mass = ANY_MASS};
+/* Who gives way: the slots older than `age`, and the first `ties` of that age. */
+typedef struct Cut { unsigned age, ties; } Cut;
+
+/* The cut that `room` slots lie behind; each warp finds it for itself. */
+static __device__ Cut cut_ages(const Resolver &cache, const Search &search, ResolveShared *shared, unsigned room) {
+    enum { EACH = AGES / WARP };
+    const int lane = threadIdx.x % WARP, first = AGES - 1 - lane * EACH;
+    unsigned own = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) own += shared->ages[first - i];
+    unsigned sum = own;
+    for (int step = 1; step < WARP; step *= 2) {
+        const unsigned other = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += other;
+    }
+    Cut cut = {(unsigned)first, room - (sum - own)};
+    for (int i = 0; i < EACH - 1 && cut.ties > shared->ages[first - i]; i++) cut.ties -= shared->ages[first - i], cut.age--;
+    const int owner = __ffs(__ballot_sync(~0u, sum >= room)) - 1;
+    cut = {__shfl_sync(~0u, cut.age, owner), __shfl_sync(~0u, cut.ties, owner)};
+    if (cut.age < AGES - 1) return cut;
+    if (cut.ties == shared->ages[AGES - 1]) return {AGES - 2, 0};
+    if (threadIdx.x == 0) shared->bins.wanted = (Wanted){.count = room, .mass = ANY_MASS};
     __syncthreads();
+    const uint32_t *stamp = search.hot.stamp;
     auto age_of = [&](int slot) { return (uint64_t)(search.now - stamp[slot]); };
     const int shift = (31 - __clz(shared->oldest)) / 8 * 8;
-    const unsigned cut = max(1u, (unsigned)find_cut<false>(&shared->bins, cache.hot_rows, shift, age_of, [](int) { return 0ull; }));
-    const unsigned ties = shared->bins.wanted.count;
+    const unsigned age = (unsigned)find_cut<false>(&shared->bins, cache.hot_rows, shift, age_of, [](int) { return 0ull; });
+    return {age, shared->bins.wanted.count};
+}
+
+/* Missing rows take the slots used least recently, ties to the lower slot: the i-th row, ascending, the i-th such slot. Returns
+ * how many rows found no slot: the first of the plan. */
+static __device__ int take_victims(const Resolver &cache, const Search &search, ResolveShared *shared, int missing) {
+    const int room = min(missing, cache.hot_rows - (int)shared->ages[0]), beyond = missing - room;
+    if (!room) return beyond;
+    const Cut cut = cut_ages(cache, search, shared, (unsigned)room);
     unsigned before = 0;                            /* slots older than the cut, in the upper half, and of its age */
-    for (int first = 0; first < cache.hot_rows; first += EACH * blockDim.x) {
-        unsigned own = 0, age[EACH];
-        for (int u = 0, slot = first + EACH * threadIdx.x; u < EACH; u++, slot++) {
-            age[u] = slot < cache.hot_rows ? search.now - stamp[slot] : 0;
-            own += age[u] > cut ? 1 << 16 : age[u] == cut;
+    for (int first = 0; first < cache.hot_rows; first += IN_FLIGHT * blockDim.x) {
+        const int slot = first + IN_FLIGHT * threadIdx.x;           /* and those that follow it */
+        unsigned age[IN_FLIGHT], own = 0;
+        int old[IN_FLIGHT], entry[IN_FLIGHT], row[IN_FLIGHT], total;
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; u++) {
+            age[u] = slot + u < cache.hot_rows ? search.now - search.hot.stamp[slot + u] : 0;
+            old[u] = slot + u < cache.hot_rows ? search.hot.tag[slot + u] : -1;
         }
-        int total;
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; u++) own += age[u] > cut.age ? 1 << 16 : age[u] == cut.age;
         unsigned at = before + (unsigned)scan_block((int)own, shared->sums, &total);
         before += (unsigned)total;
-        for (int u = 0, slot = first + EACH * threadIdx.x; u < EACH; u++, slot++) {
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; u++) {
             const unsigned older = at >> 16, equal = at & 0xffff;
-            at += age[u] > cut ? 1 << 16 : age[u] == cut;
-            if (age[u] < cut || (age[u] == cut && equal >= ties)) continue;
-            const int entry = beyond + (int)(older + min(equal, ties)), row = search.to[entry].id, old = search.hot.tag[slot];
-            if (old >= 0) search.hot.slot_of[old] = 0;
-            search.hot.tag[slot] = row;
-            search.hot.stamp[slot] = search.now;
-            search.hot.slot_of[row] = (uint16_t)(slot + 1);
-            search.to[entry] = hot_location(shared, slot);
+            const bool victim = slot + u < cache.hot_rows && (age[u] > cut.age || (age[u] == cut.age && equal < cut.ties));
+            entry[u] = victim ? beyond + (int)(older + min(equal, cut.ties)) : -1;
+            row[u] = victim ? search.to[entry[u]].id : 0;
+            at += age[u] > cut.age ? 1 << 16 : age[u] == cut.age;
+        }
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; u++) {
+            if (entry[u] < 0) continue;
+            if (old[u] >= 0) search.hot.slot_of[old[u]] = 0;
+            search.hot.tag[slot + u] = row[u];
+            search.hot.stamp[slot + u] = search.now;
+            search.hot.slot_of[row[u]] = (uint16_t)(slot + u + 1);
+            search.to[entry[u]] = hot_location(shared, slot + u);
         }
     }
     return beyond;
 }
 
-/* Which of n ascending rows that is. */
-static __device__ int find_row(const DeviceRow *rows, int n, int row) {
-    int low = 0;
-    for (int high = n - 1; low < high;) {
-        const int middle = (low + high) / 2;
-        if (rows[middle].id < row) low = middle + 1;
-        else high = middle;
-    }
-    return low;
-}
-
-/* Where sought rows come to lie. The first `beyond` of the plan are staged, from device row `staged` on. */
-static __device__ void locate_missing(const Search &search, ResolveShared *shared, int beyond, int staged) {
-    int host = 0;
-    for (int i = threadIdx.x; i < search.entries; i += blockDim.x) {
-        const int row = sought_row(search.locations[i]);
-        if (row < 0) continue;
-        const int slot = search.hot.slot_of[row] - 1;
-        search.locations[i] = slot >= 0 ? hot_location(shared, slot) : (DeviceRow){staged + find_row(search.to, beyond, row)};
-        host++;
-    }
-    count_picked(shared, TIER_HOST, host);
-    if (!beyond) return;
-    __syncthreads();
+/* Where sought rows come to lie: where the plan brings them, and what a scan has found has a slot by now. The first `beyond` of
+ * the plan are staged, from device row `staged` on. */
+static __device__ void locate_sought(const Search &search, ResolveShared *shared, const Missing &missing, int beyond, int staged) {
+    int hot = 0, host = 0;
     for (int i = threadIdx.x; i < beyond; i += blockDim.x) search.to[i].id = staged + i;
+    if (beyond) __syncthreads();
+    each_location(search, [&](int i, DeviceRow location) {
+        const int row = sought_row(location);
+        if (row < 0) return;
+        int entry = planned_entry(location);
+        if (entry < 0 && row >= shared->base) entry = entry_of(missing, row - shared->base);
+        search.locations[i] = entry >= 0 ? search.to[entry] : hot_location(shared, search.hot.slot_of[row] - 1);
+        hot += entry < 0, host += entry >= 0;
+    });
+    count_picked(shared, TIER_HOT, hot), count_picked(shared, TIER_HOST, host);
 }
 
 /* How many blocks of several rows begin in front of row `row` of the run: each has its part of the staging. */
@@ -3025,6 +3098,23 @@ static __device__ int staging_before(const Row *rows, int begin, int end, int ro
     const int r = begin + threadIdx.x;
     return __syncthreads_count(r < row && r + 1 < end && rows[r].session >= 0 && rows[r + 1].session == rows[r].session
                                && (r == begin || rows[r - 1].session != rows[r].session));
+}
+
+/* What the first look did not find: its plan, its places; returns how many rows are missing. */
+static __device__ int place_missing(const Resolver &cache, const Search &search, ResolveShared *shared, const Missing &missing,
+                                    const Row *rows, int begin, int end, int row, PassReport *report) {
+    if (!cache.scan) count_ages(cache, search, shared);
+    const int n = list_missing(cache, search, shared, missing);
+    if (cache.scan) count_ages(cache, search, shared);
+    __syncthreads();
+    const int beyond = n ? take_victims(cache, search, shared, n) : 0;
+    const int staging = beyond ? staging_before(rows, begin, end, row) : 0;
+    __syncthreads();
+    locate_sought(search, shared, missing, beyond, cache.first_staged + staging * cache.staging_rows);
+    if (threadIdx.x == 0 && n) atomicAdd(&report->fetched, n);
+    if (threadIdx.x == 0 && beyond) atomicAdd(&report->staged, beyond);
+    __syncthreads();
+    return n;
 }
 
 /* A thread block for each row of the run; the one of a session's first row works for all its rows. Inert rows, of no session,
@@ -3048,27 +3138,17 @@ static __global__ void __launch_bounds__(1024) resolve_blocks(Resolver cache, Se
                           cache.slots.slot_of + state * cache.context_pages * PAGE_ROWS, cache.slots.clock + state};
     const Search search = {session, cache.seen.tail_base[session], n * selection.capacity, selection.ids + at, locations + at,
                            plan.from + at, plan.to + at, hot, *hot.clock + 1};
+    const Missing missing = {(uint32_t *)bitmap, (int *)((uint32_t *)bitmap + cache.range / 32)};
     for (int i = threadIdx.x; i < cache.hot_pages; i += blockDim.x)
         shared.hot[i] = cache.seen.hot[(size_t)session * cache.hot_pages + i];
+    for (int i = threadIdx.x; i < AGES; i += blockDim.x) shared.ages[i] = 0;
     if (threadIdx.x < TIERS) shared.picked[threadIdx.x] = 0;
-    if (threadIdx.x == 0) shared.low = INT_MAX, shared.high = -1, shared.open = 0, shared.oldest = 0;
+    if (threadIdx.x == 0) shared.low = INT_MAX, shared.high = -1, shared.oldest = 0;
     __syncthreads();
     look_up(cache, search, &shared);
     __syncthreads();
-    const int missing = shared.high < 0 ? 0 : list_missing(cache, search, &shared, (uint32_t *)bitmap);
-    if (cache.scan && shared.high >= 0) {
-        locate_scanned(search, &shared);
-        __syncthreads();
-    }
-    if (missing) {
-        const int beyond = take_victims(cache, search, &shared, missing);
-        const int staging = beyond ? staging_before(rows, begin, end, row) : 0;
-        __syncthreads();
-        locate_missing(search, &shared, beyond, cache.first_staged + staging * cache.staging_rows);
-        __syncthreads();
-        if (threadIdx.x == 0) atomicAdd(&report->fetched, missing), atomicAdd(&report->staged, beyond);
-    }
-    if (threadIdx.x == 0) *hot.clock = search.now, plan.count[row] = missing;
+    const int planned_rows = shared.high < 0 ? 0 : place_missing(cache, search, &shared, missing, rows, begin, end, row, report);
+    if (threadIdx.x == 0) *hot.clock = search.now, plan.count[row] = planned_rows;
     if (threadIdx.x < TIERS && shared.picked[threadIdx.x]) atomicAdd(&report->picked[threadIdx.x], shared.picked[threadIdx.x]);
 }
 
@@ -3099,11 +3179,10 @@ static void resolve(Cache *cache, int group, const Selection *selection, const R
         LAUNCHED();
         return;
     }
-    const size_t spare = gpu.shared_per_block - 2 * sizeof(ResolveShared);
-    const size_t rows_at_once = spare * 8 < (size_t)1 << 20 ? spare * 8 : (size_t)1 << 20;
-    const int context = divide_up(cache->context_pages * PAGE_ROWS, 128) * 128;
-    resolver.range = (size_t)context < rows_at_once ? context : (int)(rows_at_once / 128 * 128);
-    const size_t bytes = (size_t)resolver.range / 8;
+    const size_t quad = QUAD / 8 + sizeof(int), quads = (gpu.shared_per_block - 2 * sizeof(ResolveShared)) / quad,
+                 context = (size_t)divide_up(cache->context_pages * PAGE_ROWS, QUAD);
+    resolver.range = QUAD * (int)(context < quads ? context : quads);
+    const size_t bytes = (size_t)resolver.range / QUAD * quad;
     allow_shared(resolve_blocks, bytes + sizeof(ResolveShared));
     const int threads = n > gpu.multiprocessors ? 512 : 1024;           /* two thread blocks fit a multiprocessor, or one */
     resolve_blocks<<<n, threads, bytes, gpu.stream>>>(resolver, *selection, rows, begin, end, locations, *plan, report);
