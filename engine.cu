@@ -2851,6 +2851,7 @@ static __device__ void count_picked(ResolveShared *shared, Tier tier, int count)
  * for the map before it asks the array of slots: what an answer costs is the time it takes, not its bytes. */
 static __device__ void look_up(const Resolver &cache, const Search &search, ResolveShared *shared) {
     int tail = 0, optional = 0, hot = 0, low = INT_MAX, high = -1;
+#pragma unroll 1
     for (int first = threadIdx.x; first < search.entries; first += IN_FLIGHT * blockDim.x) {
         int position[IN_FLIGHT], page[IN_FLIGHT], slot[IN_FLIGHT];
 #pragma unroll
@@ -2886,6 +2887,7 @@ static __device__ void look_up(const Resolver &cache, const Search &search, Reso
 
 /* visit(i, location) for every entry of the selections. */
 template <typename Visit> static __device__ void each_location(const Search &search, Visit visit) {
+#pragma unroll 1
     for (int first = threadIdx.x; first < search.entries; first += IN_FLIGHT * blockDim.x) {
         DeviceRow location[IN_FLIGHT];
 #pragma unroll
@@ -2899,6 +2901,7 @@ template <typename Visit> static __device__ void each_location(const Search &sea
 
 /* The paper's lookup: each tag of the hot cache asks whether its row is sought, stamps its slot and takes the bit away. */
 static __device__ void scan_tags(const Resolver &cache, const Search &search, const Missing &missing, int base, int rows) {
+#pragma unroll 1
     for (int slot = threadIdx.x; slot < cache.hot_rows; slot += blockDim.x) {
         const int row = search.hot.tag[slot] - base;
         if (search.hot.tag[slot] < 0 || row < 0 || row >= rows || !(missing.bits[row / 32] >> row % 32 & 1)) continue;
@@ -2909,11 +2912,15 @@ static __device__ void scan_tags(const Resolver &cache, const Search &search, co
 
 /* Which entry of the plan brings that row of the bitmap, or -1. */
 static __device__ int entry_of(const Missing &missing, int row) {
-    const int word = row / 32, quad = row / QUAD;
-    if (!(missing.bits[word] >> row % 32 & 1)) return -1;
-    int entry = missing.before[quad] + __popc(missing.bits[word] & ((1u << row % 32) - 1));
-    for (int w = quad * (QUAD / 32); w < word; w++) entry += __popc(missing.bits[w]);
-    return entry;
+    const uint4 quad = ((const uint4 *)missing.bits)[row / QUAD];
+    const uint32_t word[4] = {quad.x, quad.y, quad.z, quad.w};
+    int entry = missing.before[row / QUAD];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int below = min(max(row % QUAD - 32 * i, 0), 32);
+        entry += __popc(word[i] & (uint32_t)((1ull << below) - 1));
+    }
+    return missing.bits[row / 32] >> row % 32 & 1 ? entry : -1;
 }
 
 /* The bits of a warp's words as entries of the plan: lane l has the word of the rows from `first` on, whose entries begin at number
@@ -2936,6 +2943,7 @@ static __device__ void list_words(const Search &search, uint32_t word, int first
 static __device__ int list_range(const Resolver &cache, const Search &search, ResolveShared *shared, const Missing &missing,
                                  int base, int rows, int listed) {
     const HostPage *pages = cache.seen.host + (size_t)search.session * cache.context_pages;
+#pragma unroll 1
     for (int row = QUAD * threadIdx.x; row < rows; row += QUAD * blockDim.x)
         ((uint4 *)missing.bits)[row / QUAD] = make_uint4(0, 0, 0, 0);
     __syncthreads();
@@ -2948,6 +2956,7 @@ static __device__ int list_range(const Resolver &cache, const Search &search, Re
         scan_tags(cache, search, missing, base, rows);
         __syncthreads();
     }
+#pragma unroll 1
     for (int first = 0; first < rows; first += QUAD * blockDim.x) {
         const int row = first + QUAD * threadIdx.x;
         const uint4 quad = row < rows ? ((uint4 *)missing.bits)[row / QUAD] : make_uint4(0, 0, 0, 0);
@@ -2989,6 +2998,7 @@ static __device__ int list_missing(const Resolver &cache, const Search &search, 
 /* Counts the slots by age. All hits of a direct look-up have their stamps by now. */
 static __device__ void count_ages(const Resolver &cache, const Search &search, ResolveShared *shared) {
     unsigned oldest = 0;
+#pragma unroll 1
     for (int first = threadIdx.x; first < cache.hot_rows; first += IN_FLIGHT * blockDim.x) {
         unsigned age[IN_FLIGHT];
 #pragma unroll
@@ -3006,10 +3016,11 @@ static __device__ void count_ages(const Resolver &cache, const Search &search, R
 }
 
 /* Who gives way: the slots older than `age`, and the first `ties` of that age. */
-typedef struct Cut { unsigned age, ties; } Cut;
+typedef struct Victims { unsigned age, ties; } Victims;
 
-/* The cut that `room` slots lie behind; each warp finds it for itself. */
-static __device__ Cut cut_ages(const Resolver &cache, const Search &search, ResolveShared *shared, unsigned room) {
+/* The `room` slots that give way. Each warp finds out by itself; only among slots as old as the last of the ages the block has to
+ * look closer. */
+static __device__ Victims choose_victims(const Resolver &cache, const Search &search, ResolveShared *shared, unsigned room) {
     enum { EACH = AGES / WARP };
     const int lane = threadIdx.x % WARP, first = AGES - 1 - lane * EACH;
     unsigned own = 0;
@@ -3020,12 +3031,12 @@ static __device__ Cut cut_ages(const Resolver &cache, const Search &search, Reso
         const unsigned other = __shfl_up_sync(~0u, sum, step);
         if (lane >= step) sum += other;
     }
-    Cut cut = {(unsigned)first, room - (sum - own)};
-    for (int i = 0; i < EACH - 1 && cut.ties > shared->ages[first - i]; i++) cut.ties -= shared->ages[first - i], cut.age--;
+    Victims victims = {(unsigned)first, room - (sum - own)};
+    for (int i = 0; i < EACH - 1 && victims.ties > shared->ages[first - i]; i++) victims.ties -= shared->ages[first - i], victims.age--;
     const int owner = __ffs(__ballot_sync(~0u, sum >= room)) - 1;
-    cut = {__shfl_sync(~0u, cut.age, owner), __shfl_sync(~0u, cut.ties, owner)};
-    if (cut.age < AGES - 1) return cut;
-    if (cut.ties == shared->ages[AGES - 1]) return {AGES - 2, 0};
+    victims = {__shfl_sync(~0u, victims.age, owner), __shfl_sync(~0u, victims.ties, owner)};
+    if (victims.age < AGES - 1) return victims;
+    if (victims.ties == shared->ages[AGES - 1]) return {AGES - 2, 0};
     if (threadIdx.x == 0) shared->bins.wanted = (Wanted){.count = room, .mass = ANY_MASS};
     __syncthreads();
     const uint32_t *stamp = search.hot.stamp;
@@ -3040,8 +3051,9 @@ static __device__ Cut cut_ages(const Resolver &cache, const Search &search, Reso
 static __device__ int take_victims(const Resolver &cache, const Search &search, ResolveShared *shared, int missing) {
     const int room = min(missing, cache.hot_rows - (int)shared->ages[0]), beyond = missing - room;
     if (!room) return beyond;
-    const Cut cut = cut_ages(cache, search, shared, (unsigned)room);
+    const Victims victims = choose_victims(cache, search, shared, (unsigned)room);
     unsigned before = 0;                            /* slots older than the cut, in the upper half, and of its age */
+#pragma unroll 1
     for (int first = 0; first < cache.hot_rows; first += IN_FLIGHT * blockDim.x) {
         const int slot = first + IN_FLIGHT * threadIdx.x;           /* and those that follow it */
         unsigned age[IN_FLIGHT], own = 0;
@@ -3052,16 +3064,16 @@ static __device__ int take_victims(const Resolver &cache, const Search &search, 
             old[u] = slot + u < cache.hot_rows ? search.hot.tag[slot + u] : -1;
         }
 #pragma unroll
-        for (int u = 0; u < IN_FLIGHT; u++) own += age[u] > cut.age ? 1 << 16 : age[u] == cut.age;
+        for (int u = 0; u < IN_FLIGHT; u++) own += age[u] > victims.age ? 1 << 16 : age[u] == victims.age;
         unsigned at = before + (unsigned)scan_block((int)own, shared->sums, &total);
         before += (unsigned)total;
 #pragma unroll
         for (int u = 0; u < IN_FLIGHT; u++) {
             const unsigned older = at >> 16, equal = at & 0xffff;
-            const bool victim = slot + u < cache.hot_rows && (age[u] > cut.age || (age[u] == cut.age && equal < cut.ties));
-            entry[u] = victim ? beyond + (int)(older + min(equal, cut.ties)) : -1;
+            const bool victim = slot + u < cache.hot_rows && (age[u] > victims.age || (age[u] == victims.age && equal < victims.ties));
+            entry[u] = victim ? beyond + (int)(older + min(equal, victims.ties)) : -1;
             row[u] = victim ? search.to[entry[u]].id : 0;
-            at += age[u] > cut.age ? 1 << 16 : age[u] == cut.age;
+            at += age[u] > victims.age ? 1 << 16 : age[u] == victims.age;
         }
 #pragma unroll
         for (int u = 0; u < IN_FLIGHT; u++) {
@@ -3080,6 +3092,7 @@ static __device__ int take_victims(const Resolver &cache, const Search &search, 
  * the plan are staged, from device row `staged` on. */
 static __device__ void locate_sought(const Search &search, ResolveShared *shared, const Missing &missing, int beyond, int staged) {
     int hot = 0, host = 0;
+#pragma unroll 1
     for (int i = threadIdx.x; i < beyond; i += blockDim.x) search.to[i].id = staged + i;
     if (beyond) __syncthreads();
     each_location(search, [&](int i, DeviceRow location) {
@@ -3139,6 +3152,7 @@ static __global__ void __launch_bounds__(1024) resolve_blocks(Resolver cache, Se
     const Search search = {session, cache.seen.tail_base[session], n * selection.capacity, selection.ids + at, locations + at,
                            plan.from + at, plan.to + at, hot, *hot.clock + 1};
     const Missing missing = {(uint32_t *)bitmap, (int *)((uint32_t *)bitmap + cache.range / 32)};
+#pragma unroll 1
     for (int i = threadIdx.x; i < cache.hot_pages; i += blockDim.x)
         shared.hot[i] = cache.seen.hot[(size_t)session * cache.hot_pages + i];
     for (int i = threadIdx.x; i < AGES; i += blockDim.x) shared.ages[i] = 0;
@@ -3183,7 +3197,7 @@ static void resolve(Cache *cache, int group, const Selection *selection, const R
                  context = (size_t)divide_up(cache->context_pages * PAGE_ROWS, QUAD);
     resolver.range = QUAD * (int)(context < quads ? context : quads);
     const size_t bytes = (size_t)resolver.range / QUAD * quad;
-    allow_shared(resolve_blocks, bytes + sizeof(ResolveShared));
+    allow_shared(resolve_blocks, bytes);
     const int threads = n > gpu.multiprocessors ? 512 : 1024;           /* two thread blocks fit a multiprocessor, or one */
     resolve_blocks<<<n, threads, bytes, gpu.stream>>>(resolver, *selection, rows, begin, end, locations, *plan, report);
     LAUNCHED();
