@@ -2818,7 +2818,7 @@ typedef struct ResolveShared {
     int picked[TIERS];
     int low, high;              /* of the rows that are still sought; high < low: none */
     int base;                   /* row of the bitmap's first bit */
-    unsigned ages[AGES];        /* slots by how many resolves ago they were used */
+    alignas(16) unsigned ages[AGES];        /* slots by how many resolves ago they were used */
     unsigned oldest;            /* of them */
     int sums[WARP];
     DevicePage hot[MAX_HOT_PAGES];
@@ -2849,7 +2849,7 @@ static __device__ void count_picked(ResolveShared *shared, Tier tier, int count)
 
 /* First look: what is found at once gets its location and, in the hot cache, its stamp; the others are sought. Nothing waits
  * for the map before it asks the array of slots: what an answer costs is the time it takes, not its bytes. */
-static __device__ void look_up(const Resolver &cache, const Search &search, ResolveShared *shared) {
+static __device__ void look_up(const Resolver &cache, const Search &search, ResolveShared *shared, DeviceRow held[IN_FLIGHT]) {
     int tail = 0, optional = 0, hot = 0, low = INT_MAX, high = -1;
 #pragma unroll 1
     for (int first = threadIdx.x; first < search.entries; first += IN_FLIGHT * blockDim.x) {
@@ -2864,7 +2864,6 @@ static __device__ void look_up(const Resolver &cache, const Search &search, Reso
         }
 #pragma unroll
         for (int u = 0; u < IN_FLIGHT; u++) {
-            if (first + u * blockDim.x >= search.entries) break;
             DeviceRow location = {NOWHERE};
             if (page[u]) {
                 location.id = page[u] * PAGE_ROWS + position[u] % PAGE_ROWS;
@@ -2877,7 +2876,8 @@ static __device__ void look_up(const Resolver &cache, const Search &search, Reso
                 location = sought(position[u]);
                 low = min(low, position[u]), high = max(high, position[u]);
             }
-            search.locations[first + u * blockDim.x] = location;
+            if (first + u * blockDim.x < search.entries) search.locations[first + u * blockDim.x] = location;
+            if (first < (int)blockDim.x) held[u] = location;
         }
     }
     count_picked(shared, TIER_TAIL, tail), count_picked(shared, TIER_OPTIONAL, optional), count_picked(shared, TIER_HOT, hot);
@@ -2885,17 +2885,24 @@ static __device__ void look_up(const Resolver &cache, const Search &search, Reso
     if (threadIdx.x % WARP == 0 && high >= 0) atomicMin(&shared->low, low), atomicMax(&shared->high, high);
 }
 
-/* visit(i, location) for every entry of the selections. */
-template <typename Visit> static __device__ void each_location(const Search &search, Visit visit) {
+/* visit(location) for every entry of the selections; it may change it, and what it loads is loaded for several at once. A thread's
+ * first entries, mostly all of them, need not be read again: held has them. */
+template <typename Visit> static __device__ void each_location(const Search &search, DeviceRow held[IN_FLIGHT], Visit visit) {
 #pragma unroll 1
     for (int first = threadIdx.x; first < search.entries; first += IN_FLIGHT * blockDim.x) {
-        DeviceRow location[IN_FLIGHT];
+        DeviceRow old[IN_FLIGHT], location[IN_FLIGHT];
 #pragma unroll
-        for (int u = 0; u < IN_FLIGHT; u++)
-            if (first + u * blockDim.x < search.entries) location[u] = search.locations[first + u * blockDim.x];
+        for (int u = 0; u < IN_FLIGHT; u++) {
+            const int i = first + u * blockDim.x;
+            old[u] = first < (int)blockDim.x ? held[u] : i < search.entries ? search.locations[i] : (DeviceRow){NOWHERE};
+        }
 #pragma unroll
-        for (int u = 0; u < IN_FLIGHT; u++)
-            if (first + u * blockDim.x < search.entries) visit(first + u * blockDim.x, location[u]);
+        for (int u = 0; u < IN_FLIGHT; u++) location[u] = old[u], visit(location[u]);
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; u++) {
+            if (location[u].id != old[u].id) search.locations[first + u * blockDim.x] = location[u];
+            if (first < (int)blockDim.x) held[u] = location[u];
+        }
     }
 }
 
@@ -2923,9 +2930,8 @@ static __device__ int entry_of(const Missing &missing, int row) {
     return missing.bits[row / 32] >> row % 32 & 1 ? entry : -1;
 }
 
-/* The bits of a warp's words as entries of the plan: lane l has the word of the rows from `first` on, whose entries begin at number
- * `at`. One word after the other is listed, a lane for each bit, so that neighbours write to neighbours. to holds the rows
- * themselves. */
+/* One warp lists the bits of its words, lane l's of the rows from `first` on, as entries of the plan, lane l's from number `at` on:
+ * one word after the other, a lane for each bit, so that neighbours write to neighbours. to holds the rows themselves. */
 static __device__ void list_words(const Search &search, uint32_t word, int first, int host_page, int at) {
     const int lane = threadIdx.x % WARP;
     for (unsigned left = __ballot_sync(~0u, word != 0); left; left &= left - 1) {
@@ -2939,58 +2945,67 @@ static __device__ void list_words(const Search &search, uint32_t word, int first
     }
 }
 
-/* Lists one range of rows, behind `listed` entries; returns how many there are then. */
-static __device__ int list_range(const Resolver &cache, const Search &search, ResolveShared *shared, const Missing &missing,
-                                 int base, int rows, int listed) {
+/* Lists the bitmap's rows behind `listed` entries; returns how many there are then. Each warp has a part of it, and knows where its
+ * entries begin when all have counted theirs. */
+static __device__ int list_bits(const Resolver &cache, const Search &search, ResolveShared *shared, const Missing &missing,
+                                int base, int rows, int listed) {
     const HostPage *pages = cache.seen.host + (size_t)search.session * cache.context_pages;
+    const int lane = threadIdx.x % WARP, warps = blockDim.x / WARP, part = (rows / QUAD + warps - 1) / warps * (QUAD / 32),
+              begin = threadIdx.x / WARP * part, end = min(begin + part, rows / 32);
+    int own = 0, total;
+    for (int word = begin + lane; word < end; word += WARP) own += __popc(missing.bits[word]);
+    own = __reduce_add_sync(~0u, own);
+    int at = listed + __shfl_sync(~0u, scan_block(lane ? 0 : own, shared->sums, &total), 0);
 #pragma unroll 1
-    for (int row = QUAD * threadIdx.x; row < rows; row += QUAD * blockDim.x)
-        ((uint4 *)missing.bits)[row / QUAD] = make_uint4(0, 0, 0, 0);
-    __syncthreads();
-    each_location(search, [&](int, DeviceRow location) {
-        const int row = sought_row(location) - base;
-        if (row >= 0 && row < rows) atomicOr(&missing.bits[row / 32], 1u << row % 32);
-    });
-    __syncthreads();
-    if (cache.scan) {
-        scan_tags(cache, search, missing, base, rows);
-        __syncthreads();
-    }
-#pragma unroll 1
-    for (int first = 0; first < rows; first += QUAD * blockDim.x) {
-        const int row = first + QUAD * threadIdx.x;
-        const uint4 quad = row < rows ? ((uint4 *)missing.bits)[row / QUAD] : make_uint4(0, 0, 0, 0);
-        const uint32_t word[4] = {quad.x, quad.y, quad.z, quad.w};
-        int page[2], total;
-        for (int i = 0; i < 2; i++) page[i] = word[2 * i] | word[2 * i + 1] ? pages[(base + row) / PAGE_ROWS + i].id : 0;
-        int at = listed + scan_block(__popc(word[0]) + __popc(word[1]) + __popc(word[2]) + __popc(word[3]), shared->sums, &total);
-        if (row < rows) missing.before[row / QUAD] = at;
-        for (int i = 0; i < 4; i++) {
-            list_words(search, word[i], base + row + 32 * i, page[i / 2], at);
-            at += __popc(word[i]);
+    for (int first = begin; first < end; first += WARP) {
+        const int word = first + lane, row = base + 32 * word;
+        const uint32_t bits = word < end ? missing.bits[word] : 0;
+        const int page = bits ? pages[row / PAGE_ROWS].id : 0, count = __popc(bits);
+        int sum = count;
+        for (int step = 1; step < WARP; step *= 2) {
+            const int other = __shfl_up_sync(~0u, sum, step);
+            if (lane >= step) sum += other;
         }
-        listed += total;
+        if (word < end && word % (QUAD / 32) == 0) missing.before[word / (QUAD / 32)] = at + sum - count;
+        list_words(search, bits, row, page, at + sum - count);
+        at += __shfl_sync(~0u, sum, WARP - 1);
     }
-    return listed;
+    return listed + total;
 }
 
 /* The union of what is missing (eq. 6), ascending, into the plan; returns how many rows. A context that is larger than the bitmap
  * is gone through in ranges, of which the last one stays. */
-static __device__ int list_missing(const Resolver &cache, const Search &search, ResolveShared *shared, const Missing &missing) {
+static __device__ int list_missing(const Resolver &cache, const Search &search, ResolveShared *shared, const Missing &missing,
+                                   DeviceRow held[IN_FLIGHT]) {
     const int low = shared->low / QUAD * QUAD, high = shared->high;
     int listed = 0;
+#pragma unroll 1
     for (int base = low; base <= high; base += cache.range) {
+        const int rows = min(cache.range, (high - base) / QUAD * QUAD + QUAD);
         if (base > low) {                           /* the bitmap is about to go: what it says of the range before */
             __syncthreads();
-            each_location(search, [&](int i, DeviceRow location) {
+            each_location(search, held, [&](DeviceRow &location) {
                 const int row = sought_row(location) - base + cache.range;
                 const int entry = row >= 0 && row < cache.range ? entry_of(missing, row) : -1;
-                if (entry >= 0) search.locations[i] = planned(entry);
+                if (entry >= 0) location = planned(entry);
             });
             __syncthreads();
         }
         if (threadIdx.x == 0) shared->base = base;
-        listed = list_range(cache, search, shared, missing, base, min(cache.range, (high - base) / QUAD * QUAD + QUAD), listed);
+#pragma unroll 1
+        for (int row = QUAD * threadIdx.x; row < rows; row += QUAD * blockDim.x)
+            ((uint4 *)missing.bits)[row / QUAD] = make_uint4(0, 0, 0, 0);
+        __syncthreads();
+        each_location(search, held, [&](DeviceRow &location) {
+            const int row = sought_row(location) - base;
+            if (row >= 0 && row < rows) atomicOr(&missing.bits[row / 32], 1u << row % 32);
+        });
+        __syncthreads();
+        if (cache.scan) {
+            scan_tags(cache, search, missing, base, rows);
+            __syncthreads();
+        }
+        listed = list_bits(cache, search, shared, missing, base, rows, listed);
     }
     return listed;
 }
@@ -3021,18 +3036,26 @@ typedef struct Victims { unsigned age, ties; } Victims;
 /* The `room` slots that give way. Each warp finds out by itself; only among slots as old as the last of the ages the block has to
  * look closer. */
 static __device__ Victims choose_victims(const Resolver &cache, const Search &search, ResolveShared *shared, unsigned room) {
-    enum { EACH = AGES / WARP };
-    const int lane = threadIdx.x % WARP, first = AGES - 1 - lane * EACH;
+    enum { EACH = AGES / WARP };                    /* ages of a lane, lane 0's the oldest */
+    static_assert(EACH == 8, "two loads of four");
+    const int lane = threadIdx.x % WARP;
+    const uint4 *ages = (const uint4 *)(shared->ages + AGES - (lane + 1) * EACH), young = ages[0], old = ages[1];
+    const unsigned count[EACH] = {old.w, old.z, old.y, old.x, young.w, young.z, young.y, young.x};
     unsigned own = 0;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) own += shared->ages[first - i];
+    for (int i = 0; i < EACH; i++) own += count[i];
     unsigned sum = own;
     for (int step = 1; step < WARP; step *= 2) {
         const unsigned other = __shfl_up_sync(~0u, sum, step);
         if (lane >= step) sum += other;
     }
-    Victims victims = {(unsigned)first, room - (sum - own)};
-    for (int i = 0; i < EACH - 1 && victims.ties > shared->ages[first - i]; i++) victims.ties -= shared->ages[first - i], victims.age--;
+    Victims victims = {AGES - 1u - lane * EACH, room - (sum - own)};
+    bool beyond = true;
+#pragma unroll
+    for (int i = 0; i < EACH - 1; i++) {
+        beyond &= victims.ties > count[i];
+        if (beyond) victims.ties -= count[i], victims.age--;
+    }
     const int owner = __ffs(__ballot_sync(~0u, sum >= room)) - 1;
     victims = {__shfl_sync(~0u, victims.age, owner), __shfl_sync(~0u, victims.ties, owner)};
     if (victims.age < AGES - 1) return victims;
@@ -3052,37 +3075,41 @@ static __device__ int take_victims(const Resolver &cache, const Search &search, 
     const int room = min(missing, cache.hot_rows - (int)shared->ages[0]), beyond = missing - room;
     if (!room) return beyond;
     const Victims victims = choose_victims(cache, search, shared, (unsigned)room);
-    unsigned before = 0;                            /* slots older than the cut, in the upper half, and of its age */
+    const int lane = threadIdx.x % WARP;
+    unsigned before = 0;                            /* slots that are older, in the upper half, and those of that age */
 #pragma unroll 1
     for (int first = 0; first < cache.hot_rows; first += IN_FLIGHT * blockDim.x) {
-        const int slot = first + IN_FLIGHT * threadIdx.x;           /* and those that follow it */
-        unsigned age[IN_FLIGHT], own = 0;
+        const int begin = first + threadIdx.x / WARP * WARP * IN_FLIGHT + lane;
+        unsigned older[IN_FLIGHT], equal[IN_FLIGHT], own = 0;       /* the warp's slots, a bit for each */
         int old[IN_FLIGHT], entry[IN_FLIGHT], row[IN_FLIGHT], total;
 #pragma unroll
         for (int u = 0; u < IN_FLIGHT; u++) {
-            age[u] = slot + u < cache.hot_rows ? search.now - search.hot.stamp[slot + u] : 0;
-            old[u] = slot + u < cache.hot_rows ? search.hot.tag[slot + u] : -1;
+            const int slot = begin + u * WARP;
+            const unsigned age = slot < cache.hot_rows ? search.now - search.hot.stamp[slot] : 0;
+            old[u] = slot < cache.hot_rows ? search.hot.tag[slot] : -1;
+            older[u] = __ballot_sync(~0u, age > victims.age);
+            equal[u] = __ballot_sync(~0u, slot < cache.hot_rows && age == victims.age);
+            own += __popc(older[u]) << 16 | __popc(equal[u]);
         }
-#pragma unroll
-        for (int u = 0; u < IN_FLIGHT; u++) own += age[u] > victims.age ? 1 << 16 : age[u] == victims.age;
-        unsigned at = before + (unsigned)scan_block((int)own, shared->sums, &total);
+        unsigned at = before + __shfl_sync(~0u, (unsigned)scan_block(lane ? 0 : (int)own, shared->sums, &total), 0);
         before += (unsigned)total;
 #pragma unroll
         for (int u = 0; u < IN_FLIGHT; u++) {
-            const unsigned older = at >> 16, equal = at & 0xffff;
-            const bool victim = slot + u < cache.hot_rows && (age[u] > victims.age || (age[u] == victims.age && equal < victims.ties));
-            entry[u] = victim ? beyond + (int)(older + min(equal, victims.ties)) : -1;
+            const unsigned below = (1u << lane) - 1, ties = (at & 0xffff) + __popc(equal[u] & below);
+            const bool victim = older[u] >> lane & 1 || (equal[u] >> lane & 1 && ties < victims.ties);
+            entry[u] = victim ? beyond + (int)((at >> 16) + __popc(older[u] & below) + min(ties, victims.ties)) : -1;
             row[u] = victim ? search.to[entry[u]].id : 0;
-            at += age[u] > victims.age ? 1 << 16 : age[u] == victims.age;
+            at += __popc(older[u]) << 16 | __popc(equal[u]);
         }
 #pragma unroll
         for (int u = 0; u < IN_FLIGHT; u++) {
+            const int slot = begin + u * WARP;
             if (entry[u] < 0) continue;
             if (old[u] >= 0) search.hot.slot_of[old[u]] = 0;
-            search.hot.tag[slot + u] = row[u];
-            search.hot.stamp[slot + u] = search.now;
-            search.hot.slot_of[row[u]] = (uint16_t)(slot + u + 1);
-            search.to[entry[u]] = hot_location(shared, slot + u);
+            search.hot.tag[slot] = row[u];
+            search.hot.stamp[slot] = search.now;
+            search.hot.slot_of[row[u]] = (uint16_t)(slot + 1);
+            search.to[entry[u]] = hot_location(shared, slot);
         }
     }
     return beyond;
@@ -3090,17 +3117,18 @@ static __device__ int take_victims(const Resolver &cache, const Search &search, 
 
 /* Where sought rows come to lie: where the plan brings them, and what a scan has found has a slot by now. The first `beyond` of
  * the plan are staged, from device row `staged` on. */
-static __device__ void locate_sought(const Search &search, ResolveShared *shared, const Missing &missing, int beyond, int staged) {
+static __device__ void locate_sought(const Search &search, ResolveShared *shared, const Missing &missing, DeviceRow held[IN_FLIGHT],
+                                     int beyond, int staged) {
     int hot = 0, host = 0;
 #pragma unroll 1
     for (int i = threadIdx.x; i < beyond; i += blockDim.x) search.to[i].id = staged + i;
     if (beyond) __syncthreads();
-    each_location(search, [&](int i, DeviceRow location) {
+    each_location(search, held, [&](DeviceRow &location) {
         const int row = sought_row(location);
         if (row < 0) return;
         int entry = planned_entry(location);
         if (entry < 0 && row >= shared->base) entry = entry_of(missing, row - shared->base);
-        search.locations[i] = entry >= 0 ? search.to[entry] : hot_location(shared, search.hot.slot_of[row] - 1);
+        location = entry >= 0 ? search.to[entry] : hot_location(shared, search.hot.slot_of[row] - 1);
         hot += entry < 0, host += entry >= 0;
     });
     count_picked(shared, TIER_HOT, hot), count_picked(shared, TIER_HOST, host);
@@ -3115,15 +3143,16 @@ static __device__ int staging_before(const Row *rows, int begin, int end, int ro
 
 /* What the first look did not find: its plan, its places; returns how many rows are missing. */
 static __device__ int place_missing(const Resolver &cache, const Search &search, ResolveShared *shared, const Missing &missing,
-                                    const Row *rows, int begin, int end, int row, PassReport *report) {
+                                    DeviceRow held[IN_FLIGHT], const Row *rows, int begin, int end, int row,
+                                    PassReport *report) {
     if (!cache.scan) count_ages(cache, search, shared);
-    const int n = list_missing(cache, search, shared, missing);
+    const int n = list_missing(cache, search, shared, missing, held);
     if (cache.scan) count_ages(cache, search, shared);
     __syncthreads();
     const int beyond = n ? take_victims(cache, search, shared, n) : 0;
     const int staging = beyond ? staging_before(rows, begin, end, row) : 0;
     __syncthreads();
-    locate_sought(search, shared, missing, beyond, cache.first_staged + staging * cache.staging_rows);
+    locate_sought(search, shared, missing, held, beyond, cache.first_staged + staging * cache.staging_rows);
     if (threadIdx.x == 0 && n) atomicAdd(&report->fetched, n);
     if (threadIdx.x == 0 && beyond) atomicAdd(&report->staged, beyond);
     __syncthreads();
@@ -3159,9 +3188,11 @@ static __global__ void __launch_bounds__(1024) resolve_blocks(Resolver cache, Se
     if (threadIdx.x < TIERS) shared.picked[threadIdx.x] = 0;
     if (threadIdx.x == 0) shared.low = INT_MAX, shared.high = -1, shared.oldest = 0;
     __syncthreads();
-    look_up(cache, search, &shared);
+    DeviceRow held[IN_FLIGHT];
+    look_up(cache, search, &shared, held);
     __syncthreads();
-    const int planned_rows = shared.high < 0 ? 0 : place_missing(cache, search, &shared, missing, rows, begin, end, row, report);
+    const int planned_rows =
+        shared.high < 0 ? 0 : place_missing(cache, search, &shared, missing, held, rows, begin, end, row, report);
     if (threadIdx.x == 0) *hot.clock = search.now, plan.count[row] = planned_rows;
     if (threadIdx.x < TIERS && shared.picked[threadIdx.x]) atomicAdd(&report->picked[threadIdx.x], shared.picked[threadIdx.x]);
 }
@@ -3203,7 +3234,7 @@ static void resolve(Cache *cache, int group, const Selection *selection, const R
     LAUNCHED();
 }
 
-enum { FETCH_BLOCKS = 16, FETCH_THREADS = 512, FETCH_PIECES = 4 }; /* 16 bytes a piece: 512 KB under way, which fills the link */
+enum { FETCH_BLOCKS = 32, FETCH_THREADS = 512, FETCH_PIECES = 2 }; /* 16 bytes a piece: 512 KB under way, which fills the link */
 
 /* One source's rows and what copies into them need. */
 typedef struct Fetch {
