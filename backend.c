@@ -1842,8 +1842,9 @@ static void draw_slot(Drafts *drafts, int slot, int i, const DraftBlock *block, 
     block->ids[block->position + 1 + slot] = drafts->tokens[at];
 }
 
-static void draw_drafts(Drafts *drafts, int slot, const DraftBlock *blocks, int n, AcceptRule rule) {
-    for (int i = 0; i < n; i++) draw_slot(drafts, slot, i, &blocks[i], rule);
+static void draw_drafts(Drafts *drafts, int slot, int end, const DraftBlock *blocks, int n, AcceptRule rule) {
+    for (int i = 0; i < n; i++)
+        for (int j = slot; j < end; j++) draw_slot(drafts, j, i, &blocks[i], rule);
 }
 
 /* S(a, b) for the candidates b of one slot, into their scores. e: [rank]. */
@@ -1863,9 +1864,9 @@ static void select_path(Drafts *drafts, const float *e, const Matrix *predecesso
 #pragma omp parallel for if (n > 1)
     for (int i = 0; i < n; i++)
         for (int slot = 0; slot < drafts->slots; slot++) {
-            size_t at = ((size_t)i * (size_t)drafts->slots + (size_t)slot) * CANDIDATES;
+            size_t row = (size_t)i * (size_t)drafts->slots + (size_t)slot, at = row * CANDIDATES;
             selector_scores(drafts->scores + at, drafts->ids + at, blocks[i].ids[blocks[i].position + slot],
-                            e + ((size_t)slot * (size_t)n + (size_t)i) * (size_t)predecessor->cols, predecessor, successor);
+                            e + row * (size_t)predecessor->cols, predecessor, successor);
             draw_slot(drafts, slot, i, &blocks[i], rule);
         }
 }

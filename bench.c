@@ -2590,22 +2590,18 @@ typedef struct DraftWork {
 static void draft_candidates_work(void *user) {
     DraftWork *work = user;
     const Drafts *drafts = &work->drafts;
-    for (int slot = 0; slot < DRAFT_SLOTS; slot++)
-        cuda_backend.candidates(drafts->ids + slot * CANDIDATES, drafts->scores + slot * CANDIDATES, DRAFT_SLOTS * CANDIDATES,
-                                work->bench->x + (size_t)(slot * DRAFT_SESSIONS) * DRAFT_VOCAB, DRAFT_SESSIONS, DRAFT_VOCAB, NULL);
+    cuda_backend.candidates(drafts->ids, drafts->scores, CANDIDATES, work->bench->x, DRAFT_SESSIONS * DRAFT_SLOTS, DRAFT_VOCAB, NULL);
 }
 
 static void draft_features_work(void *user) {
     DraftWork *work = user;
     const Drafts *drafts = &work->drafts;
-    for (int slot = 0; slot < DRAFT_SLOTS; slot++)
-        cuda_backend.length_features(drafts->features + slot * DVL_FEATURES, DRAFT_SLOTS * DVL_FEATURES, drafts->scores + slot * CANDIDATES,
-                                     DRAFT_SLOTS * CANDIDATES, work->bench->x + (size_t)(slot * DRAFT_SESSIONS) * DRAFT_VOCAB, DRAFT_SESSIONS, DRAFT_VOCAB);
+    cuda_backend.length_features(drafts->features, DVL_FEATURES, drafts->scores, CANDIDATES, work->bench->x, DRAFT_SESSIONS * DRAFT_SLOTS, DRAFT_VOCAB);
 }
 
 static void draft_draws_work(void *user) {
     DraftWork *work = user;
-    for (int slot = 0; slot < DRAFT_SLOTS; slot++) cuda_backend.draw_drafts(&work->drafts, slot, work->blocks, DRAFT_SESSIONS, ACCEPT_COUPLED);
+    cuda_backend.draw_drafts(&work->drafts, 0, DRAFT_SLOTS, work->blocks, DRAFT_SESSIONS, ACCEPT_COUPLED);
 }
 
 static void draft_path_work(void *user) {

@@ -3885,42 +3885,68 @@ static __device__ uint64_t offer_keys(uint64_t kept, uint64_t key) {
     return kept;
 }
 
-/* The best CANDIDATES of each segment: grid (SEGMENTS, rows). */
+/* The CANDIDATES-th best of the keys of a warp's lanes. */
+static __device__ uint64_t last_of_best(uint64_t key) {
+    int better = 0;
+    for (int lane = 0; lane < WARP; lane++) {
+        const uint64_t other = __shfl_sync(~0u, (unsigned long long)key, lane);
+        better += other > key || (other == key && lane < (int)threadIdx.x % WARP);
+    }
+    return __shfl_sync(~0u, (unsigned long long)key, __ffs(__ballot_sync(~0u, better == CANDIDATES - 1)) - 1);
+}
+
+/* The best CANDIDATES of each segment: grid (SEGMENTS, rows). A first look finds the best of each of the columns that lanes make; the
+ * CANDIDATES-th of these bests lies below as many logits, so that a second look has to offer hardly more than the best. */
 static __global__ void __launch_bounds__(SEGMENT_THREADS) segment_candidates(uint64_t *keys, const float *logits, int vocab) {
-    __shared__ uint64_t shared[SEGMENT_THREADS / WARP * CANDIDATES];
-    const int lane = threadIdx.x % WARP, end = segment_begin(blockIdx.x + 1, vocab);
+    __shared__ uint64_t shared[SEGMENT_THREADS];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, end = segment_begin(blockIdx.x + 1, vocab),
+              begin = segment_begin(blockIdx.x, vocab) + 4 * threadIdx.x;
     const float *row = logits + (size_t)blockIdx.y * vocab;
     const bool wide = loads_wide(logits, vocab);
-    uint64_t kept = 0;
-    for (int first = segment_begin(blockIdx.x, vocab) + threadIdx.x / WARP * 4 * WARP; first < end;
-         first += 4 * SEGMENT_THREADS) {
+    uint64_t best = 0, kept = 0;
+    for (int i = begin; i < end; i += 4 * SEGMENT_THREADS) {
+        const float4 x = load_logits(row, i, end, wide);
+        best = max(best, token_key(x.x, i));
+        if (i + 1 < end) best = max(best, token_key(x.y, i + 1));
+        if (i + 2 < end) best = max(best, token_key(x.z, i + 2));
+        if (i + 3 < end) best = max(best, token_key(x.w, i + 3));
+    }
+    shared[threadIdx.x] = best;
+    __syncthreads();
+    for (int w = 0; w < SEGMENT_THREADS / WARP; w++) best = max(best, shared[w * WARP + lane]);
+    const uint64_t least = last_of_best(best);
+    __syncthreads();
+    for (int first = begin - 4 * lane; first < end; first += 4 * SEGMENT_THREADS) {
         const int i = first + 4 * lane;
         const float4 x = i < end ? load_logits(row, i, end, wide) : make_float4(0, 0, 0, 0);
-        kept = offer_keys(kept, i < end ? token_key(x.x, i) : 0);
-        kept = offer_keys(kept, i + 1 < end ? token_key(x.y, i + 1) : 0);
-        kept = offer_keys(kept, i + 2 < end ? token_key(x.z, i + 2) : 0);
-        kept = offer_keys(kept, i + 3 < end ? token_key(x.w, i + 3) : 0);
+        const uint64_t key[4] = {i < end ? token_key(x.x, i) : 0, i + 1 < end ? token_key(x.y, i + 1) : 0,
+                                 i + 2 < end ? token_key(x.z, i + 2) : 0, i + 3 < end ? token_key(x.w, i + 3) : 0};
+        if (!__any_sync(~0u, max(max(key[0], key[1]), max(key[2], key[3])) >= least)) continue;
+        for (int u = 0; u < 4; u++) kept = offer_keys(kept, key[u] >= least ? key[u] : 0);
     }
-    if (lane < CANDIDATES) shared[threadIdx.x / WARP * CANDIDATES + lane] = kept;
+    if (lane < CANDIDATES) shared[warp * CANDIDATES + lane] = kept;
     __syncthreads();
-    if (threadIdx.x >= WARP) return;
+    if (warp) return;
     kept = 0;
     for (int i = lane; i < SEGMENT_THREADS / WARP * CANDIDATES; i += WARP) kept = offer_keys(kept, shared[i]);
     if (lane < CANDIDATES) keys[((size_t)blockIdx.y * SEGMENTS + blockIdx.x) * CANDIDATES + lane] = kept;
 }
 
-/* The best of a row's segments, by a warp. */
+/* The best of a row's segments, by a warp: a lane has a segment's best in front of it. */
 static __global__ void merge_candidates(int *ids, float *values, size_t stride, const uint64_t *keys, const float *logits,
                                         int vocab, const int *target_ids) {
     const int row = blockIdx.x, lane = threadIdx.x, count = min(vocab, (int)CANDIDATES);
+    const uint64_t *own = keys + (size_t)row * SEGMENTS * CANDIDATES;
+    const uint64_t least = last_of_best(own[lane * CANDIDATES]);
     uint64_t kept = 0;
-    for (int i = lane; i < SEGMENTS * CANDIDATES; i += WARP)
-        kept = offer_keys(kept, keys[(size_t)row * SEGMENTS * CANDIDATES + i]);
+    for (int i = lane; i < SEGMENTS * CANDIDATES; i += WARP) kept = offer_keys(kept, own[i] >= least ? own[i] : 0);
     const int id = key_token(__shfl_sync(~0u, (unsigned long long)kept, min(lane, count - 1)));
     if (lane >= CANDIDATES) return;
     ids[row * stride + lane] = target_ids ? target_ids[id] : id;
     values[row * stride + lane] = logits[(size_t)row * vocab + id];
 }
+
+static_assert((int)SEGMENTS == (int)WARP, "a lane for each segment");
 
 static void candidates(int *ids, float *values, size_t stride, const float *logits, int n, int vocab, const int *target_ids) {
     for (int first = 0, rows; first < n; first += rows) {
@@ -4095,29 +4121,31 @@ static __device__ void draw_slot(SlotShared *shared, const Drafts &drafts, int s
     drafts.tokens[at] = shared->token = block.ids[position + 1] = choice;
 }
 
-/* Slot `slot` of every block, a thread block each. */
+/* Slots [slot, end) of every block, a thread block each: a draft counts as a repeat for those behind it. */
 static __global__ void __launch_bounds__(PATH_THREADS)
-    draw_slots(Drafts drafts, int slot, const DraftBlock *blocks, AcceptRule rule) {
+    draw_slots(Drafts drafts, int slot, int end, const DraftBlock *blocks, AcceptRule rule) {
     __shared__ SlotShared shared;
-    const size_t at = ((size_t)blockIdx.x * drafts.slots + slot) * CANDIDATES;
     load_block(&shared.block, &blocks[blockIdx.x]);
-    if (threadIdx.x < CANDIDATES)
-        shared.ids[threadIdx.x] = drafts.ids[at + threadIdx.x], shared.scores[threadIdx.x] = drafts.scores[at + threadIdx.x];
-    __syncthreads();
-    find_repeats(&shared, shared.block.position + slot + 1);
-    if (threadIdx.x < WARP) draw_slot(&shared, drafts, slot, blockIdx.x, rule);
+    for (; slot < end; slot++) {
+        const size_t at = ((size_t)blockIdx.x * drafts.slots + slot) * CANDIDATES;
+        if (threadIdx.x < CANDIDATES)
+            shared.ids[threadIdx.x] = drafts.ids[at + threadIdx.x], shared.scores[threadIdx.x] = drafts.scores[at + threadIdx.x];
+        __syncthreads();
+        find_repeats(&shared, shared.block.position + slot + 1);
+        if (threadIdx.x < WARP) draw_slot(&shared, drafts, slot, blockIdx.x, rule);
+        __syncthreads();
+    }
 }
 
-static void draw_drafts(Drafts *drafts, int slot, const DraftBlock *blocks, int n, AcceptRule rule) {
-    if (n <= 0) return;
-    draw_slots<<<n, PATH_THREADS, 0, gpu.stream>>>(*drafts, slot, blocks, rule);
+static void draw_drafts(Drafts *drafts, int slot, int end, const DraftBlock *blocks, int n, AcceptRule rule) {
+    if (n <= 0 || slot >= end) return;
+    draw_slots<<<n, PATH_THREADS, 0, gpu.stream>>>(*drafts, slot, end, blocks, rule);
     LAUNCHED();
 }
 
 /* The selector's walk of one block: a warp scores each candidate, S(a, b) += <Pred[a] * e, Succ[b]>, then one draws. */
 static __global__ void __launch_bounds__(PATH_THREADS)
-    walk_path(Drafts drafts, const float *e, Matrix predecessor, Matrix successor, const DraftBlock *blocks, int n,
-              AcceptRule rule) {
+    walk_path(Drafts drafts, const float *e, Matrix predecessor, Matrix successor, const DraftBlock *blocks, AcceptRule rule) {
     __shared__ SlotShared shared;
     const int candidate = threadIdx.x / WARP, lane = threadIdx.x % WARP, rank = predecessor.cols;
     load_block(&shared.block, &blocks[blockIdx.x]);
@@ -4126,7 +4154,7 @@ static __global__ void __launch_bounds__(PATH_THREADS)
     __syncthreads();
     for (int slot = 0; slot < drafts.slots; slot++) {
         const size_t at = ((size_t)blockIdx.x * drafts.slots + slot) * CANDIDATES + candidate;
-        const float *hidden = e + ((size_t)slot * n + blockIdx.x) * rank;
+        const float *hidden = e + ((size_t)blockIdx.x * drafts.slots + slot) * rank;
         const int id = drafts.ids[at];
         float sum = 0;
         for (int r = lane; r < rank; r += WARP)
@@ -4143,7 +4171,7 @@ static __global__ void __launch_bounds__(PATH_THREADS)
 static void select_path(Drafts *drafts, const float *e, const Matrix *predecessor, const Matrix *successor,
                         const DraftBlock *blocks, int n, AcceptRule rule) {
     if (n <= 0 || drafts->slots <= 0) return;
-    walk_path<<<n, PATH_THREADS, 0, gpu.stream>>>(*drafts, e, *predecessor, *successor, blocks, n, rule);
+    walk_path<<<n, PATH_THREADS, 0, gpu.stream>>>(*drafts, e, *predecessor, *successor, blocks, rule);
     LAUNCHED();
 }
 

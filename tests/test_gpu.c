@@ -1677,9 +1677,10 @@ static void twin_draws(int n, int slots, int vocab, int rank, DType dtype, Accep
     if (rank) {
         c_backend.select_path(&c, e, &predecessor[0], &successor[0], c_blocks, n, rule);
         cuda_backend.select_path(&gpu, device_e, &predecessor[1], &successor[1], gpu_blocks, n, rule);
-    } else for (int slot = 0; slot < slots; slot++) {
-        c_backend.draw_drafts(&c, slot, c_blocks, n, rule);
-        cuda_backend.draw_drafts(&gpu, slot, gpu_blocks, n, rule);
+    } else {
+        c_backend.draw_drafts(&c, 0, slots, c_blocks, n, rule);
+        cuda_backend.draw_drafts(&gpu, 0, slots / 2, gpu_blocks, n, rule);
+        cuda_backend.draw_drafts(&gpu, slots / 2, slots, gpu_blocks, n, rule);
     }
     cuda_backend.wait();
     CHECK(!memcmp(gpu.tokens, c.tokens, at * sizeof(int)), "drafts: tokens (%d blocks, rank %d, rule %d)", n, rank, rule);
@@ -1720,7 +1721,7 @@ static void test_path_independence(void) {
     for (int n = N; n >= 1; n -= n > 2 ? 4 : 1) {
         for (int i = 0; i < n * SIZE; i++) ids[i] = i % SIZE % VOCAB, whole[i] = scores[i % SIZE];
         for (int slot = 0; slot < SLOTS; slot++)
-            for (int i = 0; i < n; i++) memcpy(spread + (slot * n + i) * RANK, e + slot * RANK, RANK * sizeof(float));
+            for (int i = 0; i < n; i++) memcpy(spread + (i * SLOTS + slot) * RANK, e + slot * RANK, RANK * sizeof(float));
         for (int i = 0; i < n; i++) {
             history[i * 64 + 9] = 17;
             blocks[i] = (DraftBlock){.position = 9, .ids = history + i * 64, .stream = 5,
