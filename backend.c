@@ -1338,6 +1338,12 @@ static void fetch_rows(Cache *cache, SourceId source, const MissPlan *plan, cons
         memcpy(row_at(&pool, format, plan->to[i]), host + (size_t)plan->from[i].id * format->stride, format->bytes);
 }
 
+/* In C the rows are there when fetch_rows() returns. */
+static void await_rows(const Cache *cache, SourceId source) {
+    (void)cache;
+    (void)source;
+}
+
 static void forget_hot(Cache *cache, int session) {
     for (int g = 0; g < cache->groups; g++) {
         HotCache hot = hot_cache(cache, session, g);
@@ -1892,8 +1898,9 @@ static void draw_slot(Drafts *drafts, int slot, int i, const DraftBlock *block, 
     block->ids[block->position + 1 + slot] = drafts->tokens[at];
 }
 
-static void draw_drafts(Drafts *drafts, int slot, const DraftBlock *blocks, int n, AcceptRule rule) {
-    for (int i = 0; i < n; i++) draw_slot(drafts, slot, i, &blocks[i], rule);
+static void draw_drafts(Drafts *drafts, int slot, int end, const DraftBlock *blocks, int n, AcceptRule rule) {
+    for (int i = 0; i < n; i++)
+        for (int j = slot; j < end; j++) draw_slot(drafts, j, i, &blocks[i], rule);
 }
 
 /* S(a, b) for the candidates b of one slot, into their scores. e: [rank]. */
@@ -1913,9 +1920,9 @@ static void select_path(Drafts *drafts, const float *e, const Matrix *predecesso
 #pragma omp parallel for if (n > 1)
     for (int i = 0; i < n; i++)
         for (int slot = 0; slot < drafts->slots; slot++) {
-            size_t at = ((size_t)i * (size_t)drafts->slots + (size_t)slot) * CANDIDATES;
+            size_t row = (size_t)i * (size_t)drafts->slots + (size_t)slot, at = row * CANDIDATES;
             selector_scores(drafts->scores + at, drafts->ids + at, blocks[i].ids[blocks[i].position + slot],
-                            e + ((size_t)slot * (size_t)n + (size_t)i) * (size_t)predecessor->cols, predecessor, successor);
+                            e + row * (size_t)predecessor->cols, predecessor, successor);
             draw_slot(drafts, slot, i, &blocks[i], rule);
         }
 }
@@ -2015,6 +2022,7 @@ const Backend c_backend = {
     .absorb_query = absorb_query,
     .resolve = resolve,
     .fetch_rows = fetch_rows,
+    .await_rows = await_rows,
     .forget_hot = forget_hot,
     .start_copy = start_copy,
     .finish_copy = finish_copy,

@@ -2099,7 +2099,7 @@ typedef struct GpuBench {
     float *x, *y;               /* [GPU_VECTORS] f32, random; results */
     int *ints;                  /* [GPU_VECTORS] */
     unsigned *sum;
-    double read;                /* bytes a second */
+    double read, link;          /* bytes a second */
     bool markdown;              /* lines of a table for README.md */
     FILE *csv;
 } GpuBench;
@@ -2352,6 +2352,367 @@ static void gpu_attention(GpuBench *bench) {
     free(count);
 }
 
+/* ---- the resolver and the copies of missing rows (paper 3.2 and figure 8)
+ *
+ * Every replay has to find the hot caches as the one before found them, or only the first would miss. So a work goes through a cycle of
+ * selections: some rows belong to all of them, and the others are each time the next `missing` ones of a random order, so many
+ * steps long that the least recently used rule has dropped them all when they come again. Nothing is restored and nothing
+ * subtracted; one more cycle counts the misses, which the line names. Rows lie anywhere in the context, and lists are ascending.
+ */
+
+enum { GPU_BED_SOURCES = 4 };
+
+typedef struct GpuBed {         /* a hierarchy on the GPU where every row is hot or on the host, and its cycle of selections */
+    Cache cache;
+    MissPlan plan;
+    Selection selection;
+    PassReport *report;
+    DeviceRow *locations;
+    Row *rows;                  /* [n_rows] of a step */
+    int *ids;                   /* [steps, n_rows, k] */
+    int n_rows, steps, sources; /* sources: whose rows are fetched; 0: only resolved */
+    bool ahead;                 /* all sources' copies are asked for at once, not each in front of its layer */
+    const void *weights;        /* what each layer's compute is: these are read */
+    size_t compute;             /* bytes of them; 0: there is none */
+    unsigned *sum;
+} GpuBed;
+
+static void bed_work(void *user) {
+    GpuBed *bed = user;
+    for (int step = 0; step < bed->steps; step++) {
+        Selection selection = bed->selection;
+        selection.ids = bed->ids + (size_t)step * (size_t)bed->n_rows * (size_t)selection.capacity;
+        cuda_backend.resolve(&bed->cache, 0, &selection, bed->rows, 0, bed->n_rows, 0, bed->locations, &bed->plan, bed->report);
+        for (int i = 0; i < bed->sources; i++) {
+            for (int j = bed->ahead && i ? bed->sources : i; j < (bed->ahead ? bed->sources : i + 1); j++)
+                cuda_backend.fetch_rows(&bed->cache, (SourceId){j}, &bed->plan, bed->rows, 0, bed->n_rows, 0, bed->report);
+            cuda_backend.await_rows(&bed->cache, (SourceId){i});
+            if (bed->compute) cuda_read(bed->weights, bed->compute, bed->sum);
+        }
+    }
+}
+
+static void *gpu_copy(const void *values, size_t bytes) {
+    void *copy = on_gpu(bytes);
+    cuda_backend.copy_bytes(copy, values, bytes);
+    return copy;
+}
+
+/* n page ids that count from `first`, or are all 0. */
+static void *gpu_pages(size_t n, int first) {
+    int32_t *pages = allocate_zeroed(n, sizeof *pages);
+    for (size_t i = 0; i < n && first >= 0; i++) pages[i] = first + (int)i;
+    void *copy = gpu_copy(pages, n * sizeof *pages);
+    free(pages);
+    return copy;
+}
+
+/* host: memory for all their rows, of all sources. */
+static GpuBed open_gpu_bed(uint8_t *host, int sessions, int context, int hot_rows, int k, const RowFormat *format, int sources) {
+    static int members[GPU_BED_SOURCES] = {0, 1, 2, 3};
+    GpuBed bed = {.selection.capacity = k};
+    Cache *cache = &bed.cache;
+    *cache = (Cache){.sessions = sessions, .context = context, .context_pages = context / PAGE_ROWS, .sources = sources, .groups = 1,
+                     .member_of = members, .index_topk = k, .hot_rows = hot_rows, .hot_pages = hot_rows / PAGE_ROWS, .tail_ring = 4,
+                     .live_sources = sources, .staging_blocks = sessions, .staging_rows = QUERY_BLOCK * k, .format = *format};
+    const size_t n = (size_t)sessions, pages = n * (size_t)cache->context_pages, slots = n * (size_t)hot_rows, most = n * QUERY_BLOCK;
+    int *tail_base = allocate_zeroed(n, sizeof(int)), *tags = allocate_zeroed(slots, sizeof(int));
+    for (size_t i = 0; i < n; i++) tail_base[i] = context;
+    memset(tags, 0xff, slots * sizeof(int));
+    cache->device_pages.n_pages = sessions * cache->hot_pages + 1;
+    cache->host_pages.n_pages = (int)pages;
+    cache->seen = (CacheTables){gpu_copy(tail_base, n * sizeof(int)), gpu_pages(n * 4, -1), gpu_pages(pages, -1),
+                                gpu_pages(n * (size_t)cache->hot_pages, 1), NULL, gpu_pages(pages, 0)};
+    cache->slots = (HotTables){on_gpu(n * 4), gpu_copy(tags, slots * 4), on_gpu(slots * 4), on_gpu(pages * PAGE_ROWS * sizeof(uint16_t))};
+    cache->device = on_gpu((size_t)sources * (size_t)cache->device_pages.n_pages * PAGE_ROWS * format->stride);
+    cache->staging = on_gpu((size_t)sources * most * (size_t)k * format->stride);
+    cache->host = host;
+    bed.plan = (MissPlan){on_gpu(most * (size_t)k * sizeof(HostRow)), on_gpu(most * (size_t)k * sizeof(DeviceRow)), on_gpu(most * sizeof(int)), 0};
+    bed.locations = on_gpu(most * (size_t)k * sizeof(DeviceRow));
+    bed.report = on_gpu(sizeof *bed.report);
+    free(tail_base);
+    free(tags);
+    return bed;
+}
+
+static void close_gpu_cycle(GpuBed *bed) {
+    cuda_backend.give_back(bed->rows, MEMORY_DEVICE);
+    cuda_backend.give_back(bed->ids, MEMORY_DEVICE);
+}
+
+static void close_gpu_bed(GpuBed *bed) {
+    Cache *cache = &bed->cache;
+    void *taken[] = {cache->seen.tail_base, cache->seen.tail, cache->seen.ready, cache->seen.hot, cache->seen.host, cache->slots.clock,
+                     cache->slots.tag, cache->slots.stamp, cache->slots.slot_of, cache->device, cache->staging, bed->plan.from, bed->plan.to,
+                     bed->plan.count, bed->locations, bed->report};
+    for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) cuda_backend.give_back(taken[i], MEMORY_DEVICE);
+}
+
+static int compare_rows(const void *a, const void *b) { return *(const int *)a - *(const int *)b; }
+
+/* The ascending selections of one session: `queries` lists of k at ids, of which only `distinct` differ. Each has the first k -
+ * missing rows of the order, and the next `missing` from *next on. */
+static void select_from_order(int *ids, const int *order, int k, int missing, int queries, int distinct, int *next) {
+    for (int query = 0; query < queries; query++, ids += k) {
+        if (query < distinct) {
+            memcpy(ids, order, (size_t)(k - missing) * sizeof *ids);
+            memcpy(ids + k - missing, order + *next, (size_t)missing * sizeof *ids);
+            qsort(ids, (size_t)k, sizeof *ids, compare_rows);
+            *next += missing;
+        } else memcpy(ids, ids - (size_t)distinct * (size_t)k, (size_t)k * sizeof *ids);
+    }
+}
+
+/* Steps with `queries` rows a session, each of which misses `missing` rows, that are the same for all but `distinct` of them. */
+static void make_gpu_cycle(GpuBed *bed, int steps, int sessions, int queries, int missing, int distinct) {
+    const int k = bed->selection.capacity, context = bed->cache.context, n = sessions * queries;
+    int *ids = allocate_zeroed((size_t)steps * (size_t)(n * k), sizeof *ids), *order = allocate_zeroed((size_t)context, sizeof *order);
+    Row *rows = allocate_zeroed((size_t)n, sizeof *rows);
+    for (int s = 0; s < sessions; s++) {
+        uint64_t seed = (uint64_t)s;
+        for (int i = 0; i < context; i++) {
+            int other = (int)(draw(&seed) % (uint64_t)(i + 1));
+            order[i] = order[other], order[other] = i;
+        }
+        for (int step = 0, next = k - missing; step < steps; step++)
+            select_from_order(ids + ((size_t)step * (size_t)n + (size_t)(s * queries)) * (size_t)k, order, k, missing, queries, distinct, &next);
+        for (int i = 0; i < queries; i++) rows[s * queries + i] = (Row){s, context - 1, 0};
+    }
+    bed->rows = gpu_copy(rows, (size_t)n * sizeof *rows);
+    bed->ids = gpu_copy(ids, (size_t)steps * (size_t)(n * k) * sizeof *ids);
+    bed->n_rows = n, bed->steps = steps;
+    free(ids), free(order), free(rows);
+}
+
+/* Prints one line, and returns the seconds of a step. sources: whose rows are copied. */
+static double gpu_bed_line(GpuBench *bench, GpuBed *bed, const char *name, int sources) {
+    PassReport report = {0};
+    bed->sources = sources;
+    const double seconds = cuda_seconds(bed_work, bed) / bed->steps;
+    cuda_backend.copy_bytes(bed->report, &report, sizeof report);
+    bed_work(bed);
+    cuda_backend.copy_bytes(&report, bed->report, sizeof report);
+    const double bytes = (double)report.copied / bed->steps * (double)bed->cache.format.bytes;
+    printf("%-72s %8.1f us, %7.0f rows missed, %8.2f MB", name, 1e6 * seconds, (double)report.fetched / bed->steps, bytes / 1e6);
+    if (bytes > 0) printf(", %5.1f GB/s %5.1f%% of link", bytes / seconds / 1e9, 100 * bytes / seconds / bench->link);
+    printf("\n");
+    fprintf(bench->csv, "%s,%.9f,%.0f,%.4f\n", name, seconds, bytes, bytes / seconds / bench->link);
+    return seconds;
+}
+
+/* A source of DeepSeek-V4's selecting layers: k 512, rows of 288 bytes, one of which stands for four tokens of the context. */
+static void gpu_short_rows(GpuBench *bench, uint8_t *host) {
+    static const struct { int sessions, context, hot_rows, missing; } cases[] = {
+        {8, 32 << 10, 1024, 0}, {8, 32 << 10, 4096, 0}, {8, 32 << 10, 8192, 0}, {160, 32 << 10, 1024, 0}, {160, 32 << 10, 4096, 0},
+        {160, 32 << 10, 8192, 0}, {8, 8 << 10, 4096, 77}, {8, 32 << 10, 4096, 77}, {160, 8 << 10, 4096, 77}, {160, 32 << 10, 4096, 77}};
+    enum { TOPK = 512, STEPS = 64 };                /* 63 * 77 other rows are more than B keeps */
+    const RowFormat format = {.bytes = 288, .stride = 320};
+    for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
+        char name[96];
+        GpuBed bed = open_gpu_bed(host, cases[c].sessions, cases[c].context, cases[c].hot_rows, TOPK, &format, 1);
+        make_gpu_cycle(&bed, cases[c].missing ? STEPS : 8, cases[c].sessions, 1, cases[c].missing, 1);
+        snprintf(name, sizeof name, "resolve, k 512, B %d of %d, %d sessions", cases[c].hot_rows, cases[c].context, cases[c].sessions);
+        gpu_bed_line(bench, &bed, name, 0);
+        snprintf(name, sizeof name, "resolve and fetch, k 512, B %d of %d, %d sessions", cases[c].hot_rows, cases[c].context, cases[c].sessions);
+        gpu_bed_line(bench, &bed, name, 1);
+        close_gpu_cycle(&bed);
+        close_gpu_bed(&bed);
+    }
+}
+
+/* The share of y's variance that a straight line through the points explains. */
+static double line_fit(const double *x, const double *y, int n) {
+    double sx = 0, sy = 0, xx = 0, yy = 0, xy = 0;
+    for (int i = 0; i < n; i++) sx += x[i] / n, sy += y[i] / n;
+    for (int i = 0; i < n; i++) xx += (x[i] - sx) * (x[i] - sx), yy += (y[i] - sy) * (y[i] - sy), xy += (x[i] - sx) * (y[i] - sy);
+    return xy * xy / (xx * yy);
+}
+
+/* GLM-5.3's shape: k 2,048, blocks of 8 queries, 32 sessions; rows of the paper's 576 bytes, and of the 656 that fp8 rows have here,
+ * 704 from one to the next. The queries of a block share all of their rows or fewer and fewer, down to none. */
+static void gpu_blocks(GpuBench *bench, uint8_t *host) {
+    enum { SESSIONS = 32, CONTEXT = 64 << 10, TOPK = 2048, HOT = 4096, STEPS = 4 };     /* 4 * 2,048 rows are more than B */
+    static const RowFormat formats[] = {{.bytes = 576, .stride = 576}, {.bytes = 656, .stride = 704}};
+    for (int f = 0; f < 2; f++) {
+        char name[96];
+        double bytes[QUERY_BLOCK], seconds[QUERY_BLOCK];
+        GpuBed bed = open_gpu_bed(host, SESSIONS, CONTEXT, HOT, TOPK, &formats[f], 1);
+        make_gpu_cycle(&bed, STEPS, SESSIONS, QUERY_BLOCK, 0, 1);
+        snprintf(name, sizeof name, "resolve and fetch, k 2,048, 32 x 8 queries, %zu bytes, no miss", formats[f].bytes);
+        gpu_bed_line(bench, &bed, name, 1);
+        close_gpu_cycle(&bed);
+        for (int distinct = 1; distinct <= QUERY_BLOCK; distinct++) {
+            make_gpu_cycle(&bed, distinct > 1 ? 2 : STEPS, SESSIONS, QUERY_BLOCK, TOPK, distinct);
+            snprintf(name, sizeof name, "resolve and fetch, k 2,048, 32 x 8 queries, %zu bytes, %d different", formats[f].bytes, distinct);
+            seconds[distinct - 1] = gpu_bed_line(bench, &bed, name, 1);
+            bytes[distinct - 1] = (double)distinct * SESSIONS * TOPK * (double)formats[f].bytes;
+            if (distinct == 1 || distinct == QUERY_BLOCK) gpu_bed_line(bench, &bed, "    of that, resolve", 0);
+            close_gpu_cycle(&bed);
+        }
+        printf("seconds over bytes: R^2 %.5f\n", line_fit(bytes, seconds, QUERY_BLOCK));
+        close_gpu_bed(&bed);
+    }
+}
+
+/* A producing layer of GLM-5.3 and three that follow it, 77 misses a session, over as many bytes of weights as keep the GPU busy for
+ * some time a layer: what of the copies is left to see. */
+static void gpu_followers(GpuBench *bench, uint8_t *host) {
+    enum { CONTEXT = 16 << 10, TOPK = 2048, HOT = 4096, MISSING = 77, STEPS = 32, COMPUTE = 200 << 20 };     /* 31 * 77 are more than B - k */
+    static const int sessions[] = {8, 32};
+    const RowFormat format = {.bytes = 656, .stride = 704};
+    for (int s = 0; s < 2; s++) {
+        char name[96];
+        GpuBed bed = open_gpu_bed(host, sessions[s], CONTEXT, HOT, TOPK, &format, GPU_BED_SOURCES);
+        bed.weights = bench->pool, bed.compute = COMPUTE, bed.sum = bench->sum;
+        for (int turn = 0; turn < 3; turn++) {
+            static const char *const names[] = {"nothing missed", "each copy in front of its layer", "copies beside the layers before"};
+            make_gpu_cycle(&bed, STEPS, sessions[s], 1, turn ? MISSING : 0, 1);
+            bed.ahead = turn == 2;
+            snprintf(name, sizeof name, "4 layers, k 2,048, %d sessions, %s", sessions[s], names[turn]);
+            gpu_bed_line(bench, &bed, name, GPU_BED_SOURCES);
+            close_gpu_cycle(&bed);
+        }
+        close_gpu_bed(&bed);
+    }
+}
+
+static void gpu_resolver(GpuBench *bench) {
+    const size_t size = (size_t)160 * (32 << 10) * 320, timed = (size_t)GPU_VECTORS * 4;
+    Error error;
+    uint8_t *host = cuda_backend.take(size, MEMORY_HOST, &error);
+    if (!host) fprintf(stderr, "tide: %s\n", error.text), exit(1);
+    CopyWork down = {bench->y, host, timed};
+    bench->link = (double)timed / cuda_seconds(copy_work, &down);
+    printf("ceiling: host to device, pinned: %.1f GB/s\n", bench->link / 1e9);
+    gpu_short_rows(bench, host);
+    gpu_blocks(bench, host);
+    gpu_followers(bench, host);
+    cuda_backend.give_back(host, MEMORY_HOST);
+}
+
+/* ---- the operations around a draft pass: Qwen3-4B with its DFlash drafter, 8 sessions
+ *
+ * What a round has beside the two models' products: candidates, draws, what predicts lengths and divides the budget. The products of
+ * both models alone, without attention or norms, stand for the round, so it is longer and the shares are smaller.
+ */
+
+enum { DRAFT_SESSIONS = 8, DRAFT_WIDTH = 16, DRAFT_SLOTS = 15, DRAFT_VOCAB = 151936, DRAFT_RANK = 256, DRAFT_VERIFIED = 8 };
+
+typedef struct DraftWork {
+    GpuBench *bench;
+    Drafts drafts;
+    DraftBlock *blocks;
+    Matrix predecessor, successor;
+    LengthPredictor predictor;
+} DraftWork;
+
+static void draft_candidates_work(void *user) {
+    DraftWork *work = user;
+    const Drafts *drafts = &work->drafts;
+    cuda_backend.candidates(drafts->ids, drafts->scores, CANDIDATES, work->bench->x, DRAFT_SESSIONS * DRAFT_SLOTS, DRAFT_VOCAB, NULL);
+}
+
+static void draft_features_work(void *user) {
+    DraftWork *work = user;
+    const Drafts *drafts = &work->drafts;
+    cuda_backend.length_features(drafts->features, DVL_FEATURES, drafts->scores, CANDIDATES, work->bench->x, DRAFT_SESSIONS * DRAFT_SLOTS, DRAFT_VOCAB);
+}
+
+static void draft_draws_work(void *user) {
+    DraftWork *work = user;
+    cuda_backend.draw_drafts(&work->drafts, 0, DRAFT_SLOTS, work->blocks, DRAFT_SESSIONS, ACCEPT_COUPLED);
+}
+
+static void draft_path_work(void *user) {
+    DraftWork *work = user;
+    cuda_backend.select_path(&work->drafts, work->bench->x, &work->predecessor, &work->successor, work->blocks, DRAFT_SESSIONS, ACCEPT_COUPLED);
+}
+
+static void draft_lengths_work(void *user) {
+    DraftWork *work = user;
+    cuda_backend.predict_lengths(work->drafts.survival, work->drafts.features, DRAFT_SESSIONS, &work->predictor, NULL);
+}
+
+/* The products of `layers` layers of Qwen3-4B over n rows, and of its head over `finals` of them, with weights that follow each other
+ * through the pool. */
+static void put_products(GpuBench *bench, int layers, int n, int finals, size_t *at) {
+    static const int shapes[][2] = {{4096, 2560}, {1024, 2560}, {1024, 2560}, {2560, 4096}, {9728, 2560}, {9728, 2560}, {2560, 9728}, {DRAFT_VOCAB, 2560}};
+    for (int layer = 0; layer <= layers; layer++)
+        for (int i = layer < layers ? 0 : 7; i < (layer < layers ? 7 : 8); i++) {
+            const size_t bytes = 2 * (size_t)shapes[i][0] * (size_t)shapes[i][1];
+            if (*at + bytes > (size_t)GPU_POOL * 1024) *at = 0;
+            const Matrix w = {.data = bench->pool + *at, .dtype = DTYPE_BF16, .rows = shapes[i][0], .cols = shapes[i][1], .scale_cols = shapes[i][1] / SCALE_BLOCK};
+            *at += bytes;
+            cuda_backend.linear(bench->y, (size_t)w.rows, bench->x, (size_t)w.cols, i < 7 ? n : finals, &w);
+        }
+}
+
+/* The target's 36 layers over the rows that are verified, and the drafter's 5 over its blocks. */
+static void round_work(void *user) {
+    DraftWork *work = user;
+    size_t at = 0;
+    put_products(work->bench, 36, DRAFT_SESSIONS * DRAFT_VERIFIED, DRAFT_SESSIONS * DRAFT_VERIFIED, &at);
+    put_products(work->bench, 5, DRAFT_SESSIONS * DRAFT_WIDTH, DRAFT_SESSIONS * DRAFT_SLOTS, &at);
+}
+
+/* Seconds of dividing the budget and packing the blocks' rows, which the CPU does. */
+static double divide_seconds(DraftWork *work) {
+    enum { TIMES = 1000 };
+    int lengths[DRAFT_SESSIONS], limits[DRAFT_SESSIONS], ends = 0;
+    Row rows[DRAFT_SESSIONS * DRAFT_WIDTH];
+    for (int i = 0; i < DRAFT_SESSIONS; i++) limits[i] = DRAFT_WIDTH;
+    double start = now();
+    for (int i = 0; i < TIMES; i++) {
+        cuda_backend.allocate(lengths, work->drafts.survival, limits, DRAFT_SESSIONS, DRAFT_SLOTS, DRAFT_SESSIONS * DRAFT_VERIFIED);
+        for (int j = 0; j < DRAFT_SESSIONS; j++) work->blocks[j].count = lengths[j];
+        ends += cuda_backend.pack_blocks(rows, work->blocks, DRAFT_SESSIONS, DRAFT_SESSIONS * DRAFT_WIDTH);
+    }
+    return ends ? (now() - start) / TIMES : 0;
+}
+
+static void *pinned_block(size_t bytes) {
+    Error error;
+    void *block = cuda_backend.take(bytes, MEMORY_HOST, &error);
+    if (!block) fprintf(stderr, "tide: %s\n", error.text), exit(1);
+    return block;
+}
+
+static void gpu_drafts(GpuBench *bench) {
+    enum { HISTORY = 2048, SLOTS = DRAFT_SESSIONS * DRAFT_SLOTS };
+    static const int widths[] = {DRAFT_SLOTS * DVL_FEATURES, 256, 160, DRAFT_SLOTS};     /* the spec's guess at 112 K parameters */
+    static const char *const names[] = {"candidates", "features of lengths", "draws", "DFlash 2's walk", "prediction of lengths", "division and packing (CPU)"};
+    static void (*const works[])(void *) = {draft_candidates_work, draft_features_work, draft_draws_work, draft_path_work, draft_lengths_work};
+    DraftWork work = {.bench = bench, .blocks = pinned_block(DRAFT_SESSIONS * sizeof *work.blocks), .predictor.layers = 3,
+                      .predecessor = {.data = bench->pool, .dtype = DTYPE_BF16, .rows = DRAFT_VOCAB, .cols = DRAFT_RANK, .scale_cols = 2},
+                      .drafts = {.slots = DRAFT_SLOTS, .blocks = DRAFT_SESSIONS, .ids = on_gpu(SLOTS * CANDIDATES * sizeof(int)),
+                                 .scores = on_gpu(SLOTS * CANDIDATES * sizeof(float)), .features = on_gpu(SLOTS * DVL_FEATURES * sizeof(float)),
+                                 .tokens = pinned_block(SLOTS * sizeof(int)), .survival = pinned_block(SLOTS * sizeof(float))}};
+    int *history = pinned_block(DRAFT_SESSIONS * HISTORY * sizeof *history);
+    work.successor = work.predecessor;
+    work.successor.data += (size_t)DRAFT_VOCAB * DRAFT_RANK * 2;
+    for (int i = 0; i < DRAFT_SESSIONS; i++)
+        work.blocks[i] = (DraftBlock){.session = i, .position = HISTORY / 2, .ids = history + i * HISTORY, .stream = (uint64_t)i,
+                                      .sampling = {.temperature = 0.7f, .top_p = 0.95f, .repeat_penalty = 1, .seed = 1}};
+    for (int l = 0; l < 3; l++) {
+        work.predictor.weight[l] = (Matrix){.data = (const uint8_t *)bench->x, .dtype = DTYPE_F32, .rows = widths[l + 1], .cols = widths[l], .scale_cols = 3};
+        work.predictor.bias[l] = bench->x;
+    }
+    double round = cuda_seconds(round_work, &work), seconds[6], sum = 0;
+    for (int i = 0; i < 5; i++) seconds[i] = cuda_seconds(works[i], &work);
+    seconds[5] = divide_seconds(&work);
+    printf("products of a round of Qwen3-4B and its drafter, 8 sessions, 64 rows verified: %.1f us\n", 1e6 * round);
+    for (int i = 0; i < 6; i++) {
+        sum += i == 3 ? 0 : seconds[i];
+        printf("%-58s %10.1f us %6.2f%% of it\n", names[i], 1e6 * seconds[i], 100 * seconds[i] / round);
+        fprintf(bench->csv, "round: %s,%.9f,0,%.4f\n", names[i], seconds[i], seconds[i] / round);
+    }
+    printf("all of DFlash's: %.1f us, %.2f%% of the round with them; what lengths cost: %.2f%%\n", 1e6 * sum, 100 * sum / (round + sum),
+           100 * (seconds[1] + seconds[4] + seconds[5]) / (round + sum));
+    void *taken[] = {work.drafts.ids, work.drafts.scores, work.drafts.features}, *pinned[] = {work.blocks, history, work.drafts.tokens, work.drafts.survival};
+    for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) cuda_backend.give_back(taken[i], MEMORY_DEVICE);
+    for (size_t i = 0; i < sizeof pinned / sizeof *pinned; i++) cuda_backend.give_back(pinned[i], MEMORY_HOST);
+}
+
 /* ---- attention over histories and draft blocks in Qwen3's shape, over mini's selections, and the queries of GLM-5.3 into the latent space */
 
 typedef struct DenseWork {
@@ -2500,6 +2861,8 @@ static const struct { const char *name; void (*run)(GpuBench *bench); } gpu_sect
     {"ceilings", gpu_ceilings}, {"products", gpu_products}, {"experts", gpu_experts}, {"selection", gpu_selection},
     {"attention", gpu_attention},
     {"dense", gpu_dense},
+    {"resolver", gpu_resolver},
+    {"drafts", gpu_drafts},
 };
 enum { GPU_SECTIONS = sizeof gpu_sections / sizeof *gpu_sections };
 

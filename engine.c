@@ -2400,6 +2400,21 @@ static void release_staging(Cache *cache, int source) {
 #endif
 }
 
+/* Begins the copies of layer i, or has begun them before: in a pass of one run the copies of the layers that follow begin with their
+ * producer's, as many as there are arenas of staging, and each arena's next ones when its last reader is done. So they go on
+ * under the compute in between (paper 3.5). Of several runs a later one may take the slots of an earlier one, and waits. */
+static void fetch_selected(Engine *engine, int i, int begin, int end, int run) {
+    State *state = &engine->state;
+    Cache *cache = &engine->cache;
+    const int ahead = state->n_runs == 1 ? cache->live_sources : 1;
+    for (int source = cache->member_of[i] ? i + ahead - 1 : i;
+         source < i + ahead && source < cache->sources && cache->group_of[source] == cache->group_of[i]; source++) {
+        claim_staging(cache, source);
+        engine->backend->fetch_rows(cache, (SourceId){source}, &state->plan, state->rows, begin, end, run, state->report);
+    }
+    engine->backend->await_rows(cache, (SourceId){i});
+}
+
 /* Each row's attention over its own selection, wherever its rows lie (paper 3.2, 3.5). A producing layer resolves; the layers
  * that follow it have the same rows in the same slots, so they replay its plan on their own payload. */
 static void attend_selection(Engine *engine, int i) {
@@ -2417,10 +2432,7 @@ static void attend_selection(Engine *engine, int i) {
             backend->resolve(cache, cache->group_of[i], &state->selection, state->rows, begin, end, run, state->locations,
                              &state->plan, state->report);
         double resolved = now();
-        if (cache->hot_rows) {
-            claim_staging(cache, i);
-            backend->fetch_rows(cache, (SourceId){i}, &state->plan, state->rows, begin, end, run, state->report);
-        }
+        if (cache->hot_rows) fetch_selected(engine, i, begin, end, run);
         cache->stats.resolve_seconds += resolved - start;
         cache->stats.fetch_seconds += now() - resolved;
         backend->sparse_attention(state->z + (size_t)begin * heads * lora, state->q_absorbed + (size_t)begin * heads * width,
@@ -3150,12 +3162,17 @@ static void run_draft_layers(Engine *engine, const DraftBlock *blocks, int n_blo
     }
 }
 
-/* Candidates of one slot of every block, from its rows of logits: in the target's ids. */
-static void find_candidates(Engine *engine, Drafts *drafts, int slot, const float *logits, int n) {
+/* Candidates of n rows of logits, in the target's ids, and what a predictor of lengths sees of them. The rows belong to slots that are
+ * `apart` of each other, from the first block's slot `slot` on. */
+static void find_candidates(Engine *engine, Drafts *drafts, int slot, int apart, const float *logits, int n, bool features) {
     const Drafter *drafter = &engine->drafter;
-    const size_t stride = (size_t)drafts->slots * CANDIDATES, at = (size_t)slot * CANDIDATES;
-    engine->backend->candidates(drafts->ids + at, drafts->scores + at, stride, logits, n, drafter->config.draft_vocab_size,
+    const size_t stride = (size_t)apart * CANDIDATES;
+    float *scores = drafts->scores + slot * CANDIDATES;
+    engine->backend->candidates(drafts->ids + slot * CANDIDATES, scores, stride, logits, n, drafter->config.draft_vocab_size,
                                 drafter->weights.target_ids);
+    if (features)
+        engine->backend->length_features(drafts->features + slot * DVL_FEATURES, (size_t)(apart * DVL_FEATURES), scores, stride,
+                                         logits, n, drafter->config.draft_vocab_size);
 }
 
 /* DSpark: the token before a slot biases its logits, l = U + W2 W1[x], and says how sure the draft is: w . [h; W1[x]] + b.
@@ -3171,7 +3188,7 @@ static void follow_markov(Engine *engine, Drafts *drafts, int slot, const DraftB
     backend->embed(state->ranks, &drafter->weights.markov_w1, state->rows, n);
     backend->linear(state->bias, vocab, state->ranks, rank, n, &drafter->weights.markov_w2);
     backend->add(state->bias, logits, (size_t)n * vocab);
-    find_candidates(engine, drafts, slot, state->bias, n);
+    find_candidates(engine, drafts, slot, drafts->slots, state->bias, n, false);
     if (!drafter->config.confidence_head) return;
     backend->copy_rows(state->joined, joined, states, hidden, n, (int)hidden, 1);
     if (joined > hidden) backend->copy_rows(state->joined + hidden, joined, state->ranks, rank, n, (int)rank, 1);
@@ -3180,7 +3197,8 @@ static void follow_markov(Engine *engine, Drafts *drafts, int slot, const DraftB
     backend->add_bias(confidence, (size_t)drafts->slots, drafter->weights.confidence_bias, n);
 }
 
-/* From the blocks' states to their tokens. Rows are taken slot by slot: [slots, blocks]. */
+/* From the blocks' states to their tokens. Rows are taken block by block, [blocks, slots], or, where each draft changes the logits of
+ * the next, slot by slot. */
 static void draft_tokens(Engine *engine, Drafts *drafts, DraftBlock *blocks, int n, AcceptRule rule, bool features) {
     const Backend *backend = engine->backend;
     const Drafter *drafter = &engine->drafter;
@@ -3194,16 +3212,18 @@ static void draft_tokens(Engine *engine, Drafts *drafts, DraftBlock *blocks, int
     backend->linear(logits, vocab, state->branch, hidden, n * slots, &drafter->weights.backbone.lm_head);
     if (config->final_logit_softcapping > 0 || config->output_multiplier != 1)
         backend->cap_logits(logits, rows * vocab, config->output_multiplier, config->final_logit_softcapping);
-    for (int slot = 0; slot < slots; slot++) {
+    for (int slot = 0; slot < slots && config->markov_rank; slot++) {
         const float *own = logits + (size_t)(slot * n) * vocab;
-        if (features || !config->markov_rank) find_candidates(engine, drafts, slot, own, n);
-        if (features)
-            backend->length_features(drafts->features + slot * DVL_FEATURES, (size_t)(slots * DVL_FEATURES),
-                                     drafts->scores + slot * CANDIDATES, (size_t)(slots * CANDIDATES), own, n, (int)vocab);
-        if (config->markov_rank) follow_markov(engine, drafts, slot, blocks, own, state->branch + (size_t)(slot * n) * hidden, n);
-        if (!config->selector_rank) backend->draw_drafts(drafts, slot, blocks, n, rule);
+        if (features) find_candidates(engine, drafts, slot, slots, own, n, true);
+        follow_markov(engine, drafts, slot, blocks, own, state->branch + (size_t)(slot * n) * hidden, n);
+        backend->draw_drafts(drafts, slot, slot + 1, blocks, n, rule);
     }
-    if (!config->selector_rank) return;
+    if (config->markov_rank) return;
+    find_candidates(engine, drafts, 0, 1, logits, n * slots, features);
+    if (!config->selector_rank) {
+        backend->draw_drafts(drafts, 0, slots, blocks, n, rule);
+        return;
+    }
     backend->linear(state->ranks, (size_t)config->selector_rank, state->branch, hidden, n * slots,
                     &drafter->weights.selector_hidden);
     backend->select_path(drafts, state->ranks, &drafter->weights.predecessor, &drafter->weights.successor, blocks, n, rule);
@@ -3223,19 +3243,21 @@ static Drafts drafts_from(const Drafts *drafts, int block) {
     return part;
 }
 
-/* The blocks' rows, and which of them predict a token: slot by slot, [slots, blocks]. */
+/* The blocks' rows, and which of them predict a token, in the order of draft_tokens(). */
 static void upload_blocks(Engine *engine, const DraftBlock *blocks, int n) {
     const DraftConfig *config = &engine->drafter.config;
     DraftState *state = &engine->drafter.state;
-    const int size = config->block_size, rows = n * config->slots;
+    const int size = config->block_size, slots = config->slots;
     for (int r = 0; r < n * size; r++) {
         const DraftBlock *block = &blocks[r / size];
         state->row_list[r] = (Row){block->session, block->position + r % size,
                                    r % size ? config->mask_token_id : block->ids[block->position]};
     }
-    for (int r = 0; r < rows; r++) state->index_list[r] = r % n * size + config->first_slot + r / n;
+    for (int i = 0; i < n; i++)
+        for (int slot = 0; slot < slots; slot++)
+            state->index_list[config->markov_rank ? slot * n + i : i * slots + slot] = i * size + config->first_slot + slot;
     engine->backend->upload(state->rows, state->row_list, (size_t)(n * size) * sizeof *state->rows);
-    engine->backend->upload(state->indices, state->index_list, (size_t)rows * sizeof *state->indices);
+    engine->backend->upload(state->indices, state->index_list, (size_t)(n * slots) * sizeof *state->indices);
 }
 
 void draft_blocks(Engine *engine, DraftBlock *blocks, int n, AcceptRule rule, bool features) {

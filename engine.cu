@@ -78,6 +78,7 @@ static struct Transit {         /* between the pipeline's memory and the device'
 } transit;
 
 static bool attention_start(Error *error);
+static bool hierarchy_start(Error *error);
 static bool speculation_start(Error *error);
 
 static bool start(const DeviceOptions *options, Error *error) {
@@ -106,7 +107,7 @@ static bool start(const DeviceOptions *options, Error *error) {
     CUDA(cudaStreamCreateWithFlags(&transit.pages, cudaStreamNonBlocking));
     CUDA(cudaEventCreateWithFlags(&transit.passes, cudaEventDisableTiming));
     CUDA(cudaHostAlloc(&transit.pinned, UPLOAD_BYTES, cudaHostAllocDefault));
-    return attention_start(error) && speculation_start(error);
+    return attention_start(error) && hierarchy_start(error) && speculation_start(error);
 }
 
 static size_t available(Memory memory) {
@@ -4236,7 +4237,7 @@ typedef struct Resolver {
     int group, groups, context_pages, hot_pages, tail_ring, hot_rows, staging_rows;
     int32_t first_staged;       /* device rows from here on are staging's */
     bool scan;                  /* LOOKUP_SCAN */
-    int range;                  /* rows that the bitmap holds at once, a multiple of 128 */
+    int range;                  /* rows that the bitmap holds at once, a multiple of QUAD */
 } Resolver;
 
 static Resolver resolver_of(const Cache *cache, int group) {
@@ -4252,11 +4253,6 @@ static __device__ int direct_page(const Resolver &cache, int session, int positi
                                  : cache.seen.ready[(size_t)session * cache.context_pages + page].id;
 }
 
-static __device__ DeviceRow hot_location(const Resolver &cache, int session, int slot) {
-    const DevicePage page = cache.seen.hot[(size_t)session * cache.hot_pages + slot / PAGE_ROWS];
-    return (DeviceRow){page.id * PAGE_ROWS + slot % PAGE_ROWS};
-}
-
 /* One session's queries while they are resolved together. */
 typedef struct Search {
     int session, tail_base;
@@ -4269,14 +4265,40 @@ typedef struct Search {
     uint32_t now;               /* this resolve, as the stamps count */
 } Search;
 
+enum {
+    MAX_HOT_PAGES = ((int)UINT16_MAX + 1) / (int)PAGE_ROWS,     /* the array of slots counts in 16 bits */
+    AGES = KEY_BINS,            /* ages of slots that are counted one by one; the last stands for all that are older */
+    QUAD = 128,                 /* rows of four words of the bitmap, which one thread counts */
+    NOWHERE = -1,
+    IN_FLIGHT = 4,              /* entries a thread looks at together, to hide the latency */
+};
+
 typedef struct ResolveShared {
     int picked[TIERS];
     int low, high;              /* of the rows that are still sought; high < low: none */
+    int base;                   /* row of the bitmap's first bit */
+    alignas(16) unsigned ages[AGES];        /* slots by how many resolves ago they were used */
+    unsigned oldest;            /* of them */
     int sums[WARP];
+    DevicePage hot[MAX_HOT_PAGES];
     KeyBins bins;
 } ResolveShared;
 
-enum { SOUGHT = -2, NOWHERE = -1, IN_FLIGHT = 4 };      /* IN_FLIGHT: entries a thread looks up at a time, to hide the latency */
+/* What is missing, a bit for each row of a part of the context, in dynamic shared memory. */
+typedef struct Missing {
+    uint32_t *bits;             /* [range / 32] */
+    int *before;                /* [range / QUAD] entries of the plan that lie before those rows */
+} Missing;
+
+static __device__ DeviceRow hot_location(const ResolveShared *shared, int slot) {
+    return (DeviceRow){shared->hot[slot / PAGE_ROWS].id * PAGE_ROWS + slot % PAGE_ROWS};
+}
+
+/* What stands in place of a location until it is known: the row that is sought, or which entry of the plan brings it. */
+static __device__ DeviceRow sought(int row) { return (DeviceRow){-2 - row}; }
+static __device__ int sought_row(DeviceRow location) { return -2 - location.id; }       /* negative: something else */
+static __device__ DeviceRow planned(int entry) { return (DeviceRow){INT32_MIN + entry}; }
+static __device__ int planned_entry(DeviceRow location) { return location.id < -2 - MAX_CONTEXT ? location.id - INT32_MIN : -1; }
 
 /* Adds each thread's counts to the block's. */
 static __device__ void count_picked(ResolveShared *shared, Tier tier, int count) {
@@ -4284,36 +4306,37 @@ static __device__ void count_picked(ResolveShared *shared, Tier tier, int count)
     if (threadIdx.x % WARP == 0 && count) atomicAdd(&shared->picked[tier], count);
 }
 
-/* First look: what is found at once gets its location and, in the hot cache, its stamp; the others are sought. */
-static __device__ void look_up(const Resolver &cache, const Search &search, ResolveShared *shared) {
+/* First look: what is found at once gets its location and, in the hot cache, its stamp; the others are sought. Nothing waits
+ * for the map before it asks the array of slots: what an answer costs is the time it takes, not its bytes. */
+static __device__ void look_up(const Resolver &cache, const Search &search, ResolveShared *shared, DeviceRow held[IN_FLIGHT]) {
     int tail = 0, optional = 0, hot = 0, low = INT_MAX, high = -1;
+#pragma unroll 1
     for (int first = threadIdx.x; first < search.entries; first += IN_FLIGHT * blockDim.x) {
         int position[IN_FLIGHT], page[IN_FLIGHT], slot[IN_FLIGHT];
 #pragma unroll
         for (int u = 0; u < IN_FLIGHT; u++)
             position[u] = first + u * blockDim.x < search.entries ? search.ids[first + u * blockDim.x] : -1;
 #pragma unroll
-        for (int u = 0; u < IN_FLIGHT; u++)
+        for (int u = 0; u < IN_FLIGHT; u++) {
             page[u] = position[u] < 0 ? 0 : direct_page(cache, search.session, position[u], search.tail_base);
-#pragma unroll
-        for (int u = 0; u < IN_FLIGHT; u++)
-            slot[u] = position[u] < 0 || page[u] || cache.scan ? -1 : search.hot.slot_of[position[u]] - 1;
+            slot[u] = position[u] < 0 || cache.scan ? -1 : search.hot.slot_of[position[u]] - 1;
+        }
 #pragma unroll
         for (int u = 0; u < IN_FLIGHT; u++) {
-            if (first + u * blockDim.x >= search.entries) break;
             DeviceRow location = {NOWHERE};
             if (page[u]) {
                 location.id = page[u] * PAGE_ROWS + position[u] % PAGE_ROWS;
                 tail += position[u] >= search.tail_base, optional += position[u] < search.tail_base;
             } else if (slot[u] >= 0) {
-                location = hot_location(cache, search.session, slot[u]);
+                location = hot_location(shared, slot[u]);
                 search.hot.stamp[slot[u]] = search.now;
                 hot++;
             } else if (position[u] >= 0) {
-                location.id = SOUGHT;
+                location = sought(position[u]);
                 low = min(low, position[u]), high = max(high, position[u]);
             }
-            search.locations[first + u * blockDim.x] = location;
+            if (first + u * blockDim.x < search.entries) search.locations[first + u * blockDim.x] = location;
+            if (first < (int)blockDim.x) held[u] = location;
         }
     }
     count_picked(shared, TIER_TAIL, tail), count_picked(shared, TIER_OPTIONAL, optional), count_picked(shared, TIER_HOT, hot);
@@ -4321,175 +4344,315 @@ static __device__ void look_up(const Resolver &cache, const Search &search, Reso
     if (threadIdx.x % WARP == 0 && high >= 0) atomicMin(&shared->low, low), atomicMax(&shared->high, high);
 }
 
-/* The paper's lookup: each tag of the hot cache asks whether its row is sought, stamps its slot and takes the bit away. */
-static __device__ void scan_tags(const Resolver &cache, const Search &search, uint32_t *bits, int base, int rows) {
-    for (int slot = threadIdx.x; slot < cache.hot_rows; slot += blockDim.x) {
-        const int row = search.hot.tag[slot] - base;
-        if (search.hot.tag[slot] < 0 || row < 0 || row >= rows || !(bits[row / 32] >> row % 32 & 1)) continue;
-        search.hot.stamp[slot] = search.now;
-        atomicAnd(&bits[row / 32], ~(1u << row % 32));
+/* visit(location) for every entry of the selections; it may change it, and what it loads is loaded for several at once. A thread's
+ * first entries, mostly all of them, need not be read again: held has them. */
+template <typename Visit> static __device__ void each_location(const Search &search, DeviceRow held[IN_FLIGHT], Visit visit) {
+#pragma unroll 1
+    for (int first = threadIdx.x; first < search.entries; first += IN_FLIGHT * blockDim.x) {
+        DeviceRow old[IN_FLIGHT], location[IN_FLIGHT];
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; u++) {
+            const int i = first + u * blockDim.x;
+            old[u] = first < (int)blockDim.x ? held[u] : i < search.entries ? search.locations[i] : (DeviceRow){NOWHERE};
+        }
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; u++) location[u] = old[u], visit(location[u]);
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; u++) {
+            if (location[u].id != old[u].id) search.locations[first + u * blockDim.x] = location[u];
+            if (first < (int)blockDim.x) held[u] = location[u];
+        }
     }
 }
 
-/* Four words of the bitmap, from row `first` on, as entries of the plan from number `at` on. to holds the rows themselves. */
-static __device__ void list_bits(const Resolver &cache, const Search &search, const uint4 &words, int first, int at) {
-    const uint32_t word[4] = {words.x, words.y, words.z, words.w};
-    const HostPage *host = cache.seen.host + (size_t)search.session * cache.context_pages;
+/* The paper's lookup: each tag of the hot cache asks whether its row is sought, stamps its slot and takes the bit away. */
+static __device__ void scan_tags(const Resolver &cache, const Search &search, const Missing &missing, int base, int rows) {
+#pragma unroll 1
+    for (int slot = threadIdx.x; slot < cache.hot_rows; slot += blockDim.x) {
+        const int row = search.hot.tag[slot] - base;
+        if (search.hot.tag[slot] < 0 || row < 0 || row >= rows || !(missing.bits[row / 32] >> row % 32 & 1)) continue;
+        search.hot.stamp[slot] = search.now;
+        atomicAnd(&missing.bits[row / 32], ~(1u << row % 32));
+    }
+}
+
+/* Which entry of the plan brings that row of the bitmap, or -1. */
+static __device__ int entry_of(const Missing &missing, int row) {
+    const uint4 quad = ((const uint4 *)missing.bits)[row / QUAD];
+    const uint32_t word[4] = {quad.x, quad.y, quad.z, quad.w};
+    int entry = missing.before[row / QUAD];
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-        for (uint32_t left = word[i]; left; left &= left - 1, at++) {
-            const int row = first + 32 * i + __ffs(left) - 1;
-            search.from[at].id = (int64_t)host[row / PAGE_ROWS].id * PAGE_ROWS + row % PAGE_ROWS;
-            search.to[at].id = row;
+    for (int i = 0; i < 4; i++) {
+        const int below = min(max(row % QUAD - 32 * i, 0), 32);
+        entry += __popc(word[i] & (uint32_t)((1ull << below) - 1));
+    }
+    return missing.bits[row / 32] >> row % 32 & 1 ? entry : -1;
+}
+
+/* One warp lists the bits of its words, lane l's of the rows from `first` on, as entries of the plan, lane l's from number `at` on:
+ * one word after the other, a lane for each bit, so that neighbours write to neighbours. to holds the rows themselves. */
+static __device__ void list_words(const Search &search, uint32_t word, int first, int host_page, int at) {
+    const int lane = threadIdx.x % WARP;
+    for (unsigned left = __ballot_sync(~0u, word != 0); left; left &= left - 1) {
+        const int owner = __ffs(left) - 1, row = __shfl_sync(~0u, first, owner) + lane;
+        const uint32_t bits = __shfl_sync(~0u, word, owner);
+        const int entry = __shfl_sync(~0u, at, owner) + __popc(bits & ((1u << lane) - 1));
+        const int64_t page = __shfl_sync(~0u, host_page, owner);
+        if (!(bits >> lane & 1)) continue;
+        search.from[entry].id = page * PAGE_ROWS + row % PAGE_ROWS;
+        search.to[entry].id = row;
+    }
+}
+
+/* Lists the bitmap's rows behind `listed` entries; returns how many there are then. Each warp has a part of it, and knows where its
+ * entries begin when all have counted theirs. */
+static __device__ int list_bits(const Resolver &cache, const Search &search, ResolveShared *shared, const Missing &missing,
+                                int base, int rows, int listed) {
+    const HostPage *pages = cache.seen.host + (size_t)search.session * cache.context_pages;
+    const int lane = threadIdx.x % WARP, warps = blockDim.x / WARP, part = (rows / QUAD + warps - 1) / warps * (QUAD / 32),
+              begin = threadIdx.x / WARP * part, end = min(begin + part, rows / 32);
+    int own = 0, total;
+    for (int word = begin + lane; word < end; word += WARP) own += __popc(missing.bits[word]);
+    own = __reduce_add_sync(~0u, own);
+    int at = listed + __shfl_sync(~0u, scan_block(lane ? 0 : own, shared->sums, &total), 0);
+#pragma unroll 1
+    for (int first = begin; first < end; first += WARP) {
+        const int word = first + lane, row = base + 32 * word;
+        const uint32_t bits = word < end ? missing.bits[word] : 0;
+        const int page = bits ? pages[row / PAGE_ROWS].id : 0, count = __popc(bits);
+        int sum = count;
+        for (int step = 1; step < WARP; step *= 2) {
+            const int other = __shfl_up_sync(~0u, sum, step);
+            if (lane >= step) sum += other;
         }
+        if (word < end && word % (QUAD / 32) == 0) missing.before[word / (QUAD / 32)] = at + sum - count;
+        list_words(search, bits, row, page, at + sum - count);
+        at += __shfl_sync(~0u, sum, WARP - 1);
+    }
+    return listed + total;
 }
 
 /* The union of what is missing (eq. 6), ascending, into the plan; returns how many rows. A context that is larger than the bitmap
- * is gone through in ranges. */
-static __device__ int list_missing(const Resolver &cache, const Search &search, ResolveShared *shared, uint32_t *bits) {
-    const int low = shared->low / 128 * 128, high = shared->high, step = 128 * (int)blockDim.x;
+ * is gone through in ranges, of which the last one stays. */
+static __device__ int list_missing(const Resolver &cache, const Search &search, ResolveShared *shared, const Missing &missing,
+                                   DeviceRow held[IN_FLIGHT]) {
+    const int low = shared->low / QUAD * QUAD, high = shared->high;
     int listed = 0;
+#pragma unroll 1
     for (int base = low; base <= high; base += cache.range) {
-        const int rows = min(cache.range, (high - base) / 128 * 128 + 128);
-        for (int row = 128 * threadIdx.x; row < rows; row += step) ((uint4 *)bits)[row / 128] = make_uint4(0, 0, 0, 0);
-        __syncthreads();
-        for (int i = threadIdx.x; i < search.entries; i += blockDim.x) {
-            const int row = search.ids[i] - base;
-            if (search.locations[i].id == SOUGHT && row >= 0 && row < rows) atomicOr(&bits[row / 32], 1u << row % 32);
+        const int rows = min(cache.range, (high - base) / QUAD * QUAD + QUAD);
+        if (base > low) {                           /* the bitmap is about to go: what it says of the range before */
+            __syncthreads();
+            each_location(search, held, [&](DeviceRow &location) {
+                const int row = sought_row(location) - base + cache.range;
+                const int entry = row >= 0 && row < cache.range ? entry_of(missing, row) : -1;
+                if (entry >= 0) location = planned(entry);
+            });
+            __syncthreads();
         }
+        if (threadIdx.x == 0) shared->base = base;
+#pragma unroll 1
+        for (int row = QUAD * threadIdx.x; row < rows; row += QUAD * blockDim.x)
+            ((uint4 *)missing.bits)[row / QUAD] = make_uint4(0, 0, 0, 0);
         __syncthreads();
-        if (cache.scan) scan_tags(cache, search, bits, base, rows);
+        each_location(search, held, [&](DeviceRow &location) {
+            const int row = sought_row(location) - base;
+            if (row >= 0 && row < rows) atomicOr(&missing.bits[row / 32], 1u << row % 32);
+        });
         __syncthreads();
-        for (int first = 0; first < rows; first += step) {
-            const int row = first + 128 * threadIdx.x;
-            uint4 words = row < rows ? ((uint4 *)bits)[row / 128] : make_uint4(0, 0, 0, 0);
-            const int own = __popc(words.x) + __popc(words.y) + __popc(words.z) + __popc(words.w);
-            int total, at = scan_block(own, shared->sums, &total);
-            list_bits(cache, search, words, base + row, listed + at);
-            listed += total;
+        if (cache.scan) {
+            scan_tags(cache, search, missing, base, rows);
+            __syncthreads();
         }
+        listed = list_bits(cache, search, shared, missing, base, rows, listed);
     }
-    __syncthreads();
     return listed;
 }
 
-/* After a scan: the rows that some tag has are in the array too, which says where. */
-static __device__ void locate_scanned(const Resolver &cache, const Search &search, ResolveShared *shared) {
-    int hot = 0;
-    for (int i = threadIdx.x; i < search.entries; i += blockDim.x) {
-        const int slot = search.locations[i].id == SOUGHT ? search.hot.slot_of[search.ids[i]] - 1 : -1;
-        if (slot < 0) continue;
-        search.locations[i] = hot_location(cache, search.session, slot);
-        hot++;
+/* Counts the slots by age. All hits of a direct look-up have their stamps by now. */
+static __device__ void count_ages(const Resolver &cache, const Search &search, ResolveShared *shared) {
+    unsigned oldest = 0;
+#pragma unroll 1
+    for (int first = threadIdx.x; first < cache.hot_rows; first += IN_FLIGHT * blockDim.x) {
+        unsigned age[IN_FLIGHT];
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; u++)
+            if (first + u * blockDim.x < cache.hot_rows) age[u] = search.now - search.hot.stamp[first + u * blockDim.x];
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; u++)
+            if (first + u * blockDim.x < cache.hot_rows) {
+                atomicAdd(&shared->ages[min(age[u], AGES - 1u)], 1u);
+                oldest = max(oldest, age[u]);
+            }
     }
-    count_picked(shared, TIER_HOT, hot);
+    oldest = __reduce_max_sync(~0u, oldest);
+    if (threadIdx.x % WARP == 0) atomicMax(&shared->oldest, oldest);
 }
 
-/* Missing rows take the slots used least recently, ties to the lower slot: the i-th row, ascending, the i-th such slot. All hits
- * have their stamps by now, so none of them is a victim. Returns how many rows found no slot: the first of the plan. */
-static __device__ int take_victims(const Resolver &cache, const Search &search, ResolveShared *shared, int missing) {
-    const uint32_t *stamp = search.hot.stamp;
-    int open, own = 0;
-    for (int slot = threadIdx.x; slot < cache.hot_rows; slot += blockDim.x) own += stamp[slot] != search.now;
-    scan_block(own, shared->sums, &open);
-    const int room = min(missing, open), beyond = missing - room;
-    if (!room) return beyond;
-    if (threadIdx.x == 0) shared->bins.wanted = (Wanted){.count = (unsigned)room, .mass = ANY_MASS};
+/* Who gives way: the slots older than `age`, and the first `ties` of that age. */
+typedef struct Victims { unsigned age, ties; } Victims;
+
+/* The `room` slots that give way. Each warp finds out by itself; only among slots as old as the last of the ages the block has to
+ * look closer. */
+static __device__ Victims choose_victims(const Resolver &cache, const Search &search, ResolveShared *shared, unsigned room) {
+    enum { EACH = AGES / WARP };                    /* ages of a lane, lane 0's the oldest */
+    static_assert(EACH == 8, "two loads of four");
+    const int lane = threadIdx.x % WARP;
+    const uint4 *ages = (const uint4 *)(shared->ages + AGES - (lane + 1) * EACH), young = ages[0], old = ages[1];
+    const unsigned count[EACH] = {old.w, old.z, old.y, old.x, young.w, young.z, young.y, young.x};
+    unsigned own = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) own += count[i];
+    unsigned sum = own;
+    for (int step = 1; step < WARP; step *= 2) {
+        const unsigned other = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += other;
+    }
+    Victims victims = {AGES - 1u - lane * EACH, room - (sum - own)};
+    bool beyond = true;
+#pragma unroll
+    for (int i = 0; i < EACH - 1; i++) {
+        beyond &= victims.ties > count[i];
+        if (beyond) victims.ties -= count[i], victims.age--;
+    }
+    const int owner = __ffs(__ballot_sync(~0u, sum >= room)) - 1;
+    victims = {__shfl_sync(~0u, victims.age, owner), __shfl_sync(~0u, victims.ties, owner)};
+    if (victims.age < AGES - 1) return victims;
+    if (victims.ties == shared->ages[AGES - 1]) return {AGES - 2, 0};
+    if (threadIdx.x == 0) shared->bins.wanted = (Wanted){.count = room, .mass = ANY_MASS};
     __syncthreads();
-    auto age = [&](int slot) { return (uint64_t)(search.now - stamp[slot]) << 16 | (uint64_t)(0xffff - slot); };
-    const int shift = search.now < 1u << 8 ? 16 : search.now < 1u << 16 ? 24 : search.now < 1u << 24 ? 32 : 40;
-    const uint64_t cut = find_cut<false>(&shared->bins, cache.hot_rows, shift, age, [](int) { return 0ull; });
-    for (int first = 0, taken = beyond; first < cache.hot_rows; first += blockDim.x) {
-        const int slot = first + threadIdx.x;
-        const bool victim = slot < cache.hot_rows && age(slot) >= cut;
-        int total, at = taken + scan_block(victim, shared->sums, &total);
-        taken += total;
-        if (!victim) continue;
-        const int row = search.to[at].id, old = search.hot.tag[slot];
-        if (old >= 0) search.hot.slot_of[old] = 0;
-        search.hot.tag[slot] = row;
-        search.hot.stamp[slot] = search.now;
-        search.hot.slot_of[row] = (uint16_t)(slot + 1);
-        search.to[at] = hot_location(cache, search.session, slot);
+    const uint32_t *stamp = search.hot.stamp;
+    auto age_of = [&](int slot) { return (uint64_t)(search.now - stamp[slot]); };
+    const int shift = (31 - __clz(shared->oldest)) / 8 * 8;
+    const unsigned age = (unsigned)find_cut<false>(&shared->bins, cache.hot_rows, shift, age_of, [](int) { return 0ull; });
+    return {age, shared->bins.wanted.count};
+}
+
+/* Missing rows take the slots used least recently, ties to the lower slot: the i-th row, ascending, the i-th such slot. Returns
+ * how many rows found no slot: the first of the plan. */
+static __device__ int take_victims(const Resolver &cache, const Search &search, ResolveShared *shared, int missing) {
+    const int room = min(missing, cache.hot_rows - (int)shared->ages[0]), beyond = missing - room;
+    if (!room) return beyond;
+    const Victims victims = choose_victims(cache, search, shared, (unsigned)room);
+    const int lane = threadIdx.x % WARP;
+    unsigned before = 0;                            /* slots that are older, in the upper half, and those of that age */
+#pragma unroll 1
+    for (int first = 0; first < cache.hot_rows; first += IN_FLIGHT * blockDim.x) {
+        const int begin = first + threadIdx.x / WARP * WARP * IN_FLIGHT + lane;
+        unsigned older[IN_FLIGHT], equal[IN_FLIGHT], own = 0;       /* the warp's slots, a bit for each */
+        int old[IN_FLIGHT], entry[IN_FLIGHT], row[IN_FLIGHT], total;
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; u++) {
+            const int slot = begin + u * WARP;
+            const unsigned age = slot < cache.hot_rows ? search.now - search.hot.stamp[slot] : 0;
+            old[u] = slot < cache.hot_rows ? search.hot.tag[slot] : -1;
+            older[u] = __ballot_sync(~0u, age > victims.age);
+            equal[u] = __ballot_sync(~0u, slot < cache.hot_rows && age == victims.age);
+            own += __popc(older[u]) << 16 | __popc(equal[u]);
+        }
+        unsigned at = before + __shfl_sync(~0u, (unsigned)scan_block(lane ? 0 : (int)own, shared->sums, &total), 0);
+        before += (unsigned)total;
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; u++) {
+            const unsigned below = (1u << lane) - 1, ties = (at & 0xffff) + __popc(equal[u] & below);
+            const bool victim = older[u] >> lane & 1 || (equal[u] >> lane & 1 && ties < victims.ties);
+            entry[u] = victim ? beyond + (int)((at >> 16) + __popc(older[u] & below) + min(ties, victims.ties)) : -1;
+            row[u] = victim ? search.to[entry[u]].id : 0;
+            at += __popc(older[u]) << 16 | __popc(equal[u]);
+        }
+#pragma unroll
+        for (int u = 0; u < IN_FLIGHT; u++) {
+            const int slot = begin + u * WARP;
+            if (entry[u] < 0) continue;
+            if (old[u] >= 0) search.hot.slot_of[old[u]] = 0;
+            search.hot.tag[slot] = row[u];
+            search.hot.stamp[slot] = search.now;
+            search.hot.slot_of[row[u]] = (uint16_t)(slot + 1);
+            search.to[entry[u]] = hot_location(shared, slot);
+        }
     }
     return beyond;
 }
 
-/* Which of n ascending rows that is. */
-static __device__ int find_row(const DeviceRow *rows, int n, int row) {
-    int low = 0;
-    for (int high = n - 1; low < high;) {
-        const int middle = (low + high) / 2;
-        if (rows[middle].id < row) low = middle + 1;
-        else high = middle;
-    }
-    return low;
-}
-
-/* Where sought rows come to lie. The first `beyond` of the plan are staged, from device row `staged` on. */
-static __device__ void locate_missing(const Search &search, const Resolver &cache, ResolveShared *shared, int beyond,
-                                      int staged) {
-    int host = 0;
-    for (int i = threadIdx.x; i < search.entries; i += blockDim.x) {
-        if (search.locations[i].id != SOUGHT) continue;
-        const int row = search.ids[i], slot = search.hot.slot_of[row] - 1;
-        search.locations[i] = slot >= 0 ? hot_location(cache, search.session, slot)
-                                        : (DeviceRow){staged + find_row(search.to, beyond, row)};
-        host++;
-    }
-    count_picked(shared, TIER_HOST, host);
-    __syncthreads();
+/* Where sought rows come to lie: where the plan brings them, and what a scan has found has a slot by now. The first `beyond` of
+ * the plan are staged, from device row `staged` on. */
+static __device__ void locate_sought(const Search &search, ResolveShared *shared, const Missing &missing, DeviceRow held[IN_FLIGHT],
+                                     int beyond, int staged) {
+    int hot = 0, host = 0;
+#pragma unroll 1
     for (int i = threadIdx.x; i < beyond; i += blockDim.x) search.to[i].id = staged + i;
+    if (beyond) __syncthreads();
+    each_location(search, held, [&](DeviceRow &location) {
+        const int row = sought_row(location);
+        if (row < 0) return;
+        int entry = planned_entry(location);
+        if (entry < 0 && row >= shared->base) entry = entry_of(missing, row - shared->base);
+        location = entry >= 0 ? search.to[entry] : hot_location(shared, search.hot.slot_of[row] - 1);
+        hot += entry < 0, host += entry >= 0;
+    });
+    count_picked(shared, TIER_HOT, hot), count_picked(shared, TIER_HOST, host);
 }
 
-/* Misses of one session's rows: its plan, their places, and how many there are. */
-static __device__ int place_missing(const Resolver &cache, const Search &search, ResolveShared *shared, uint32_t *bits,
-                                    int staging, PassReport *report) {
-    const int missing = list_missing(cache, search, shared, bits);
-    if (cache.scan) locate_scanned(cache, search, shared);
-    __syncthreads();
-    if (!missing) return 0;
-    const int beyond = take_victims(cache, search, shared, missing);
-    __syncthreads();
-    locate_missing(search, cache, shared, beyond, cache.first_staged + staging * cache.staging_rows);
-    if (threadIdx.x == 0) {
-        atomicAdd(&report->fetched, missing);
-        if (beyond) atomicAdd(&report->staged, beyond);
-    }
-    return missing;
+/* How many blocks of several rows begin in front of row `row` of the run: each has its part of the staging. */
+static __device__ int staging_before(const Row *rows, int begin, int end, int row) {
+    const int r = begin + threadIdx.x;
+    return __syncthreads_count(r < row && r + 1 < end && rows[r].session >= 0 && rows[r + 1].session == rows[r].session
+                               && (r == begin || rows[r - 1].session != rows[r].session));
 }
 
-/* A thread block for each row of the run; the one of a session's first row works for all its rows, at most one for each thread.
- * Inert rows, of no session, are found nowhere. */
+/* What the first look did not find: its plan, its places; returns how many rows are missing. */
+static __device__ int place_missing(const Resolver &cache, const Search &search, ResolveShared *shared, const Missing &missing,
+                                    DeviceRow held[IN_FLIGHT], const Row *rows, int begin, int end, int row,
+                                    PassReport *report) {
+    if (!cache.scan) count_ages(cache, search, shared);
+    const int n = list_missing(cache, search, shared, missing, held);
+    if (cache.scan) count_ages(cache, search, shared);
+    __syncthreads();
+    const int beyond = n ? take_victims(cache, search, shared, n) : 0;
+    const int staging = beyond ? staging_before(rows, begin, end, row) : 0;
+    __syncthreads();
+    locate_sought(search, shared, missing, held, beyond, cache.first_staged + staging * cache.staging_rows);
+    if (threadIdx.x == 0 && n) atomicAdd(&report->fetched, n);
+    if (threadIdx.x == 0 && beyond) atomicAdd(&report->staged, beyond);
+    __syncthreads();
+    return n;
+}
+
+/* A thread block for each row of the run; the one of a session's first row works for all its rows. Inert rows, of no session,
+ * are found nowhere. */
 static __global__ void __launch_bounds__(1024) resolve_blocks(Resolver cache, Selection selection, const Row *rows, int begin,
                                                               int end, DeviceRow *locations, MissPlan plan, PassReport *report) {
     extern __shared__ uint4 bitmap[];
     __shared__ ResolveShared shared;
-    const int row = begin + blockIdx.x, session = rows[row].session, other = begin + threadIdx.x;
+    const int row = begin + blockIdx.x, session = rows[row].session;
     const size_t at = (size_t)row * selection.capacity;
     if (session < 0 || (row > begin && rows[row - 1].session == session)) {
         if (threadIdx.x == 0) plan.count[row] = 0;
         for (int i = threadIdx.x; session < 0 && i < selection.capacity; i += blockDim.x) locations[at + i].id = NOWHERE;
         return;
     }
-    const int n = __syncthreads_count(other < end && rows[other].session == session);
-    const int staging = __syncthreads_count(other < row && rows[other + 1].session == rows[other].session
-                                            && rows[other].session >= 0
-                                            && (other == begin || rows[other - 1].session != rows[other].session));
+    int n = 1;
+#pragma unroll
+    for (int i = 1; i < QUERY_BLOCK; i++) n += row + i < end && rows[row + i].session == session;
     const size_t state = (size_t)session * cache.groups + cache.group;
     const HotCache hot = {cache.slots.tag + state * cache.hot_rows, cache.slots.stamp + state * cache.hot_rows,
                           cache.slots.slot_of + state * cache.context_pages * PAGE_ROWS, cache.slots.clock + state};
     const Search search = {session, cache.seen.tail_base[session], n * selection.capacity, selection.ids + at, locations + at,
                            plan.from + at, plan.to + at, hot, *hot.clock + 1};
+    const Missing missing = {(uint32_t *)bitmap, (int *)((uint32_t *)bitmap + cache.range / 32)};
+#pragma unroll 1
+    for (int i = threadIdx.x; i < cache.hot_pages; i += blockDim.x)
+        shared.hot[i] = cache.seen.hot[(size_t)session * cache.hot_pages + i];
+    for (int i = threadIdx.x; i < AGES; i += blockDim.x) shared.ages[i] = 0;
     if (threadIdx.x < TIERS) shared.picked[threadIdx.x] = 0;
-    if (threadIdx.x == 0) shared.low = INT_MAX, shared.high = -1;
+    if (threadIdx.x == 0) shared.low = INT_MAX, shared.high = -1, shared.oldest = 0;
     __syncthreads();
-    look_up(cache, search, &shared);
+    DeviceRow held[IN_FLIGHT];
+    look_up(cache, search, &shared, held);
     __syncthreads();
-    int missing = 0;
-    if (shared.high >= 0) missing = place_missing(cache, search, &shared, (uint32_t *)bitmap, staging, report);
-    __syncthreads();
-    if (threadIdx.x == 0) *hot.clock = search.now, plan.count[row] = missing;
+    const int planned_rows =
+        shared.high < 0 ? 0 : place_missing(cache, search, &shared, missing, held, rows, begin, end, row, report);
+    if (threadIdx.x == 0) *hot.clock = search.now, plan.count[row] = planned_rows;
     if (threadIdx.x < TIERS && shared.picked[threadIdx.x]) atomicAdd(&report->picked[threadIdx.x], shared.picked[threadIdx.x]);
 }
 
@@ -4520,25 +4683,24 @@ static void resolve(Cache *cache, int group, const Selection *selection, const R
         LAUNCHED();
         return;
     }
-    const size_t spare = gpu.shared_per_block - 2 * sizeof(ResolveShared);
-    const size_t rows_at_once = spare * 8 < (size_t)1 << 20 ? spare * 8 : (size_t)1 << 20;
-    const int context = divide_up(cache->context_pages * PAGE_ROWS, 128) * 128;
-    resolver.range = (size_t)context < rows_at_once ? context : (int)(rows_at_once / 128 * 128);
-    const size_t bytes = (size_t)resolver.range / 8;
-    allow_shared(resolve_blocks, bytes + sizeof(ResolveShared));
+    const size_t quad = QUAD / 8 + sizeof(int), quads = (gpu.shared_per_block - 2 * sizeof(ResolveShared)) / quad,
+                 context = (size_t)divide_up(cache->context_pages * PAGE_ROWS, QUAD);
+    resolver.range = QUAD * (int)(context < quads ? context : quads);
+    const size_t bytes = (size_t)resolver.range / QUAD * quad;
+    allow_shared(resolve_blocks, bytes);
     const int threads = n > gpu.multiprocessors ? 512 : 1024;           /* two thread blocks fit a multiprocessor, or one */
     resolve_blocks<<<n, threads, bytes, gpu.stream>>>(resolver, *selection, rows, begin, end, locations, *plan, report);
     LAUNCHED();
 }
 
-enum { FETCH_BLOCKS = 16, FETCH_THREADS = 512, FETCH_PIECES = 4 }; /* 16 bytes a piece: 512 KB under way, which fills the link */
+enum { FETCH_BLOCKS = 32, FETCH_THREADS = 512, FETCH_PIECES = 2 }; /* 16 bytes a piece: 512 KB under way, which fills the link */
 
 /* One source's rows and what copies into them need. */
 typedef struct Fetch {
     const uint4 *host;
     uint4 *pool, *staging;
     int32_t first_staged;
-    int pieces;                 /* of a row, 16 bytes each */
+    int pieces, stride;         /* of a row, 16 bytes each; from one row to the next */
     int capacity;               /* entries of the plan for each row of the pass */
 } Fetch;
 
@@ -4554,9 +4716,9 @@ static __device__ void find_piece(const Fetch &fetch, const MissPlan &plan, cons
     }
     const size_t at = (size_t)(begin + low) * fetch.capacity + (entry - starts[low]);
     const int32_t row = plan.to[at].id;
-    *from = fetch.host + plan.from[at].id * fetch.pieces + part;
-    *to = (row < fetch.first_staged ? fetch.pool + (size_t)row * fetch.pieces
-                                    : fetch.staging + (size_t)(row - fetch.first_staged) * fetch.pieces) + part;
+    *from = fetch.host + plan.from[at].id * fetch.stride + part;
+    *to = (row < fetch.first_staged ? fetch.pool + (size_t)row * fetch.stride
+                                    : fetch.staging + (size_t)(row - fetch.first_staged) * fetch.stride) + part;
 }
 
 /* Host memory is read a link's round trip away, so every thread asks for several pieces before it waits for any. */
@@ -4589,15 +4751,45 @@ static __global__ void __launch_bounds__(FETCH_THREADS) copy_missing(Fetch fetch
 
 static_assert((int)MAX_PASS_ROWS <= (int)FETCH_THREADS, "each thread counts one row of the run");
 
+enum { LIVE_SOURCES = 4 };      /* of one group: arenas of staging (the paper's chi) */
+
+/* What a producing layer misses, its attention waits for. The layers that follow it need their copies later, so those run beside
+ * the compute in between, one after the other and behind the producer's, which has the link to itself. */
+static struct Beside {
+    cudaStream_t stream;
+    cudaEvent_t asked;          /* all that was asked for before: the plan is made, and nobody reads an arena's last rows any more */
+    cudaEvent_t fetched[LIVE_SOURCES];
+} beside;
+
+static bool hierarchy_start(Error *error) {
+    (void)error;
+    CUDA(cudaStreamCreateWithFlags(&beside.stream, cudaStreamNonBlocking));
+    CUDA(cudaEventCreateWithFlags(&beside.asked, cudaEventDisableTiming));
+    for (int i = 0; i < LIVE_SOURCES; i++) CUDA(cudaEventCreateWithFlags(&beside.fetched[i], cudaEventDisableTiming));
+    return true;
+}
+
 static void fetch_rows(Cache *cache, SourceId source, const MissPlan *plan, const Row *rows, int begin, int end, int run,
                        PassReport *report) {
     (void)rows, (void)run;                          /* the plan says where each block's entries begin */
     if (end <= begin || !cache->hot_rows) return;
+    const int member = cache->member_of[source.id];
     const RowPool pool = row_pool(cache, source);
     const Fetch fetch = {(const uint4 *)host_source_rows(cache, source), (uint4 *)pool.rows, (uint4 *)pool.staging, pool.n_rows,
+                         (int)((cache->format.bytes + sizeof(uint4) - 1) / sizeof(uint4)),
                          (int)(cache->format.stride / sizeof(uint4)), cache->index_topk};
-    copy_missing<<<FETCH_BLOCKS, FETCH_THREADS, 0, gpu.stream>>>(fetch, *plan, begin, end, report);
+    if (member) {
+        CUDA(cudaEventRecord(beside.asked, gpu.stream));
+        CUDA(cudaStreamWaitEvent(beside.stream, beside.asked, 0));
+    }
+    copy_missing<<<FETCH_BLOCKS, FETCH_THREADS, 0, member ? beside.stream : gpu.stream>>>(fetch, *plan, begin, end, report);
     LAUNCHED();
+    if (member) CUDA(cudaEventRecord(beside.fetched[member % LIVE_SOURCES], beside.stream));
+}
+
+static void await_rows(const Cache *cache, SourceId source) {
+    const int member = cache->member_of[source.id];
+    if (member) CUDA(cudaStreamWaitEvent(gpu.stream, beside.fetched[member % LIVE_SOURCES], 0));
 }
 
 /* A session's groups lie behind each other in every table. */
@@ -5152,42 +5344,68 @@ static __device__ uint64_t offer_keys(uint64_t kept, uint64_t key) {
     return kept;
 }
 
-/* The best CANDIDATES of each segment: grid (SEGMENTS, rows). */
+/* The CANDIDATES-th best of the keys of a warp's lanes. */
+static __device__ uint64_t last_of_best(uint64_t key) {
+    int better = 0;
+    for (int lane = 0; lane < WARP; lane++) {
+        const uint64_t other = __shfl_sync(~0u, (unsigned long long)key, lane);
+        better += other > key || (other == key && lane < (int)threadIdx.x % WARP);
+    }
+    return __shfl_sync(~0u, (unsigned long long)key, __ffs(__ballot_sync(~0u, better == CANDIDATES - 1)) - 1);
+}
+
+/* The best CANDIDATES of each segment: grid (SEGMENTS, rows). A first look finds the best of each of the columns that lanes make; the
+ * CANDIDATES-th of these bests lies below as many logits, so that a second look has to offer hardly more than the best. */
 static __global__ void __launch_bounds__(SEGMENT_THREADS) segment_candidates(uint64_t *keys, const float *logits, int vocab) {
-    __shared__ uint64_t shared[SEGMENT_THREADS / WARP * CANDIDATES];
-    const int lane = threadIdx.x % WARP, end = segment_begin(blockIdx.x + 1, vocab);
+    __shared__ uint64_t shared[SEGMENT_THREADS];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, end = segment_begin(blockIdx.x + 1, vocab),
+              begin = segment_begin(blockIdx.x, vocab) + 4 * threadIdx.x;
     const float *row = logits + (size_t)blockIdx.y * vocab;
     const bool wide = loads_wide(logits, vocab);
-    uint64_t kept = 0;
-    for (int first = segment_begin(blockIdx.x, vocab) + threadIdx.x / WARP * 4 * WARP; first < end;
-         first += 4 * SEGMENT_THREADS) {
+    uint64_t best = 0, kept = 0;
+    for (int i = begin; i < end; i += 4 * SEGMENT_THREADS) {
+        const float4 x = load_logits(row, i, end, wide);
+        best = max(best, token_key(x.x, i));
+        if (i + 1 < end) best = max(best, token_key(x.y, i + 1));
+        if (i + 2 < end) best = max(best, token_key(x.z, i + 2));
+        if (i + 3 < end) best = max(best, token_key(x.w, i + 3));
+    }
+    shared[threadIdx.x] = best;
+    __syncthreads();
+    for (int w = 0; w < SEGMENT_THREADS / WARP; w++) best = max(best, shared[w * WARP + lane]);
+    const uint64_t least = last_of_best(best);
+    __syncthreads();
+    for (int first = begin - 4 * lane; first < end; first += 4 * SEGMENT_THREADS) {
         const int i = first + 4 * lane;
         const float4 x = i < end ? load_logits(row, i, end, wide) : make_float4(0, 0, 0, 0);
-        kept = offer_keys(kept, i < end ? token_key(x.x, i) : 0);
-        kept = offer_keys(kept, i + 1 < end ? token_key(x.y, i + 1) : 0);
-        kept = offer_keys(kept, i + 2 < end ? token_key(x.z, i + 2) : 0);
-        kept = offer_keys(kept, i + 3 < end ? token_key(x.w, i + 3) : 0);
+        const uint64_t key[4] = {i < end ? token_key(x.x, i) : 0, i + 1 < end ? token_key(x.y, i + 1) : 0,
+                                 i + 2 < end ? token_key(x.z, i + 2) : 0, i + 3 < end ? token_key(x.w, i + 3) : 0};
+        if (!__any_sync(~0u, max(max(key[0], key[1]), max(key[2], key[3])) >= least)) continue;
+        for (int u = 0; u < 4; u++) kept = offer_keys(kept, key[u] >= least ? key[u] : 0);
     }
-    if (lane < CANDIDATES) shared[threadIdx.x / WARP * CANDIDATES + lane] = kept;
+    if (lane < CANDIDATES) shared[warp * CANDIDATES + lane] = kept;
     __syncthreads();
-    if (threadIdx.x >= WARP) return;
+    if (warp) return;
     kept = 0;
     for (int i = lane; i < SEGMENT_THREADS / WARP * CANDIDATES; i += WARP) kept = offer_keys(kept, shared[i]);
     if (lane < CANDIDATES) keys[((size_t)blockIdx.y * SEGMENTS + blockIdx.x) * CANDIDATES + lane] = kept;
 }
 
-/* The best of a row's segments, by a warp. */
+/* The best of a row's segments, by a warp: a lane has a segment's best in front of it. */
 static __global__ void merge_candidates(int *ids, float *values, size_t stride, const uint64_t *keys, const float *logits,
                                         int vocab, const int *target_ids) {
     const int row = blockIdx.x, lane = threadIdx.x, count = min(vocab, (int)CANDIDATES);
+    const uint64_t *own = keys + (size_t)row * SEGMENTS * CANDIDATES;
+    const uint64_t least = last_of_best(own[lane * CANDIDATES]);
     uint64_t kept = 0;
-    for (int i = lane; i < SEGMENTS * CANDIDATES; i += WARP)
-        kept = offer_keys(kept, keys[(size_t)row * SEGMENTS * CANDIDATES + i]);
+    for (int i = lane; i < SEGMENTS * CANDIDATES; i += WARP) kept = offer_keys(kept, own[i] >= least ? own[i] : 0);
     const int id = key_token(__shfl_sync(~0u, (unsigned long long)kept, min(lane, count - 1)));
     if (lane >= CANDIDATES) return;
     ids[row * stride + lane] = target_ids ? target_ids[id] : id;
     values[row * stride + lane] = logits[(size_t)row * vocab + id];
 }
+
+static_assert((int)SEGMENTS == (int)WARP, "a lane for each segment");
 
 static void candidates(int *ids, float *values, size_t stride, const float *logits, int n, int vocab, const int *target_ids) {
     for (int first = 0, rows; first < n; first += rows) {
@@ -5362,29 +5580,31 @@ static __device__ void draw_slot(SlotShared *shared, const Drafts &drafts, int s
     drafts.tokens[at] = shared->token = block.ids[position + 1] = choice;
 }
 
-/* Slot `slot` of every block, a thread block each. */
+/* Slots [slot, end) of every block, a thread block each: a draft counts as a repeat for those behind it. */
 static __global__ void __launch_bounds__(PATH_THREADS)
-    draw_slots(Drafts drafts, int slot, const DraftBlock *blocks, AcceptRule rule) {
+    draw_slots(Drafts drafts, int slot, int end, const DraftBlock *blocks, AcceptRule rule) {
     __shared__ SlotShared shared;
-    const size_t at = ((size_t)blockIdx.x * drafts.slots + slot) * CANDIDATES;
     load_block(&shared.block, &blocks[blockIdx.x]);
-    if (threadIdx.x < CANDIDATES)
-        shared.ids[threadIdx.x] = drafts.ids[at + threadIdx.x], shared.scores[threadIdx.x] = drafts.scores[at + threadIdx.x];
-    __syncthreads();
-    find_repeats(&shared, shared.block.position + slot + 1);
-    if (threadIdx.x < WARP) draw_slot(&shared, drafts, slot, blockIdx.x, rule);
+    for (; slot < end; slot++) {
+        const size_t at = ((size_t)blockIdx.x * drafts.slots + slot) * CANDIDATES;
+        if (threadIdx.x < CANDIDATES)
+            shared.ids[threadIdx.x] = drafts.ids[at + threadIdx.x], shared.scores[threadIdx.x] = drafts.scores[at + threadIdx.x];
+        __syncthreads();
+        find_repeats(&shared, shared.block.position + slot + 1);
+        if (threadIdx.x < WARP) draw_slot(&shared, drafts, slot, blockIdx.x, rule);
+        __syncthreads();
+    }
 }
 
-static void draw_drafts(Drafts *drafts, int slot, const DraftBlock *blocks, int n, AcceptRule rule) {
-    if (n <= 0) return;
-    draw_slots<<<n, PATH_THREADS, 0, gpu.stream>>>(*drafts, slot, blocks, rule);
+static void draw_drafts(Drafts *drafts, int slot, int end, const DraftBlock *blocks, int n, AcceptRule rule) {
+    if (n <= 0 || slot >= end) return;
+    draw_slots<<<n, PATH_THREADS, 0, gpu.stream>>>(*drafts, slot, end, blocks, rule);
     LAUNCHED();
 }
 
 /* The selector's walk of one block: a warp scores each candidate, S(a, b) += <Pred[a] * e, Succ[b]>, then one draws. */
 static __global__ void __launch_bounds__(PATH_THREADS)
-    walk_path(Drafts drafts, const float *e, Matrix predecessor, Matrix successor, const DraftBlock *blocks, int n,
-              AcceptRule rule) {
+    walk_path(Drafts drafts, const float *e, Matrix predecessor, Matrix successor, const DraftBlock *blocks, AcceptRule rule) {
     __shared__ SlotShared shared;
     const int candidate = threadIdx.x / WARP, lane = threadIdx.x % WARP, rank = predecessor.cols;
     load_block(&shared.block, &blocks[blockIdx.x]);
@@ -5393,7 +5613,7 @@ static __global__ void __launch_bounds__(PATH_THREADS)
     __syncthreads();
     for (int slot = 0; slot < drafts.slots; slot++) {
         const size_t at = ((size_t)blockIdx.x * drafts.slots + slot) * CANDIDATES + candidate;
-        const float *hidden = e + ((size_t)slot * n + blockIdx.x) * rank;
+        const float *hidden = e + ((size_t)blockIdx.x * drafts.slots + slot) * rank;
         const int id = drafts.ids[at];
         float sum = 0;
         for (int r = lane; r < rank; r += WARP)
@@ -5410,7 +5630,7 @@ static __global__ void __launch_bounds__(PATH_THREADS)
 static void select_path(Drafts *drafts, const float *e, const Matrix *predecessor, const Matrix *successor,
                         const DraftBlock *blocks, int n, AcceptRule rule) {
     if (n <= 0 || drafts->slots <= 0) return;
-    walk_path<<<n, PATH_THREADS, 0, gpu.stream>>>(*drafts, e, *predecessor, *successor, blocks, n, rule);
+    walk_path<<<n, PATH_THREADS, 0, gpu.stream>>>(*drafts, e, *predecessor, *successor, blocks, rule);
     LAUNCHED();
 }
 
@@ -5464,7 +5684,7 @@ extern "C" void cuda_allocate(int *lengths, const float *scores, const int *limi
 
 extern "C" const Backend cuda_backend = {
     .name = "cuda",
-    .live_sources = 1,
+    .live_sources = LIVE_SOURCES,
     .shares_memory = false,
     .start = start,
     .available = available,
@@ -5491,6 +5711,7 @@ extern "C" const Backend cuda_backend = {
     .index_select = index_select,
     .resolve = resolve,
     .fetch_rows = fetch_rows,
+    .await_rows = await_rows,
     .forget_hot = forget_hot,
     .start_copy = start_copy,
     .finish_copy = finish_copy,

@@ -951,9 +951,11 @@ struct Backend {
     void (*resolve)(Cache *cache, int group, const Selection *selection, const Row *rows, int begin, int end, int run,
                     DeviceRow *locations, MissPlan *plan, PassReport *report);
 
-    /* Copies what that run planned from the host to the hot cache and the staging of one source. */
+    /* Copies what that run planned from the host to the hot cache and the staging of one source. The copy of a following layer may
+     * go on beside what is asked for next; await_rows() comes before the first operation that reads the source's rows. */
     void (*fetch_rows)(Cache *cache, SourceId source, const MissPlan *plan, const Row *rows, int begin, int end, int run,
                        PassReport *report);
+    void (*await_rows)(const Cache *cache, SourceId source);
 
     /* The hot caches of a session, one in each group, are empty from now on and their clocks at 0. */
     void (*forget_hot)(Cache *cache, int session);
@@ -1052,11 +1054,11 @@ struct Backend {
      * MAX_PREDICTOR_WIDTH]. */
     void (*predict_lengths)(float *scores, const float *features, int n, const LengthPredictor *predictor, float *scratch);
 
-    /* Draws slot `slot` of every block from its candidates, in the way of each block's session, into drafts->tokens. */
-    void (*draw_drafts)(Drafts *drafts, int slot, const DraftBlock *blocks, int n, AcceptRule rule);
+    /* Draws slots [slot, end) of every block from their candidates, in the way of each block's session, into drafts->tokens. */
+    void (*draw_drafts)(Drafts *drafts, int slot, int end, const DraftBlock *blocks, int n, AcceptRule rule);
 
     /* The walk of DFlash 2's selector: slot by slot S(a, b) = U(b) + <Pred[a] * e, Succ[b]> over the candidates b, where a is
-     * the token chosen before (first the anchor) and e: [slots, n, rank] the projected hidden state; draws each slot from S,
+     * the token chosen before (first the anchor) and e: [n, slots, rank] the projected hidden state; draws each slot from S,
      * which replaces the candidates' scores. */
     void (*select_path)(Drafts *drafts, const float *e, const Matrix *predecessor, const Matrix *successor, const DraftBlock *blocks,
                         int n, AcceptRule rule);

@@ -91,7 +91,7 @@ static bool run_prompt(Engine *engine, int session, const int *ids, int from, in
     return true;
 }
 
-/* What the block pass does on its way, for a single block: the candidates of each call, and the residual stream behind each layer. */
+/* What the block pass does on its way, for a single block: the candidates of each row, and the residual stream behind each layer. */
 static struct Record {
     int calls, adds;
     int ids[2 * MAX_BLOCK][CANDIDATES];
@@ -103,9 +103,10 @@ static struct Record {
 static void recorded_candidates(int *ids, float *values, size_t stride, const float *logits, int n, int vocab,
                                 const int *target_ids) {
     candidates(ids, values, stride, logits, n, vocab, target_ids);
-    if (n != 1 || record.calls == 2 * MAX_BLOCK) return;
-    memcpy(record.ids[record.calls], ids, sizeof record.ids[0]);
-    memcpy(record.values[record.calls++], values, sizeof record.values[0]);
+    for (int r = 0; r < n && record.calls < 2 * MAX_BLOCK; r++) {
+        memcpy(record.ids[record.calls], ids + (size_t)r * stride, sizeof record.ids[0]);
+        memcpy(record.values[record.calls++], values + (size_t)r * stride, sizeof record.values[0]);
+    }
 }
 
 static void recorded_add_norm(float *y, float *x, const float *branch, const float *weight, int n, int dim, float eps,
@@ -2024,7 +2025,7 @@ static void test_small_vocabulary(int vocab, bool one_hot) {
     for (int trial = 0; trial < TRIALS; trial++) {
         DraftBlock block = {.position = 0, .ids = ids, .count = 2, .sampling = sampling, .stream = (uint64_t)trial};
         c_backend.candidates(list, scores, CANDIDATES, own, 1, vocab, NULL);
-        c_backend.draw_drafts(&drafts, 0, &block, 1, ACCEPT_REJECTION);
+        c_backend.draw_drafts(&drafts, 0, 1, &block, 1, ACCEPT_REJECTION);
         memcpy(logits, target, (size_t)vocab * sizeof(float)), memcpy(logits + vocab, target, (size_t)vocab * sizeof(float));
         c_backend.accept(choices, accepted, logits, vocab, &block, &drafts, 1, ACCEPT_REJECTION, &sampler, 1);
         count[choices[0]]++;

@@ -1610,6 +1610,46 @@ static void test_resolve(void) {
     twin_passes("beyond the bitmap, scan", make_twins(2, 5000000, 1, 256, 300, LOOKUP_SCAN, 0.9), 6, 8, 1500, false);
 }
 
+/* Puts some milliseconds of work on the stream: a pass that is still in flight when what comes next is asked for. */
+static void put_long_work(const void *block, size_t bytes, unsigned *sum) {
+    for (int i = 0; i < 100; i++) cuda_read(block, bytes, sum);
+}
+
+/* A copy of a page begins when all passes that were asked for before it are over: a page that history is lent, or a tail takes,
+ * may still be read by the last of them, and a page that is backed up still be written. */
+static void test_page_copies(void) {
+    enum { BUSY = 256 << 20 };
+    Twins t = make_twins(1, 300, 1, 8, 16, LOOKUP_DIRECT, 0.5);
+    give_rows(&t);
+    Cache *cache = &t.gpu;
+    const size_t bytes = PAGE_ROWS * cache->format.stride;
+    uint8_t *busy = to_device(NULL, BUSY), *page = cache->device + 2 * bytes, *host = t.host + bytes, *read = to_device(NULL, bytes);
+    unsigned *sum = to_device(NULL, sizeof *sum);
+    void *before = from_device(page, bytes), *written = malloc(bytes);
+    memset(written, 0x5a, bytes);
+    void *source = to_device(written, bytes);
+    for (int round = 0; round < 3; round++) {
+        Transfer transfer = {.count = PAGE_ROWS, .device = {2}, .host = {1}};
+        cuda_backend.copy_bytes(page, before, bytes);
+        put_long_work(busy, BUSY, sum);
+        cuda_begin_copy(read, page, bytes);         /* the pass reads the page, */
+        cuda_backend.start_copy(cache, &transfer);
+        CHECK(!cuda_backend.finish_copy(cache, &transfer, false), "a copy into a page waits for the pass that reads it");
+        CHECK(cuda_backend.finish_copy(cache, &transfer, true), "and is complete in the end");
+        CHECK(same_on_device(read, before, bytes), "a page is not overwritten under its last reader");
+        CHECK(same_on_device(page, host, bytes), "a page has the host's bytes");
+        put_long_work(busy, BUSY, sum);
+        cuda_begin_copy(page, source, bytes);       /* or it writes the page */
+        transfer.to_host = true;
+        cuda_backend.start_copy(cache, &transfer);
+        CHECK(cuda_backend.finish_copy(cache, &transfer, true) && !memcmp(host, written, bytes), "a page is backed up as the pass left it");
+        memset(host, round, bytes);
+    }
+    free_device(busy), free_device(read), free_device(sum), free_device(source);
+    free(before), free(written);
+    free_twins(&t);
+}
+
 /* ---------------------------------------------------------------------------------------------------------------------
  * Sampling and acceptance
  */
@@ -1916,9 +1956,10 @@ static void twin_draws(int n, int slots, int vocab, int rank, DType dtype, Accep
     if (rank) {
         c_backend.select_path(&c, e, &predecessor[0], &successor[0], c_blocks, n, rule);
         cuda_backend.select_path(&gpu, device_e, &predecessor[1], &successor[1], gpu_blocks, n, rule);
-    } else for (int slot = 0; slot < slots; slot++) {
-        c_backend.draw_drafts(&c, slot, c_blocks, n, rule);
-        cuda_backend.draw_drafts(&gpu, slot, gpu_blocks, n, rule);
+    } else {
+        c_backend.draw_drafts(&c, 0, slots, c_blocks, n, rule);
+        cuda_backend.draw_drafts(&gpu, 0, slots / 2, gpu_blocks, n, rule);
+        cuda_backend.draw_drafts(&gpu, slots / 2, slots, gpu_blocks, n, rule);
     }
     cuda_backend.wait();
     CHECK(!memcmp(gpu.tokens, c.tokens, at * sizeof(int)), "drafts: tokens (%d blocks, rank %d, rule %d)", n, rank, rule);
@@ -1959,7 +2000,7 @@ static void test_path_independence(void) {
     for (int n = N; n >= 1; n -= n > 2 ? 4 : 1) {
         for (int i = 0; i < n * SIZE; i++) ids[i] = i % SIZE % VOCAB, whole[i] = scores[i % SIZE];
         for (int slot = 0; slot < SLOTS; slot++)
-            for (int i = 0; i < n; i++) memcpy(spread + (slot * n + i) * RANK, e + slot * RANK, RANK * sizeof(float));
+            for (int i = 0; i < n; i++) memcpy(spread + (i * SLOTS + slot) * RANK, e + slot * RANK, RANK * sizeof(float));
         for (int i = 0; i < n; i++) {
             history[i * 64 + 9] = 17;
             blocks[i] = (DraftBlock){.position = 9, .ids = history + i * 64, .stream = 5,
@@ -2426,6 +2467,7 @@ int main(int argc, char **argv) {
     RUN(test_dense_attention);
     RUN(test_block_attention);
     RUN(test_resolve);
+    RUN(test_page_copies);
     RUN(test_accept);
     RUN(test_candidates);
     RUN(test_predict_lengths);

@@ -69,7 +69,8 @@ typedef struct World {
     int kinds;                  /* of pages that prompts are made of */
     int layer;                  /* which attends */
     void (*select)(struct World *w, int session, int position, int *out, int k);    /* instead of by chance; or NULL */
-    int planned[MAX_PASS_ROWS], n_runs, run;        /* of the group that attends: entries of each run's part of the plan */
+    int planned[MAX_PASS_ROWS], n_runs;             /* of the group that attends: entries of each run's part of the plan */
+    int run[MAX_SOURCES], awaited;                  /* runs that each source has copied for; and awaited, of the one that attends */
     DeviceRow *expected;        /* [rows, k] */
     int picked[TIERS], staged;  /* by the last resolve */
     uint8_t *free_before, *index_free_before;       /* pages that were free when last looked at */
@@ -84,7 +85,7 @@ static int forced_lookup = -1;  /* of the next traces; -1: by chance */
 static uint64_t locations_digest;                   /* of a trace */
 static struct {
     long traces, passes, picked[TIERS], staged, recalled, lent, shared, waits, tail_waits, truncated, aborted, failed, delayed,
-        imported, split_commits, admitted, populated;
+        imported, split_commits, admitted, populated, ahead;
 } seen;
 
 /* The first thing that is wrong ends a trace. */
@@ -326,16 +327,26 @@ static void watched_resolve(Cache *cache, int group, const Selection *selection,
     w->planned[w->n_runs++] = n_wanted;
 }
 
-/* Each run has its own part of the plan, which every source of the group copies once. */
+/* Each run has its own part of the plan, which every source of the group copies once. In a pass of one run the layers that follow
+ * copy as early as there is staging for them. */
 static void watched_fetch(Cache *cache, SourceId source, const MissPlan *plan, const Row *rows, int begin, int end, int run,
                           PassReport *report) {
     World *w = world;
-    int copied = report->copied;
-    REQUIRED_THAT(w, source.id == w->layer && run == w->run && plan->count[run] == w->planned[run],
-                  "source %d: run %d copies %d entries of the plan, not %d", w->layer, run, plan->count[run], w->planned[run]);
-    w->run++;
+    const int copied = report->copied, ahead = w->engine.state.n_runs > 1 ? 1 : cache->live_sources, member = cache->member_of[w->layer];
+    REQUIRED_THAT(w, source.id >= (member ? w->layer + ahead - 1 : w->layer) && source.id < w->layer + ahead && cache->group_of[source.id] == cache->group_of[w->layer],
+                  "source %d copies for source %d", w->layer, source.id);
+    REQUIRED_THAT(w, run == w->run[source.id] && plan->count[run] == w->planned[run], "source %d: run %d copies %d entries of the plan, not %d",
+                  source.id, run, plan->count[run], w->planned[run]);
+    w->run[source.id]++;
     if (!w->broken) c_backend.fetch_rows(cache, source, plan, rows, begin, end, run, report);
     REQUIRED_THAT(w, report->copied - copied == plan->count[run], "%d rows are counted as copied", report->copied - copied);
+    seen.ahead += source.id > w->layer;
+}
+
+/* Before a source attends its rows are copied. */
+static void watched_await(const Cache *cache, SourceId source) {
+    (void)cache;
+    REQUIRED_THAT(world, source.id == world->layer && ++world->awaited == world->run[source.id], "source %d attends before its rows are there", source.id);
 }
 
 static const Row *pass_rows;    /* of the pass under way */
@@ -385,6 +396,7 @@ static bool open_world(World *w, const Shape *shape, Error *error) {
     w->backend.finish_copy = slow_finish_copy;
     w->backend.resolve = watched_resolve;
     w->backend.fetch_rows = watched_fetch;
+    w->backend.await_rows = watched_await;
     w->backend.sparse_attention = watched_attention;
     w->backend.rotations = no_rotations;
     engine->backend = &w->backend;
@@ -905,7 +917,7 @@ static void check_dense(World *w, const Row *rows, int n, int source) {
                           "session %d, source %d: position %d is not in the map", rows[r].session, source, position);
 }
 
-/* All layers over the rows. fails_at: the layer in which the pass fails, or -1. */
+/* All layers over the rows. fails_at: the layer from which on the pass fails, where a plan group begins, or -1. */
 static void run_pass(World *w, const Row *rows, int n, int fails_at) {
     Engine *engine = &w->engine;
     Cache *cache = &engine->cache;
@@ -920,7 +932,8 @@ static void run_pass(World *w, const Row *rows, int n, int fails_at) {
     memset(state->report, 0, sizeof *state->report);
     locate_rows(state->kv_rows, state->index_rows, cache, state->rows, n);
     pass_rows = rows;
-    for (w->layer = 0; w->layer < cache->sources && !w->broken && w->layer != fails_at; w->layer++) {
+    for (w->layer = 0; w->layer < cache->sources && !w->broken; w->layer++) {
+        if (fails_at >= 0 && w->layer >= fails_at && (w->shape.dense || w->shape.producer[w->layer])) break;
         sign_new_rows(w, rows, n, w->layer);
         if (w->shape.dense) { check_dense(w, rows, n, w->layer); continue; }
         if (w->shape.producer[w->layer])
@@ -929,10 +942,13 @@ static void run_pass(World *w, const Row *rows, int n, int fails_at) {
                                                          state->selection.ids + r * cache->index_topk, cache->index_topk);
                 state->selection.count[r] = cache->index_topk;
             }
-        if (w->shape.producer[w->layer]) w->n_runs = 0;
-        w->run = 0;
+        if (w->shape.producer[w->layer]) {
+            w->n_runs = 0;
+            memset(w->run, 0, sizeof w->run);
+        }
+        w->awaited = 0;
         if (!w->broken) attend_selection(engine, w->layer);
-        REQUIRED_THAT(w, w->run == (w->engine.cache.hot_rows ? w->n_runs : 0), "source %d copies for %d runs of %d", w->layer, w->run, w->n_runs);
+        REQUIRED_THAT(w, w->awaited == (w->engine.cache.hot_rows ? w->n_runs : 0), "source %d copies for %d runs of %d", w->layer, w->awaited, w->n_runs);
         if (chance(30)) let_bytes_move(w);
     }
     seen.passes++;

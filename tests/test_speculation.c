@@ -75,9 +75,11 @@ static void replace_draft(Drafts *drafts, int slot, const DraftBlock *blocks, in
     }
 }
 
-static void watched_draw_drafts(Drafts *drafts, int slot, const DraftBlock *blocks, int n, AcceptRule rule) {
-    draw_drafts(drafts, slot, blocks, n, rule);
-    replace_draft(drafts, slot, blocks, n);
+static void watched_draw_drafts(Drafts *drafts, int slot, int end, const DraftBlock *blocks, int n, AcceptRule rule) {
+    for (; slot < end; slot++) {
+        draw_drafts(drafts, slot, slot + 1, blocks, n, rule);
+        replace_draft(drafts, slot, blocks, n);
+    }
 }
 
 static void watched_select_path(Drafts *drafts, const float *e, const Matrix *predecessor, const Matrix *successor, const DraftBlock *blocks,
@@ -955,7 +957,7 @@ static void run_streams(const Toy *toy, uint64_t first, Fault fault, bool in_sig
                 memcpy(ids + at, toy->ids[place][before], sizeof toy->ids[0][0]);
                 memcpy(scores + at, toy->scores[place][before], sizeof toy->scores[0][0]);
             }
-            c_backend.draw_drafts(&drafts, slot, blocks, n, ACCEPT_REJECTION);
+            c_backend.draw_drafts(&drafts, slot, slot + 1, blocks, n, ACCEPT_REJECTION);
         }
         int n_rows = c_backend.pack_blocks(rows, blocks, n, MOST);
         for (int i = 0; i < n; i++)
@@ -1186,7 +1188,7 @@ static void test_coupling(void) {
             candidates(ids, scores, CANDIDATES, q, 1, VOCABULARY, NULL);
             Drafts drafts = {.slots = 1, .ids = ids, .scores = scores, .tokens = tokens};
             DraftBlock block = {.ids = story, .count = 2, .sampling = sampling, .stream = (uint64_t)t};
-            c_backend.draw_drafts(&drafts, 0, &block, 1, ACCEPT_COUPLED);
+            c_backend.draw_drafts(&drafts, 0, 1, &block, 1, ACCEPT_COUPLED);
             memcpy(logits, p, sizeof p), memcpy(logits + VOCABULARY, p, sizeof p);
             c_backend.accept(choices, accepted, logits, VOCABULARY, &block, &drafts, 1, ACCEPT_COUPLED, &sampler, 1);
             share += accepted[0];
