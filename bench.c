@@ -2796,7 +2796,7 @@ static void gpu_histories(GpuBench *bench) {
     free(rows);
 }
 
-static void gpu_blocks(GpuBench *bench) {
+static void gpu_draft_blocks(GpuBench *bench) {
     Error error;
     DenseWork work = {.bench = bench, .format = row_format(KV_BF16, 2 * QWEN_KV_HEADS * QWEN_DIM, 0, QWEN_DIM), .sets = GPU_SETS,
                       .blocks = cuda_backend.take(BLOCKS_AT_ONCE * sizeof(DraftBlock), MEMORY_HOST, &error)};
@@ -2851,7 +2851,7 @@ static void gpu_absorbed(GpuBench *bench) {
 
 static void gpu_dense(GpuBench *bench) {
     gpu_histories(bench);
-    gpu_blocks(bench);
+    gpu_draft_blocks(bench);
     gpu_mini(bench);
     gpu_absorbed(bench);
 }
