@@ -16,6 +16,7 @@ extern "C" {
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
+#include <dlfcn.h>
 #include <float.h>
 #include <unistd.h>
 
@@ -394,6 +395,73 @@ extern "C" void cuda_read(const void *data, size_t bytes, unsigned *sum) {
     LAUNCHED();
 }
 
+/* ---- cuBLASLt's product, as a measure of tide's own; looked for when it is first asked for, since tide does without it */
+
+enum { LIBRARY_WORKSPACE = 32 << 20, LIBRARY_COMPUTE_F32 = 68, LIBRARY_TRANSPOSE_A = 3, LIBRARY_MOST_WORKSPACE = 1 };
+
+typedef struct LibraryChoice {  /* cublasLtMatmulHeuristicResult_t */
+    uint64_t algorithm[8];
+    size_t workspace;
+    int status;
+    float waves;
+    int reserved[4];
+} LibraryChoice;
+
+static struct Library {         /* the functions of cublasLt.h that a product takes; its types are pointers to what it keeps */
+    int (*create)(void **handle);
+    int (*create_product)(void **product, int compute, int scale);
+    int (*set_product)(void *product, int attribute, const void *value, size_t bytes);
+    int (*create_layout)(void **layout, int type, uint64_t rows, uint64_t cols, int64_t stride);
+    int (*create_wishes)(void **wishes);
+    int (*set_wishes)(void *wishes, int attribute, const void *value, size_t bytes);
+    int (*choose)(void *handle, void *product, void *a, void *b, void *c, void *d, void *wishes, int most, LibraryChoice *choices,
+                  int *n);
+    int (*multiply)(void *handle, void *product, const void *alpha, const void *a, void *a_layout, const void *b, void *b_layout,
+                    const void *beta, const void *c, void *c_layout, void *d, void *d_layout, const uint64_t *algorithm,
+                    void *workspace, size_t workspace_bytes, cudaStream_t stream);
+    void *handle, *workspace;
+} library;
+
+static bool find_library(void) {
+    static const char *const names[] = {"Create", "MatmulDescCreate", "MatmulDescSetAttribute", "MatrixLayoutCreate",
+                                        "MatmulPreferenceCreate", "MatmulPreferenceSetAttribute", "MatmulAlgoGetHeuristic", "Matmul"};
+    if (library.handle) return true;
+    void *file = dlopen("libcublasLt.so.13", RTLD_NOW);
+    if (!file) file = dlopen("libcublasLt.so.12", RTLD_NOW);
+    if (!file) return false;
+    for (int i = 0; i < 8; i++) {
+        char name[64];
+        snprintf(name, sizeof name, "cublasLt%s", names[i]);
+        void *found = dlsym(file, name);
+        if (!found) return false;
+        memcpy((char *)&library + (size_t)i * sizeof found, &found, sizeof found);
+    }
+    return cudaMalloc(&library.workspace, LIBRARY_WORKSPACE) == cudaSuccess && !library.create(&library.handle);
+}
+
+extern "C" bool cuda_begin_library_product(float *y, const void *x, const void *w, int rows, int cols) {
+    static struct { int rows, cols; void *product, *w, *x, *y; LibraryChoice choice; } made;
+    const int transposed = 1, m = rows, k = cols;
+    const size_t workspace = LIBRARY_WORKSPACE;
+    const float one = 1, zero = 0;
+    if (!find_library()) return false;
+    if (made.rows != rows || made.cols != cols) {
+        void *wishes;
+        int n = 0;
+        bool failed = library.create_product(&made.product, LIBRARY_COMPUTE_F32, CUDA_R_32F)
+                      || library.set_product(made.product, LIBRARY_TRANSPOSE_A, &transposed, sizeof transposed)
+                      || library.create_layout(&made.w, CUDA_R_16BF, (uint64_t)k, (uint64_t)m, k)
+                      || library.create_layout(&made.x, CUDA_R_16BF, (uint64_t)k, 1, k)
+                      || library.create_layout(&made.y, CUDA_R_32F, (uint64_t)m, 1, m) || library.create_wishes(&wishes)
+                      || library.set_wishes(wishes, LIBRARY_MOST_WORKSPACE, &workspace, sizeof workspace)
+                      || library.choose(library.handle, made.product, made.w, made.x, made.y, made.y, wishes, 1, &made.choice, &n);
+        if (failed || !n) return false;
+        made.rows = rows, made.cols = cols;
+    }
+    return !library.multiply(library.handle, made.product, &one, w, made.w, x, made.x, &zero, y, made.y, y, made.y,
+                             made.choice.algorithm, library.workspace, workspace, gpu.stream);
+}
+
 /* =====================================================================================================================
  * Activations
  *
@@ -702,7 +770,9 @@ enum {
     WARPS = THREADS / 32,       /* of a block; they divide rows of weights and segments among themselves */
     STRIP_CHUNKS = 2,                 /* of 16 bytes, that a thread has on their way from memory for each row */
     MAX_CLUSTER = 8,
+    PREFETCHED = 4,             /* batches of each warp that come near before x is known */
     STAGED_BYTES = 64 << 10,    /* of x in shared memory at most: two blocks of up to 16 rows share a multiprocessor */
+    STAGED_AHEAD = 4,           /* times eight values of x that a thread has on their way */
     STAGED_PAD = 64,            /* bytes behind each row of x there, so that eight lanes' 16 bytes meet different banks */
     SUM_STRIDE = STRIP + 4,     /* floats from column to column of a warp's sums; the 4 spread a fragment over the banks */
 };
@@ -923,30 +993,36 @@ static __host__ __device__ inline int staged_stride(DType D, int along, int piec
  * need them: of e4m3 and e2m1, whose 16 or 32 values of a thread make several fragments, first the first eight of four threads. */
 template <DType D> static __device__ void stage_input(uint8_t *staged, const Input &input, const Cut &cut, int from) {
     const int stride = staged_stride(D, cut.along, cut.piece), eights = cut.along * cut.piece / 8, apart = eights * 16;
-#pragma unroll 2
-    for (int i = (int)threadIdx.x; i < input.count * eights; i += THREADS) {
-        const int column = i / eights, position = i % eights * 8;
-        int offset = position;
-        uint8_t *to = staged + column * stride + position * (D == EXACT ? 4 : 2);
-        if (D == DTYPE_F8_E4M3) offset = offset / 64 * 64 + offset % 32 / 8 * 16 + offset % 64 / 32 * 8;
-        if (D == DTYPE_F4_E2M1) offset = offset / 128 * 128 + offset % 32 / 8 * 32 + offset % 128 / 32 * 8;
-        const int k = from + offset;
-        const int row = input.list ? input.list[input.first + column] / input.divisor : input.first + column;
-        if (input.narrowed) {
-            const bool there = k < input.cols;
+    for (int column = 0, eight = (int)threadIdx.x; column < input.count;) {
+        float v[STAGED_AHEAD][8];
+        uint8_t *to[STAGED_AHEAD];
 #pragma unroll
-            for (int term = 0; term < TERMS; term++)
-                start_copy_to_shared(to + term * apart, input.narrowed + ((size_t)row * TERMS + (size_t)term) * input.stride
-                                                            + (there ? k : 0), there);
-            continue;
+        for (int i = 0; i < STAGED_AHEAD; i++, eight += THREADS) {
+            for (; eight >= eights; eight -= eights) column++;
+            to[i] = NULL;
+            if (column >= input.count) continue;
+            int offset = eight * 8;
+            if (D == DTYPE_F8_E4M3) offset = offset / 64 * 64 + offset % 32 / 8 * 16 + offset % 64 / 32 * 8;
+            if (D == DTYPE_F4_E2M1) offset = offset / 128 * 128 + offset % 32 / 8 * 32 + offset % 128 / 32 * 8;
+            const int k = from + offset, row = input.list ? input.list[input.first + column] / input.divisor : input.first + column;
+            uint8_t *place = staged + column * stride + eight * (D == EXACT ? 32 : 16);
+            if (input.narrowed) {
+                const bool there = k < input.cols;
+#pragma unroll
+                for (int term = 0; term < TERMS; term++)
+                    start_copy_to_shared(place + term * apart, input.narrowed + ((size_t)row * TERMS + (size_t)term) * input.stride
+                                                                   + (there ? k : 0), there);
+                continue;
+            }
+            load_eight(v[i], input.x + (size_t)row * input.stride + k, input.cols - k, input.aligned);
+            to[i] = place;
         }
-        float v[8];
-        load_eight(v, input.x + (size_t)row * input.stride + k, input.cols - k, input.aligned);
-        if (D == EXACT) {
 #pragma unroll
-            for (int j = 0; j < 8; j++) ((float *)to)[j] = v[j];
-        } else
-            store_terms<D>(to, (size_t)apart, v);
+        for (int i = 0; i < STAGED_AHEAD; i++) {
+            if (!to[i]) continue;
+            if (D == EXACT) memcpy(to[i], v[i], sizeof v[i]);
+            else store_terms<D>(to[i], (size_t)apart, v[i]);
+        }
     }
 }
 
@@ -1182,16 +1258,16 @@ static __device__ inline float load_from_block(const float *p, int rank) {
 
 /* The sum of all segments for one output: row `row` of the cluster's rows, column `column`. Eight are on their way at a time. */
 template <int TILES> static __device__ float sum_segments(const float *sums, const Cut &cut, int row, int column) {
-    const float *first = sums + row / STRIP * cut.along * TILES * 8 * SUM_STRIDE + column * SUM_STRIDE + row % STRIP;
-    const int segments = cut.cluster * cut.along;
+    const int along = 31 - __clz(cut.along), segments = cut.cluster << along;       /* its power of two */
+    const float *first = sums + (row / STRIP << along) * TILES * 8 * SUM_STRIDE + column * SUM_STRIDE + row % STRIP;
     float sum = 0;
     for (int begin = 0; begin < segments; begin += 8) {
         float value[8];
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            const int segment = min(begin + i, segments - 1), rank = segment / cut.along;
-            const float *at = first + segment % cut.along * TILES * 8 * SUM_STRIDE;
-            value[i] = cut.cluster == 1 ? *at : load_from_block(at, rank);
+            if (begin + i >= segments) continue;
+            const float *at = first + (begin + i & cut.along - 1) * TILES * 8 * SUM_STRIDE;
+            value[i] = cut.cluster == 1 ? *at : load_from_block(at, begin + i >> along);
         }
 #pragma unroll
         for (int i = 0; i < 8; i++)
@@ -1206,6 +1282,19 @@ static __host__ __device__ inline int staged_bytes(DType D, const Cut &cut, int 
 }
 static __host__ __device__ constexpr int staged_pieces(int tiles) { return tiles < MANY_TILES ? 1 : 2; }
 static __host__ __device__ inline int sums_bytes(int tiles) { return WARPS * tiles * 8 * SUM_STRIDE * (int)sizeof(float); }
+
+/* Brings this warp's share of the batches behind the block's first ones near: while the kernel before this one ends, and while x
+ * is staged, memory is kept busy. A lane takes a row. */
+template <DType D> static __device__ inline void prefetch_batches(const Matrix &w, int row, const Cut &cut, int from) {
+#if __CUDA_ARCH__ >= 900
+    if (D == EXACT) return;
+    const int values = min(PREFETCHED * batch_values(D), cut.length - batch_values(D));
+    const int k = from + cut.along * batch_values(D) + warp_id() % cut.along * values, own = min(row + lane_id(), w.rows - 1);
+    const int bytes = (int)weight_bytes(D, (size_t)max(min(values, w.cols - k), 0)) / 16 * 16;
+    const uint8_t *at = w.data + (size_t)own * weight_bytes(D, (size_t)w.cols) + weight_bytes(D, (size_t)k);
+    if (bytes) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(at), "r"(bytes) : "memory");
+#endif
+}
 
 /* Grid: blocks of a cluster, groups of rows of x, groups of rows of weights of each head. */
 template <DType D, int TILES>
@@ -1222,6 +1311,7 @@ static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_ke
     set_strip<D>(&strip, w, row);
     Batch batch;
     fetch_batch<D>(batch, strip, first_batch<D>(p.cut, from));
+    prefetch_batches<D>(w, row, p.cut, from);
     wait_for_previous();
 
     const int bytes = staged_bytes(D, p.cut, min(TILES * 8, p.n_rows)), x_first = head * p.x_head;
@@ -1234,8 +1324,9 @@ static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_ke
 
     if (p.cut.cluster > 1) cluster_barrier();
     else __syncthreads();
+    const int power = 31 - __clz(group_rows);
     for (int i = rank * THREADS + (int)threadIdx.x; i < group_rows * input.count; i += p.cut.cluster * THREADS) {
-        const int r = i % group_rows, column = i / group_rows;
+        const int r = i & group_rows - 1, column = i >> power;
         if (first_row + r >= w.rows) continue;
         p.y[(size_t)(input.first + column) * p.y_stride + (size_t)(head * p.y_head + first_row + r)] =
             sum_segments<TILES>(sums, p.cut, r, column);
@@ -1288,7 +1379,7 @@ template <DType D, int TILES> static void launch_product(Product *product) {
     const int groups = divide_up(product->w.rows, STRIP * (WARPS / cut->along)) * product->heads;
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = test_pdl;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
     attributes[1].id = cudaLaunchAttributeClusterDimension;
     attributes[1].val.clusterDim = {.x = (unsigned)cut->cluster, .y = 1, .z = 1};
     cudaLaunchConfig_t launch = {};
