@@ -765,28 +765,24 @@ static void check_finite(PassReport *report, int place, const float *x, int n_ro
  */
 
 enum {
-    TERMS = 2,                  /* bf16 numbers whose sum stands for a value of x */
     STRIP = 32,                 /* rows of weights of a warp, as two fragments of 16 */
     WARPS = THREADS / 32,       /* of a block; they divide rows of weights and segments among themselves */
     STRIP_CHUNKS = 2,                 /* of 16 bytes, that a thread has on their way from memory for each row */
     MAX_CLUSTER = 8,
-    PREFETCHED = 4,             /* batches of each warp that come near before x is known */
-    STAGED_BYTES = 64 << 10,    /* of x in shared memory at most: two blocks of up to 16 rows share a multiprocessor */
-    STAGED_AHEAD = 4,           /* times eight values of x that a thread has on their way */
     STAGED_PAD = 64,            /* bytes behind each row of x there, so that eight lanes' 16 bytes meet different banks */
     SUM_STRIDE = STRIP + 4,     /* floats from column to column of a warp's sums; the 4 spread a fragment over the banks */
 };
 
-/* How the sum over a matrix's columns is cut: each block of a cluster has along * length of them, which its warps take in turns,
- * a batch each, so that neighbours read from neighbouring places at about the same time. What one warp takes is a segment. */
+/* How the sum over a matrix's columns is cut: they are dealt, a batch at a time, to cluster * along segments in turn, each of
+ * which is the work of one warp. `along` neighbours lie in the warps of a block, and the blocks of a cluster follow each other. */
 typedef struct Cut {
-    int cluster, along, length;
-    int piece;                  /* values of each segment whose x is in shared memory at a time; changes no sum */
+    int cluster, along;         /* powers of two */
+    int rounds;                 /* batches of a segment */
 } Cut;
 
 typedef struct Product {        /* y[r] = W x[r], for each of `heads` matrices that follow each other `head_rows` rows apart */
     Matrix w;                   /* of the first head */
-    const float *x;             /* or, where there are many rows, in `narrowed_rows` */
+    const float *x;
     float *y;
     size_t x_stride, y_stride;
     int n_rows;
@@ -797,8 +793,7 @@ typedef struct Product {        /* y[r] = W x[r], for each of `heads` matrices t
 
 /* The rows of x that a block multiplies: row list[i] / divisor, or row i where there is no list. */
 typedef struct Input {
-    const float *x;             /* or, rounded already: */
-    const uint16_t *narrowed;
+    const float *x;
     const int *list;
     size_t stride;
     int first, count, divisor, cols;
@@ -813,10 +808,9 @@ static __host__ __device__ constexpr size_t weight_bytes(DType dtype, size_t n) 
     return dtype == DTYPE_F32 ? 4 * n : dtype == DTYPE_F8_E4M3 ? n : dtype == DTYPE_F4_E2M1 ? (n + 1) / 2 : 2 * n;
 }
 
-/* Columns of W in a thread's 16 bytes, a chunk; and of a warp's batch. A segment is a multiple of segment_step columns. */
+/* Columns of W in a thread's 16 bytes, a chunk; and of a warp's batch. */
 static __host__ __device__ constexpr int chunk_values(DType D) { return D == DTYPE_F4_E2M1 ? 32 : D == DTYPE_F8_E4M3 ? 16 : 8; }
 static __host__ __device__ constexpr int batch_values(DType D) { return STRIP_CHUNKS * 4 * chunk_values(D); }
-static __host__ __device__ constexpr int segment_step(DType D) { return D == DTYPE_F4_E2M1 ? 256 : 128; }
 static_assert(SCALE_BLOCK == batch_values(DTYPE_F8_E4M3), "a batch of e4m3 weights has one scale");
 static_assert(EXPONENT_BLOCK == chunk_values(DTYPE_F4_E2M1), "a chunk of e2m1 weights has one scale");
 
@@ -952,77 +946,50 @@ static __device__ inline void load_eight(float v[8], const float *p, int count, 
         for (int i = 0; i < 8; i++) v[i] = i < count ? p[i] : 0;
 }
 
-/* The terms of eight values, `apart` bytes apart. */
-template <DType D> static __device__ inline void store_terms(uint8_t *to, size_t apart, float v[8]) {
+/* Bytes of one row of x in shared memory: the columns of a round of a block, each term for itself. */
+static __host__ __device__ constexpr int term_bytes(DType D, int along) { return along * batch_values(D) * (D == EXACT ? 4 : 2); }
+static __host__ __device__ constexpr int staged_stride(DType D, int along, int terms) {
+    return terms * term_bytes(D, along) + STAGED_PAD;
+}
+
+/* The eight values of x that this thread brings to shared memory the i-th time in each round: of row `column` of the block's, from
+ * value 8 * eight on in the order in which threads need them. Of e4m3 and e2m1, whose 16 or 32 values of a thread make several
+ * fragments, the first eight of four threads come first: `offset` is where the eight stand in x. */
+typedef struct StagedEight { int column, eight, offset; } StagedEight;
+
+template <DType D> static __device__ inline StagedEight staged_eight(const Cut &cut, int i) {
+    const int power = 31 - __clz(cut.along * (batch_values(D) / 8)), at = i * THREADS + (int)threadIdx.x;
+    const int eight = at & (1 << power) - 1, n = chunk_values(D) / 8;
+    return {at >> power, eight, 8 * (D == EXACT ? eight : eight / (4 * n) * 4 * n + eight % 4 * n + eight % (4 * n) / 4)};
+}
+
+/* The columns of a round, from `from` on: as much as fits into the registers is on its way while the weights before are multiplied. */
+template <DType D, int AHEAD>
+static __device__ inline void fetch_input(float v[AHEAD][8], const Input &input, const Cut &cut, int from, int begin) {
 #pragma unroll
-    for (int term = 0; term < TERMS; term++) {
-        *(uint4 *)(to + term * apart) = narrow_eight<D>(v);
-#pragma unroll
-        for (int i = 0; i < 8; i++) v[i] = remainder_of<D>(v[i]);
+    for (int i = 0; i < AHEAD; i++) {
+        const StagedEight at = staged_eight<D>(cut, begin + i);
+        if (at.column >= input.count) continue;
+        const int row = input.list ? input.list[input.first + at.column] / input.divisor : input.first + at.column;
+        load_eight(v[i], input.x + (size_t)row * input.stride + (from + at.offset), input.cols - from - at.offset, input.aligned);
     }
 }
 
-/* x of a pass with many rows, rounded once for all blocks, which then copy it while they multiply. */
-enum { MANY_ROWS = 32, MANY_TILES = 8, MAX_NARROWED = 16 << 20 };
-static __device__ __align__(16) uint16_t narrowed_rows[MAX_NARROWED];
-
-template <DType D> static __global__ void narrow_kernel(const float *x, size_t stride, size_t width, size_t n, bool aligned) {
-    const size_t i = 8 * thread_index();
-    if (i >= n) return;
-    float v[8];
-    load_eight(v, x + i / width * stride + i % width, 8, aligned);
-    uint16_t *to = narrowed_rows + i / width * width * TERMS + i % width;
-    store_terms<D>((uint8_t *)to, 2 * width, v);
-}
-
-/* 16 bytes into shared memory, or zeros, beside what the thread does next. */
-static __device__ inline void start_copy_to_shared(uint8_t *to, const void *from, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
-
-/* Bytes of one value of x in shared memory: itself, or its terms of 16 bits. */
-static __host__ __device__ constexpr int value_bytes(DType D) { return D == EXACT ? 4 : 2 * TERMS; }
-
-/* Bytes of one row of x in shared memory, with a piece of each of `along` segments. */
-static __host__ __device__ inline int staged_stride(DType D, int along, int piece) {
-    return along * piece * value_bytes(D) + STAGED_PAD;
-}
-
-/* Puts x for a piece of every segment of this block into shared memory, columns from `from` on. In the order in which threads
- * need them: of e4m3 and e2m1, whose 16 or 32 values of a thread make several fragments, first the first eight of four threads. */
-template <DType D> static __device__ void stage_input(uint8_t *staged, const Input &input, const Cut &cut, int from) {
-    const int stride = staged_stride(D, cut.along, cut.piece), eights = cut.along * cut.piece / 8, apart = eights * 16;
-    for (int column = 0, eight = (int)threadIdx.x; column < input.count;) {
-        float v[STAGED_AHEAD][8];
-        uint8_t *to[STAGED_AHEAD];
+template <DType D, int TERMS, int AHEAD>
+static __device__ inline void put_input(uint8_t *staged, float v[AHEAD][8], const Input &input, const Cut &cut, int begin) {
 #pragma unroll
-        for (int i = 0; i < STAGED_AHEAD; i++, eight += THREADS) {
-            for (; eight >= eights; eight -= eights) column++;
-            to[i] = NULL;
-            if (column >= input.count) continue;
-            int offset = eight * 8;
-            if (D == DTYPE_F8_E4M3) offset = offset / 64 * 64 + offset % 32 / 8 * 16 + offset % 64 / 32 * 8;
-            if (D == DTYPE_F4_E2M1) offset = offset / 128 * 128 + offset % 32 / 8 * 32 + offset % 128 / 32 * 8;
-            const int k = from + offset, row = input.list ? input.list[input.first + column] / input.divisor : input.first + column;
-            uint8_t *place = staged + column * stride + eight * (D == EXACT ? 32 : 16);
-            if (input.narrowed) {
-                const bool there = k < input.cols;
+    for (int i = 0; i < AHEAD; i++) {
+        const StagedEight at = staged_eight<D>(cut, begin + i);
+        if (at.column >= input.count) continue;
+        uint8_t *to = staged + at.column * staged_stride(D, cut.along, TERMS) + at.eight * (D == EXACT ? 32 : 16);
+        if constexpr (D == EXACT) memcpy(to, v[i], sizeof v[i]);
+        else
 #pragma unroll
-                for (int term = 0; term < TERMS; term++)
-                    start_copy_to_shared(place + term * apart, input.narrowed + ((size_t)row * TERMS + (size_t)term) * input.stride
-                                                                   + (there ? k : 0), there);
-                continue;
+            for (int term = 0; term < TERMS; term++, to += term_bytes(D, cut.along)) {
+                *(uint4 *)to = narrow_eight<D>(v[i]);
+#pragma unroll
+                for (int j = 0; j < 8; j++) v[i][j] = remainder_of<D>(v[i][j]);
             }
-            load_eight(v[i], input.x + (size_t)row * input.stride + k, input.cols - k, input.aligned);
-            to[i] = place;
-        }
-#pragma unroll
-        for (int i = 0; i < STAGED_AHEAD; i++) {
-            if (!to[i]) continue;
-            if (D == EXACT) memcpy(to[i], v[i], sizeof v[i]);
-            else store_terms<D>(to[i], (size_t)apart, v[i]);
-        }
     }
 }
 
@@ -1083,7 +1050,7 @@ template <DType D> static __device__ inline uint4 widen_part(const uint4 &chunk,
 }
 
 /* 32 values of k, for both fragments and all tiles of eight rows of x: of each value of x first the upper term, then the lower. */
-template <DType D, int TILES>
+template <DType D, int TILES, int TERMS>
 static __device__ inline void multiply_stretch(float sum[2][TILES][4], const uint4 chunk[4], int part, const uint32_t factor[4],
                                                const uint8_t *x, int x_stride, int last_column) {
     uint4 a[4];
@@ -1104,7 +1071,7 @@ static __device__ inline void multiply_stretch(float sum[2][TILES][4], const uin
 }
 
 /* One batch, and the next one, from column `next` on, is fetched in its place. x: this thread's first value of it in row 0. */
-template <DType D, int TILES>
+template <DType D, int TILES, int TERMS = 1>
 static __device__ inline void multiply_batch(float total[2][TILES][4], Batch &batch, const Strip &strip, int next,
                                              const uint8_t *x, int x_stride, int last_column) {
     constexpr bool scaled = D == DTYPE_F8_E4M3;
@@ -1123,7 +1090,7 @@ static __device__ inline void multiply_batch(float total[2][TILES][4], Batch &ba
     for (int u = 0; u < STRIP_CHUNKS; u++) {
 #pragma unroll
         for (int part = 0; part < parts; part++)
-            multiply_stretch<D, TILES>(scaled ? sum : total, batch.chunk[u], part, factor[u], x + (u * parts + part) * 64, x_stride,
+            multiply_stretch<D, TILES, TERMS>(scaled ? sum : total, batch.chunk[u], part, factor[u], x + (u * parts + part) * 64, x_stride,
                                        last_column);
         fetch_chunk<D>(batch, strip, u, next);
     }
@@ -1169,52 +1136,40 @@ template <DType D, int TILES> static __device__ void put_sums(float *sums, const
         }
 }
 
-/* Stages the pieces of x one after the other, and returns the one from value `at` of each segment on. Rows that were narrowed
- * before are copied a piece ahead, into the other half of the shared memory. */
-template <DType D, int TILES>
-static __device__ inline uint8_t *next_piece(uint8_t *staged, int bytes, const Input &input, const Cut &cut, int from, int at) {
-    if (TILES < MANY_TILES) {
-        if (at) __syncthreads();                    /* everyone has done with the piece before */
-        stage_input<D>(staged, input, cut, from + at * cut.along);
-        __syncthreads();
-        return staged;
-    }
-    const int piece = at / cut.piece, ahead = at + cut.piece;
-    if (at) __syncthreads();
-    else {
-        stage_input<D>(staged, input, cut, from);
-        asm volatile("cp.async.commit_group;" ::: "memory");
-    }
-    if (ahead < cut.length) stage_input<D>(staged + (piece + 1) % 2 * bytes, input, cut, from + ahead * cut.along);
-    asm volatile("cp.async.commit_group;\ncp.async.wait_group 1;" ::: "memory");
-    __syncthreads();
-    return staged + piece % 2 * bytes;
-}
-
 /* The first batch of this warp, in a block whose columns begin at `from`. */
 template <DType D> static __device__ inline int first_batch(const Cut &cut, int from) {
     return from + warp_id() % cut.along * batch_values(D);
 }
 
-/* This warp's segment of its strip times the input, into `sums`. from: the block's first column. batch: the segment's first,
- * which has been fetched already, so that memory is busy while x is staged. bytes: of a piece of x in shared memory. All warps
- * of the block come along. */
-template <DType D, int TILES>
+/* This warp's segment of its strip times the input, into `sums`. from: the block's first column. batch: the segment's first, which
+ * has been fetched already. In each round x of the next one is fetched, rounded and put into the other of two buffers, while weights
+ * are on their way. All warps of the block come along. */
+template <DType D, int TILES, int TERMS = 1>
 static __device__ void multiply_segment(float *sums, Batch &batch, const Strip &strip, const Input &input, const Cut &cut,
-                                        int from, uint8_t *staged, int bytes) {
-    const int size = D == EXACT ? 4 : 2 /* of a term */, stride = staged_stride(D, cut.along, cut.piece), last = input.count - 1;
-    const int first = first_batch<D>(cut, from), step = batch_values(D);
-    const int place = (first - from) * size + (D == EXACT ? 0 : lane_id() % 4 * 16);
-    float total[2][TILES][4] = {};
-    for (int at = 0; at < cut.length; at += cut.piece) {
-        const uint8_t *x = next_piece<D, TILES>(staged, bytes, input, cut, from, at) + place;
+                                        int from, uint8_t *staged) {
+    const int stride = staged_stride(D, cut.along, TERMS), last = input.count - 1, step = cut.cluster * cut.along * batch_values(D);
+    const int place = warp_id() % cut.along * (term_bytes(D, 1)) + (D == EXACT ? 0 : lane_id() % 4 * 16);
+    float total[2][TILES][4] = {}, v[TILES][8];
 #pragma unroll 1
-        for (int i = at; i < min(at + cut.piece, cut.length); i += step, x += step * cut.along * size) {
-            const int next = i + step < cut.length ? first + (i + step) * cut.along : NO_BATCH;
+    for (int i = -1, k = from; i < cut.rounds; i++, k += step) {    /* k: the block's columns of the next round */
+        const bool more = i + 1 < cut.rounds;
+        uint8_t *now = staged + (i & 1) * input.count * stride, *then = staged + (~i & 1) * input.count * stride;
+        if (more) fetch_input<D, TILES>(v, input, cut, k, 0);
+        if (i >= 0) {
             if constexpr (D == EXACT)
-                multiply_exactly(&total[0][0][0], strip, first + i * cut.along, (const float *)x, stride / 4, last);
-            else multiply_batch<D, TILES>(total, batch, strip, next, x, stride, last);
+                multiply_exactly(&total[0][0][0], strip, first_batch<D>(cut, k - step), (const float *)(now + place), stride / 4,
+                                 last);
+            else
+                multiply_batch<D, TILES, TERMS>(total, batch, strip, more ? first_batch<D>(cut, k) : NO_BATCH, now + place, stride,
+                                                last);
         }
+        if (!more) break;
+        put_input<D, TERMS, TILES>(then, v, input, cut, 0);
+        for (int j = TILES; j * THREADS < input.count * cut.along * (batch_values(D) / 8); j += TILES) {
+            fetch_input<D, TILES>(v, input, cut, k, j);
+            put_input<D, TERMS, TILES>(then, v, input, cut, j);
+        }
+        __syncthreads();
     }
     put_sums<D, TILES>(sums, total);
 }
@@ -1244,138 +1199,135 @@ static __device__ inline void cluster_barrier() {
 }
 
 /* What lies at p in the shared memory of block `rank` of the cluster. */
-static __device__ inline float load_from_block(const float *p, int rank) {
+static __device__ inline void load_from_block(float *value, const float *p, int rank) {
 #if __CUDA_ARCH__ >= 900
-    float value;
     uint32_t at = (uint32_t)__cvta_generic_to_shared(p);
     asm volatile("{\n.reg .u32 a;\nmapa.shared::cluster.u32 a, %1, %2;\nld.shared::cluster.f32 %0, [a];\n}"
-                 : "=f"(value) : "r"(at), "r"(rank));
-    return value;
+                 : "=f"(*value) : "r"(at), "r"(rank));
 #else
-    return rank ? 0 : *p;
+    *value = rank ? 0 : *p;
 #endif
 }
 
-/* The sum of all segments for one output: row `row` of the cluster's rows, column `column`. Eight are on their way at a time. */
-template <int TILES> static __device__ float sum_segments(const float *sums, const Cut &cut, int row, int column) {
-    const int along = 31 - __clz(cut.along), segments = cut.cluster << along;       /* its power of two */
-    const float *first = sums + (row / STRIP << along) * TILES * 8 * SUM_STRIDE + column * SUM_STRIDE + row % STRIP;
-    float sum = 0;
-    for (int begin = 0; begin < segments; begin += 8) {
-        float value[8];
+static __device__ inline void load_from_block(float4 *value, const float *p, int rank) {
+#if __CUDA_ARCH__ >= 900
+    uint32_t at = (uint32_t)__cvta_generic_to_shared(p);
+    asm volatile("{\n.reg .u32 a;\nmapa.shared::cluster.u32 a, %4, %5;\nld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [a];\n}"
+                 : "=f"(value->x), "=f"(value->y), "=f"(value->z), "=f"(value->w) : "r"(at), "r"(rank));
+#else
+    *value = rank ? make_float4(0, 0, 0, 0) : *(const float4 *)p;
+#endif
+}
+
+static __device__ inline float plus(float a, float b) { return a + b; }
+static __device__ inline float4 plus(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+
+/* The sum of all segments for one output or four neighbours: from row `row` of the cluster's rows on, column `column`. Four are on
+ * their way at a time. */
+template <int TILES, typename Value = float>
+static __device__ inline Value sum_segments(const float *sums, const Cut &cut, int row, int column) {
+    const int power = 31 - __clz(cut.along), segments = cut.cluster << power;
+    const float *first = sums + (row / STRIP << power) * TILES * 8 * SUM_STRIDE + column * SUM_STRIDE + row % STRIP;
+    Value sum = {}, value[4];
+#pragma unroll 1
+    for (int begin = 0; begin < segments; begin += 4) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            if (begin + i >= segments) continue;
-            const float *at = first + (begin + i & cut.along - 1) * TILES * 8 * SUM_STRIDE;
-            value[i] = cut.cluster == 1 ? *at : load_from_block(at, begin + i >> along);
+        for (int i = 0; i < 4; i++) {
+            const int segment = min(begin + i, segments - 1);
+            load_from_block(&value[i], first + (segment & cut.along - 1) * TILES * 8 * SUM_STRIDE, segment >> power);
         }
 #pragma unroll
-        for (int i = 0; i < 8; i++)
-            if (begin + i < segments) sum += value[i];
+        for (int i = 0; i < 4; i++)
+            if (begin + i < segments) sum = plus(sum, value[i]);
     }
     return sum;
 }
 
-/* Shared memory of a block: x, then the warps' sums. */
-static __host__ __device__ inline int staged_bytes(DType D, const Cut &cut, int columns) {
-    return columns * staged_stride(D, cut.along, cut.piece);
+/* Shared memory of a block: two rounds' x, then the warps' sums. */
+static __host__ __device__ inline int staged_bytes(DType D, const Cut &cut, int columns, int terms = 1) {
+    return 2 * columns * staged_stride(D, cut.along, terms);
 }
-static __host__ __device__ constexpr int staged_pieces(int tiles) { return tiles < MANY_TILES ? 1 : 2; }
 static __host__ __device__ inline int sums_bytes(int tiles) { return WARPS * tiles * 8 * SUM_STRIDE * (int)sizeof(float); }
 
-/* Brings this warp's share of the batches behind the block's first ones near: while the kernel before this one ends, and while x
- * is staged, memory is kept busy. A lane takes a row. */
-template <DType D> static __device__ inline void prefetch_batches(const Matrix &w, int row, const Cut &cut, int from) {
-#if __CUDA_ARCH__ >= 900
-    if (D == EXACT) return;
-    const int values = min(PREFETCHED * batch_values(D), cut.length - batch_values(D));
-    const int k = from + cut.along * batch_values(D) + warp_id() % cut.along * values, own = min(row + lane_id(), w.rows - 1);
-    const int bytes = (int)weight_bytes(D, (size_t)max(min(values, w.cols - k), 0)) / 16 * 16;
-    const uint8_t *at = w.data + (size_t)own * weight_bytes(D, (size_t)w.cols) + weight_bytes(D, (size_t)k);
-    if (bytes) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(at), "r"(bytes) : "memory");
-#endif
+/* Four neighbouring values of y from p on, the first `count` of them. */
+static __device__ inline void store_four(float *p, float4 v, int count) {
+    if (count >= 4 && (uintptr_t)p % 16 == 0) *(float4 *)p = v;
+    else {
+        if (count > 0) p[0] = v.x;
+        if (count > 1) p[1] = v.y;
+        if (count > 2) p[2] = v.z;
+        if (count > 3) p[3] = v.w;
+    }
 }
 
 /* Grid: blocks of a cluster, groups of rows of x, groups of rows of weights of each head. */
-template <DType D, int TILES>
+template <DType D, int TILES, int TERMS>
 static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_kernel(const __grid_constant__ Product p) {
     extern __shared__ __align__(128) uint8_t shared[];
-    const int group_rows = STRIP * (WARPS / p.cut.along), groups = divide_up(p.w.rows, group_rows);
-    const int head = (int)blockIdx.z / groups, first_row = (int)blockIdx.z % groups * group_rows;
-    const int row = first_row + warp_id() / p.cut.along * STRIP, rank = (int)blockIdx.x, from = rank * p.cut.along * p.cut.length;
-    Matrix w = p.w;
     let_next_start();
+    const int group_rows = STRIP * (WARPS / p.cut.along), groups = divide_up(p.w.rows, group_rows);
+    const int head = p.heads == 1 ? 0 : (int)blockIdx.z / groups, first_row = ((int)blockIdx.z - head * groups) * group_rows;
+    const int rank = (int)blockIdx.x, from = rank * p.cut.along * batch_values(D);
+    Matrix w = p.w;
     w.data += (size_t)head * (size_t)p.head_rows * weight_bytes(D == EXACT ? w.dtype : D, (size_t)w.cols);
     w.first_row += head * p.head_rows;
     Strip strip;
-    set_strip<D>(&strip, w, row);
+    set_strip<D>(&strip, w, first_row + warp_id() / p.cut.along * STRIP);
     Batch batch;
     fetch_batch<D>(batch, strip, first_batch<D>(p.cut, from));
-    prefetch_batches<D>(w, row, p.cut, from);
     wait_for_previous();
 
-    const int bytes = staged_bytes(D, p.cut, min(TILES * 8, p.n_rows)), x_first = head * p.x_head;
-    Input input = {.x = p.x + x_first, .narrowed = TILES < MANY_TILES ? NULL : narrowed_rows + x_first, .list = NULL,
-                   .stride = p.x_stride, .first = (int)blockIdx.y * TILES * 8, .count = 0, .divisor = 1, .cols = w.cols,
-                   .aligned = p.aligned};
+    Input input = {.x = p.x + head * p.x_head, .list = NULL, .stride = p.x_stride, .first = (int)blockIdx.y * TILES * 8, .count = 0,
+                   .divisor = 1, .cols = w.cols, .aligned = p.aligned};
     input.count = min(TILES * 8, p.n_rows - input.first);
-    float *sums = (float *)(shared + staged_pieces(TILES) * bytes);
-    multiply_segment<D, TILES>(sums + warp_id() * TILES * 8 * SUM_STRIDE, batch, strip, input, p.cut, from, shared, bytes);
+    float *sums = (float *)(shared + staged_bytes(D, p.cut, input.count, TERMS));
+    multiply_segment<D, TILES, TERMS>(sums + warp_id() * TILES * 8 * SUM_STRIDE, batch, strip, input, p.cut, from, shared);
 
     if (p.cut.cluster > 1) cluster_barrier();
     else __syncthreads();
-    const int power = 31 - __clz(group_rows);
-    for (int i = rank * THREADS + (int)threadIdx.x; i < group_rows * input.count; i += p.cut.cluster * THREADS) {
-        const int r = i & group_rows - 1, column = i >> power;
-        if (first_row + r >= w.rows) continue;
-        p.y[(size_t)(input.first + column) * p.y_stride + (size_t)(head * p.y_head + first_row + r)] =
-            sum_segments<TILES>(sums, p.cut, r, column);
+    const int power = 31 - __clz(group_rows / 4);
+    for (int i = rank * THREADS + (int)threadIdx.x; i < input.count << power; i += p.cut.cluster * THREADS) {
+        const int r = (i & (1 << power) - 1) * 4, column = i >> power, count = w.rows - first_row - r;
+        if (count > 0)
+            store_four(p.y + (size_t)(input.first + column) * p.y_stride + (head * p.y_head + first_row + r),
+                       sum_segments<TILES, float4>(sums, p.cut, r, column), count);
     }
     if (p.cut.cluster > 1) cluster_barrier();       /* the others may still be reading this block's sums */
 }
 
-/* How full the GPU's two blocks a multiprocessor are, as a share of 1, with that cut of `heads` matrices. */
-static double cut_efficiency(const Cut &cut, int rows, int cols, int heads) {
-    const int group_rows = STRIP * (WARPS / cut.along), groups = divide_up(rows, group_rows), slots = 2 * gpu.multiprocessors;
-    const double blocks = (double)groups * heads * cut.cluster, rounds = ceil(blocks / slots);
-    return blocks / (rounds * slots) * rows / ((double)groups * group_rows) * cols
-           / ((double)cut.cluster * cut.along * cut.length);
-}
-
 static Cut cut_of(int cluster, int along, int cols, DType dtype = DTYPE_BF16) {
-    const int step = segment_step(dtype), length = divide_up(divide_up(cols, cluster * along), step) * step;
-    return {.cluster = cluster, .along = along, .length = length, .piece = step};
+    return {.cluster = cluster, .along = along, .rounds = divide_up(cols, cluster * along * batch_values(dtype))};
 }
 
-/* The cut of a matrix by its shape: more segments as long as that fills the GPU better. Two warps of a block at least, so that
- * 256 neighbouring bytes of a row are read together; then blocks of a cluster before more warps, since a block with more rows
- * reads x less often. */
+/* Blocks of such clusters that the GPU holds at a time, two to a multiprocessor: larger ones leave room that they do not fit into. */
+static int cluster_slots(int cluster) { return (cluster < MAX_CLUSTER ? 2 : 1) * gpu.multiprocessors; }
+
+/* About the microseconds that a product of one row takes with so many segments. A round takes as long as its bytes at the memory's
+ * rate, but at least as long as a read; a cluster waits for its blocks twice. */
+static double cut_cost(const Cut &cut, int rows, int heads) {
+    const double full = 1.9, least = 0.7, barriers = 0.7;
+    const int blocks = divide_up(rows, STRIP * (WARPS / cut.along)) * heads * cut.cluster, slots = cluster_slots(cut.cluster);
+    const double busy = (double)(blocks < slots ? blocks : slots) / (2 * gpu.multiprocessors);
+    return divide_up(blocks, slots) * cut.rounds * (full * busy > least ? full * busy : least) + (cut.cluster > 1) * barriers;
+}
+
+/* The cut of a matrix by its shape: the warps of a block first, then blocks of a cluster. */
 static Cut choose_cut(int rows, int cols, int heads, DType dtype) {
-    const int clusters = gpu.major == 9 ? MAX_CLUSTER : 1;
-    Cut best = cut_of(1, 2, cols, dtype);
-    double efficiency = cut_efficiency(best, rows, cols, heads);
-    for (int ways = 4; ways <= clusters * WARPS; ways *= 2) {
-        const int cluster = ways / 2 < clusters ? ways / 2 : clusters;
-        const Cut cut = cut_of(cluster, ways / cluster, cols, dtype);
-        const double found = cut_efficiency(cut, rows, cols, heads);
-        if (found <= efficiency + 0.02) continue;
-        best = cut;
-        efficiency = found;
+    const int most = WARPS * (gpu.major == 9 ? MAX_CLUSTER : 1);
+    Cut best = {};
+    for (int segments = 2; segments <= most; segments *= 2) {
+        const int along = segments < WARPS ? segments : WARPS;
+        const Cut cut = cut_of(segments / along, along, cols, dtype);
+        if (!best.rounds || cut_cost(cut, rows, heads) < 0.97 * cut_cost(best, rows, heads)) best = cut;
     }
     return best;
 }
 
-/* As much of each segment as the shared memory holds with so many rows of x; whole batches. */
-static void choose_piece(Cut *cut, DType D, int columns) {
-    const int step = segment_step(D), most = STAGED_BYTES / (columns * value_bytes(D)) / cut->along / step * step;
-    cut->piece = most < step ? step : most < cut->length ? most : cut->length;
-}
-
-template <DType D, int TILES> static void launch_product(Product *product) {
+template <DType D, int TILES, int TERMS> static void launch_product(Product *product) {
     const int columns = product->n_rows < TILES * 8 ? product->n_rows : TILES * 8;
     Cut *cut = &product->cut;
-    choose_piece(cut, D, columns);
-    const size_t shared = (size_t)(staged_pieces(TILES) * staged_bytes(D, *cut, columns) + sums_bytes(TILES));
+    *cut = cut_of(cut->cluster, cut->along, product->w.cols, D);
+    const size_t shared = (size_t)(staged_bytes(D, *cut, columns, TERMS) + sums_bytes(TILES));
     const int groups = divide_up(product->w.rows, STRIP * (WARPS / cut->along)) * product->heads;
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -1389,30 +1341,16 @@ template <DType D, int TILES> static void launch_product(Product *product) {
     launch.stream = gpu.stream;
     launch.attrs = attributes;
     launch.numAttrs = cut->cluster > 1 ? 2 : 1;
-    allow_shared(product_kernel<D, TILES>, shared);
-    CUDA(cudaLaunchKernelEx(&launch, product_kernel<D, TILES>, *product));
-}
-
-/* Many rows are narrowed first, if there is room for them and for two pieces of each. */
-template <DType D> static bool narrow_input(Product *product) {
-    const size_t width = (size_t)product->w.cols * (size_t)product->heads, n = (size_t)product->n_rows * width;
-    Cut least = product->cut;
-    least.piece = segment_step(D);
-    const size_t shared = (size_t)(2 * staged_bytes(D, least, MANY_TILES * 8) + sums_bytes(MANY_TILES));
-    if (product->n_rows <= MANY_ROWS || TERMS * n > MAX_NARROWED || shared > gpu.shared_per_block) return false;
-    narrow_kernel<D><<<blocks_for(n / 8), THREADS, 0, gpu.stream>>>(product->x, product->x_stride, width, n, product->aligned);
-    LAUNCHED();
-    product->x_stride = width;
-    return true;
+    allow_shared(product_kernel<D, TILES, TERMS>, shared);
+    CUDA(cudaLaunchKernelEx(&launch, product_kernel<D, TILES, TERMS>, *product));
 }
 
 /* Eight rows of x for each tile, as few tiles as hold all rows. */
-template <DType D> static void launch_tiles(Product *product) {
-    if (D == EXACT || product->n_rows <= 8) launch_product<D, 1>(product);
+template <DType D, int TERMS> static void launch_tiles(Product *product) {
+    if (D == EXACT || product->n_rows <= 8) launch_product<D, 1, TERMS>(product);
     else if constexpr (D != EXACT) {
-        if (product->n_rows <= 16 || gpu.shared_per_block < (220 << 10)) launch_product<D, 2>(product);
-        else if (narrow_input<D>(product)) launch_product<D, MANY_TILES>(product);
-        else launch_product<D, 4>(product);
+        if (product->n_rows <= 16) launch_product<D, 2, TERMS>(product);
+        else launch_product<D, 4, TERMS>(product);
     }
 }
 
@@ -1429,11 +1367,12 @@ static void multiply(Product product) {
     if (product.n_rows <= 0 || w->rows <= 0) return;
     product.aligned = floats_aligned(product.x, product.x_stride) && product.x_head % 4 == 0;
     product.cut = choose_cut(w->rows, w->cols, product.heads, w->dtype);
-    if (!rows_aligned(w->dtype, w->cols) || (uintptr_t)w->data % 16 || (uintptr_t)w->exponents % 8) launch_tiles<EXACT>(&product);
-    else if (w->dtype == DTYPE_BF16) launch_tiles<DTYPE_BF16>(&product);
-    else if (w->dtype == DTYPE_F16) launch_tiles<DTYPE_F16>(&product);
-    else if (w->dtype == DTYPE_F4_E2M1) launch_tiles<DTYPE_F4_E2M1>(&product);
-    else launch_tiles<DTYPE_F8_E4M3>(&product);
+    if (!rows_aligned(w->dtype, w->cols) || (uintptr_t)w->data % 16 || (uintptr_t)w->exponents % 8)
+        launch_tiles<EXACT, 1>(&product);
+    else if (w->dtype == DTYPE_BF16) launch_tiles<DTYPE_BF16, 2>(&product);
+    else if (w->dtype == DTYPE_F16) launch_tiles<DTYPE_F16, 2>(&product);
+    else if (w->dtype == DTYPE_F4_E2M1) launch_tiles<DTYPE_F4_E2M1, 2>(&product);
+    else launch_tiles<DTYPE_F8_E4M3, 2>(&product);
 }
 
 static void linear(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w) {
@@ -1718,7 +1657,7 @@ struct Experts {
 /* The rows of x that a block multiplies next: some of those that chose one expert. */
 static __device__ Input chosen_rows(int expert, int first, int columns) {
     const int begin = expert_lists.begin[expert];
-    return {.x = NULL, .narrowed = NULL, .list = expert_lists.picks + begin, .stride = 0, .first = first,
+    return {.x = NULL, .list = expert_lists.picks + begin, .stride = 0, .first = first,
             .count = min(columns, expert_lists.begin[expert + 1] - begin - first), .divisor = 1, .cols = 0, .aligned = false};
 }
 
@@ -1739,7 +1678,7 @@ static __global__ void __launch_bounds__(THREADS, 2) gate_up_kernel(const __grid
         Input input = chosen_rows(expert, first, columns);
         input.x = e.x, input.stride = (size_t)e.hidden, input.cols = e.hidden;
         input.divisor = e.per_token, input.aligned = e.aligned;
-        multiply_segment<D, TILES>(sums + warp_id() * columns * SUM_STRIDE, batch, strip, input, e.gate_cut, 0, shared, 0);
+        multiply_segment<D, TILES>(sums + warp_id() * columns * SUM_STRIDE, batch, strip, input, e.gate_cut, 0, shared);
         __syncthreads();
         for (int i = (int)threadIdx.x; i < 16 * input.count; i += THREADS) {
             const int r = i % 16, column = i / 16;
@@ -1764,7 +1703,7 @@ static __global__ void __launch_bounds__(THREADS, 2) down_kernel(const __grid_co
     for (int expert = 0, first = 0; expert < expert_lists.n;) {
         Input input = chosen_rows(expert, first, columns);
         input.x = e.gated, input.stride = (size_t)e.inter, input.cols = e.inter, input.aligned = e.aligned;
-        multiply_segment<D, TILES>(sums + warp_id() * columns * SUM_STRIDE, batch, strip, input, e.down_cut, 0, shared, 0);
+        multiply_segment<D, TILES>(sums + warp_id() * columns * SUM_STRIDE, batch, strip, input, e.down_cut, 0, shared);
         first += columns;
         if (first >= expert_lists.begin[expert + 1] - expert_lists.begin[expert]) first = 0, expert++;
         if (expert < expert_lists.n) {                     /* the next weights are on their way while these sums are added */
@@ -1783,8 +1722,8 @@ static __global__ void __launch_bounds__(THREADS, 2) down_kernel(const __grid_co
 
 template <DType D, int TILES> static void launch_experts(Experts e, int most) {
     const int columns = e.n_rows < TILES * 8 ? e.n_rows : TILES * 8;
-    choose_piece(&e.gate_cut, D, columns);
-    choose_piece(&e.down_cut, D, columns);
+    e.gate_cut = cut_of(1, WARPS, e.hidden, D);
+    e.down_cut = cut_of(1, WARPS, e.inter, D);
     const size_t gate_shared = (size_t)(staged_bytes(D, e.gate_cut, columns) + sums_bytes(TILES));
     const size_t down_shared = (size_t)(staged_bytes(D, e.down_cut, columns) + sums_bytes(TILES));
     allow_shared(gate_up_kernel<D, TILES>, gate_shared);
@@ -1814,13 +1753,14 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
                            .weights = weights + row * (size_t)per_token, .gated = scratch, .y = y + row * (size_t)hidden,
                            .n_rows = n, .per_token = per_token, .hidden = hidden, .inter = inter,
                            .aligned = floats_aligned(in, (size_t)hidden) && floats_aligned(scratch, (size_t)inter),
-                           .gate_cut = cut_of(1, WARPS, hidden), .down_cut = cut_of(1, WARPS, inter)};
+                           .gate_cut = {}, .down_cut = {}};
         const int most = n * per_token < config->n_routed_experts ? n * per_token : config->n_routed_experts;
         list_kernel<<<1, LIST_THREADS, 0, gpu.stream>>>(picks + row * (size_t)per_token, n * per_token);
         LAUNCHED();
         if (!aligned) launch_expert_tiles<EXACT>(e, most);
         else if (dtype == DTYPE_BF16) launch_expert_tiles<DTYPE_BF16>(e, most);
         else if (dtype == DTYPE_F16) launch_expert_tiles<DTYPE_F16>(e, most);
+        else if (dtype == DTYPE_F4_E2M1) launch_expert_tiles<DTYPE_F4_E2M1>(e, most);
         else launch_expert_tiles<DTYPE_F8_E4M3>(e, most);
     }
 }
