@@ -20,6 +20,8 @@ extern "C" {
 #include <float.h>
 #include <unistd.h>
 
+#include <type_traits>
+
 /* =====================================================================================================================
  * The device
  *
@@ -47,6 +49,46 @@ static inline __host__ __device__ int divide_up(int a, int b) { return (a + b - 
 /* Lets a kernel have more than 48 KB of shared memory. Call it before each launch that needs it; it costs little. */
 template <typename Kernel> static void allow_shared(Kernel kernel, size_t bytes) {
     if (bytes > 48 << 10) CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+}
+
+/* ---- launches that overlap (sm_90 and later): a kernel's blocks may start where those of the one before it leave room, do what
+ * does not depend on others, such as reading weights, and wait then. */
+
+/* From here on the kernel behind this one may start. */
+static __device__ inline void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/* All that kernels before this one wrote is there, and nothing that this one writes is still being read. Loads that are meant to
+ * come before it must not be ld.global.nc: the assembler moves those behind it. */
+static __device__ inline void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* For a kernel in which every thread calls wait_for_previous. */
+template <typename... Parameters>
+static void launch_early(void (*kernel)(Parameters...), dim3 grid, unsigned threads, size_t shared, int cluster,
+                         std::type_identity_t<Parameters>... arguments) {
+    cudaLaunchAttribute attributes[2] = {};
+    cudaLaunchConfig_t launch = {};
+    launch.gridDim = grid;
+    launch.blockDim = dim3(threads);
+    launch.dynamicSmemBytes = shared;
+    launch.stream = gpu.stream;
+    launch.attrs = attributes;
+    if (gpu.major >= 9) {
+        attributes[launch.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[launch.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+        attributes[launch.numAttrs].id = cudaLaunchAttributeClusterDimension;
+        attributes[launch.numAttrs++].val.clusterDim = {.x = (unsigned)cluster, .y = 1, .z = 1};
+    }
+    CUDA(cudaLaunchKernelEx(&launch, kernel, arguments...));
 }
 
 /* ---- memory and copies */
@@ -834,8 +876,11 @@ typedef struct Batch {
 
 enum { NO_BATCH = INT_MAX / 2 };                    /* a column past every matrix: fetches zeros, reads nothing */
 
-static __device__ inline int lane_id() { return (int)threadIdx.x % 32; }
-static __device__ inline int warp_id() { return (int)threadIdx.x / 32; }
+static __device__ inline int lane_id() { return (int)(threadIdx.x % 32); }
+static __device__ inline int warp_id() { return (int)(threadIdx.x / 32); }
+
+/* The n of 2^n: divisions take as long as reads of memory. */
+static __device__ inline int power_of(int x) { return 31 - __clz(x); }
 
 /* 16 bytes of weights, which this multiprocessor will not read again; zeros where there are none. Without a branch, so that
  * several are on their way at once. */
@@ -843,7 +888,7 @@ static __device__ inline uint4 load_weights(const uint8_t *at, bool there) {
     uint4 v;
     asm volatile("{\n.reg .pred there;\nsetp.ne.u32 there, %5, 0;\n"
                  "mov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
-                 "@there ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+                 "@there ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
                  : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(at), "r"((uint32_t)there));
     return v;
 }
@@ -958,7 +1003,7 @@ static __host__ __device__ constexpr int staged_stride(DType D, int along, int t
 typedef struct StagedEight { int column, eight, offset; } StagedEight;
 
 template <DType D> static __device__ inline StagedEight staged_eight(const Cut &cut, int i) {
-    const int power = 31 - __clz(cut.along * (batch_values(D) / 8)), at = i * THREADS + (int)threadIdx.x;
+    const int power = power_of(cut.along * (batch_values(D) / 8)), at = i * THREADS + (int)threadIdx.x;
     const int eight = at & (1 << power) - 1, n = chunk_values(D) / 8;
     return {at >> power, eight, 8 * (D == EXACT ? eight : eight / (4 * n) * 4 * n + eight % 4 * n + eight % (4 * n) / 4)};
 }
@@ -1138,7 +1183,7 @@ template <DType D, int TILES> static __device__ void put_sums(float *sums, const
 
 /* The first batch of this warp, in a block whose columns begin at `from`. */
 template <DType D> static __device__ inline int first_batch(const Cut &cut, int from) {
-    return from + warp_id() % cut.along * batch_values(D);
+    return from + (warp_id() & cut.along - 1) * batch_values(D);
 }
 
 /* This warp's segment of its strip times the input, into `sums`. from: the block's first column. batch: the segment's first, which
@@ -1148,7 +1193,7 @@ template <DType D, int TILES, int TERMS = 1>
 static __device__ void multiply_segment(float *sums, Batch &batch, const Strip &strip, const Input &input, const Cut &cut,
                                         int from, uint8_t *staged) {
     const int stride = staged_stride(D, cut.along, TERMS), last = input.count - 1, step = cut.cluster * cut.along * batch_values(D);
-    const int place = warp_id() % cut.along * (term_bytes(D, 1)) + (D == EXACT ? 0 : lane_id() % 4 * 16);
+    const int place = (warp_id() & cut.along - 1) * term_bytes(D, 1) + (D == EXACT ? 0 : lane_id() % 4 * 16);
     float total[2][TILES][4] = {}, v[TILES][8];
 #pragma unroll 1
     for (int i = -1, k = from; i < cut.rounds; i++, k += step) {    /* k: the block's columns of the next round */
@@ -1174,21 +1219,7 @@ static __device__ void multiply_segment(float *sums, Batch &batch, const Strip &
     put_sums<D, TILES>(sums, total);
 }
 
-/* ---- clusters, and kernels that start before the one before them has ended: sm_90 and later; before, a cluster is one block */
-
-/* From here on the kernel behind this one may start, as far as there is room for its blocks. */
-static __device__ inline void let_next_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-/* Until here nothing may be touched that a kernel before this one writes or reads, but for weights. */
-static __device__ inline void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
+/* ---- clusters: sm_90 and later; before, a cluster is one block */
 
 static __device__ inline void cluster_barrier() {
 #if __CUDA_ARCH__ >= 900
@@ -1226,7 +1257,7 @@ static __device__ inline float4 plus(float4 a, float4 b) { return make_float4(a.
  * their way at a time. */
 template <int TILES, typename Value = float>
 static __device__ inline Value sum_segments(const float *sums, const Cut &cut, int row, int column) {
-    const int power = 31 - __clz(cut.along), segments = cut.cluster << power;
+    const int power = power_of(cut.along), segments = cut.cluster << power;
     const float *first = sums + (row / STRIP << power) * TILES * 8 * SUM_STRIDE + column * SUM_STRIDE + row % STRIP;
     Value sum = {}, value[4];
 #pragma unroll 1
@@ -1260,19 +1291,19 @@ static __device__ inline void store_four(float *p, float4 v, int count) {
     }
 }
 
-/* Grid: blocks of a cluster, groups of rows of x, groups of rows of weights of each head. */
+/* Grid: blocks of a cluster of each head, groups of rows of x, groups of rows of weights. */
 template <DType D, int TILES, int TERMS>
 static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_kernel(const __grid_constant__ Product p) {
     extern __shared__ __align__(128) uint8_t shared[];
     let_next_start();
-    const int group_rows = STRIP * (WARPS / p.cut.along), groups = divide_up(p.w.rows, group_rows);
-    const int head = p.heads == 1 ? 0 : (int)blockIdx.z / groups, first_row = ((int)blockIdx.z - head * groups) * group_rows;
-    const int rank = (int)blockIdx.x, from = rank * p.cut.along * batch_values(D);
+    const int along = power_of(p.cut.along), group_rows = STRIP * WARPS >> along, first_row = (int)blockIdx.z * group_rows;
+    const int head = (int)blockIdx.x >> power_of(p.cut.cluster), rank = (int)blockIdx.x & p.cut.cluster - 1;
+    const int from = (rank << along) * batch_values(D);
     Matrix w = p.w;
     w.data += (size_t)head * (size_t)p.head_rows * weight_bytes(D == EXACT ? w.dtype : D, (size_t)w.cols);
     w.first_row += head * p.head_rows;
     Strip strip;
-    set_strip<D>(&strip, w, first_row + warp_id() / p.cut.along * STRIP);
+    set_strip<D>(&strip, w, first_row + (warp_id() >> along) * STRIP);
     Batch batch;
     fetch_batch<D>(batch, strip, first_batch<D>(p.cut, from));
     wait_for_previous();
@@ -1285,7 +1316,7 @@ static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_ke
 
     if (p.cut.cluster > 1) cluster_barrier();
     else __syncthreads();
-    const int power = 31 - __clz(group_rows / 4);
+    const int power = power_of(group_rows / 4);
     for (int i = rank * THREADS + (int)threadIdx.x; i < input.count << power; i += p.cut.cluster * THREADS) {
         const int r = (i & (1 << power) - 1) * 4, column = i >> power, count = w.rows - first_row - r;
         if (count > 0)
@@ -1323,35 +1354,35 @@ static Cut choose_cut(int rows, int cols, int heads, DType dtype) {
     return best;
 }
 
-template <DType D, int TILES, int TERMS> static void launch_product(Product *product) {
-    const int columns = product->n_rows < TILES * 8 ? product->n_rows : TILES * 8;
-    Cut *cut = &product->cut;
-    *cut = cut_of(cut->cluster, cut->along, product->w.cols, D);
-    const size_t shared = (size_t)(staged_bytes(D, *cut, columns, TERMS) + sums_bytes(TILES));
-    const int groups = divide_up(product->w.rows, STRIP * (WARPS / cut->along)) * product->heads;
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim = {.x = (unsigned)cut->cluster, .y = 1, .z = 1};
-    cudaLaunchConfig_t launch = {};
-    launch.gridDim = dim3((unsigned)cut->cluster, (unsigned)divide_up(product->n_rows, TILES * 8), (unsigned)groups);
-    launch.blockDim = dim3(THREADS);
-    launch.dynamicSmemBytes = shared;
-    launch.stream = gpu.stream;
-    launch.attrs = attributes;
-    launch.numAttrs = cut->cluster > 1 ? 2 : 1;
-    allow_shared(product_kernel<D, TILES, TERMS>, shared);
-    CUDA(cudaLaunchKernelEx(&launch, product_kernel<D, TILES, TERMS>, *product));
+/* Shared memory of a block with so many rows of x. */
+template <DType D, int TILES, int TERMS> static size_t product_shared(const Product &product) {
+    const int columns = product.n_rows < TILES * 8 ? product.n_rows : TILES * 8;
+    return (size_t)(staged_bytes(D, product.cut, columns, TERMS) + sums_bytes(TILES));
 }
 
-/* Eight rows of x for each tile, as few tiles as hold all rows. */
-template <DType D, int TERMS> static void launch_tiles(Product *product) {
-    if (D == EXACT || product->n_rows <= 8) launch_product<D, 1, TERMS>(product);
-    else if constexpr (D != EXACT) {
-        if (product->n_rows <= 16) launch_product<D, 2, TERMS>(product);
-        else launch_product<D, 4, TERMS>(product);
+template <DType D, int TILES, int TERMS> static void launch_product(const Product &product) {
+    const Cut &cut = product.cut;
+    const size_t shared = product_shared<D, TILES, TERMS>(product);
+    const int groups = divide_up(product.w.rows, STRIP * (WARPS / cut.along));
+    allow_shared(product_kernel<D, TILES, TERMS>, shared);
+    launch_early(product_kernel<D, TILES, TERMS>,
+                 dim3((unsigned)(cut.cluster * product.heads), (unsigned)divide_up(product.n_rows, TILES * 8), (unsigned)groups),
+                 THREADS, shared, cut.cluster, product);
+}
+
+/* Eight rows of x for each tile, as few tiles as hold all rows, if their shared memory is there. The segments of a sum lie in the
+ * warps of a block while there are few rows; with more, in the blocks of a cluster, so that each block rounds less of x. */
+template <DType D, int TERMS> static void launch_tiles(Product product) {
+    const int segments = product.cut.cluster * product.cut.along, few = 4, spread = segments < 8 ? segments / 2 : 4;
+    const int cluster = product.n_rows <= few || gpu.major != 9 || product.cut.cluster > spread ? product.cut.cluster : spread;
+    product.cut = cut_of(cluster, segments / cluster, product.w.cols, D);
+    if constexpr (D != EXACT) {
+        if (product.n_rows > 16 && product_shared<D, 4, TERMS>(product) <= gpu.shared_per_block)
+            return launch_product<D, 4, TERMS>(product);
+        if (product.n_rows > 8 && product_shared<D, 2, TERMS>(product) <= gpu.shared_per_block)
+            return launch_product<D, 2, TERMS>(product);
     }
+    launch_product<D, 1, TERMS>(product);
 }
 
 /* Whether rows of that type begin at multiples of 16 bytes, in a tensor that does. */
@@ -1368,11 +1399,11 @@ static void multiply(Product product) {
     product.aligned = floats_aligned(product.x, product.x_stride) && product.x_head % 4 == 0;
     product.cut = choose_cut(w->rows, w->cols, product.heads, w->dtype);
     if (!rows_aligned(w->dtype, w->cols) || (uintptr_t)w->data % 16 || (uintptr_t)w->exponents % 8)
-        launch_tiles<EXACT, 1>(&product);
-    else if (w->dtype == DTYPE_BF16) launch_tiles<DTYPE_BF16, 2>(&product);
-    else if (w->dtype == DTYPE_F16) launch_tiles<DTYPE_F16, 2>(&product);
-    else if (w->dtype == DTYPE_F4_E2M1) launch_tiles<DTYPE_F4_E2M1, 2>(&product);
-    else launch_tiles<DTYPE_F8_E4M3, 2>(&product);
+        launch_tiles<EXACT, 1>(product);
+    else if (w->dtype == DTYPE_BF16) launch_tiles<DTYPE_BF16, 2>(product);
+    else if (w->dtype == DTYPE_F16) launch_tiles<DTYPE_F16, 2>(product);
+    else if (w->dtype == DTYPE_F4_E2M1) launch_tiles<DTYPE_F4_E2M1, 2>(product);
+    else launch_tiles<DTYPE_F8_E4M3, 2>(product);
 }
 
 static void linear(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w) {
