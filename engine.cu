@@ -809,7 +809,10 @@ static void check_finite(PassReport *report, int place, const float *x, int n_ro
 enum {
     STRIP = 32,                 /* rows of weights of a warp, as two fragments of 16 */
     WARPS = THREADS / 32,       /* of a block; they divide rows of weights and segments among themselves */
-    STRIP_CHUNKS = 2,                 /* of 16 bytes, that a thread has on their way from memory for each row */
+    STRIP_CHUNKS = 2,           /* of 16 bytes a row, that make a thread's batch */
+    RING_CHUNKS = 4,            /* on their way from memory at a time */
+    CHUNK_BYTES = 4 * 32 * 16,  /* of a warp: four rows of each thread */
+    RING_BYTES = RING_CHUNKS * CHUNK_BYTES,
     MAX_CLUSTER = 8,
     STAGED_PAD = 64,            /* bytes behind each row of x there, so that eight lanes' 16 bytes meet different banks */
     SUM_STRIDE = STRIP + 4,     /* floats from column to column of a warp's sums; the 4 spread a fragment over the banks */
@@ -867,12 +870,11 @@ typedef struct Strip {
     DType dtype;
 } Strip;
 
-/* Weights on their way from memory. As soon as a chunk has been multiplied, its registers wait for the next batch's. */
-typedef struct Batch {
-    uint4 chunk[STRIP_CHUNKS][4];
+/* The scales of a batch, on their way from memory while the one before is multiplied. */
+typedef struct Scales {
     float scale[4];             /* e4m3 */
     uint2 exponents[4];         /* e2m1: of each row, a byte for each of four threads' chunks; x for the first, y for the second */
-} Batch;
+} Scales;
 
 enum { NO_BATCH = INT_MAX / 2 };                    /* a column past every matrix: fetches zeros, reads nothing */
 
@@ -882,15 +884,10 @@ static __device__ inline int warp_id() { return (int)(threadIdx.x / 32); }
 /* The n of 2^n: divisions take as long as reads of memory. */
 static __device__ inline int power_of(int x) { return 31 - __clz(x); }
 
-/* 16 bytes of weights, which this multiprocessor will not read again; zeros where there are none. Without a branch, so that
- * several are on their way at once. */
-static __device__ inline uint4 load_weights(const uint8_t *at, bool there) {
-    uint4 v;
-    asm volatile("{\n.reg .pred there;\nsetp.ne.u32 there, %5, 0;\n"
-                 "mov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
-                 "@there ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-                 : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(at), "r"((uint32_t)there));
-    return v;
+/* 16 bytes into shared memory, or zeros, beside what the thread does next. */
+static __device__ inline void start_copy_to_shared(uint8_t *to, const void *from, bool there) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                 :: "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
 /* Fragment m of a strip, rows from `first` on of w. Rows past the end repeat the last one, and are not written. */
@@ -917,36 +914,42 @@ template <DType D> static __device__ inline void set_strip(Strip *strip, const M
     set_fragment<D>(strip, 1, w, first + 16);
 }
 
-/* Starts to read chunk u of the batch of columns from k on. */
-template <DType D> static __device__ inline void fetch_chunk(Batch &batch, const Strip &strip, int u, int k) {
-    const int at = k + u * 4 * chunk_values(D);
+/* Starts to read a chunk, of the batch of columns from k on, into its place in the warp's ring. A thread reads back what it has
+ * fetched itself, so nobody waits for another. Always a group of copies, so that they can be counted. */
+template <DType D> static __device__ inline void fetch_chunk(uint8_t *ring, const Strip &strip, int place, int k) {
+    const int at = k + place % STRIP_CHUNKS * 4 * chunk_values(D);
+    uint8_t *to = ring + place % RING_CHUNKS * CHUNK_BYTES + lane_id() * 16;
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        batch.chunk[u][i] = load_weights(strip.data[i / 2] + (strip.row[i] + (uint32_t)weight_bytes(D, (size_t)at)),
-                                         at < strip.limit[i / 2]);
+        start_copy_to_shared(to + i * 512, strip.data[i / 2] + (strip.row[i] + (uint32_t)weight_bytes(D, (size_t)at)),
+                             at < strip.limit[i / 2]);
+    asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* Its scales, also where only the other threads of a row have columns: the sums are of all four. */
-template <DType D> static __device__ inline void fetch_scales(Batch &batch, const Strip &strip, int k) {
+/* Of a batch, also where only the other threads of a row have columns: the sums are of all four. */
+template <DType D> static __device__ inline void fetch_scales(Scales &scales, const Strip &strip, int k) {
     if constexpr (D == DTYPE_F8_E4M3)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const bool there = k < strip.limit[i / 2] + lane_id() % 4 * chunk_values(D);
-            batch.scale[i] = there ? __ldg(strip.scale[i / 2] + (strip.scale_row[i] + k / SCALE_BLOCK)) : 0;
+            scales.scale[i] = there ? __ldg(strip.scale[i / 2] + (strip.scale_row[i] + k / SCALE_BLOCK)) : 0;
         }
     if constexpr (D == DTYPE_F4_E2M1)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const uint8_t *at = strip.exponents[i / 2] + (strip.scale_row[i] + (uint32_t)(k / EXPONENT_BLOCK));
-            batch.exponents[i] = k < strip.limit[i / 2] ? __ldg((const uint2 *)at) : make_uint2(0, 0);
+            scales.exponents[i] = k < strip.limit[i / 2] ? __ldg((const uint2 *)at) : make_uint2(0, 0);
         }
 }
 
-template <DType D> static __device__ inline void fetch_batch(Batch &batch, const Strip &strip, int k) {
+/* A segment's first chunks, from column k on; batches are `step` columns apart, up to `rounds`. */
+template <DType D> static __device__ inline void fetch_first(uint8_t *ring, Scales &scales, const Strip &strip, int k, int step,
+                                                             int rounds) {
     if constexpr (D != EXACT) {
 #pragma unroll
-        for (int u = 0; u < STRIP_CHUNKS; u++) fetch_chunk<D>(batch, strip, u, k);
-        fetch_scales<D>(batch, strip, k);
+        for (int c = 0; c < RING_CHUNKS; c++)
+            fetch_chunk<D>(ring, strip, c, c / STRIP_CHUNKS < rounds ? k + c / STRIP_CHUNKS * step : NO_BATCH);
+        fetch_scales<D>(scales, strip, k);
     }
 }
 
@@ -1115,37 +1118,44 @@ static __device__ inline void multiply_stretch(float sum[2][TILES][4], const uin
         }
 }
 
-/* One batch, and the next one, from column `next` on, is fetched in its place. x: this thread's first value of it in row 0. */
-template <DType D, int TILES, int TERMS = 1>
-static __device__ inline void multiply_batch(float total[2][TILES][4], Batch &batch, const Strip &strip, int next,
-                                             const uint8_t *x, int x_stride, int last_column) {
+/* Batch i of a segment. In the ring, those that come RING_CHUNKS later take its place, from column `later` on; `next`: column of the
+ * one behind it. x: this thread's first value of it in row 0. */
+template <DType D, int TILES, int TERMS>
+static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *ring, Scales &scales, const Strip &strip, int i,
+                                             int next, int later, const uint8_t *x, int x_stride, int last_column) {
     constexpr bool scaled = D == DTYPE_F8_E4M3;
     constexpr int parts = chunk_values(D) / 8;
     float sum[2][TILES][4] = {};
     uint32_t factor[STRIP_CHUNKS][4] = {};
     if constexpr (D == DTYPE_F4_E2M1) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            factor[0][i] = e2m1_factor(batch.exponents[i].x);
-            factor[1][i] = e2m1_factor(batch.exponents[i].y);
+        for (int r = 0; r < 4; r++) {
+            factor[0][r] = e2m1_factor(scales.exponents[r].x);
+            factor[1][r] = e2m1_factor(scales.exponents[r].y);
         }
-        fetch_scales<D>(batch, strip, next);
+        fetch_scales<D>(scales, strip, next);
     }
 #pragma unroll
     for (int u = 0; u < STRIP_CHUNKS; u++) {
+        const int place = i * STRIP_CHUNKS + u;
+        asm volatile("cp.async.wait_group %0;" :: "n"(RING_CHUNKS - 1) : "memory");
+        uint4 chunk[4];
+#pragma unroll
+        for (int r = 0; r < 4; r++)
+            chunk[r] = *(const uint4 *)(ring + place % RING_CHUNKS * CHUNK_BYTES + r * 512 + lane_id() * 16);
 #pragma unroll
         for (int part = 0; part < parts; part++)
-            multiply_stretch<D, TILES, TERMS>(scaled ? sum : total, batch.chunk[u], part, factor[u], x + (u * parts + part) * 64, x_stride,
-                                       last_column);
-        fetch_chunk<D>(batch, strip, u, next);
+            multiply_stretch<D, TILES, TERMS>(scaled ? sum : total, chunk, part, factor[u], x + (u * parts + part) * 64, x_stride,
+                                              last_column);
+        fetch_chunk<D>(ring, strip, place, later);
     }
     if constexpr (scaled) {
 #pragma unroll
-        for (int i = 0; i < 2 * TILES * 4; i++) {
-            const int m = i / (TILES * 4), tile = i / 4 % TILES, part = i % 4;
-            total[m][tile][part] = fmaf(batch.scale[2 * m + part / 2], sum[m][tile][part], total[m][tile][part]);
+        for (int j = 0; j < 2 * TILES * 4; j++) {
+            const int m = j / (TILES * 4), tile = j / 4 % TILES, part = j % 4;
+            total[m][tile][part] = fmaf(scales.scale[2 * m + part / 2], sum[m][tile][part], total[m][tile][part]);
         }
-        fetch_scales<D>(batch, strip, next);
+        fetch_scales<D>(scales, strip, next);
     }
 }
 
@@ -1181,18 +1191,21 @@ template <DType D, int TILES> static __device__ void put_sums(float *sums, const
         }
 }
 
+/* Columns of a round of all segments. */
+static __host__ __device__ inline int round_columns(DType D, const Cut &cut) { return cut.cluster * cut.along * batch_values(D); }
+
 /* The first batch of this warp, in a block whose columns begin at `from`. */
 template <DType D> static __device__ inline int first_batch(const Cut &cut, int from) {
     return from + (warp_id() & cut.along - 1) * batch_values(D);
 }
 
-/* This warp's segment of its strip times the input, into `sums`. from: the block's first column. batch: the segment's first, which
- * has been fetched already. In each round x of the next one is fetched, rounded and put into the other of two buffers, while weights
- * are on their way. All warps of the block come along. */
-template <DType D, int TILES, int TERMS = 1>
-static __device__ void multiply_segment(float *sums, Batch &batch, const Strip &strip, const Input &input, const Cut &cut,
+/* This warp's segment of its strip times the input; its sums lie where the ring was. from: the block's first column; fetch_first has
+ * been called. In each round x of the next one is fetched, rounded and put into the other of two buffers, while weights are on
+ * their way. All warps of the block come along. */
+template <DType D, int TILES, int TERMS>
+static __device__ void multiply_segment(uint8_t *ring, Scales &scales, const Strip &strip, const Input &input, const Cut &cut,
                                         int from, uint8_t *staged) {
-    const int stride = staged_stride(D, cut.along, TERMS), last = input.count - 1, step = cut.cluster * cut.along * batch_values(D);
+    const int stride = staged_stride(D, cut.along, TERMS), last = input.count - 1, step = round_columns(D, cut);
     const int place = (warp_id() & cut.along - 1) * term_bytes(D, 1) + (D == EXACT ? 0 : lane_id() % 4 * 16);
     float total[2][TILES][4] = {}, v[TILES][8];
 #pragma unroll 1
@@ -1201,12 +1214,14 @@ static __device__ void multiply_segment(float *sums, Batch &batch, const Strip &
         uint8_t *now = staged + (i & 1) * input.count * stride, *then = staged + (~i & 1) * input.count * stride;
         if (more) fetch_input<D, TILES>(v, input, cut, k, 0);
         if (i >= 0) {
+            const int next = more ? first_batch<D>(cut, k) : NO_BATCH, ahead = RING_CHUNKS / STRIP_CHUNKS;
             if constexpr (D == EXACT)
                 multiply_exactly(&total[0][0][0], strip, first_batch<D>(cut, k - step), (const float *)(now + place), stride / 4,
                                  last);
             else
-                multiply_batch<D, TILES, TERMS>(total, batch, strip, more ? first_batch<D>(cut, k) : NO_BATCH, now + place, stride,
-                                                last);
+                multiply_batch<D, TILES, TERMS>(total, ring, scales, strip, i, next,
+                                                i + ahead < cut.rounds ? first_batch<D>(cut, k) + (ahead - 1) * step : NO_BATCH,
+                                                now + place, stride, last);
         }
         if (!more) break;
         put_input<D, TERMS, TILES>(then, v, input, cut, 0);
@@ -1216,7 +1231,9 @@ static __device__ void multiply_segment(float *sums, Batch &batch, const Strip &
         }
         __syncthreads();
     }
-    put_sums<D, TILES>(sums, total);
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncwarp();
+    put_sums<D, TILES>((float *)ring, total);
 }
 
 /* ---- clusters: sm_90 and later; before, a cluster is one block */
@@ -1230,16 +1247,6 @@ static __device__ inline void cluster_barrier() {
 }
 
 /* What lies at p in the shared memory of block `rank` of the cluster. */
-static __device__ inline void load_from_block(float *value, const float *p, int rank) {
-#if __CUDA_ARCH__ >= 900
-    uint32_t at = (uint32_t)__cvta_generic_to_shared(p);
-    asm volatile("{\n.reg .u32 a;\nmapa.shared::cluster.u32 a, %1, %2;\nld.shared::cluster.f32 %0, [a];\n}"
-                 : "=f"(*value) : "r"(at), "r"(rank));
-#else
-    *value = rank ? 0 : *p;
-#endif
-}
-
 static __device__ inline void load_from_block(float4 *value, const float *p, int rank) {
 #if __CUDA_ARCH__ >= 900
     uint32_t at = (uint32_t)__cvta_generic_to_shared(p);
@@ -1250,35 +1257,31 @@ static __device__ inline void load_from_block(float4 *value, const float *p, int
 #endif
 }
 
-static __device__ inline float plus(float a, float b) { return a + b; }
-static __device__ inline float4 plus(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
-
-/* The sum of all segments for one output or four neighbours: from row `row` of the cluster's rows on, column `column`. Four are on
- * their way at a time. */
-template <int TILES, typename Value = float>
-static __device__ inline Value sum_segments(const float *sums, const Cut &cut, int row, int column) {
+/* The sum of all segments for four neighbours: from row `row` of the cluster's rows on, column `column`. Four segments' are on their
+ * way at a time. */
+static __device__ inline float4 sum_segments(const float *sums, const Cut &cut, int row, int column) {
     const int power = power_of(cut.along), segments = cut.cluster << power;
-    const float *first = sums + (row / STRIP << power) * TILES * 8 * SUM_STRIDE + column * SUM_STRIDE + row % STRIP;
-    Value sum = {}, value[4];
+    const float *first = sums + (row / STRIP << power) * (RING_BYTES / 4) + column * SUM_STRIDE + row % STRIP;
+    float4 sum = {}, value[4];
 #pragma unroll 1
     for (int begin = 0; begin < segments; begin += 4) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int segment = min(begin + i, segments - 1);
-            load_from_block(&value[i], first + (segment & cut.along - 1) * TILES * 8 * SUM_STRIDE, segment >> power);
+            load_from_block(&value[i], first + (segment & cut.along - 1) * (RING_BYTES / 4), segment >> power);
         }
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            if (begin + i < segments) sum = plus(sum, value[i]);
+            if (begin + i < segments)
+                sum = make_float4(sum.x + value[i].x, sum.y + value[i].y, sum.z + value[i].z, sum.w + value[i].w);
     }
     return sum;
 }
 
-/* Shared memory of a block: two rounds' x, then the warps' sums. */
-static __host__ __device__ inline int staged_bytes(DType D, const Cut &cut, int columns, int terms = 1) {
-    return 2 * columns * staged_stride(D, cut.along, terms);
+/* Shared memory of a block: the warps' rings, then two rounds' x. */
+static int product_shared(DType D, const Cut &cut, int columns, int terms) {
+    return WARPS * RING_BYTES + 2 * columns * staged_stride(D, cut.along, terms);
 }
-static __host__ __device__ inline int sums_bytes(int tiles) { return WARPS * tiles * 8 * SUM_STRIDE * (int)sizeof(float); }
 
 /* Four neighbouring values of y from p on, the first `count` of them. */
 static __device__ inline void store_four(float *p, float4 v, int count) {
@@ -1304,15 +1307,15 @@ static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_ke
     w.first_row += head * p.head_rows;
     Strip strip;
     set_strip<D>(&strip, w, first_row + (warp_id() >> along) * STRIP);
-    Batch batch;
-    fetch_batch<D>(batch, strip, first_batch<D>(p.cut, from));
+    Scales scales;
+    uint8_t *ring = shared + warp_id() * RING_BYTES;
+    fetch_first<D>(ring, scales, strip, first_batch<D>(p.cut, from), round_columns(D, p.cut), p.cut.rounds);
     wait_for_previous();
 
     Input input = {.x = p.x + head * p.x_head, .list = NULL, .stride = p.x_stride, .first = (int)blockIdx.y * TILES * 8, .count = 0,
                    .divisor = 1, .cols = w.cols, .aligned = p.aligned};
     input.count = min(TILES * 8, p.n_rows - input.first);
-    float *sums = (float *)(shared + staged_bytes(D, p.cut, input.count, TERMS));
-    multiply_segment<D, TILES, TERMS>(sums + warp_id() * TILES * 8 * SUM_STRIDE, batch, strip, input, p.cut, from, shared);
+    multiply_segment<D, TILES, TERMS>(ring, scales, strip, input, p.cut, from, shared + WARPS * RING_BYTES);
 
     if (p.cut.cluster > 1) cluster_barrier();
     else __syncthreads();
@@ -1321,7 +1324,7 @@ static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_ke
         const int r = (i & (1 << power) - 1) * 4, column = i >> power, count = w.rows - first_row - r;
         if (count > 0)
             store_four(p.y + (size_t)(input.first + column) * p.y_stride + (head * p.y_head + first_row + r),
-                       sum_segments<TILES, float4>(sums, p.cut, r, column), count);
+                       sum_segments((const float *)shared, p.cut, r, column), count);
     }
     if (p.cut.cluster > 1) cluster_barrier();       /* the others may still be reading this block's sums */
 }
@@ -1336,7 +1339,7 @@ static int cluster_slots(int cluster) { return (cluster < MAX_CLUSTER ? 2 : 1) *
 /* About the microseconds that a product of one row takes with so many segments. A round takes as long as its bytes at the memory's
  * rate, but at least as long as a read; a cluster waits for its blocks twice. */
 static double cut_cost(const Cut &cut, int rows, int heads) {
-    const double full = 1.9, least = 0.7, barriers = 0.7;
+    const double full = 1.9, least = 0.4, barriers = 0.7;
     const int blocks = divide_up(rows, STRIP * (WARPS / cut.along)) * heads * cut.cluster, slots = cluster_slots(cut.cluster);
     const double busy = (double)(blocks < slots ? blocks : slots) / (2 * gpu.multiprocessors);
     return divide_up(blocks, slots) * cut.rounds * (full * busy > least ? full * busy : least) + (cut.cluster > 1) * barriers;
@@ -1354,15 +1357,9 @@ static Cut choose_cut(int rows, int cols, int heads, DType dtype) {
     return best;
 }
 
-/* Shared memory of a block with so many rows of x. */
-template <DType D, int TILES, int TERMS> static size_t product_shared(const Product &product) {
-    const int columns = product.n_rows < TILES * 8 ? product.n_rows : TILES * 8;
-    return (size_t)(staged_bytes(D, product.cut, columns, TERMS) + sums_bytes(TILES));
-}
-
 template <DType D, int TILES, int TERMS> static void launch_product(const Product &product) {
     const Cut &cut = product.cut;
-    const size_t shared = product_shared<D, TILES, TERMS>(product);
+    const size_t shared = (size_t)product_shared(D, cut, product.n_rows < TILES * 8 ? product.n_rows : TILES * 8, TERMS);
     const int groups = divide_up(product.w.rows, STRIP * (WARPS / cut.along));
     allow_shared(product_kernel<D, TILES, TERMS>, shared);
     launch_early(product_kernel<D, TILES, TERMS>,
@@ -1377,9 +1374,9 @@ template <DType D, int TERMS> static void launch_tiles(Product product) {
     const int cluster = product.n_rows <= few || gpu.major != 9 || product.cut.cluster > spread ? product.cut.cluster : spread;
     product.cut = cut_of(cluster, segments / cluster, product.w.cols, D);
     if constexpr (D != EXACT) {
-        if (product.n_rows > 16 && product_shared<D, 4, TERMS>(product) <= gpu.shared_per_block)
+        if (product.n_rows > 16 && product_shared(D, product.cut, 32, TERMS) <= (int)gpu.shared_per_block)
             return launch_product<D, 4, TERMS>(product);
-        if (product.n_rows > 8 && product_shared<D, 2, TERMS>(product) <= gpu.shared_per_block)
+        if (product.n_rows > 8 && product_shared(D, product.cut, 16, TERMS) <= (int)gpu.shared_per_block)
             return launch_product<D, 2, TERMS>(product);
     }
     launch_product<D, 1, TERMS>(product);
