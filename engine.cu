@@ -1298,7 +1298,6 @@ static __device__ inline void store_four(float *p, float4 v, int count) {
 template <DType D, int TILES, int TERMS>
 static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_kernel(const __grid_constant__ Product p) {
     extern __shared__ __align__(128) uint8_t shared[];
-    let_next_start();
     const int along = power_of(p.cut.along), group_rows = STRIP * WARPS >> along, first_row = (int)blockIdx.z * group_rows;
     const int head = (int)blockIdx.x >> power_of(p.cut.cluster), rank = (int)blockIdx.x & p.cut.cluster - 1;
     const int from = (rank << along) * batch_values(D);
@@ -1317,6 +1316,7 @@ static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_ke
     input.count = min(TILES * 8, p.n_rows - input.first);
     multiply_segment<D, TILES, TERMS>(ring, scales, strip, input, p.cut, from, shared + WARPS * RING_BYTES);
 
+    let_next_start();           /* only now: blocks that wait take the place of others, and are spread unevenly */
     if (p.cut.cluster > 1) cluster_barrier();
     else __syncthreads();
     const int power = power_of(group_rows / 4);
@@ -1333,26 +1333,54 @@ static Cut cut_of(int cluster, int along, int cols, DType dtype = DTYPE_BF16) {
     return {.cluster = cluster, .along = along, .rounds = divide_up(cols, cluster * along * batch_values(dtype))};
 }
 
-/* Blocks of such clusters that the GPU holds at a time, two to a multiprocessor: larger ones leave room that they do not fit into. */
-static int cluster_slots(int cluster) { return (cluster < MAX_CLUSTER ? 2 : 1) * gpu.multiprocessors; }
-
-/* About the microseconds that a product of one row takes with so many segments. A round takes as long as its bytes at the memory's
- * rate, but at least as long as a read; a cluster waits for its blocks twice. */
-static double cut_cost(const Cut &cut, int rows, int heads) {
-    const double full = 1.9, least = 0.4, barriers = 0.7;
-    const int blocks = divide_up(rows, STRIP * (WARPS / cut.along)) * heads * cut.cluster, slots = cluster_slots(cut.cluster);
-    const double busy = (double)(blocks < slots ? blocks : slots) / (2 * gpu.multiprocessors);
-    return divide_up(blocks, slots) * cut.rounds * (full * busy > least ? full * busy : least) + (cut.cluster > 1) * barriers;
+/* Blocks that the GPU holds at a time, in such clusters: two to a multiprocessor, but where a cluster does not fit into what the
+ * others have left of its part of the GPU. */
+static int cluster_slots(int cluster) {
+    static int found[MAX_CLUSTER + 1];
+    if (gpu.major < 9 || cluster == 1) return 2 * gpu.multiprocessors;
+    if (found[cluster]) return found[cluster];
+    const auto kernel = product_kernel<DTYPE_BF16, 1, 2>;
+    const size_t shared = (size_t)product_shared(DTYPE_BF16, {cluster, 1, 1}, 8, 2);
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {.x = (unsigned)cluster, .y = 1, .z = 1};
+    cudaLaunchConfig_t launch = {};
+    launch.gridDim = dim3((unsigned)cluster);
+    launch.blockDim = dim3(THREADS);
+    launch.dynamicSmemBytes = shared;
+    launch.attrs = &attribute;
+    launch.numAttrs = 1;
+    allow_shared(kernel, shared);
+    CUDA(cudaOccupancyMaxActiveClusters(&found[cluster], kernel, &launch));
+    return found[cluster] *= cluster;
 }
 
-/* The cut of a matrix by its shape: the warps of a block first, then blocks of a cluster. */
-static Cut choose_cut(int rows, int cols, int heads, DType dtype) {
-    const int most = WARPS * (gpu.major == 9 ? MAX_CLUSTER : 1);
-    Cut best = {};
-    for (int segments = 2; segments <= most; segments *= 2) {
-        const int along = segments < WARPS ? segments : WARPS;
-        const Cut cut = cut_of(segments / along, along, cols, dtype);
-        if (!best.rounds || cut_cost(cut, rows, heads) < 0.97 * cut_cost(best, rows, heads)) best = cut;
+/* About the microseconds that a product with n rows of x takes with that cut, as measured on an H200. A round takes as long as its
+ * bytes at the memory's rate, but not less than its instructions do; x that a thread cannot have on its way beforehand makes all
+ * wait; and the blocks of a cluster wait for each other. */
+static double cut_cost(const Cut &cut, DType dtype, int rows, int heads, int n) {
+    const double bytes = 1.9, instructions = dtype == DTYPE_F4_E2M1 ? 1.6 : dtype == DTYPE_F8_E4M3 ? 1 : 0.55, wait = 0.7;
+    const int blocks = divide_up(rows, STRIP * (WARPS / cut.along)) * heads * cut.cluster, slots = cluster_slots(cut.cluster);
+    const int columns = n < 16 ? n : 16, tiles = divide_up(columns, 8);
+    const int late = divide_up(columns * cut.along * batch_values(dtype) / 8, THREADS) - tiles;
+    const double busy = (double)(blocks < slots ? blocks : slots) / (2 * gpu.multiprocessors);
+    const double round = fmax(bytes * busy, instructions + bytes * busy / 2) + (late > 0 ? late * wait : 0);
+    return divide_up(blocks, slots) * cut.rounds * round + (cut.cluster > 1 ? 0.2 + 0.15 * cut.cluster : 0);
+}
+
+/* The cut of a matrix. The number of segments is its shape's, what is best for one row; how they lie in warps and blocks changes no
+ * sum, and may follow the number of rows. */
+static Cut choose_cut(int rows, int cols, int heads, DType dtype, int n) {
+    const int most = gpu.major == 9 ? MAX_CLUSTER : 1;
+    Cut best = {}, cut;
+    for (int segments = 2; segments <= WARPS * most; segments *= 2) {
+        cut = cut_of(segments > WARPS ? segments / WARPS : 1, segments > WARPS ? WARPS : segments, cols, dtype);
+        if (!best.rounds || cut_cost(cut, dtype, rows, heads, 1) < 0.97 * cut_cost(best, dtype, rows, heads, 1)) best = cut;
+    }
+    const int segments = best.cluster * best.along;
+    for (int cluster = 2 * best.cluster; cluster <= most && cluster <= segments; cluster *= 2) {
+        cut = cut_of(cluster, segments / cluster, cols, dtype);
+        if (cut_cost(cut, dtype, rows, heads, n) < 0.97 * cut_cost(best, dtype, rows, heads, n)) best = cut;
     }
     return best;
 }
@@ -1367,12 +1395,9 @@ template <DType D, int TILES, int TERMS> static void launch_product(const Produc
                  THREADS, shared, cut.cluster, product);
 }
 
-/* Eight rows of x for each tile, as few tiles as hold all rows, if their shared memory is there. The segments of a sum lie in the
- * warps of a block while there are few rows; with more, in the blocks of a cluster, so that each block rounds less of x. */
+/* Eight rows of x for each tile, as few tiles as hold all rows, if their shared memory is there. */
 template <DType D, int TERMS> static void launch_tiles(Product product) {
-    const int segments = product.cut.cluster * product.cut.along, few = 4, spread = segments < 8 ? segments / 2 : 4;
-    const int cluster = product.n_rows <= few || gpu.major != 9 || product.cut.cluster > spread ? product.cut.cluster : spread;
-    product.cut = cut_of(cluster, segments / cluster, product.w.cols, D);
+    product.cut = choose_cut(product.w.rows, product.w.cols, product.heads, D, product.n_rows);
     if constexpr (D != EXACT) {
         if (product.n_rows > 16 && product_shared(D, product.cut, 32, TERMS) <= (int)gpu.shared_per_block)
             return launch_product<D, 4, TERMS>(product);
@@ -1390,17 +1415,22 @@ static bool rows_aligned(DType dtype, int cols) {
 
 static bool floats_aligned(const float *x, size_t stride) { return (uintptr_t)x % 16 == 0 && stride % 4 == 0; }
 
+/* The terms of x depend on the matrix alone. Two cost 16-bit weights next to nothing while memory is what a product waits for. Widening
+ * e4m3 takes so many instructions that they would show: it gets them where the matrix is small, as those are whose results are
+ * compared with each other, the indexer's and the latent projections'. e2m1 is the experts' type. */
+enum { TWO_TERMS_MOST = 16 << 20 };
+
 static void multiply(Product product) {
     const Matrix *w = &product.w;
     if (product.n_rows <= 0 || w->rows <= 0) return;
     product.aligned = floats_aligned(product.x, product.x_stride) && product.x_head % 4 == 0;
-    product.cut = choose_cut(w->rows, w->cols, product.heads, w->dtype);
     if (!rows_aligned(w->dtype, w->cols) || (uintptr_t)w->data % 16 || (uintptr_t)w->exponents % 8)
         launch_tiles<EXACT, 1>(product);
     else if (w->dtype == DTYPE_BF16) launch_tiles<DTYPE_BF16, 2>(product);
     else if (w->dtype == DTYPE_F16) launch_tiles<DTYPE_F16, 2>(product);
-    else if (w->dtype == DTYPE_F4_E2M1) launch_tiles<DTYPE_F4_E2M1, 2>(product);
-    else launch_tiles<DTYPE_F8_E4M3, 2>(product);
+    else if (w->dtype == DTYPE_F4_E2M1) launch_tiles<DTYPE_F4_E2M1, 1>(product);
+    else if ((size_t)w->rows * (size_t)w->cols * (size_t)product.heads <= TWO_TERMS_MOST) launch_tiles<DTYPE_F8_E4M3, 2>(product);
+    else launch_tiles<DTYPE_F8_E4M3, 1>(product);
 }
 
 static void linear(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w) {
