@@ -1306,6 +1306,7 @@ static __device__ inline void store_four(float *p, float4 v, int count) {
 template <DType D, int TILES, int TERMS>
 static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_kernel(const __grid_constant__ Product p) {
     extern __shared__ __align__(128) uint8_t shared[];
+    let_next_start();
     const int along = power_of(p.cut.along), group_rows = STRIP * WARPS >> along, first_row = (int)blockIdx.z * group_rows;
     const int head = (int)blockIdx.x >> power_of(p.cut.cluster), rank = (int)blockIdx.x & p.cut.cluster - 1;
     const int from = (rank << along) * batch_values(D);
@@ -1324,7 +1325,6 @@ static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_ke
                          .count = min(TILES * 8, p.n_rows - first), .cols = w.cols, .aligned = p.aligned};
     multiply_segment<D, TILES, TERMS>(ring, scales, strip, input, p.cut, from, shared + WARPS * RING_BYTES);
 
-    let_next_start();           /* only now: blocks that wait take the place of others, and are spread unevenly */
     if (p.cut.cluster > 1) cluster_barrier();
     else __syncthreads();
     const int power = power_of(group_rows / 4);
@@ -1363,32 +1363,34 @@ static int cluster_slots(int cluster) {
     return found[cluster] *= cluster;
 }
 
-/* About the microseconds that a product with n rows of x takes with that cut, as measured on an H200. A round takes as long as
- * its bytes at the memory's rate, but not less than its instructions do; x that a thread cannot have on its way beforehand
- * makes all wait; and the blocks of a cluster wait for each other. */
+/* About the microseconds that a product with n rows of x takes with that cut, as measured on an H200. A round takes as long as its
+ * bytes at the memory's rate, but not less than its instructions do; x that a thread cannot have on its way beforehand makes all
+ * wait; blocks that come later begin anew; and the blocks of a cluster wait for each other. */
 static double cut_cost(const Cut &cut, DType dtype, int rows, int heads, int n) {
-    const double bytes = 1.9, instructions = dtype == DTYPE_F4_E2M1 ? 1.6 : dtype == DTYPE_F8_E4M3 ? 1 : 0.55, wait = 0.7;
-    const int blocks = divide_up(rows, STRIP * (WARPS / cut.along)) * heads * cut.cluster, slots = cluster_slots(cut.cluster);
-    const int columns = n < 16 ? n : 16, tiles = divide_up(columns, 8);
-    const int late = divide_up(columns * cut.along * batch_values(dtype) / 8, THREADS) - tiles;
+    const double bytes = 1.9, instructions = dtype == DTYPE_F4_E2M1 ? 1.6 : dtype == DTYPE_F8_E4M3 ? 1 : 0.55;
+    const double wait = 0.45, begin = 1.3, cluster = cut.cluster > 1 ? 0.6 + 0.15 * cut.cluster : 0, segment = 0.02;
+    const int columns = n < 16 ? n : 16, share = 2 * product_shared(dtype, cut, columns, 2) <= (int)gpu.shared_per_block ? 1 : 2;
+    const int blocks = divide_up(rows, STRIP * (WARPS / cut.along)) * heads * cut.cluster;
+    const int slots = cluster_slots(cut.cluster) / share, waves = divide_up(blocks, slots);
+    const int late = divide_up(columns * cut.along * batch_values(dtype) / 8, THREADS) - divide_up(columns, 8);
     const double busy = (double)(blocks < slots ? blocks : slots) / (2 * gpu.multiprocessors);
     const double round = fmax(bytes * busy, instructions + bytes * busy / 2) + (late > 0 ? late * wait : 0);
-    return divide_up(blocks, slots) * cut.rounds * round + (cut.cluster > 1 ? 0.2 + 0.15 * cut.cluster : 0);
+    return waves * (cut.rounds * round + begin) + cluster + segment * cut.cluster * cut.along;
 }
 
-/* The cut of a matrix. The number of segments is its shape's, what is best for one row; how they lie in warps and blocks
- * changes no sum, and may follow the number of rows. */
+/* The cut of a matrix. The number of segments is its shape's, what is best for one row; how they lie in warps and blocks changes
+ * no sum, and may follow the number of rows. */
 static Cut choose_cut(int rows, int cols, int heads, DType dtype, int n) {
     const int most = gpu.major == 9 ? MAX_CLUSTER : 1;
     Cut best = {}, cut;
     for (int segments = 2; segments <= WARPS * most; segments *= 2) {
         cut = cut_of(segments > WARPS ? segments / WARPS : 1, segments > WARPS ? WARPS : segments, cols, dtype);
-        if (!best.rounds || cut_cost(cut, dtype, rows, heads, 1) < 0.97 * cut_cost(best, dtype, rows, heads, 1)) best = cut;
+        if (!best.rounds || cut_cost(cut, dtype, rows, heads, 1) < cut_cost(best, dtype, rows, heads, 1)) best = cut;
     }
     const int segments = best.cluster * best.along;
     for (int cluster = 2 * best.cluster; cluster <= most && cluster <= segments; cluster *= 2) {
         cut = cut_of(cluster, segments / cluster, cols, dtype);
-        if (cut_cost(cut, dtype, rows, heads, n) < 0.97 * cut_cost(best, dtype, rows, heads, n)) best = cut;
+        if (cut_cost(cut, dtype, rows, heads, n) < cut_cost(best, dtype, rows, heads, n)) best = cut;
     }
     return best;
 }
