@@ -1,6 +1,6 @@
-/* test_gpu.c: what needs a GPU. Every operation runs once in C and once on the GPU, on the same random inputs, and on the GPU alone and
- * among others, where the bits have to be the same. Then whole models: fixtures beside their references, and the shipped one in every
- * mode, batch and with every drafter. */
+/* test_gpu.c: what needs a GPU. Every operation runs once in C and once on the GPU, on the same random inputs, and on the GPU
+ * alone and among others, where the bits have to be the same. Then whole models: fixtures beside their references, and the
+ * shipped one in every mode, batch and with every drafter. */
 #include "../engine.c"
 #include "check.h"
 
@@ -101,8 +101,20 @@ static uint16_t bf16_bits(float x) {
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+/* Random e2m1 weights with scales from 2^-8 to 2^-1. */
+static Matrix random_e2m1(int rows, int cols, int first_row) {
+    const size_t bytes = (size_t)rows * stored_bytes(DTYPE_F4_E2M1, (size_t)cols);
+    const int across = (cols + EXPONENT_BLOCK - 1) / EXPONENT_BLOCK;
+    uint8_t *data = malloc(bytes + 64), *exponents = malloc((size_t)(first_row + rows) * (size_t)across + 8);
+    for (size_t i = 0; i < bytes; i++) data[i] = (uint8_t)draw();
+    for (int i = 0; i < (first_row + rows) * across; i++) exponents[i] = (uint8_t)draw_between(119, 126);
+    return (Matrix){.data = data, .dtype = DTYPE_F4_E2M1, .rows = rows, .cols = cols, .scale_cols = across,
+                    .first_row = first_row, .exponents = exponents};
+}
+
 /* Random stored weights of any type, around 1 in size; e4m3 without NaN, subnormals and all exponents included. */
 static Matrix random_matrix(DType dtype, int rows, int cols, int first_row) {
+    if (dtype == DTYPE_F4_E2M1) return random_e2m1(rows, cols, first_row);
     Matrix w = {
         .dtype = dtype, .rows = rows, .cols = cols, .scale_cols = (cols + SCALE_BLOCK - 1) / SCALE_BLOCK, .first_row = first_row};
     size_t n = (size_t)rows * (size_t)cols;
@@ -132,22 +144,25 @@ static Matrix random_matrix(DType dtype, int rows, int cols, int first_row) {
 static void free_weights(Matrix *w) {
     free((void *)w->data);
     free((void *)w->scale);
+    free((void *)w->exponents);
 }
 
 static Matrix matrix_on_device(const Matrix *w) {
     Matrix copy = *w;
-    copy.data = on_device(w->data, (size_t)w->rows * (size_t)w->cols * dtype_size(w->dtype));
+    copy.data = on_device(w->data, (size_t)w->rows * stored_bytes(w->dtype, (size_t)w->cols));
+    if (w->exponents) copy.exponents = on_device(w->exponents, (size_t)(w->first_row + w->rows) * (size_t)w->scale_cols);
     if (w->scale)
         copy.scale = on_device(w->scale,
                                (size_t)((w->first_row + w->rows + SCALE_BLOCK - 1) / SCALE_BLOCK) * (size_t)w->scale_cols * 4);
     return copy;
 }
 
-static const DType weight_types[] = {DTYPE_F32, DTYPE_F16, DTYPE_BF16, DTYPE_F8_E4M3};
-static const char *const weight_names[] = {"f32", "f16", "bf16", "e4m3"};
+static const DType weight_types[] = {DTYPE_F32, DTYPE_F16, DTYPE_BF16, DTYPE_F8_E4M3, DTYPE_F4_E2M1};
+static const char *const weight_names[] = {"f32", "f16", "bf16", "e4m3", "e2m1"};
 
-/* What rounding x to 16 bits may cost: f32 weights and rows at odd addresses are multiplied in f32. */
-static double product_bound(DType dtype) { return dtype == DTYPE_F32 ? 5e-6 : 4e-3; }
+/* What rounding x may cost: to one bf16 where weights are e2m1, to two numbers of 16 bits in these sizes where they are of
+ * another type; f32 weights and rows at odd addresses are multiplied in f32. */
+static double product_bound(DType dtype) { return dtype == DTYPE_F4_E2M1 ? 4e-3 : dtype == DTYPE_F32 ? 5e-6 : 1e-5; }
 
 /* ---- activations */
 
@@ -532,7 +547,7 @@ static void test_linear(void) {
     static const int shapes[][2] = {{1, 8},      {1, 20},      {8, 12},     {20, 8},    {12, 40},   {16, 16},
                                     {33, 48},    {64, 64},     {100, 136},  {130, 256}, {257, 384}, {576, 2048},
                                     {128, 1040}, {1000, 1000}, {2049, 512}, {40, 7168}, {7000, 208}};
-    for (int t = 0; t < 4; t++)
+    for (int t = 0; t < 5; t++)
         for (int s = 0; s < 17; s++) {
             const int *shape = shapes[s];
             check_linear(weight_types[t], weight_names[t], shape[0], shape[1], s < 11 ? 140 : 70, 0, 0, 0);
@@ -543,7 +558,7 @@ static void test_linear(void) {
 
 /* A NaN in one row must not reach the others, and must show in its own. */
 static void test_linear_bad_row(void) {
-    for (int t = 0; t < 4; t++) {
+    for (int t = 0; t < 5; t++) {
         const int rows = 64, cols = 256, n = 11;
         Matrix w = random_matrix(weight_types[t], rows, cols, 0), device = matrix_on_device(&w);
         float *x = random_floats((size_t)(n * cols), 1);
@@ -2064,7 +2079,8 @@ static void test_pack_blocks(void) {
  * Whole models on the GPU
  */
 
-/* The logits [n, vocab] of rows of session 0 from `first` on, in passes of at most `most` rows; NULL and an error where one fails. */
+/* The logits [n, vocab] of rows of session 0 from `first` on, in passes of at most `most` rows; NULL and an error where one
+ * fails. */
 static float *run_ids(Engine *engine, const int32_t *ids, int first, int n, int most, Error *error) {
     const size_t vocab = (size_t)engine->config.vocab_size;
     float *logits = malloc((size_t)n * vocab * sizeof *logits);
@@ -2100,11 +2116,12 @@ static double largest_difference(const float *a, const float *b, size_t n) {
     return worst;
 }
 
-/* ---- the C backend with activations rounded as the GPU's products round them: what the GPU is to be compared with, since rounding by
- * itself flips near ties in the routers and selections of small random models. test_forward holds the C backend to the goldens. */
+/* ---- the C backend with activations rounded as the GPU's products round them: what the GPU is to be compared with, since
+ * rounding by itself flips near ties in the routers and selections of small random models. test_forward holds the C backend to
+ * the goldens. */
 
-/* x [n, cols] as it meets the weights: f16 ones in f16, f32 ones and rows that do not fill 16 bytes as it is, others in bf16. The caller
- * frees it. */
+/* x [n, cols] as it meets the weights: f16 ones in f16, f32 ones and rows that do not fill 16 bytes as it is, others in bf16.
+ * The caller frees it. */
 static float *round_input(const float *x, size_t stride, int n, const Matrix *w) {
     float *out = malloc((size_t)n * (size_t)w->cols * sizeof *out);
     bool exact = w->dtype == DTYPE_F32 || (size_t)w->cols * dtype_size(w->dtype) % 16;
