@@ -1638,7 +1638,7 @@ template <DType D> static __device__ void load_absorbed(__nv_bfloat16 *weights, 
         __nv_bfloat16 *to = weights + row * ABSORB_PITCH + i % pieces * values;
         if constexpr (D == DTYPE_BF16) start_copy_to_shared((uint8_t *)to, from, there);
         else {
-            const uint4 piece = load_weights(from, there);
+            const uint4 piece = there ? __ldg((const uint4 *)from) : make_uint4(0, 0, 0, 0);
             const uint2 four[4] = {neighbours(piece.x), neighbours(piece.y), neighbours(piece.z), neighbours(piece.w)};
             *(uint4 *)to = make_uint4(four[0].x, four[0].y, four[1].x, four[1].y);
             *(uint4 *)(to + 8) = make_uint4(four[2].x, four[2].y, four[3].x, four[3].y);
@@ -2203,7 +2203,7 @@ enum {
     SCORE_COLUMNS = 256,            /* of all query rows that share a read, at most */
     BATCH_QUERIES = SCORE_STEPS * SCORE_TILES * 16,     /* uint4 of 64 columns in shared memory */
     MAX_DEPTH = 4,                  /* of a warpgroup's pages on their way */
-    RING_BYTES = 16 << 10,          /* more than these do not make them come faster */
+    BYTES_UNDER_WAY = 16 << 10,          /* more than these do not make them come faster */
     BINS = 2048,                    /* of the first 11 bits of a score's sortable key */
 };
 
@@ -2623,7 +2623,7 @@ static __device__ void add_bins(const int *bins, int first_row, int members) {
 template <int TILES, bool F8> static __global__ void __launch_bounds__(SCORE_THREADS, 1)
 index_scores(float *scores, const float *q, const float *head_weights, const uint8_t *keys, const DevicePage *pages,
              const Row *rows, int n_rows, const __grid_constant__ IndexShape shape, int room) {
-    extern __shared__ uint4 shared[];
+    extern __shared__ uint4 key_shared[];
     __shared__ ScorePlan plan;
     __shared__ uint64_t arrived[SCORE_THREADS / 128][MAX_DEPTH];
     const int context = shape.context_pages * PAGE_ROWS;
@@ -2637,7 +2637,7 @@ index_scores(float *scores, const float *q, const float *head_weights, const uin
         const int members = uniform(plan.members[r]);
         stop = min(end, uniform(plan.ends[r]));
         const int batches = TILES ? divide_up(members * shape.columns, 8 * SCORE_TILES) : 0;
-        uint4 *queries = shared;
+        uint4 *queries = key_shared;
         float *weights = (float *)(queries + batches * BATCH_QUERIES);
         int *bins = (int *)(weights + batches * 8 * SCORE_TILES);
         const ScoreRead read = {keys, pages + (size_t)plan.session[r] * shape.context_pages, at - begin, stop - begin, members,
@@ -2647,8 +2647,8 @@ index_scores(float *scores, const float *q, const float *head_weights, const uin
         if constexpr (TILES) {
             const int page_bytes = PAGE_ROWS * (int)shape.format.stride, group = uniform((int)threadIdx.x / 128);
             uint8_t *places = (uint8_t *)(bins + members * BINS);
-            const int left = room - (int)(places - (uint8_t *)shared);
-            const int depth = max(1, min(min(MAX_DEPTH, RING_BYTES / page_bytes), left / page_bytes / (SCORE_THREADS / 128)));
+            const int left = room - (int)(places - (uint8_t *)key_shared);
+            const int depth = max(1, min(min(MAX_DEPTH, BYTES_UNDER_WAY / page_bytes), left / page_bytes / (SCORE_THREADS / 128)));
             const KeyRing ring = {places + group * depth * page_bytes, arrived[group], depth, page_bytes};
             score_pages<TILES, F8>(read, queries, weights, ring, shape);
         } else {
