@@ -896,8 +896,10 @@ struct Backend {
     /* y = weight * x / sqrt(mean(x^2) + eps) over each of `n` vectors of `dim`. y may be x. */
     void (*rms_norm)(float *y, size_t y_stride, const float *x, size_t x_stride, const float *weight, int n, int dim, float eps);
 
-    /* y = (x - mean) / sqrt(variance + eps) * weight + bias. y may be x. */
-    void (*layer_norm)(float *y, const float *x, const float *weight, const float *bias, int n, int dim, float eps);
+    /* What a sublayer adds to the residual stream, and the norm that the next one begins with: x += branch, then y as from rms_norm.
+     * n rows of `dim`. report: NULL, or x is looked at as check_finite() does. */
+    void (*add_norm)(float *y, float *x, const float *branch, const float *weight, int n, int dim, float eps, PassReport *report,
+                     int place);
 
     /* y[r, o] = sum_i W[o, i] x[r, i]: the reduction runs over i in blocks of fixed size. */
     void (*linear)(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w);
@@ -911,12 +913,28 @@ struct Backend {
     void (*rope)(float *x, int n_rows, int heads, int head_stride, int offset, int dim, bool interleaved,
                  const float *cosine, const float *sine);
 
+    /* Queries or keys of grouped-query attention (Qwen3), in place: each of the `heads` vectors of `dim` values that a row of
+     * `stride` begins with is normed by itself and then rotated as a whole, in pairs (i, i + dim / 2). */
+    void (*norm_heads)(float *x, size_t stride, int n_rows, int heads, int dim, const float *weight, float eps, const float *cosine,
+                       const float *sine);
+
     /* Where rows are stored: their places in the pool of a tail, and among the index keys. */
     void (*locate_rows)(DeviceRow *kv_rows, DeviceRow *index_rows, const Cache *cache, const Row *rows, int n_rows);
 
     /* Writes row ids[r] of a pool: `quantised` values from a[r], `plain` values from b[r]. */
     void (*store_rows)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows,
                        const float *a, size_t a_stride, const float *b, size_t b_stride);
+
+    /* The cached rows of latent attention: kv [rows, lora + tail] is normed in its first `lora` values and rotated in the others, in
+     * pairs (2i, 2i + 1), in place, and written to rows ids[r] of a pool. */
+    void (*store_latents)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *kv, int lora, int tail,
+                          const float *weight, float eps, const float *cosine, const float *sine);
+
+    /* The indexer's keys: k [rows, dim] becomes (k - mean) / sqrt(variance + 1e-6) * weight + bias, its first `turned` values are
+     * rotated as rope() does, and it is written to rows ids[r] of a pool. It is looked at as check_finite() does. */
+    void (*store_index_keys)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *k, int dim,
+                             const float *weight, const float *bias, int turned, bool interleaved, const float *cosine,
+                             const float *sine, PassReport *report, int place);
 
     /* Lightning indexer (DeepSeek-V3.2 eq. 1): score[s] = (heads * head_dim)^-0.5 sum_h w[h] relu(q[h] . key[s]), then the top
      * min(capacity, position + 1) positions; equal scores: the lower position. q: [rows, heads, head_dim]; head_weights:
@@ -1154,6 +1172,8 @@ typedef struct Engine {
     float rope_attention_factor;                    /* on cosine and sine; 1 without yarn */
     float softmax_scale;
     int failed_session;                             /* slot whose numbers made the last forward() or head() fail, or -1 */
+    bool pass_counted;                              /* the report of the pass is in the statistics */
+    bool work_is_new;                               /* some of the round's work was not yet kept by the backend */
 } Engine;
 
 /* Reads config.json and the headers of the weights and plans the memory; the sizes are in engine->cache and engine->state. */
@@ -1189,6 +1209,12 @@ void prepare_rope(Engine *engine);
  * earlier position is cached or among them. Afterwards state.normed holds the final norm's output. Fails, naming layer,
  * session and position, where a hidden state stops being finite; the cache then holds nothing new that counts. */
 bool forward(Engine *engine, const Row *rows, int n_rows, Error *error);
+
+/* forward() and head() in parts, so that a round waits for its pass once: the first two only ask for their work (begin_forward()
+ * fails on rows that cannot be run), end_pass() waits for it and fails as they do. indices: head()'s, or NULL without one. */
+bool begin_forward(Engine *engine, const Row *rows, int n_rows, Error *error);
+void begin_head(Engine *engine, const int *indices, int n);
+bool end_pass(Engine *engine, const Row *rows, const int *indices, Error *error);
 
 /* The rows indices [n] of the pass just made are committed: their features become rows of the draft ring. Rows of one session
  * come in ascending positions; one that does not follow what the ring has of it starts the ring anew. */
