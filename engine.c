@@ -2994,22 +2994,16 @@ static uint8_t *layer_ring(const Cache *cache, int layer) {
     return cache->draft_ring + (size_t)layer * (size_t)cache->sessions * (size_t)cache->draft_rows * cache->draft_format.stride;
 }
 
-/* Norms and rotates the keys in rows of keys | values; rotations of their positions are in the state. */
-static void finish_keys(Engine *engine, const LayerWeights *layer, int n) {
+/* Rows of keys | values of x, the keys normed and rotated; the rotations of their positions are in the state. */
+static void project_keys_and_values(Engine *engine, const LayerWeights *layer, const float *x, int n) {
+    const Backend *backend = engine->backend;
     const Config *config = &engine->drafter.config.backbone;
     DraftState *state = &engine->drafter.state;
     const int dim = config->head_dim, kv_heads = config->num_key_value_heads;
-    const size_t width = 2 * (size_t)(kv_heads * dim);
-    engine->backend->norm_heads(state->kv, width, n, kv_heads, dim, layer->k_norm, config->rms_norm_eps, state->cosine, state->sine);
-}
-
-static void project_keys_and_values(Engine *engine, const LayerWeights *layer, const float *x, int n) {
-    const Config *config = &engine->drafter.config.backbone;
-    DraftState *state = &engine->drafter.state;
-    const size_t hidden = (size_t)config->hidden_size, kv_width = (size_t)(config->num_key_value_heads * config->head_dim);
-    engine->backend->linear(state->kv, 2 * kv_width, x, hidden, n, &layer->k_proj);
-    engine->backend->linear(state->kv + kv_width, 2 * kv_width, x, hidden, n, &layer->v_proj);
-    finish_keys(engine, layer, n);
+    const size_t hidden = (size_t)config->hidden_size, kv_width = (size_t)(kv_heads * dim), width = 2 * kv_width;
+    backend->linear(state->kv, width, x, hidden, n, &layer->k_proj);
+    backend->linear(state->kv + kv_width, width, x, hidden, n, &layer->v_proj);
+    backend->norm_heads(state->kv, width, n, kv_heads, dim, layer->k_norm, config->rms_norm_eps, state->cosine, state->sine);
 }
 
 /* The rows state->row_list [n] enter the ring. Their features are those of rows `indices` of the pass just made; NULL: they have been

@@ -566,18 +566,18 @@ static __device__ const float *row_scales(const Matrix *w, int row) {
     return w->scale ? w->scale + (size_t)((w->first_row + row) / SCALE_BLOCK) * (size_t)w->scale_cols : NULL;
 }
 
+/* Grid: groups of columns, rows. */
 static __global__ void embed_kernel(float *y, const Matrix embedding, const Row *rows) {
-    const int token = rows[blockIdx.x].token;
+    const int token = rows[blockIdx.y].token, i = (int)thread_index();
     const float *scale = row_scales(&embedding, token);
-    for (int i = (int)threadIdx.x; i < embedding.cols; i += THREADS) {
-        float value = load_stored(embedding.data, (size_t)token * (size_t)embedding.cols + (size_t)i, embedding.dtype);
-        y[(size_t)blockIdx.x * (size_t)embedding.cols + (size_t)i] = scale ? value * scale[i / SCALE_BLOCK] : value;
-    }
+    if (i >= embedding.cols) return;
+    const float value = load_stored(embedding.data, (size_t)token * (size_t)embedding.cols + (size_t)i, embedding.dtype);
+    y[(size_t)blockIdx.y * (size_t)embedding.cols + (size_t)i] = scale ? value * scale[i / SCALE_BLOCK] : value;
 }
 
 static void embed(float *y, const Matrix *embedding, const Row *rows, int n_rows) {
     if (n_rows <= 0) return;
-    embed_kernel<<<(unsigned)n_rows, THREADS, 0, gpu.stream>>>(y, *embedding, rows);
+    embed_kernel<<<dim3((unsigned)divide_up(embedding->cols, THREADS), (unsigned)n_rows), THREADS, 0, gpu.stream>>>(y, *embedding, rows);
     LAUNCHED();
 }
 
@@ -588,10 +588,10 @@ template <int N> static __global__ void rms_norm_kernel(float *y, size_t y_strid
     if (i >= (size_t)n) return;                     /* a whole group, so nobody waits for it */
     const float *in = x + i * x_stride;
     float *out = y + i * y_stride, sum = 0;
-#pragma unroll 4                                    /* so that these are on their way together */
+#pragma unroll 8                                    /* so that these are on their way together */
     for (int j = lane; j < dim; j += N) sum += in[j] * in[j];
     float scale = 1 / sqrtf(group_sum<N>(sum) / (float)dim + eps);
-#pragma unroll 4
+#pragma unroll 8
     for (int j = lane; j < dim; j += N) out[j] = in[j] * scale * weight[j];
 }
 
@@ -820,7 +820,7 @@ template <int N> static __global__ void add_norm_kernel(float *y, float *x, cons
     const size_t row = (size_t)blockIdx.x * (size_t)dim;
     float sum = 0;
     bool bad = false;
-#pragma unroll 4
+#pragma unroll 8
     for (int j = (int)threadIdx.x; j < dim; j += N) {
         const float value = x[row + j] + branch[row + j];
         x[row + j] = value;
@@ -828,7 +828,7 @@ template <int N> static __global__ void add_norm_kernel(float *y, float *x, cons
         bad |= !is_finite(value);
     }
     const float scale = 1 / sqrtf(group_sum<N>(sum) / (float)dim + eps);
-#pragma unroll 4
+#pragma unroll 8
     for (int j = (int)threadIdx.x; j < dim; j += N) y[row + j] = x[row + j] * scale * weight[j];
     if (!report) return;
     bad = __syncthreads_or(bad);

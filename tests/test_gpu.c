@@ -2086,24 +2086,6 @@ static void test_rounds(void) {
     }
 }
 
-/* Weights of no file: the same bytes on both backends, in any number. */
-static void test_make_weights(void) {
-    static const DType dtypes[] = {DTYPE_F32, DTYPE_BF16, DTYPE_F8_E4M3};
-    static const size_t counts[] = {1, 3, 4, 1023, 1024, 70001};
-    for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes; d++)
-        for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
-            Error error;
-            const size_t bytes = counts[i] * dtype_size(dtypes[d]);
-            uint8_t *in_c = malloc(bytes), *out;
-            c_backend.make_weights(in_c, dtypes[d], counts[i], -256, 256, 7 + i, &error);
-            out = from_device(cuda_backend.make_weights(NULL, dtypes[d], counts[i], -256, 256, 7 + i, &error), bytes);
-            CHECK(!memcmp(in_c, out, bytes), "%zu made-up weights of type %d", counts[i], dtypes[d]);
-            free(in_c);
-            free(out);
-        }
-    cuda_backend.release_weights();
-}
-
 /* ---- a soak: sessions come, are broken off and end at random, under a budget that has to be shared, for as many rounds as asked */
 
 enum { SOAK_TALKS = 24, SOAK_SLOTS = 16, SOAK_CONTEXT = 1024, SOAK_TOKENS = 96, SOAK_WARM = 2000 };
@@ -2229,6 +2211,24 @@ static void test_cuda_error(void) {
     int status = pipe ? pclose(pipe) : -1;
     CHECK(said && !strncmp(line, "tide: engine.cu:", 16) && strstr(line, ": CUDA: "), "one line names file, line and cause: %s", line);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1, "and the program ends with 1");
+}
+
+/* Weights of no file: the same bytes on both backends, in any number. */
+static void test_make_weights(void) {
+    static const DType dtypes[] = {DTYPE_F32, DTYPE_BF16, DTYPE_F8_E4M3};
+    static const size_t counts[] = {1, 3, 4, 1023, 1024, 70001};
+    for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes; d++)
+        for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
+            Error error;
+            const size_t bytes = counts[i] * dtype_size(dtypes[d]);
+            uint8_t *in_c = malloc(bytes), *out;
+            c_backend.make_weights(in_c, dtypes[d], counts[i], -256, 256, 7 + i, &error);
+            out = from_device(cuda_backend.make_weights(NULL, dtypes[d], counts[i], -256, 256, 7 + i, &error), bytes);
+            CHECK(!memcmp(in_c, out, bytes), "%zu made-up weights of type %d", counts[i], dtypes[d]);
+            free(in_c);
+            free(out);
+        }
+    cuda_backend.release_weights();
 }
 
 #define RUN(test) (test(), printf(#test ": %d passed, %d failed so far\n", checks_passed, checks_failed))
