@@ -59,7 +59,7 @@ enum {
     WEIGHT_CHUNK = 512 << 20,   /* bytes taken at a time for weights */
     WEIGHT_ALIGNMENT = 256,
     MOVERS = 16,                /* threads that move weights, at most */
-    MOVE_PIECE = 1 << 20,       /* bytes that one of them copies at a time; two are pinned for each, which takes 0.6 ms a megabyte */
+    MOVE_PIECE = 1 << 20,       /* bytes that one copies at a time; each has two pinned, and pinning takes 0.6 ms a megabyte */
     MOVE_QUEUE = 32,            /* tensors that wait for them */
     MAX_CHUNKS = 4096,
 };
@@ -263,9 +263,9 @@ static uint8_t *place_weights(size_t bytes, Error *error) {
     return transit.chunks[transit.n_chunks - 1] + start;
 }
 
-/* Moves pieces of what is queued until told to leave: into pinned memory of its own, and from there over the link, so that reading files
- * and the link overlap, whatever sizes tensors have. Threads of OpenMP would sleep between two tensors, which costs a third of the
- * rate. */
+/* Moves pieces of what is queued until told to leave: into pinned memory of its own, and from there over the link, so that reading
+ * files and the link overlap, whatever sizes tensors have. Threads of OpenMP would sleep between two tensors, which costs a third of
+ * the rate. */
 static void *move_pieces(void *) {
     uint8_t *pinned;
     cudaEvent_t moved[2];
