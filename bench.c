@@ -3028,14 +3028,6 @@ WATCHED(add_norm, 0,
 WATCHED(norm_heads, 0,
         (float *x, size_t stride, int n, int heads, int dim, const float *w, float eps, const float *c, const float *s), x, stride,
         n, heads, dim, w, eps, c, s)
-WATCHED(store_latents, 0,
-        (uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n, float *kv, int lora, int tail, const float *w,
-         float eps, const float *c, const float *s),
-        base, format, ids, n, kv, lora, tail, w, eps, c, s)
-WATCHED(store_index_keys, 0,
-        (uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n, float *k, int dim, const float *w, const float *b,
-         int turned, bool pairs, const float *c, const float *s, PassReport *report, int place),
-        base, format, ids, n, k, dim, w, b, turned, pairs, c, s, report, place)
 WATCHED(rotations, 0, (float *c, float *s, const Row *rows, int n, const float *f, int dim, float factor), c, s, rows, n, f, dim,
         factor)
 WATCHED(rope, 0, (float *x, int n, int heads, int stride, int offset, int dim, bool pairs, const float *c, const float *s), x, n,
@@ -3045,6 +3037,14 @@ WATCHED(store_rows, 0,
         (uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n, const float *a, size_t as, const float *b,
          size_t bs),
         base, format, ids, n, a, as, b, bs)
+WATCHED(store_latents, 0,
+        (uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n, float *kv, int lora, int tail, const float *w,
+         float eps, const float *c, const float *s),
+        base, format, ids, n, kv, lora, tail, w, eps, c, s)
+WATCHED(store_index_keys, 0,
+        (uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n, float *k, int dim, const float *w, const float *b,
+         int turned, bool pairs, const float *c, const float *s, PassReport *report, int place),
+        base, format, ids, n, k, dim, w, b, turned, pairs, c, s, report, place)
 WATCHED(index_select, (double)format->bytes * watch.positions * n,
         (Selection *selection, const float *q, const float *w, const uint8_t *keys, const RowFormat *format,
          const DevicePage *pages, int context_pages, int heads, int dim, const Row *rows, int n, float *scratch,
@@ -3106,11 +3106,10 @@ static void watch_engine(Engine *engine) {
     watch.real = engine->backend;
     watch.marked = *engine->backend;
 #define MARK(name) watch.marked.name = watched_##name
-    MARK(begin_work), MARK(embed), MARK(rms_norm), MARK(add_norm), MARK(linear), MARK(rotations), MARK(rope), MARK(norm_heads),
-        MARK(locate_rows);
-    MARK(store_rows), MARK(store_latents), MARK(store_index_keys), MARK(index_select), MARK(resolve), MARK(fetch_rows), MARK(absorb_query), MARK(sparse_attention),
-        MARK(expand_value);
-    MARK(dense_attention), MARK(swiglu), MARK(zero), MARK(gather_rows), MARK(add), MARK(route), MARK(experts), MARK(check_finite);
+    MARK(begin_work), MARK(embed), MARK(rms_norm), MARK(add_norm), MARK(norm_heads), MARK(linear), MARK(rotations), MARK(rope);
+    MARK(locate_rows), MARK(store_rows), MARK(store_latents), MARK(store_index_keys), MARK(index_select), MARK(resolve);
+    MARK(fetch_rows), MARK(absorb_query), MARK(sparse_attention), MARK(expand_value), MARK(dense_attention), MARK(swiglu);
+    MARK(zero), MARK(gather_rows), MARK(add), MARK(route), MARK(experts), MARK(check_finite);
 #undef MARK
     watch.cache = &engine->cache;
     watch.row_bytes = (double)engine->cache.format.bytes;

@@ -956,6 +956,7 @@ bool weights_bind(Weights *weights, const Checkpoint *checkpoint, const Config *
     weights->norm = bind_vector(&binder, "model.", "norm.weight", config->hidden_size);
     if (config->tie_word_embeddings) weights->lm_head = weights->embed_tokens;
     else weights->lm_head = bind_matrix(&binder, "", "lm_head", config->vocab_size, config->hidden_size);
+    if (binder.failed && backend) backend->wait();  /* it may still read what goes now */
     if (binder.failed) weights_free(weights);
     return !binder.failed;
 }
@@ -3328,7 +3329,7 @@ bool engine_bind(Engine *engine, const Backend *backend, Error *error) {
 bool engine_load(Engine *engine, Error *error) {
     const double begin = now();
     bool ok = check_memory(engine, error) && engine_bind(engine, engine->backend, error);
-    if (ok) engine->backend->wait();
+    engine->backend->wait();
     if (ok && engine->checkpoint.progress) engine->checkpoint.progress(engine->weight_bytes, engine->weight_bytes);
     engine->load_seconds = now() - begin;
     ok = ok && take_memory(engine, error);

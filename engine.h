@@ -878,8 +878,8 @@ struct Backend {
     void *(*take)(size_t bytes, Memory memory, Error *error);
     void (*give_back)(void *block, Memory memory);
 
-    /* Where operations find these bytes of a checkpoint, or of what was made from it: a copy on the device, or the bytes
-     * themselves. They stay until release_weights(). NULL and an error where there is no room. */
+    /* Where operations find these bytes of a checkpoint, or of what was made from it: a copy on the device, there once wait() has
+     * returned, or the bytes themselves. They stay until release_weights(). NULL and an error where there is no room. */
     const void *(*import_weights)(const void *data, size_t bytes, Error *error);
     void (*release_weights)(void);
 
