@@ -987,6 +987,92 @@ static void test_sparse_attention(void) {
     }
 }
 
+/* Latent attention over lists that end before, at and behind the borders of tiles and chunks, for any number of heads. Each row is there
+ * alone, where many thread blocks may share its list, and again and again among many, where one has all of it: with the same bits. */
+static void check_latent_lists(KvDtype dtype, int heads) {
+    static const int lengths[] = {1, 63, 64, 65, 255, 256, 257, 2048, 0, 700, 129};
+    enum { LISTS = sizeof lengths / sizeof *lengths, ROWS = 143, CAPACITY = 2048, POOL = 3000, STAGED = 100, LATENT = 512, WIDTH = 576 };
+    const RowFormat format = row_format(dtype, LATENT, WIDTH - LATENT, 128);
+    const size_t query = (size_t)heads * WIDTH, result = (size_t)heads * LATENT;
+    void *pool_copy, *staging_copy;
+    uint8_t *pool = random_pool(&format, POOL, &pool_copy), *staging = random_pool(&format, STAGED, &staging_copy);
+    float *q = random_floats(ROWS * query, 1), *wanted = calloc(LISTS * result, sizeof *wanted);
+    DeviceRow *locations = malloc(ROWS * CAPACITY * sizeof *locations);
+    int count[ROWS];
+    for (int r = 0; r < ROWS; r++) {
+        count[r] = lengths[r % LISTS];
+        for (int i = 0; i < CAPACITY; i++)
+            locations[r * CAPACITY + i].id = i >= count[r] ? -1 : r < LISTS ? draw_between(0, POOL + STAGED - 1)
+                                                                : locations[(r - LISTS) * CAPACITY + i].id;
+        if (r >= LISTS) memcpy(q + r * query, q + (r - LISTS) * query, query * sizeof *q);
+    }
+    const RowPool on_cpu = {pool, staging, POOL}, on_gpu = {pool_copy, staging_copy, POOL};
+    c_backend.sparse_attention(wanted, q, &on_cpu, &format, locations, count, CAPACITY, LISTS, heads, 0.05f);
+    const float *q_gpu = on_device(q, ROWS * query * sizeof *q);
+    const DeviceRow *locations_gpu = on_device(locations, ROWS * CAPACITY * sizeof *locations);
+    const int *count_gpu = on_device(count, sizeof count);
+    float *z = output_on_device(ROWS * result), *z_alone = output_on_device(result);
+    cuda_backend.sparse_attention(z, q_gpu, &on_gpu, &format, locations_gpu, count_gpu, CAPACITY, ROWS, heads, 0.05f);
+    float *got = fetch_output(z, ROWS * result, "latent attention");
+    for (int r = 0; r < ROWS; r++) {
+        const float *first = got + r % LISTS * result;
+        if (r < LISTS && count[r]) compare("latent attention", first, wanted + r * result, result, 8e-3);
+        size_t numbers = 0;
+        for (size_t i = 0; i < result && !count[r]; i++) numbers += !isnan(got[r * result + i]);
+        CHECK(!numbers, "latent attention: %zu sums over no keys are numbers", numbers);
+        CHECK(!memcmp(first, got + r * result, result * sizeof *got), "latent attention, %d heads: %d keys, row %d has other bits", heads,
+              count[r], r);
+    }
+    for (int r = 0; r < LISTS; r++) {
+        cuda_backend.sparse_attention(z_alone, q_gpu + r * query, &on_gpu, &format, locations_gpu + r * CAPACITY, count_gpu + r, CAPACITY,
+                                      1, heads, 0.05f);
+        float *alone = fetch_output(z_alone, result, "latent attention alone");
+        CHECK(!memcmp(alone, got + r * result, result * sizeof *got), "latent attention, %d heads: %d keys alone have other bits", heads,
+              count[r]);
+        free(alone);
+    }
+    free_kept();
+    free_device(pool_copy), free_device(staging_copy);
+    free(pool), free(staging), free(q), free(wanted), free(locations), free(got);
+}
+
+static void test_latent_lists(void) {
+    static const int heads[] = {1, 5, 16, 63, 64, 65, 128};
+    for (size_t i = 0; i < sizeof heads / sizeof *heads; i++) check_latent_lists(KV_F8, heads[i]), check_latent_lists(KV_BF16, heads[i]);
+}
+
+/* A cached value that is not a number makes its row's result none, whatever its format. */
+static void test_latent_nan(void) {
+    enum { HEADS = 64, KEYS = 300, LATENT = 512, WIDTH = 576 };
+    for (int dtype = KV_BF16; dtype <= KV_F8; dtype++)
+        for (int place = 0; place < WIDTH; place += 191) {
+            const RowFormat format = row_format((KvDtype)dtype, LATENT, WIDTH - LATENT, 128);
+            void *copy;
+            uint8_t *pool = random_pool(&format, KEYS, &copy);
+            DeviceRow locations[KEYS];
+            float *q = random_floats(HEADS * WIDTH, 1), *row = random_floats(WIDTH, 1);
+            const DeviceRow odd = {77};
+            const int count = KEYS;
+            for (int i = 0; i < KEYS; i++) locations[i].id = i;
+            row[place] = NAN;
+            c_backend.store_rows(pool, &format, &odd, 1, row, LATENT, row + LATENT, WIDTH - LATENT);
+            cuda_backend.copy_bytes(copy, pool, KEYS * format.stride);
+            const RowPool on_gpu = {copy, copy, KEYS};
+            float *z = output_on_device(HEADS * LATENT);
+            const float *q_gpu = on_device(q, HEADS * WIDTH * sizeof *q);
+            const DeviceRow *locations_gpu = on_device(locations, sizeof locations);
+            cuda_backend.sparse_attention(z, q_gpu, &on_gpu, &format, locations_gpu, on_device(&count, sizeof count), KEYS, 1, HEADS,
+                                          0.05f);
+            float *got = fetch_output(z, HEADS * LATENT, "latent attention with NaN");
+            int numbers = 0;
+            for (int i = 0; i < HEADS * LATENT; i++) numbers += !isnan(got[i]);
+            CHECK(!numbers, "latent attention, dtype %d: NaN at value %d, and %d results are numbers", dtype, place, numbers);
+            free_kept();
+            free_device(copy);
+            free(pool), free(q), free(row), free(got);
+        }
+}
+
 static void test_dense_attention(void) {
     static const struct { int heads, kv_heads, dim; } shapes[] = {{32, 8, 128}, {4, 2, 32}, {6, 2, 20}, {16, 1, 64}};
     enum { SESSIONS = 3, PAGES = 20, POOL = 80 };
@@ -1991,6 +2077,8 @@ int main(void) {
     RUN(test_index_select);
     RUN(test_index_odd);
     RUN(test_sparse_attention);
+    RUN(test_latent_lists);
+    RUN(test_latent_nan);
     RUN(test_dense_attention);
     RUN(test_block_attention);
     RUN(test_resolve);
