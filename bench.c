@@ -2360,9 +2360,11 @@ static void attention_work(void *user) {
 }
 
 static void gpu_attention(GpuBench *bench) {
-    static const struct { int rows, heads; KvDtype dtype; } cases[] = {{1, 64, KV_F8}, {8, 64, KV_F8}, {256, 64, KV_F8}, {512, 64, KV_F8},
-                                                                      {256, 128, KV_F8}, {1, 64, KV_BF16}, {256, 64, KV_BF16}};
+    static const struct { int rows, heads; KvDtype dtype; } cases[] = {
+        {1, 64, KV_F8}, {8, 64, KV_F8}, {256, 64, KV_F8}, {512, 64, KV_F8}, {256, 128, KV_F8},
+        {1, 64, KV_BF16}, {8, 64, KV_BF16}, {256, 64, KV_BF16}, {512, 64, KV_BF16}, {256, 128, KV_BF16}};
     DeviceRow *locations = allocate_zeroed((size_t)512 * GLM_TOPK, sizeof *locations);
+    DeviceRow *every = allocate_zeroed((size_t)GPU_POOL * 1024 / 656, sizeof *every);
     int *count = allocate_zeroed(512, sizeof *count);
     for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
         const int n = cases[c].rows;
@@ -2373,6 +2375,9 @@ static void gpu_attention(GpuBench *bench) {
         for (int i = 0; i < n * GLM_TOPK; i++) locations[i].id = (int)(draw(&seed) % (uint64_t)pool);
         for (int r = 0; r < n; r++) count[r] = GLM_TOPK;
         work.pool = (RowPool){bench->pool, bench->pool, pool};
+        for (int i = 0; i < pool; i++) every[i].id = i;
+        cuda_backend.copy_bytes(bench->y, every, (size_t)pool * sizeof *every);
+        cuda_backend.store_rows(bench->pool, &work.format, (DeviceRow *)bench->y, pool, bench->x, 16, bench->x + 512, 16);
         cuda_backend.copy_bytes(work.locations, locations, (size_t)(n * GLM_TOPK) * sizeof *locations);
         cuda_backend.copy_bytes(work.count, count, (size_t)n * sizeof *count);
         char what[96];
@@ -2382,6 +2387,7 @@ static void gpu_attention(GpuBench *bench) {
         gpu_line(bench, what, seconds, (double)n * GLM_TOPK * (double)work.format.bytes);
     }
     free(locations);
+    free(every);
     free(count);
 }
 

@@ -4253,6 +4253,508 @@ static __global__ void __launch_bounds__(32 * WIDE_WARPS, 1) long_runs(Keys list
     }
 }
 
+/* ---- Hopper: the same on warpgroups. Of a thread block's four, two bring rows: they gather a tile of 64, widen it and hand
+ * it over, two tiles in turns. Two multiply: the first scores and weighs a tile, then each adds up half of its values. A block
+ * runs through one chunk of a list and leaves its part, or through the whole list, and then the sums so far wait in scratch
+ * for each chunk to join. */
+
+enum {
+    CHUNK_KEYS = 256, HOPPER_KEYS = 64,       /* keys of a chunk, and of a tile */
+    CHUNK_TILES = CHUNK_KEYS / HOPPER_KEYS,
+    COLUMN_BLOCK = 64 * 128,      /* bytes of 64 columns of a tile or of the queries: 64 rows of 128 bytes, swizzled */
+    HOPPER_TILE = LATENT_WIDTH / 64 * COLUMN_BLOCK,
+    CONSUMERS = 256, PRODUCERS = 256,       /* threads */
+    WARP_KEYS = HOPPER_KEYS / (PRODUCERS / 32),           /* of a tile, that a producing warp brings */
+    SCORE_REGISTERS = 208, VALUE_REGISTERS = 176, PRODUCER_REGISTERS = 64,      /* of a thread, by its warpgroup's work */
+    WEIGHTS_READY = 1, WEIGHTS_TAKEN, QUERY_READY, RESULT_READY,        /* barriers among the consumers */
+    AT_ONCE = 4,                /* times 16 bytes that a thread reads before it writes */
+    PART_FLOATS = LATENT_HEADS * (LATENT + 2),          /* of a chunk's part: values as threads hold them, maxima, sums */
+    RESULT_PITCH = LATENT * 4 + 16,         /* bytes from head to head of a result in shared memory: in other banks */
+};
+
+/* How a chunk joins those before it: what they are multiplied by, and what it is. */
+struct Joining { float before, own; };
+
+struct HopperShared {
+    uint8_t query[HOPPER_TILE], tiles[2][HOPPER_TILE];
+    uint4 weights[HOPPER_KEYS / 16][128];     /* of a tile, as the threads of a warpgroup hold them */
+    float shrink[LATENT_HEADS], maximum[LATENT_HEADS], sum[LATENT_HEADS];   /* of the chunks that have ended */
+    Joining joining[LATENT_HEADS];
+    uint64_t full[2], empty[2];             /* barriers of the tiles */
+};
+
+/* What a thread block does: tiles of one row's list, for up to 64 heads. */
+struct LatentTask {
+    SelectedKeys keys;          /* the row's */
+    const float *q;             /* [n_heads, LATENT_WIDTH] */
+    float *z, *parts;           /* [n_heads, LATENT] the result; [PART_FLOATS] of the first chunk, or of those so far */
+    int n_heads, begin, end, tiles;
+    float scale;
+    bool whole;                 /* the list: the result is written. Otherwise a part for each chunk is */
+};
+
+static __device__ void barrier_start(uint64_t *barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+static __device__ void barrier_arrive(uint64_t *barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
+}
+
+/* Until the tile of turn `turn` has passed the barrier, counted from 0 by the tiles that used it. */
+static __device__ void barrier_wait(uint64_t *barrier, int turn) {
+    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}"
+                 :: "r"(shared_address(barrier)), "r"(turn % 2) : "memory");
+}
+
+static __device__ void consumers_wait(int barrier) {
+    asm volatile("bar.sync %0, %1;" :: "r"(barrier), "n"((int)CONSUMERS) : "memory");
+}
+
+static __device__ void consumers_tell(int barrier) {
+    asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "n"((int)CONSUMERS) : "memory");
+}
+
+/* What this thread has written to shared memory, or knows to be written, is there for products from now on. */
+static __device__ void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+/* A matrix in shared memory as products want to know it: rows of 128 swizzled bytes, eight of them in 1,024. Where the
+ * products do not sum over its columns, the next 64 of these lie `apart` bytes behind the first. */
+static __device__ uint64_t matrix_at(uint32_t address, uint32_t apart) {
+    const uint32_t low = address / 16 | apart / 16 << 16, high = 1024 / 16 | 1u << 30;
+    uint64_t matrix;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(matrix) : "r"(low), "r"(high));
+    return matrix;
+}
+
+static __device__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+static __device__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+/* Until at most `left` groups of products are under way. */
+template <int left> static __device__ void wait_for_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(left) : "memory");
+}
+
+#define EIGHT_OF(c, i) \
+    "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
+#define THIRTY_TWO_OF(c, i) EIGHT_OF(c, i), EIGHT_OF(c, i + 8), EIGHT_OF(c, i + 16), EIGHT_OF(c, i + 24)
+#define FIRST_32 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
+    "%26, %27, %28, %29, %30, %31"
+#define NEXT_32 \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, " \
+    "%56, %57, %58, %59, %60, %61, %62, %63"
+
+/* c [64 heads, 64 keys] = (add ? c : 0) + a [64, 16] b^T, both in shared memory, by a warpgroup. */
+static __device__ void multiply_scores(float (&c)[32], uint64_t a, uint64_t b, int add) {
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" FIRST_32 "}, %32, %33, add, 1, 1, 0, 0;\n}"
+                 : THIRTY_TWO_OF(c, 0) : "l"(a), "l"(b), "r"(add));
+}
+
+/* c [64 heads, 128 values], a thread's from its value `first` on, = (add ? c : 0) + a [64, 16 keys] b, b in shared memory. */
+template <int first> static __device__ void multiply_values(float (&c)[128], const uint32_t *a, uint64_t b, int add) {
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" FIRST_32 ", " NEXT_32 "}, "
+                 "{%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}"
+                 : THIRTY_TWO_OF(c, first), THIRTY_TWO_OF(c, first + 32)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+
+static __device__ float fast_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* The lane's row in a tile, of key `lane` % WARP_KEYS of its warp; behind the end, where weights are 0, the last one again. */
+static __device__ DeviceRow lane_row(const LatentTask &task, int tile) {
+    const int s = task.begin + tile * HOPPER_KEYS + threadIdx.x % PRODUCERS / 32 * WARP_KEYS + threadIdx.x % WARP_KEYS;
+    return task.keys.locations[min(s, task.end - 1)];
+}
+
+static __device__ const uint8_t *latent_row(const LatentTask &task, DeviceRow row) {
+    return row_at(task.keys.pool, task.keys.format.stride, row);
+}
+
+static __device__ const uint8_t *row_of_lane(const uint8_t *row, int lane) {
+    return (const uint8_t *)__shfl_sync(~0u, (unsigned long long)row, lane);
+}
+
+/* A warp's rows will be wanted soon: into the L2 cache, where fetching them takes less long. */
+static __device__ void prefetch_rows(const uint8_t *row, int bytes) {
+    if (threadIdx.x % 32 < WARP_KEYS)
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(row), "r"(bytes) : "memory");
+}
+
+/* Starts copying 64 bf16 columns of a warp's rows, from byte `from` on, to where they belong in `block`. */
+static __device__ void copy_columns(uint8_t *block, const uint8_t *row, int from) {
+    const int lane = threadIdx.x % 32, first = threadIdx.x % PRODUCERS / 32 * WARP_KEYS;
+#pragma unroll
+    for (int k = 0; k < WARP_KEYS; k += 4) {
+        const int key = k + lane / 8;
+        const uint8_t *source = row_of_lane(row, key) + from + lane % 8 * 16;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                     :: "r"(shared_address(block + (first + key) * 128 + (lane % 8 ^ key) * 16)), "l"(source) : "memory");
+    }
+}
+
+/* Two e4m3 as bf16: their bits at the right place, then times 2^120, which is exact. pick: which of `codes`, as prmt spells
+ * it, each below a byte of its sign. scale = high + low: the result is value * scale, rounded once, but for a last bit at
+ * times. */
+template <int pick> static __device__ uint32_t widen_two(uint32_t codes, __nv_bfloat162 high, __nv_bfloat162 low) {
+    uint32_t bits;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(bits) : "r"(codes), "n"(pick));
+    bits = bits << 4 & 0x87f087f0;
+    __nv_bfloat162 value = __hmul2(*(__nv_bfloat162 *)&bits, __bfloat162bfloat162(__ushort_as_bfloat16(0x7b80)));
+    value = __hfma2(value, high, __hmul2(value, low));
+    return *(uint32_t *)&value;
+}
+
+/* A scale as the sum of two bf16 in one word, the larger one first. */
+static __device__ uint32_t split_scale(float scale) {
+    const float high = __bfloat162float(__float2bfloat16_rn(scale));
+    return pair_bf16(high, scale - high);
+}
+
+/* Eight values; one that is not a number makes all of them none, as it does to their row's score. */
+static __device__ uint4 widen_codes(uint2 codes, uint32_t scale) {
+    const uint32_t odd = ((codes.x & 0x7f7f7f7f) + 0x01010101) | ((codes.y & 0x7f7f7f7f) + 0x01010101);
+    if (odd & 0x80808080) scale = 0x7fff7fff;
+    const uint32_t twice[2] = {__byte_perm(scale, 0, 0x1010), __byte_perm(scale, 0, 0x3232)};
+    const __nv_bfloat162 high = *(__nv_bfloat162 *)&twice[0], low = *(__nv_bfloat162 *)&twice[1];
+    return make_uint4(widen_two<0x9180>(codes.x, high, low), widen_two<0xb3a2>(codes.x, high, low),
+                      widen_two<0x9180>(codes.y, high, low), widen_two<0xb3a2>(codes.y, high, low));
+}
+
+static __device__ uint2 load_codes(const uint8_t *from) {
+    uint2 codes;
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(codes.x), "=r"(codes.y) : "l"(from));
+    return codes;
+}
+
+/* Brings bf16 rows: copies that tell the barrier themselves. */
+static __device__ void bring_bf16(HopperShared *shared, const LatentTask &task) {
+    DeviceRow next = lane_row(task, 0);
+    for (int t = 0; t < task.tiles; t++) {
+        const uint8_t *row = latent_row(task, next);
+        next = lane_row(task, t + 1);
+        if (t > 1) barrier_wait(&shared->empty[t % 2], t / 2 - 1);
+#pragma unroll
+        for (int block = 0; block < LATENT_WIDTH / 64; block++)
+            copy_columns(shared->tiles[t % 2] + block * COLUMN_BLOCK, row, block * 128);
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(shared_address(&shared->full[t % 2])) : "memory");
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+/* Brings fp8 rows. A lane has eight values of either half of each of its warp's rows; those of the next tile are on their way
+ * while this one's are widened. Of the scales, lane l has group l / 8 of row l % 8. */
+static __device__ void bring_fp8(HopperShared *shared, const LatentTask &task) {
+    const int lane = threadIdx.x % 32, first = threadIdx.x % PRODUCERS / 32 * WARP_KEYS;
+    const uint8_t *row = latent_row(task, lane_row(task, 0));
+    DeviceRow after = lane_row(task, 1);
+    float scale = *(const float *)(row + LATENT + lane / WARP_KEYS * 4);
+    uint2 codes[WARP_KEYS][2];
+#pragma unroll
+    for (int i = 0; i < 2 * WARP_KEYS; i++)
+        codes[i / 2][i % 2] = load_codes(row_of_lane(row, i / 2) + i % 2 * LATENT / 2 + lane * 8);
+    for (int t = 0; t < task.tiles; t++) {
+        uint8_t *to = shared->tiles[t % 2] + lane / 8 * COLUMN_BLOCK + first * 128;
+        const uint8_t *next = latent_row(task, after);
+        const uint32_t split = split_scale(scale);
+        after = lane_row(task, t + 2);
+        scale = *(const float *)(next + LATENT + lane / WARP_KEYS * 4);
+        if (t + 1 < task.tiles) prefetch_rows(next, StoredRow<true>::PITCH);
+        if (t > 1) barrier_wait(&shared->empty[t % 2], t / 2 - 1);
+        copy_columns(shared->tiles[t % 2] + LATENT / 64 * COLUMN_BLOCK, row, LATENT + LATENT / 128 * 4);
+        row = next;
+#pragma unroll
+        for (int i = 0; i < 2 * WARP_KEYS; i++) {
+            const int k = i / 2, half = i % 2;
+            const uint32_t own = __shfl_sync(~0u, split, k + (half * 2 + lane / 16) * WARP_KEYS);
+            *(uint4 *)(to + half * 4 * COLUMN_BLOCK + k * 128 + (lane % 8 ^ k) * 16) = widen_codes(codes[k][half], own);
+            codes[k][half] = load_codes(row_of_lane(row, k) + half * LATENT / 2 + lane * 8);
+        }
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        show_to_products();
+        barrier_arrive(&shared->full[t % 2]);
+    }
+}
+
+/* By the consumers: the queries as bf16; heads that there are not are zeros. */
+static __device__ void load_query(HopperShared *shared, const LatentTask &task) {
+#pragma unroll 9
+    for (int i = threadIdx.x; i < LATENT_HEADS * LATENT_WIDTH / 4; i += CONSUMERS) {
+        const int head = i / (LATENT_WIDTH / 4), j = i % (LATENT_WIDTH / 4) * 4;
+        const float4 four = head < task.n_heads ? *(const float4 *)(task.q + head * LATENT_WIDTH + j) : make_float4(0, 0, 0, 0);
+        *(uint2 *)(shared->query + j / 64 * COLUMN_BLOCK + head * 128 + (j / 8 % 8 ^ head % 8) * 16 + j % 8 * 2) =
+            make_uint2(pair_bf16(four.x, four.y), pair_bf16(four.z, four.w));
+    }
+    show_to_products();
+    consumers_wait(QUERY_READY);
+}
+
+/* Starts scores [64 heads, 64 keys] of a tile. */
+static __device__ void start_scores(float (&scores)[32], HopperShared *shared, int tile) {
+    const uint32_t query = shared_address(shared->query), keys = shared_address(shared->tiles[tile % 2]);
+    barrier_wait(&shared->full[tile % 2], tile / 2);
+    show_to_products();
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < LATENT_WIDTH / 16; k++) {
+        const uint32_t at = k / 4 * COLUMN_BLOCK + k % 4 * 32;
+        multiply_scores(scores, matrix_at(query + at, 0), matrix_at(keys + at, 0), k > 0);
+    }
+    end_products();
+}
+
+/* Starts total [64 heads, this warpgroup's half of the values] = (fresh ? 0 : total) + weights . latents */
+static __device__ void start_values(float (&total)[128], const uint32_t (&weights)[16], HopperShared *shared, int tile,
+                                    bool fresh) {
+    const uint32_t values = shared_address(shared->tiles[tile % 2]) + threadIdx.x / 128 * 4 * COLUMN_BLOCK;
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < HOPPER_KEYS / 16; k++) {
+        const uint32_t at = values + k * 16 * 128;
+        multiply_values<0>(total, weights + 4 * k, matrix_at(at, COLUMN_BLOCK), !fresh || k > 0);
+        multiply_values<64>(total, weights + 4 * k, matrix_at(at + 2 * COLUMN_BLOCK, COLUMN_BLOCK), !fresh || k > 0);
+    }
+    end_products();
+}
+
+static __device__ void shrink_total(float (&total)[128], float above, float below) {
+    if (__all_sync(~0u, above == 1 && below == 1)) return;          /* as it mostly is, once the largest has been seen */
+#pragma unroll
+    for (int i = 0; i < 128; i += 4) total[i] *= above, total[i + 1] *= above, total[i + 2] *= below, total[i + 3] *= below;
+}
+
+/* Of a chunk so far, for a thread's two heads: the largest score before scaling, and the sum of the thread's own weights. */
+struct Softmax { float maximum[2], sum[2]; };
+
+/* Scores become weights, n of them; what was added up before has to shrink. Exponents are of 2: scale is times log2(e). */
+static __device__ void weigh_scores(uint32_t (&weights)[16], float (&shrink)[2], Softmax *softmax, float (&scores)[32], int n,
+                                    float scale) {
+#pragma unroll
+    for (int i = 0; i < 32 && n < HOPPER_KEYS; i++)
+        if (i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2 >= n) scores[i] = -FLT_MAX;
+#pragma unroll
+    for (int below = 0; below < 2; below++) {
+        float largest = softmax->maximum[below], other = -FLT_MAX, sum[2] = {0, 0};
+#pragma unroll
+        for (int i = 2 * below; i < 32; i += 4) largest = fmaxf(largest, scores[i]), other = fmaxf(other, scores[i + 1]);
+        largest = fmaxf(largest, other);
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        const float offset = -largest * scale;
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            float *score = &scores[i / 2 * 4 + 2 * below + i % 2];
+            sum[i % 2] += *score = fast_exp2(fmaf(*score, scale, offset));
+        }
+        shrink[below] = fast_exp2((softmax->maximum[below] - largest) * scale);
+        softmax->sum[below] = softmax->sum[below] * shrink[below] + (sum[0] + sum[1]);
+        softmax->maximum[below] = largest;
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++) weights[i] = pair_bf16(scores[2 * i], scores[2 * i + 1]);
+}
+
+static __device__ float join(float before, float own, const Joining &joining) {
+    return __fmaf_rn(before, joining.before, __fmul_rn(own, joining.own));
+}
+
+/* Four values as a thread holds them: two of a head, two of the head eight rows below. */
+static __device__ float4 join(float4 before, float4 own, const Joining &above, const Joining &below) {
+    return make_float4(join(before.x, own.x, above), join(before.y, own.y, above), join(before.z, own.z, below),
+                       join(before.w, own.w, below));
+}
+
+/* A chunk with this maximum and sum joins those before, whose maximum and sum become those of all. */
+static __device__ Joining join_sums(float *maximum, float *sum, float own_maximum, float own_sum) {
+    const float larger = fmaxf(*maximum, own_maximum), before = expf(*maximum - larger), own = expf(own_maximum - larger);
+    *sum = __fmaf_rn(*sum, before, __fmul_rn(own_sum, own));
+    *maximum = larger;
+    return {before, own};
+}
+
+/* The end of the chunk that tile t is the last of, for one head; the four threads that share it come together. */
+static __device__ void end_chunk(HopperShared *shared, const LatentTask &task, int t, int head, float maximum, float sum) {
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    maximum = __fmul_rn(maximum, task.scale);
+    if (threadIdx.x % 4) return;
+    if (!task.whole) {
+        float *sums = task.parts + (size_t)(t / CHUNK_TILES) * PART_FLOATS + LATENT_HEADS * LATENT;
+        sums[head] = maximum, sums[LATENT_HEADS + head] = sum;
+    } else if (t < CHUNK_TILES) shared->maximum[head] = maximum, shared->sum[head] = sum, shared->joining[head] = {0, 1};
+    else shared->joining[head] = join_sums(&shared->maximum[head], &shared->sum[head], maximum, sum);
+}
+
+/* The sums of the chunk that tile t is the last of go to scratch, as its part, or joined with those of the chunks before;
+ * those of a whole list's last chunk stay where they are. */
+static __device__ void put_chunk(float (&total)[128], const LatentTask &task, int t, const Joining &above, const Joining &below) {
+    const bool joins = task.whole && t >= CHUNK_TILES, stays = task.whole && t + 1 == task.tiles;
+    float4 *at = (float4 *)(task.parts + (task.whole ? 0 : (size_t)(t / CHUNK_TILES) * PART_FLOATS))
+                 + threadIdx.x / 128 * 32 * 128 + threadIdx.x % 128;
+#pragma unroll
+    for (int i = 0; i < 32; i += AT_ONCE) {
+        float4 before[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE && joins; j++) before[j] = __ldcg(at + (i + j) * 128);
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            float *own = total + (i + j) * 4;
+            if (joins)
+                own[0] = join(before[j].x, own[0], above), own[1] = join(before[j].y, own[1], above),
+                own[2] = join(before[j].z, own[2], below), own[3] = join(before[j].w, own[3], below);
+            if (!stays) __stcg(at + (i + j) * 128, make_float4(own[0], own[1], own[2], own[3]));
+        }
+    }
+}
+
+/* Writes the result, once nobody needs the tiles any more: gathered in their place, so that whole rows go to memory. */
+static __device__ void put_result(const float (&total)[128], HopperShared *shared, const LatentTask &task) {
+    const int lane = threadIdx.x % 32, head = threadIdx.x % 128 / 32 * 16 + lane / 4;
+    consumers_wait(RESULT_READY);
+    const float above = 1 / shared->sum[head], below = 1 / shared->sum[head + 8];
+    float *row = (float *)(shared->tiles[0] + head * RESULT_PITCH) + threadIdx.x / 128 * LATENT / 2 + lane % 4 * 2,
+          *lower = row + 8 * RESULT_PITCH / 4;
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+        *(float2 *)(row + i * 8) = make_float2(total[4 * i] * above, total[4 * i + 1] * above);
+        *(float2 *)(lower + i * 8) = make_float2(total[4 * i + 2] * below, total[4 * i + 3] * below);
+    }
+    show_to_products();
+    consumers_wait(RESULT_READY);
+    if (threadIdx.x >= task.n_heads) return;
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;\n"
+                 "cp.async.bulk.wait_group 0;"
+                 :: "l"(task.z + threadIdx.x * LATENT), "r"(shared_address(shared->tiles[0] + threadIdx.x * RESULT_PITCH)),
+                    "n"(LATENT * 4) : "memory");
+}
+
+/* The warpgroup that scores and weighs tiles, and adds up the first half of the values. A chunk's sums are put away while the next tile
+ * is scored; the last tile is scored twice, since a branch around products would make each of them wait.
+ */
+static __device__ void score_tiles(HopperShared *shared, const LatentTask &task) {
+    const int thread = threadIdx.x, head = thread / 32 * 16 + thread % 32 / 4;
+    float scores[32], total[128], shrink[2];
+    uint32_t weights[16];
+    Softmax softmax = {{-FLT_MAX, -FLT_MAX}, {0, 0}};
+    start_scores(scores, shared, 0);
+    wait_for_products<0>();
+    int t = 0;
+    do {
+        const bool last = t + 1 == task.tiles, ends = last || (t + 1) % CHUNK_TILES == 0, fresh = t % CHUNK_TILES == 0;
+        weigh_scores(weights, shrink, &softmax, scores, task.end - task.begin - t * HOPPER_KEYS,
+                     task.scale * 1.4426950408889634f);
+        if (t) consumers_wait(WEIGHTS_TAKEN);
+#pragma unroll
+        for (int k = 0; k < HOPPER_KEYS / 16; k++) shared->weights[k][thread] = *(const uint4 *)(weights + 4 * k);
+        if (thread % 4 == 0) shared->shrink[head] = shrink[0], shared->shrink[head + 8] = shrink[1];
+        for (int below = 0; below < 2 && ends; below++) {
+            end_chunk(shared, task, t, head + 8 * below, softmax.maximum[below], softmax.sum[below]);
+            softmax.maximum[below] = -FLT_MAX, softmax.sum[below] = 0;
+        }
+        consumers_tell(WEIGHTS_READY);
+        if (!fresh) shrink_total(total, shrink[0], shrink[1]);
+        start_values(total, weights, shared, t, fresh);
+        wait_for_products<0>();
+        if (thread % 32 == 0) barrier_arrive(&shared->empty[t % 2]);
+        __syncwarp();           /* end_chunk's joining is for the whole warp */
+        start_scores(scores, shared, last ? t : t + 1);
+        if (ends) put_chunk(total, task, t, shared->joining[head], shared->joining[head + 8]);
+        wait_for_products<0>();
+    } while (++t < task.tiles);
+    if (task.whole) put_result(total, shared, task);
+}
+
+/* The warpgroup that adds up the other half. */
+static __device__ void add_tiles(HopperShared *shared, const LatentTask &task) {
+    const int thread = threadIdx.x % 128, head = thread / 32 * 16 + thread % 32 / 4;
+    float total[128];
+    uint32_t weights[16];
+    for (int t = 0; t < task.tiles; t++) {
+        const bool last = t + 1 == task.tiles, ends = last || (t + 1) % CHUNK_TILES == 0, fresh = t % CHUNK_TILES == 0;
+        consumers_wait(WEIGHTS_READY);
+#pragma unroll
+        for (int k = 0; k < HOPPER_KEYS / 16; k++) *(uint4 *)(weights + 4 * k) = shared->weights[k][thread];
+        const Joining above = shared->joining[head], below = shared->joining[head + 8];
+        const float shrink[2] = {shared->shrink[head], shared->shrink[head + 8]};
+        if (!last) consumers_tell(WEIGHTS_TAKEN);
+        if (!fresh) shrink_total(total, shrink[0], shrink[1]);
+        show_to_products();
+        start_values(total, weights, shared, t, fresh);
+        wait_for_products<0>();
+        if (thread % 32 == 0) barrier_arrive(&shared->empty[t % 2]);
+        if (ends) put_chunk(total, task, t, above, below);
+    }
+    if (task.whole) put_result(total, shared, task);
+}
+
+/* Grid: rows, groups of 64 heads, groups of `each` chunks, or the whole list. kept: parts of a row and 64 heads. */
+template <bool FP8>
+static __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1)
+hopper_kernel(SelectedKeys lists, float *z, float *parts, const float *q, int first_row, int heads, float scale, int kept,
+              int each) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) uint8_t hopper_shared[];
+    HopperShared *shared = (HopperShared *)hopper_shared;
+    const int first_head = blockIdx.y * LATENT_HEADS, group = threadIdx.x / 128;
+    const size_t row_head = (size_t)(first_row + blockIdx.x) * heads + first_head;
+    LatentTask task = {.keys = lists.of(first_row + blockIdx.x), .q = q + row_head * LATENT_WIDTH, .z = z + row_head * LATENT,
+                       .parts = parts + ((size_t)(blockIdx.x * gridDim.y + blockIdx.y) * kept + blockIdx.z * each) * PART_FLOATS,
+                       .n_heads = min(heads - first_head, (int)LATENT_HEADS), .begin = (int)blockIdx.z * each * CHUNK_KEYS,
+                       .end = 0, .tiles = 0, .scale = scale, .whole = gridDim.z == 1};
+    task.end = min(task.keys.length, task.begin + each * CHUNK_KEYS), task.tiles = divide_up(task.end - task.begin, HOPPER_KEYS);
+    if (task.whole && !task.keys.length)            /* a sum over nothing, divided by 0 */
+        for (int i = threadIdx.x; i < task.n_heads * LATENT; i += blockDim.x) task.z[i] = __int_as_float(0x7fffffff);
+    if (task.begin >= task.end) return;
+    if (!threadIdx.x) {
+        for (int i = 0; i < 2; i++) barrier_start(&shared->full[i], PRODUCERS), barrier_start(&shared->empty[i], CONSUMERS / 32);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    if (group >= CONSUMERS / 128) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"((int)PRODUCER_REGISTERS));
+        if constexpr (FP8) bring_fp8(shared, task);
+        else bring_bf16(shared, task);
+    } else if (group == 0) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"((int)SCORE_REGISTERS));
+        load_query(shared, task);
+        score_tiles(shared, task);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"((int)VALUE_REGISTERS));
+        load_query(shared, task);
+        add_tiles(shared, task);
+    }
+#endif
+}
+
+/* Joins the parts of single chunks, as a block does that has the whole list. Grid: rows, groups of 64 heads, and which four of
+ * the values that a thread holds. */
+static __global__ void join_kernel(const int *count, float *z, const float *parts, int heads, int chunks) {
+    const int used = divide_up(count[blockIdx.x], CHUNK_KEYS), thread = threadIdx.x, head = thread / 32 * 16 + thread % 32 / 4;
+    const float *part = parts + (size_t)(blockIdx.x * gridDim.y + blockIdx.y) * chunks * PART_FLOATS,
+                *sums = part + LATENT_HEADS * LATENT;
+    float4 total = *(const float4 *)(part + (blockIdx.z * 128 + thread) * 4);
+    float maximum[2] = {sums[head], sums[head + 8]}, sum[2] = {sums[LATENT_HEADS + head], sums[LATENT_HEADS + head + 8]};
+#pragma unroll 8
+    for (int chunk = 1; chunk < used; chunk++) {
+        part += PART_FLOATS, sums += PART_FLOATS;
+        const float4 own = *(const float4 *)(part + (blockIdx.z * 128 + thread) * 4);
+        const Joining above = join_sums(&maximum[0], &sum[0], sums[head], sums[LATENT_HEADS + head]),
+                      below = join_sums(&maximum[1], &sum[1], sums[head + 8], sums[LATENT_HEADS + head + 8]);
+        total = join(total, own, above, below);
+    }
+    const float nothing = used ? 1 : __int_as_float(0x7fffffff), above = nothing / sum[0], below = nothing / sum[1];
+    const int first = blockIdx.y * LATENT_HEADS + head, column = blockIdx.z * 8 + thread % 4 * 2;
+    float *out = z + ((size_t)blockIdx.x * heads + first) * LATENT + column;
+    if (first < heads) *(float2 *)out = make_float2(total.x * above, total.y * above);
+    if (first + 8 < heads) *(float2 *)(out + 8 * LATENT) = make_float2(total.z * below, total.w * below);
+}
+
 /* ---- launches */
 
 /* Runs rows in groups whose parts fit: work(first row, rows, chunks) for each, then their merge. */
@@ -4332,10 +4834,29 @@ static bool suits_tiles(const RowFormat *format, int heads, int kv_heads, int di
            && (format->dtype == KV_BF16 || (format->group % dim == 0 && format->quantised % 16 == 0));
 }
 
+/* As many blocks a row as there is room for on the device: a row's bits do not depend on it. */
+static void attend_on_hopper(float *z, const float *q, const SelectedKeys &keys, int n_rows, int heads, float scale) {
+    const int chunks = divide_up(keys.capacity, CHUNK_KEYS), groups = divide_up(heads, LATENT_HEADS),
+              most = (int)PARTIAL_FLOATS / (int)PART_FLOATS / groups, room = gpu.multiprocessors / (n_rows * groups),
+              each = divide_up(chunks, room > 1 ? room : 1);
+    const bool apart = each < chunks && n_rows * chunks <= most;
+    auto kernel = keys.format.dtype == KV_F8 ? hopper_kernel<true> : hopper_kernel<false>;
+    allow_shared(kernel, sizeof(HopperShared));
+    for (int first = 0; first < n_rows; first += most) {
+        const dim3 grid(min(n_rows - first, most), groups, apart ? divide_up(chunks, each) : 1);
+        kernel<<<grid, CONSUMERS + PRODUCERS, sizeof(HopperShared), gpu.stream>>>(keys, z, partials, q, first, heads, scale,
+                                                                                apart ? chunks : 1, apart ? each : chunks);
+        LAUNCHED();
+    }
+    if (!apart) return;
+    join_kernel<<<dim3(n_rows, groups, LATENT / 8), 128, 0, gpu.stream>>>(keys.count, z, partials, heads, chunks);
+    LAUNCHED();
+}
+
 static void sparse_attention(float *z, const float *q, const RowPool *pool, const RowFormat *format, const DeviceRow *locations,
                              const int *count, int capacity, int n_rows, int heads, float scale) {
     const SelectedKeys keys = {*pool, *format, locations, count, capacity, 0};
-    const bool latent = format->dtype != KV_F32 && format->quantised == LATENT && format->plain == TAIL && heads % 16 == 0
+    const bool latent = format->dtype != KV_F32 && format->quantised == LATENT && format->plain == TAIL
                         && (format->dtype == KV_BF16 || format->group == 128);
     const Attend a = {.y = z, .parts = NULL, .q = q, .first_row = 0, .n_rows = n_rows, .heads = heads, .kv_heads = 1, .chunks = 1,
                       .scale = scale};
@@ -4343,7 +4864,8 @@ static void sparse_attention(float *z, const float *q, const RowPool *pool, cons
     if (format->quantised == 128 && format->plain == 32 && suits_tiles(format, heads, 1, 128))
         return format->dtype == KV_F8 ? attend_tiles<SelectedKeys, 160, 128, true>(keys, a, n_rows, capacity)
                                       : attend_tiles<SelectedKeys, 160, 128, false>(keys, a, n_rows, capacity);
-    if (!latent) return attend(keys, a, format->quantised + format->plain, format->quantised, capacity);
+    if (latent && gpu.major == 9) return attend_on_hopper(z, q, keys, n_rows, heads, scale);
+    if (!latent || heads % 16) return attend(keys, a, format->quantised + format->plain, format->quantised, capacity);
     attend_in_groups(keys, z, n_rows, heads, LATENT, capacity, [&](int first, int n, int chunks) {
         auto kernel = format->dtype == KV_F8 ? latent_kernel<true> : latent_kernel<false>;
         const size_t bytes = format->dtype == KV_F8 ? sizeof(LatentShared<true>) : sizeof(LatentShared<false>);

@@ -1235,6 +1235,131 @@ static void test_empty_selection(void) {
         free_device(pool_copy);
         free(pool), free(locations), free(q), free(z), free(got);
         free_kept();
+/* Latent attention over lists that end before, at and behind the borders of tiles and chunks, for any number of heads. Each row is there
+ * alone, where many thread blocks may share its list, and again and again among many, where one has all of it: with the same bits. */
+static void check_latent_lists(KvDtype dtype, int heads) {
+    static const int lengths[] = {1, 63, 64, 65, 255, 256, 257, 2048, 0, 700, 129};
+    enum { LISTS = sizeof lengths / sizeof *lengths, ROWS = 143, CAPACITY = 2048, POOL = 3000, STAGED = 100, LATENT = 512, WIDTH = 576 };
+    const RowFormat format = row_format(dtype, LATENT, WIDTH - LATENT, 128);
+    const size_t query = (size_t)heads * WIDTH, result = (size_t)heads * LATENT;
+    void *pool_copy, *staging_copy;
+    uint8_t *pool = random_pool(&format, POOL, &pool_copy), *staging = random_pool(&format, STAGED, &staging_copy);
+    float *q = random_floats(ROWS * query, 1), *wanted = calloc(LISTS * result, sizeof *wanted);
+    DeviceRow *locations = malloc(ROWS * CAPACITY * sizeof *locations);
+    int count[ROWS];
+    for (int r = 0; r < ROWS; r++) {
+        count[r] = lengths[r % LISTS];
+        for (int i = 0; i < CAPACITY; i++)
+            locations[r * CAPACITY + i].id = i >= count[r] ? -1 : r < LISTS ? draw_between(0, POOL + STAGED - 1)
+                                                                : locations[(r - LISTS) * CAPACITY + i].id;
+        if (r >= LISTS) memcpy(q + r * query, q + (r - LISTS) * query, query * sizeof *q);
+    }
+    const RowPool on_cpu = {pool, staging, POOL}, on_gpu = {pool_copy, staging_copy, POOL};
+    c_backend.sparse_attention(wanted, q, &on_cpu, &format, locations, count, CAPACITY, LISTS, heads, 0.05f);
+    const float *q_gpu = on_device(q, ROWS * query * sizeof *q);
+    const DeviceRow *locations_gpu = on_device(locations, ROWS * CAPACITY * sizeof *locations);
+    const int *count_gpu = on_device(count, sizeof count);
+    float *z = output_on_device(ROWS * result), *z_alone = output_on_device(result);
+    cuda_backend.sparse_attention(z, q_gpu, &on_gpu, &format, locations_gpu, count_gpu, CAPACITY, ROWS, heads, 0.05f);
+    float *got = fetch_output(z, ROWS * result, "latent attention");
+    for (int r = 0; r < ROWS; r++) {
+        const float *first = got + r % LISTS * result;
+        if (r < LISTS && count[r]) compare("latent attention", first, wanted + r * result, result, 8e-3);
+        size_t numbers = 0;
+        for (size_t i = 0; i < result && !count[r]; i++) numbers += !isnan(got[r * result + i]);
+        CHECK(!numbers, "latent attention: %zu sums over no keys are numbers", numbers);
+        CHECK(!memcmp(first, got + r * result, result * sizeof *got), "latent attention, %d heads: %d keys, row %d has other bits", heads,
+              count[r], r);
+    }
+    for (int r = 0; r < LISTS; r++) {
+        cuda_backend.sparse_attention(z_alone, q_gpu + r * query, &on_gpu, &format, locations_gpu + r * CAPACITY, count_gpu + r, CAPACITY,
+                                      1, heads, 0.05f);
+        float *alone = fetch_output(z_alone, result, "latent attention alone");
+        CHECK(!memcmp(alone, got + r * result, result * sizeof *got), "latent attention, %d heads: %d keys alone have other bits", heads,
+              count[r]);
+        free(alone);
+    }
+    free_kept();
+    free_device(pool_copy), free_device(staging_copy);
+    free(pool), free(staging), free(q), free(wanted), free(locations), free(got);
+}
+
+static void test_latent_lists(void) {
+    static const int heads[] = {1, 5, 16, 63, 64, 65, 128};
+    for (size_t i = 0; i < sizeof heads / sizeof *heads; i++) check_latent_lists(KV_F8, heads[i]), check_latent_lists(KV_BF16, heads[i]);
+}
+
+/* A cached value that is not a number makes its row's result none, whatever its format. */
+static void test_latent_nan(void) {
+    enum { HEADS = 64, KEYS = 300, LATENT = 512, WIDTH = 576 };
+    for (int dtype = KV_BF16; dtype <= KV_F8; dtype++)
+        for (int place = 0; place < WIDTH; place += 191) {
+            const RowFormat format = row_format((KvDtype)dtype, LATENT, WIDTH - LATENT, 128);
+            void *copy;
+            uint8_t *pool = random_pool(&format, KEYS, &copy);
+            DeviceRow locations[KEYS];
+            float *q = random_floats(HEADS * WIDTH, 1), *row = random_floats(WIDTH, 1);
+            const DeviceRow odd = {77};
+            const int count = KEYS;
+            for (int i = 0; i < KEYS; i++) locations[i].id = i;
+            row[place] = NAN;
+            c_backend.store_rows(pool, &format, &odd, 1, row, LATENT, row + LATENT, WIDTH - LATENT);
+            cuda_backend.copy_bytes(copy, pool, KEYS * format.stride);
+            const RowPool on_gpu = {copy, copy, KEYS};
+            float *z = output_on_device(HEADS * LATENT);
+            const float *q_gpu = on_device(q, HEADS * WIDTH * sizeof *q);
+            const DeviceRow *locations_gpu = on_device(locations, sizeof locations);
+            cuda_backend.sparse_attention(z, q_gpu, &on_gpu, &format, locations_gpu, on_device(&count, sizeof count), KEYS, 1, HEADS,
+                                          0.05f);
+            float *got = fetch_output(z, HEADS * LATENT, "latent attention with NaN");
+            int numbers = 0;
+            for (int i = 0; i < HEADS * LATENT; i++) numbers += !isnan(got[i]);
+            CHECK(!numbers, "latent attention, dtype %d: NaN at value %d, and %d results are numbers", dtype, place, numbers);
+            free_kept();
+            free_device(copy);
+            free(pool), free(q), free(row), free(got);
+        }
+}
+
+static void test_dense_attention(void) {
+    static const struct { int heads, kv_heads, dim; } shapes[] = {{32, 8, 128}, {4, 2, 32}, {6, 2, 20}, {16, 1, 64}};
+    enum { SESSIONS = 3, PAGES = 20, POOL = 80 };
+    for (int trial = 0; trial < 36; trial++) {
+        const int shape = trial % 4, heads = shapes[shape].heads, kv_heads = shapes[shape].kv_heads, dim = shapes[shape].dim,
+                  n = trial == 5 ? 0 : draw_between(1, 12), width = heads * dim;
+        const RowFormat format = row_format((KvDtype)(trial / 4 % 3), 2 * kv_heads * dim, 0, dim < 128 ? dim : 128);
+        void *copy;
+        uint8_t *pool = random_pool(&format, POOL * PAGE_ROWS, &copy);
+        DevicePage pages[SESSIONS * PAGES];
+        for (int i = 0; i < SESSIONS * PAGES; i++) pages[i].id = draw_between(1, POOL - 1);
+        Row rows[16];
+        for (int r = 0, session = 0, position = draw_between(0, 900); r < n; r++, position++) {
+            if (draw() % 3 == 0)
+                session = (session + draw_between(1, SESSIONS - 1)) % SESSIONS,
+                position = draw_between(0, PAGES * PAGE_ROWS - 14);
+            rows[r] = (Row){session, position, 0};
+        }
+        float *q = random_floats((size_t)(n * width) + 1, 1), *y = calloc((size_t)(n * width) + 1, sizeof *y);
+        RowPool on_cpu = {pool, NULL, POOL * PAGE_ROWS}, on_gpu = {copy, NULL, POOL * PAGE_ROWS};
+        c_backend.dense_attention(y, q, &on_cpu, &format, pages, PAGES, rows, n, heads, kv_heads, dim, 0.1f);
+        float *q_gpu = to_device(q, (size_t)(n * width) * 4), *y_gpu = to_device(NULL, (size_t)(n * width) * 4);
+        DevicePage *pages_gpu = to_device(pages, sizeof pages);
+        Row *rows_gpu = to_device(rows, (size_t)n * sizeof *rows);
+        cuda_backend.dense_attention(y_gpu, q_gpu, &on_gpu, &format, pages_gpu, PAGES, rows_gpu, n, heads, kv_heads, dim, 0.1f);
+        float *got = from_device(y_gpu, (size_t)(n * width) * 4);
+        if (n) {
+            double off = distance(got, y, (size_t)(n * width));
+            CHECK(off < 8e-3, "dense attention, shape %d, dtype %d, %d rows: off by %g", shape, format.dtype, n, off);
+            int r = draw_between(0, n - 1);
+            cuda_backend.dense_attention(y_gpu, q_gpu + r * width, &on_gpu, &format, pages_gpu, PAGES, rows_gpu + r, 1, heads,
+                                         kv_heads, dim, 0.1f);
+            float *alone = from_device(y_gpu, (size_t)width * 4);
+            CHECK(!memcmp(alone, got + r * width, (size_t)width * 4), "dense attention, shape %d: row %d alone has the same bits",
+                  shape, r);
+            free(alone);
+        }
+        free_device(q_gpu), free_device(y_gpu), free_device(pages_gpu), free_device(rows_gpu), free_device(copy);
+        free(pool), free(q), free(y), free(got);
     }
 }
 
@@ -2481,6 +2606,8 @@ int main(int argc, char **argv) {
     RUN(test_index_odd);
     RUN(test_sparse_attention);
     RUN(test_empty_selection);
+    RUN(test_latent_lists);
+    RUN(test_latent_nan);
     RUN(test_dense_attention);
     RUN(test_block_attention);
     RUN(test_resolve);
