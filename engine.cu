@@ -19,6 +19,8 @@ extern "C" {
 #include <float.h>
 #include <unistd.h>
 
+#include <type_traits>
+
 /* =====================================================================================================================
  * The device
  *
@@ -48,6 +50,46 @@ static inline __host__ __device__ int divide_up(int a, int b) { return (a + b - 
 /* Lets a kernel have more than 48 KB of shared memory. Call it before each launch that needs it; it costs little. */
 template <typename Kernel> static void allow_shared(Kernel kernel, size_t bytes) {
     if (bytes > 48 << 10) CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+}
+
+/* ---- launches that overlap (sm_90 and later): a kernel's blocks may start where those of the one before it leave room, do what
+ * does not depend on others, such as reading weights, and wait then. */
+
+/* From here on the kernel behind this one may start. */
+static __device__ inline void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/* All that kernels before this one wrote is there, and nothing that this one writes is still being read. Loads that are meant to
+ * come before it must not be ld.global.nc: the assembler moves those behind it. */
+static __device__ inline void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* For a kernel in which every thread calls wait_for_previous. */
+template <typename... Parameters>
+static void launch_early(void (*kernel)(Parameters...), dim3 grid, unsigned threads, size_t shared, int cluster,
+                         std::type_identity_t<Parameters>... arguments) {
+    cudaLaunchAttribute attributes[2] = {};
+    cudaLaunchConfig_t launch = {};
+    launch.gridDim = grid;
+    launch.blockDim = dim3(threads);
+    launch.dynamicSmemBytes = shared;
+    launch.stream = gpu.stream;
+    launch.attrs = attributes;
+    if (gpu.major >= 9) {
+        attributes[launch.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[launch.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+        attributes[launch.numAttrs].id = cudaLaunchAttributeClusterDimension;
+        attributes[launch.numAttrs++].val.clusterDim = {.x = (unsigned)cluster, .y = 1, .z = 1};
+    }
+    CUDA(cudaLaunchKernelEx(&launch, kernel, arguments...));
 }
 
 /* ---- memory and copies */
@@ -1747,10 +1789,10 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
  *
  * Owns: how a cached row is written and widened, and the lightning indexer (DeepSeek-V3.2, eq. 1) with its top-k. The indexer is
  * two kernels. index_scores reads every key of a session once for up to eight query rows, writes f32 scores and counts their
- * first bits; bf16 and e4m3 keys go through the tensor cores. select_top finds the k-th score from these counts and two radix steps
- * more over what is left, and collects the positions in ascending order. A score is the work of one warp in a fixed order, and the
- * selection is exact integer work, so neither depends on how a launch is split. Relies on: rows of a session follow each other,
- * strides of whole 64 bytes, and each index_scores being followed by its select_top, which leaves the counts zero.
+ * first bits; bf16 and e4m3 keys go through the tensor cores. select_top finds the k-th score from these counts and two radix
+ * steps more over what is left, and collects the positions in ascending order. A score is the work of one warp in a fixed order,
+ * and the selection is exact integer work, so neither depends on how a launch is split. Relies on: rows of a session follow each
+ * other, strides of whole 64 bytes, and each index_scores being followed by its select_top, which leaves the counts zero.
  */
 
 /* Bytes before the plain values of a row. */
@@ -1903,15 +1945,6 @@ static void store_index_keys(uint8_t *base, const RowFormat *format, const Devic
 }
 
 /* ---- index scores */
-
-/* select_top may take its place on the processors as soon as index_scores leaves them, and then waits for the scores. */
-#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
-static __device__ inline void let_select_start(void) { asm volatile("griddepcontrol.launch_dependents;"); }
-static __device__ inline void await_inputs(void) { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-#else
-static __device__ inline void let_select_start(void) {}
-static __device__ inline void await_inputs(void) {}
-#endif
 
 enum {
     SCORE_THREADS = 512,            /* one block to a processor */
@@ -2347,8 +2380,8 @@ index_scores(float *scores, const float *q, const float *head_weights, const uin
     __shared__ ScorePlan plan;
     __shared__ uint64_t arrived[SCORE_THREADS / 128][MAX_DEPTH];
     const int context = shape.context_pages * PAGE_ROWS;
-    let_select_start();
-    await_inputs();
+    let_next_start();                               /* select_top takes its place where this leaves room, and waits */
+    wait_for_previous();
     make_plan(plan, rows, n_rows, shape);
     const int64_t all = uniform(plan.ends[n_rows - 1]);
     const int end = (int)(all * (blockIdx.x + 1) / gridDim.x);
@@ -2624,7 +2657,7 @@ select_top(int *ids, int *counts, int capacity, const float *scores, size_t cont
     const int thread = (int)threadIdx.x, warp = thread / 32;
     for (int i = thread; i < 3 * BINS; i += SELECT_THREADS) shared.mine[i] = 0;     /* and `all` behind it */
     cluster_arrive();
-    await_inputs();
+    wait_for_previous();
     const int visible = rows[r].position + 1, k = min(visible, capacity);
     ids += (size_t)r * capacity;
     cluster_wait();
@@ -2674,20 +2707,8 @@ static void launch_select(int *ids, int *counts, int capacity, const float *scor
     while (2 * split <= largest_split() && split * n_rows <= gpu.multiprocessors &&
            context > split * (split < 8 ? SELECT_SPAN : WIDE_SPAN))
         split *= 2;
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim.x = (unsigned)split;
-    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((unsigned)(split * n_rows));
-    config.blockDim = dim3(SELECT_THREADS);
-    config.dynamicSmemBytes = LIST_BYTES;
-    config.stream = gpu.stream;
-    config.attrs = attributes;
-    config.numAttrs = gpu.major >= 9 ? 2 : 0;
-    CUDA(cudaLaunchKernelEx(&config, select_top, ids, counts, capacity, scores, (size_t)context, rows));
+    launch_early(select_top, dim3((unsigned)(split * n_rows)), SELECT_THREADS, LIST_BYTES, split, ids, counts, capacity, scores,
+                 (size_t)context, rows);
 }
 
 static bool is_e4m3(const RowFormat &format) { return format.dtype == KV_F8 && format.quantised; }
@@ -2735,17 +2756,8 @@ static void launch_scores(float *scores, const float *q, const float *head_weigh
                   : is_e4m3(shape.format) ? scores_kernel<true>(shape.columns)
                                            : scores_kernel<false>(shape.columns);
     CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room));
-    cudaLaunchAttribute attributes[1] = {};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((unsigned)gpu.multiprocessors);
-    config.blockDim = dim3(SCORE_THREADS);
-    config.dynamicSmemBytes = (size_t)room;
-    config.stream = gpu.stream;
-    config.attrs = attributes;
-    config.numAttrs = gpu.major >= 9 ? 1 : 0;
-    CUDA(cudaLaunchKernelEx(&config, kernel, scores, q, head_weights, keys, pages, rows, n_rows, shape, room));
+    launch_early(kernel, dim3((unsigned)gpu.multiprocessors), SCORE_THREADS, (size_t)room, 1, scores, q, head_weights, keys, pages,
+                 rows, n_rows, shape, room);
 }
 
 static void index_select(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
