@@ -23,6 +23,8 @@ extern "C" {
 #include <type_traits>
 #include <unistd.h>
 
+#include <type_traits>
+
 /* =====================================================================================================================
  * The device
  *
@@ -2077,10 +2079,10 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
  *
  * Owns: how a cached row is written and widened, and the lightning indexer (DeepSeek-V3.2, eq. 1) with its top-k. The indexer is
  * two kernels. index_scores reads every key of a session once for up to eight query rows, writes f32 scores and counts their
- * first bits; bf16 and e4m3 keys go through the tensor cores. select_top finds the k-th score from these counts and two radix steps
- * more over what is left, and collects the positions in ascending order. A score is the work of one warp in a fixed order, and the
- * selection is exact integer work, so neither depends on how a launch is split. Relies on: rows of a session follow each other,
- * strides of whole 64 bytes, and each index_scores being followed by its select_top, which leaves the counts zero.
+ * first bits; bf16 and e4m3 keys go through the tensor cores. select_top finds the k-th score from these counts and two radix
+ * steps more over what is left, and collects the positions in ascending order. A score is the work of one warp in a fixed order,
+ * and the selection is exact integer work, so neither depends on how a launch is split. Relies on: rows of a session follow each
+ * other, strides of whole 64 bytes, and each index_scores being followed by its select_top, which leaves the counts zero.
  */
 
 /* Bytes before the plain values of a row. */
@@ -2233,15 +2235,6 @@ static void store_index_keys(uint8_t *base, const RowFormat *format, const Devic
 }
 
 /* ---- index scores */
-
-/* select_top may take its place on the processors as soon as index_scores leaves them, and then waits for the scores. */
-#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
-static __device__ inline void let_select_start(void) { asm volatile("griddepcontrol.launch_dependents;"); }
-static __device__ inline void await_inputs(void) { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-#else
-static __device__ inline void let_select_start(void) {}
-static __device__ inline void await_inputs(void) {}
-#endif
 
 enum {
     SCORE_THREADS = 512,            /* one block to a processor */
@@ -2677,8 +2670,8 @@ index_scores(float *scores, const float *q, const float *head_weights, const uin
     __shared__ ScorePlan plan;
     __shared__ uint64_t arrived[SCORE_THREADS / 128][MAX_DEPTH];
     const int context = shape.context_pages * PAGE_ROWS;
-    let_select_start();
-    await_inputs();
+    let_next_start();                               /* select_top takes its place where this leaves room, and waits */
+    wait_for_previous();
     make_plan(plan, rows, n_rows, shape);
     const int64_t all = uniform(plan.ends[n_rows - 1]);
     const int end = (int)(all * (blockIdx.x + 1) / gridDim.x);
@@ -2954,7 +2947,7 @@ select_top(int *ids, int *counts, int capacity, const float *scores, size_t cont
     const int thread = (int)threadIdx.x, warp = thread / 32;
     for (int i = thread; i < 3 * BINS; i += SELECT_THREADS) shared.mine[i] = 0;     /* and `all` behind it */
     cluster_arrive();
-    await_inputs();
+    wait_for_previous();
     const int visible = rows[r].position + 1, k = min(visible, capacity);
     ids += (size_t)r * capacity;
     cluster_wait();
@@ -3004,20 +2997,8 @@ static void launch_select(int *ids, int *counts, int capacity, const float *scor
     while (2 * split <= largest_split() && split * n_rows <= gpu.multiprocessors &&
            context > split * (split < 8 ? SELECT_SPAN : WIDE_SPAN))
         split *= 2;
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim.x = (unsigned)split;
-    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((unsigned)(split * n_rows));
-    config.blockDim = dim3(SELECT_THREADS);
-    config.dynamicSmemBytes = LIST_BYTES;
-    config.stream = gpu.stream;
-    config.attrs = attributes;
-    config.numAttrs = gpu.major >= 9 ? 2 : 0;
-    CUDA(cudaLaunchKernelEx(&config, select_top, ids, counts, capacity, scores, (size_t)context, rows));
+    launch_early(select_top, dim3((unsigned)(split * n_rows)), SELECT_THREADS, LIST_BYTES, split, ids, counts, capacity, scores,
+                 (size_t)context, rows);
 }
 
 static bool is_e4m3(const RowFormat &format) { return format.dtype == KV_F8 && format.quantised; }
@@ -3065,17 +3046,8 @@ static void launch_scores(float *scores, const float *q, const float *head_weigh
                   : is_e4m3(shape.format) ? scores_kernel<true>(shape.columns)
                                            : scores_kernel<false>(shape.columns);
     CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room));
-    cudaLaunchAttribute attributes[1] = {};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((unsigned)gpu.multiprocessors);
-    config.blockDim = dim3(SCORE_THREADS);
-    config.dynamicSmemBytes = (size_t)room;
-    config.stream = gpu.stream;
-    config.attrs = attributes;
-    config.numAttrs = gpu.major >= 9 ? 1 : 0;
-    CUDA(cudaLaunchKernelEx(&config, kernel, scores, q, head_weights, keys, pages, rows, n_rows, shape, room));
+    launch_early(kernel, dim3((unsigned)gpu.multiprocessors), SCORE_THREADS, (size_t)room, 1, scores, q, head_weights, keys, pages,
+                 rows, n_rows, shape, room);
 }
 
 static void index_select(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
