@@ -1680,51 +1680,71 @@ static __device__ inline uint2 neighbours(uint32_t four) {
 
 /* The weights of a head and some columns begin their way into shared memory; zeros where there are none. */
 template <DType D> static __device__ void load_absorbed(__nv_bfloat16 *weights, const Absorb &a, int head, int first) {
-    const int values = chunk_values(D), pieces = ABSORB_COLUMNS / values, lora = a.kv_b.cols;
-#pragma unroll 6
-    for (int i = (int)threadIdx.x; i < absorb_depth(a) * pieces; i += ABSORB_THREADS) {
-        const int row = i / pieces, column = first + i % pieces * values;
-        const bool there = row < a.nope && column < lora;
-        const uint8_t *from = a.kv_b.data;
-        if (there) from += ((size_t)(head * (a.nope + a.v) + row) * (size_t)lora + (size_t)column) * weight_bytes(D);
-        __nv_bfloat16 *to = weights + row * ABSORB_PITCH + i % pieces * values;
-        if constexpr (D == DTYPE_BF16) start_copy_to_shared((uint8_t *)to, from, there);
-        else {
-            const uint4 piece = there ? __ldg((const uint4 *)from) : make_uint4(0, 0, 0, 0);
-            const uint2 four[4] = {neighbours(piece.x), neighbours(piece.y), neighbours(piece.z), neighbours(piece.w)};
-            *(uint4 *)to = make_uint4(four[0].x, four[0].y, four[1].x, four[1].y);
-            *(uint4 *)(to + 8) = make_uint4(four[2].x, four[2].y, four[3].x, four[3].y);
+    enum { BATCH = 4 };         /* loads that a thread has on their way */
+    const int values = chunk_values(D), pieces = ABSORB_COLUMNS / values, lora = a.kv_b.cols,
+              column = first + (int)threadIdx.x % pieces * values, step = ABSORB_THREADS / pieces, depth = absorb_depth(a);
+    const uint8_t *from = a.kv_b.data + ((size_t)(head * (a.nope + a.v)) * (size_t)lora + (size_t)min(column, lora - values)) * weight_bytes(D);
+    __nv_bfloat16 *to = weights + (int)threadIdx.x % pieces * values;
+    for (int row = (int)threadIdx.x / pieces; row < depth; row += BATCH * step) {
+        uint4 piece[BATCH];
+#pragma unroll
+        for (int u = 0; u < BATCH; u++) {
+            const int r = row + u * step;
+            const uint8_t *at = from + (size_t)min(r, a.nope - 1) * (size_t)lora * weight_bytes(D);
+            if (D == DTYPE_BF16 && r < depth) start_copy_to_shared((uint8_t *)(to + r * ABSORB_PITCH), at, r < a.nope && column < lora);
+            if (D != DTYPE_BF16) piece[u] = r < a.nope && column < lora ? __ldg((const uint4 *)at) : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int u = 0; u < BATCH && D != DTYPE_BF16; u++) {
+            const uint2 four[4] = {neighbours(piece[u].x), neighbours(piece[u].y), neighbours(piece[u].z), neighbours(piece[u].w)};
+            uint4 *at = (uint4 *)(to + (row + u * step) * ABSORB_PITCH);
+            if (row + u * step >= depth) continue;
+            at[0] = make_uint4(four[0].x, four[0].y, four[1].x, four[1].y);
+            at[1] = make_uint4(four[2].x, four[2].y, four[3].x, four[3].y);
         }
     }
 }
 
+/* Four values of q as two terms. */
+static __device__ void split_four(__nv_bfloat16 *high, __nv_bfloat16 *low, const float4 &q) {
+    const uint2 pairs = make_uint2(narrow_pair<DTYPE_BF16>(q.x, q.y), narrow_pair<DTYPE_BF16>(q.z, q.w));
+    *(uint2 *)high = pairs;
+    *(uint2 *)low = make_uint2(
+        narrow_pair<DTYPE_BF16>(q.x - __uint_as_float(pairs.x << 16), q.y - __uint_as_float(pairs.x & 0xffff0000)),
+        narrow_pair<DTYPE_BF16>(q.z - __uint_as_float(pairs.y << 16), q.w - __uint_as_float(pairs.y & 0xffff0000)));
+}
+
 /* Rows [first, first + rows) of q for one head as two terms, times the weights' scales; the others of a tile are zeros. And, by a
- * head's first block, what is not absorbed to the end of y. Sixteen threads take a row. */
+ * head's first block, what is not absorbed to the end of y. Sixteen threads take a row, and each has eight loads on their way. */
 template <DType D>
 static __device__ void split_query(__nv_bfloat16 *terms, const Absorb &a, int head, int first, int rows, int scale_column) {
-    const int depth = absorb_depth(a), tall = divide_up(rows, 16) * 16, each = (int)threadIdx.x % 16 * 4;
-    const size_t q_width = (size_t)(a.nope + a.rope), y_width = (size_t)(a.kv_b.cols + a.rope);
-#pragma unroll 2
-    for (int r = (int)threadIdx.x / 16; r < tall; r += ABSORB_THREADS / 16) {
-        const size_t vector = (size_t)(first + min(r, rows - 1)) * (size_t)a.heads + (size_t)head;
-        const float *from = a.q + vector * q_width;
-#pragma unroll 4
-        for (int j = each; j < depth; j += 64) {
-            const bool there = r < rows && j < a.nope;
-            float4 q = there ? *(const float4 *)(from + j) : make_float4(0, 0, 0, 0);
-            if (D == DTYPE_F8_E4M3 && there) {
-                const float scale = row_scales(&a.kv_b, head * (a.nope + a.v) + j)[scale_column];
-                q = make_float4(q.x * scale, q.y * scale, q.z * scale, q.w * scale);
+    enum { ROWS = 2, ALONG = 4, STEP = ABSORB_THREADS / 16 };
+    const int depth = absorb_depth(a), tall = divide_up(rows, 16) * 16, lane = (int)threadIdx.x % 16 * 4,
+              width = a.nope + a.rope, y_width = a.kv_b.cols + a.rope;
+    for (int r = (int)threadIdx.x / 16; r < tall; r += ROWS * STEP)
+        for (int begin = lane; begin < max(depth, width); begin += ALONG * 64) {
+            float4 q[ROWS][ALONG];
+#pragma unroll
+            for (int i = 0; i < ROWS * ALONG; i++) {
+                const int row = r + i / ALONG * STEP, j = begin + i % ALONG * 64;
+                const size_t vector = (size_t)(first + min(row, rows - 1)) * (size_t)a.heads + (size_t)head;
+                q[i / ALONG][i % ALONG] = row < rows && j < width ? *(const float4 *)(a.q + vector * (size_t)width + j)
+                                                                  : make_float4(0, 0, 0, 0);
             }
-            const uint2 high = make_uint2(narrow_pair<DTYPE_BF16>(q.x, q.y), narrow_pair<DTYPE_BF16>(q.z, q.w));
-            *(uint2 *)(terms + r * (depth + 8) + j) = high;
-            *(uint2 *)(terms + (tall + r) * (depth + 8) + j) =
-                make_uint2(narrow_pair<DTYPE_BF16>(q.x - __uint_as_float(high.x << 16), q.y - __uint_as_float(high.x & 0xffff0000)),
-                           narrow_pair<DTYPE_BF16>(q.z - __uint_as_float(high.y << 16), q.w - __uint_as_float(high.y & 0xffff0000)));
+#pragma unroll
+            for (int i = 0; i < ROWS * ALONG; i++) {
+                const int row = r + i / ALONG * STEP, j = begin + i % ALONG * 64;
+                const size_t vector = (size_t)(first + min(row, rows - 1)) * (size_t)a.heads + (size_t)head;
+                float4 four = q[i / ALONG][i % ALONG];
+                if (j >= a.nope && j < width && row < rows && blockIdx.x == 0)
+                    *(float4 *)(a.y + vector * (size_t)y_width + (size_t)(a.kv_b.cols + j - a.nope)) = four;
+                if (j >= depth || row >= tall) continue;
+                const float *scales = row_scales(&a.kv_b, head * (a.nope + a.v) + min(j, a.nope - 1));
+                const float scale = D == DTYPE_F8_E4M3 ? scales[scale_column] : 1;
+                four = j < a.nope ? make_float4(four.x * scale, four.y * scale, four.z * scale, four.w * scale) : make_float4(0, 0, 0, 0);
+                split_four(terms + row * (depth + 8) + j, terms + (tall + row) * (depth + 8) + j, four);
+            }
         }
-        for (int j = each; j < a.rope && r < rows && blockIdx.x == 0; j += 64)
-            *(float4 *)(a.y + vector * y_width + a.kv_b.cols + j) = *(const float4 *)(from + a.nope + j);
-    }
 }
 
 /* Grid: groups of columns, heads, groups of rows of q. */
@@ -3143,6 +3163,7 @@ struct SelectedKeys {
     __device__ TileRows tile(const TilePlan *, int t, const Attend &a, int) const { return {a.first_row + t, a.first_row + t + 1}; }
     __device__ Slices slices(int) const { return {0, 0, 0, 0}; }
     __device__ ListSpan span(int) const { return {0, length}; }
+    __device__ int bound() const { return capacity; }
     __device__ int start(int) const { return 0; }
     __device__ const uint8_t *row(int s) const { return row_at(pool, format.stride, locations[s]); }
     __device__ float at(const uint8_t *row, int, int i) const { return cached_value(row, format, i); }
@@ -3211,6 +3232,7 @@ struct HistoryKeys {
         return row_at(pool, format.stride, DeviceRow{pages[s / PAGE_ROWS].id * PAGE_ROWS + s % PAGE_ROWS});
     }
     __device__ ListSpan span(int r) const { return {0, rows[r].position + 1}; }
+    __device__ int bound() const { return context_pages * PAGE_ROWS; }
     __device__ int start(int head) const { return head * dim; }
     __device__ float at(const uint8_t *row, int, int i) const { return cached_value(row, format, i); }
 };
@@ -3239,6 +3261,7 @@ struct BlockKeys {
         own.length = span.end;
         return own;
     }
+    __device__ int bound() const { return length; }
     __device__ int seen_from(int at) const { return min(max(window > at ? 0 : at - window + 1, ring_first), position); }
     __device__ ListSpan span(int r) const {
         const int i = r % block_size;
@@ -3290,7 +3313,8 @@ static __device__ float *partial_of(float *parts, int row, int head, int heads, 
 /* The maximum and sum of the chunks so far take in those of the next; returns how much of their weighted sums, and of its, is
  * left. The first is taken as it is: it meets a maximum of -FLT_MAX. */
 static __device__ float2 fold_chunk(float *maximum, float *sum, float next_maximum, float next_sum) {
-    const float largest = fmaxf(*maximum, next_maximum), before = expf(*maximum - largest), next = expf(next_maximum - largest);
+    const float largest = fmaxf(*maximum, next_maximum), before = __expf(*maximum - largest),
+                next = __expf(next_maximum - largest);
     *maximum = largest;
     *sum = __fmaf_rn(next_sum, next, __fmul_rn(*sum, before));
     return make_float2(before, next);
@@ -3373,7 +3397,7 @@ static __global__ void merge_kernel(Keys lists, float *y, float *parts, int firs
     const int r = first_row + blockIdx.x, head = blockIdx.y, used = divide_up(lists.of(r).length, SPLIT_KEYS);
     for (int j = threadIdx.x; j < value_dim; j += blockDim.x) {
         float maximum = -FLT_MAX, sum = 0, total = 0;
-#pragma unroll 8
+#pragma unroll 16
         for (int chunk = 0; chunk < used; chunk++) {
             const float *part = partial_of(parts, blockIdx.x, head, heads, chunk, chunks, value_dim);
             total = fold_value(total, part[2 + j], fold_chunk(&maximum, &sum, part[0], part[1]));
@@ -3609,7 +3633,7 @@ enum {
     NARROW_WARPS = 4,           /* of narrow and of middle tiles */
     MIDDLE_RUN = 16,            /* rows of q in a tile of them */
     WIDE_ROWS = 128, WIDE_WARPS = WIDE_ROWS / 16,
-    WIDE_RUN = 128,             /* rows of a run from which on it takes wide tiles */
+    WIDE_RUN = 256,             /* rows of a run from which on wide tiles are enough for the GPU */
     NAMED_TILES = 4,            /* whose rows' addresses are known */
     FEW_CHUNKS = 2,             /* that a thread block goes through sooner than they are merged */
 };
@@ -3650,7 +3674,8 @@ template <typename Keys> struct ListWalk {
     /* The row of this thread's key in tile i. */
     __device__ const uint8_t *name(int i) const {
         const int s = begin(i) + threadIdx.x;
-        return threadIdx.x < LIST_TILE && s < keys.length ? keys.row(s) : NULL;
+        const uint8_t *row = threadIdx.x < LIST_TILE && s < keys.bound() ? keys.row(s) : NULL;     /* asked for before the length is known */
+        return s < keys.length ? row : NULL;
     }
 };
 
@@ -3765,7 +3790,7 @@ static __device__ void load_queries(TileQueries<M, KEY> *queries, const Keys &ke
         queries->vector[m] = row * a.heads + head + min(m, used - 1) % group;
     }
     __syncthreads();
-#pragma unroll 4
+#pragma unroll 8
     for (int i = threadIdx.x; i < divide_up(used, 16) * 16 * (KEY / 4); i += BLOCK) {
         const int m = i / (KEY / 4), j = i % (KEY / 4) * 4;
         const float4 four = m < used ? *(const float4 *)(a.q + (size_t)queries->vector[m] * KEY + j) : make_float4(0, 0, 0, 0);
@@ -3988,16 +4013,21 @@ template <typename Keys, int KEY, int VALUE, bool FP8> struct MiddleShared {
     TileQueries<MIDDLE_ROWS, KEY> queries;
 };
 
-/* scores [16 rows, 64 keys] = q . k */
-template <int KEY>
-static __device__ void score_rows(float (&c)[LIST_TILE / 8][4], const __nv_bfloat16 *queries, const __nv_bfloat16 *keys, int pitch) {
+/* Values [k, k + 16) of the 16 rows of q that a warp has. */
+template <int KEY> static __device__ void load_query(uint32_t (&a)[4], const __nv_bfloat16 *queries, int k) {
     const int lane = threadIdx.x % 32;
-    const __nv_bfloat16 *a_row = queries + lane % 16 * (KEY + 8) + lane / 16 * 8,
-                        *b_row = keys + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8;
+    load_matrices(a, queries + lane % 16 * (KEY + 8) + lane / 16 * 8 + k);
+}
+
+/* scores [16 rows, 64 keys] = q . k; query(a, k) loads q. */
+template <int KEY, typename Query>
+static __device__ void score_rows(float (&c)[LIST_TILE / 8][4], Query query, const __nv_bfloat16 *keys, int pitch) {
+    const int lane = threadIdx.x % 32;
+    const __nv_bfloat16 *b_row = keys + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8;
 #pragma unroll
     for (int k = 0; k < KEY; k += 16) {
         uint32_t a[4], b[4];
-        load_matrices(a, a_row + k);
+        query(a, k);
 #pragma unroll
         for (int t = 0; t < LIST_TILE / 8; t += 2) {
             load_matrices(b, b_row + t * 8 * pitch + k);
@@ -4069,6 +4099,7 @@ static __device__ void attend_middle(MiddleShared<Keys, KEY, VALUE, FP8> *shared
               group = a.heads / a.kv_heads, used_rows = (rows.end - rows.first) * group;
     const bool works = top < used_rows;
     auto start = [&](int i) { start_pieces<Keys, KEY, VALUE, FP8, 0, Shape::PIECES, block>(&shared->tiles, walk, i); };
+    auto query = [&](uint32_t (&a)[4], int k) { load_query<KEY>(a, shared->queries.values + top * (KEY + 8), k); };
     name_first(shared->tiles.source, walk);
     start(0);
     load_queries<Keys, MIDDLE_ROWS, KEY, block>(&shared->queries, walk.keys, a, rows, kv * group, group);
@@ -4089,7 +4120,7 @@ static __device__ void attend_middle(MiddleShared<Keys, KEY, VALUE, FP8> *shared
         if (works) {
             const int every = shared->queries.end[0], none = shared->queries.first[MIDDLE_ROWS - 1];  /* all rows see [none, every) */
             float c[LIST_TILE / 8][4] = {};
-            score_rows<KEY>(c, shared->queries.values + top * (KEY + 8), tile, Shape::PITCH);
+            score_rows<KEY>(c, query, tile, Shape::PITCH);
             if (begin < none || begin + LIST_TILE > every) mask_rows(c, shared->queries.first + top, shared->queries.end + top, begin);
             weigh_rows(sums, c, a.scale * LOG2_E);
             add_rows(sums, c, tile + Shape::VALUES, Shape::PITCH);
@@ -4110,15 +4141,18 @@ static __global__ void __launch_bounds__(32 * NARROW_WARPS, 2)
 short_runs(Keys lists, const __grid_constant__ Attend a, int longest_run, int side) {
     extern __shared__ __align__(128) uint8_t runs_shared[];
     __shared__ TilePlan plan;
+    __shared__ Keys found;
     const int group = a.heads / a.kv_heads, each = min((int)MIDDLE_RUN, MIDDLE_ROWS / group),
               items = lists.tiles(&plan, a, each, 1, longest_run) * side * a.kv_heads;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
         const int kv = item % a.kv_heads, turn = item / a.kv_heads % side;
         const TileRows rows = lists.tile(&plan, item / a.kv_heads / side, a, each);
         if (rows.first >= rows.end) continue;
-        const ListWalk<Keys> walk = {lists.of(rows.end - 1), lists.slices(kv), turn, side};     /* no row sees more than the last */
-        if (walk.begin(0) >= max(walk.keys.length, 1)) continue;
         __syncthreads();                            /* the tile before this one is done with */
+        if (threadIdx.x == 0) found = lists.of(rows.end - 1);       /* no row sees more than the last; one thread asks the host */
+        __syncthreads();
+        const ListWalk<Keys> walk = {found, lists.slices(kv), turn, side};
+        if (walk.begin(0) >= max(walk.keys.length, 1)) continue;
         if ((rows.end - rows.first) * group <= NARROW_ROWS)
             attend_narrow((NarrowShared<Keys, KEY, VALUE, FP8> *)runs_shared, a, rows, kv, walk);
         else attend_middle((MiddleShared<Keys, KEY, VALUE, FP8> *)runs_shared, a, rows, kv, walk);
@@ -4176,21 +4210,24 @@ static __device__ void attend_wide(WideShared<Keys, KEY, VALUE, FP8> *shared, co
     load_queries<Keys, WIDE_ROWS, KEY, block>(&shared->queries, walk.keys, a, rows, kv * group, group);
     arrive(0);
     start(1);
-    const __nv_bfloat16 *queries = shared->queries.values + top * (KEY + 8);
+    uint32_t q[KEY / 16][4];
+#pragma unroll
+    for (int k = 0; k < KEY; k += 16) load_query<KEY>(q[k / 16], shared->queries.values + top * (KEY + 8), k);
+    auto query = [&](uint32_t (&a)[4], int k) { a[0] = q[k / 16][0], a[1] = q[k / 16][1], a[2] = q[k / 16][2], a[3] = q[k / 16][3]; };
     const int every = shared->queries.end[0], none = shared->queries.first[WIDE_ROWS - 1];      /* all rows see [none, every) */
     Sums<columns> sums;
     float maximum[2] = {-FLT_MAX, -FLT_MAX}, sum[2] = {0, 0}, c[LIST_TILE / 8][4] = {};
     clear(sums);
 #pragma unroll
     for (int t = 0; t < columns; t++) shared->folded[t][threadIdx.x] = make_float4(0, 0, 0, 0);
-    if (works) score_rows<KEY>(c, queries, shared->tile(0), Shape::PITCH);
+    if (works) score_rows<KEY>(c, query, shared->tile(0), Shape::PITCH);
     for (int i = 0, begin = 0; begin < walk.keys.length; begin = walk.begin(++i)) {
         const bool last = begin + LIST_TILE >= walk.keys.length;
         float next[LIST_TILE / 8][4] = {};
         if (!last) arrive(i + 1);
         const uint8_t *named = walk.name(i + NAMED_TILES);
         start(i + 2);
-        if (works && !last) score_rows<KEY>(next, queries, shared->tile(i + 1), Shape::PITCH);
+        if (works && !last) score_rows<KEY>(next, query, shared->tile(i + 1), Shape::PITCH);
         if (works) {
             if (begin < none || begin + LIST_TILE > every) mask_rows(c, shared->queries.first + top, shared->queries.end + top, begin);
             weigh_rows(sums, c, a.scale * LOG2_E);
