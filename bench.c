@@ -2532,9 +2532,9 @@ static double gpu_bed_line(GpuBench *bench, GpuBed *bed, const char *name, int s
     bed_work(bed);
     cuda_backend.copy_bytes(&report, bed->report, sizeof report);
     const double bytes = (double)report.copied / bed->steps * (double)bed->cache.format.bytes;
-    printf("%-72s %8.1f us, %7.0f rows missed, %8.2f MB", name, 1e6 * seconds, (double)report.fetched / bed->steps, bytes / 1e6);
-    if (bytes > 0) printf(", %5.1f GB/s %5.1f%% of link", bytes / seconds / 1e9, 100 * bytes / seconds / bench->link);
-    printf("\n");
+    printf(bench->markdown ? "| %s, %.0f rows missed | %.1f | %.1f | %.1f%% of the link |\n"
+                           : "%-64s %6.0f rows missed %8.1f us %7.1f GB/s %6.1f%% of link\n",
+           name, (double)report.fetched / bed->steps, 1e6 * seconds, bytes / seconds / 1e9, 100 * bytes / seconds / bench->link);
     fprintf(bench->csv, "%s,%.9f,%.0f,%.4f\n", name, seconds, bytes, bytes / seconds / bench->link);
     return seconds;
 }
@@ -2588,7 +2588,7 @@ static void gpu_blocks(GpuBench *bench, uint8_t *host) {
             if (distinct == 1 || distinct == QUERY_BLOCK) gpu_bed_line(bench, &bed, "    of that, resolve", 0);
             close_gpu_cycle(&bed);
         }
-        printf("seconds over bytes: R^2 %.5f\n", line_fit(bytes, seconds, QUERY_BLOCK));
+        printf(bench->markdown ? "| seconds over bytes: R^2 %.5f | | | |\n" : "seconds over bytes: R^2 %.5f\n", line_fit(bytes, seconds, QUERY_BLOCK));
         close_gpu_bed(&bed);
     }
 }
@@ -2621,8 +2621,9 @@ static void gpu_resolver(GpuBench *bench) {
     uint8_t *host = cuda_backend.take(size, MEMORY_HOST, &error);
     if (!host) fprintf(stderr, "tide: %s\n", error.text), exit(1);
     CopyWork down = {bench->y, host, timed};
-    bench->link = (double)timed / cuda_seconds(copy_work, &down);
-    printf("ceiling: host to device, pinned: %.1f GB/s\n", bench->link / 1e9);
+    const double seconds = cuda_seconds(copy_work, &down);
+    gpu_line(bench, "ceiling: host to device, for these", seconds, (double)timed);
+    bench->link = (double)timed / seconds;
     gpu_short_rows(bench, host);
     gpu_blocks(bench, host);
     gpu_followers(bench, host);
@@ -2739,14 +2740,16 @@ static void gpu_drafts(GpuBench *bench) {
     double round = cuda_seconds(round_work, &work), seconds[6], sum = 0;
     for (int i = 0; i < 5; i++) seconds[i] = cuda_seconds(works[i], &work);
     seconds[5] = divide_seconds(&work);
-    printf("products of a round of Qwen3-4B and its drafter, 8 sessions, 64 rows verified: %.1f us\n", 1e6 * round);
+    const char *const line = bench->markdown ? "| %s | %.1f | | %.2f%% of the round |\n" : "%-72s %10.1f us %6.2f%% of the round\n";
     for (int i = 0; i < 6; i++) {
         sum += i == 3 ? 0 : seconds[i];
-        printf("%-58s %10.1f us %6.2f%% of it\n", names[i], 1e6 * seconds[i], 100 * seconds[i] / round);
+        printf(line, names[i], 1e6 * seconds[i], 100 * seconds[i] / round);
         fprintf(bench->csv, "round: %s,%.9f,0,%.4f\n", names[i], seconds[i], seconds[i] / round);
     }
-    printf("all of DFlash's: %.1f us, %.2f%% of the round with them; what lengths cost: %.2f%%\n", 1e6 * sum, 100 * sum / (round + sum),
-           100 * (seconds[1] + seconds[4] + seconds[5]) / (round + sum));
+    const double lengths = seconds[1] + seconds[4] + seconds[5];
+    printf(line, "products of a round of Qwen3-4B and its drafter, 8 sessions, 64 rows verified", 1e6 * round, 100.0);
+    printf(line, "all of DFlash's, of a round with them", 1e6 * sum, 100 * sum / (round + sum));
+    printf(line, "of these, what lengths cost", 1e6 * lengths, 100 * lengths / (round + sum));
     void *taken[] = {work.drafts.ids, work.drafts.scores, work.drafts.features}, *pinned[] = {work.blocks, history, work.drafts.tokens, work.drafts.survival};
     for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) cuda_backend.give_back(taken[i], MEMORY_DEVICE);
     for (size_t i = 0; i < sizeof pinned / sizeof *pinned; i++) cuda_backend.give_back(pinned[i], MEMORY_HOST);
@@ -3013,9 +3016,9 @@ static void note_operation(const char *name, double bytes) {
     set_mark(i, bytes);
 }
 
-static double stored_bytes(const Matrix *w) {
+static double matrix_bytes(const Matrix *w) {
     double scales = w->scale ? 4.0 * ((w->rows + SCALE_BLOCK - 1) / SCALE_BLOCK) * w->scale_cols : 0;
-    return (double)w->rows * w->cols * (double)dtype_size(w->dtype) + scales;
+    return (double)w->rows * (double)stored_bytes(w->dtype, (size_t)w->cols) + scales;
 }
 
 /* One operation that is called as it is and then noted: its name, the bytes it must read, its parameters and its arguments. */
@@ -3063,13 +3066,13 @@ WATCHED(resolve, 0,
 WATCHED(fetch_rows, 0,
         (Cache *cache, SourceId source, const MissPlan *plan, const Row *rows, int begin, int end, int run, PassReport *report),
         cache, source, plan, rows, begin, end, run, report)
-WATCHED(absorb_query, stored_bytes(w) * config->qk_nope_head_dim / (config->qk_nope_head_dim + config->v_head_dim),
+WATCHED(absorb_query, matrix_bytes(w) * config->qk_nope_head_dim / (config->qk_nope_head_dim + config->v_head_dim),
         (float *y, const float *q, int n, const Matrix *w, const Config *config), y, q, n, w, config)
 WATCHED(sparse_attention, watch.row_bytes * fmin(capacity, watch.positions) * n,
         (float *z, const float *q, const RowPool *pool, const RowFormat *format, const DeviceRow *locations, const int *count,
          int capacity, int n, int heads, float scale),
         z, q, pool, format, locations, count, capacity, n, heads, scale)
-WATCHED(expand_value, stored_bytes(w) * config->v_head_dim / (config->qk_nope_head_dim + config->v_head_dim),
+WATCHED(expand_value, matrix_bytes(w) * config->v_head_dim / (config->qk_nope_head_dim + config->v_head_dim),
         (float *y, const float *z, int n, const Matrix *w, const Config *config), y, z, n, w, config)
 WATCHED(dense_attention, watch.row_bytes * watch.positions * n,
         (float *y, const float *q, const RowPool *pool, const RowFormat *format, const DevicePage *pages, int context_pages,
@@ -3096,7 +3099,7 @@ static void watched_linear(float *y, size_t y_stride, const float *x, size_t x_s
              : w->dtype == DTYPE_BF16  ? "bf16"
                                        : "");
     watch.real->linear(y, y_stride, x, x_stride, n, w);
-    note_operation(name, stored_bytes(w));
+    note_operation(name, matrix_bytes(w));
 }
 
 /* Its own works, so that those without marks stay as they are. */
@@ -3324,7 +3327,7 @@ static StepBytes step_bytes(const Decode *decode, int n) {
     const Engine *engine = &decode->runner.engine;
     const Config *config = &engine->config;
     const Cache *cache = &engine->cache;
-    StepBytes bytes = {.head = stored_bytes(&engine->weights.lm_head)};
+    StepBytes bytes = {.head = matrix_bytes(&engine->weights.lm_head)};
     double seen = decode->rows + 1, selected = cache->groups ? fmin(seen, cache->index_topk) : seen;
     for (int i = 0; i < config->num_hidden_layers; i++) {
         const LayerWeights *layer = &engine->weights.layers[i];
@@ -3333,11 +3336,11 @@ static StepBytes step_bytes(const Decode *decode, int n) {
             &layer->kv_a_proj, &layer->kv_b_proj, &layer->indexer_wq_b, &layer->indexer_wk, &layer->indexer_weights_proj,
             &layer->o_proj,    &layer->gate_proj, &layer->up_proj,      &layer->down_proj,  &layer->router};
         for (size_t j = 0; j < sizeof all / sizeof *all; j++)
-            if (all[j]->rows) bytes.weights += stored_bytes(all[j]);
+            if (all[j]->rows) bytes.weights += matrix_bytes(all[j]);
         if (!layer->expert_gate) continue;
         Matrix gate;
         engine->backend->copy_bytes(&gate, layer->expert_gate, sizeof gate);
-        bytes.experts += 3 * stored_bytes(&gate) * (double)decode->picked / (double)decode->passes;
+        bytes.experts += 3 * matrix_bytes(&gate) * (double)decode->picked / (double)decode->passes;
     }
     bytes.keys = (double)n * cache->groups * seen * (double)cache->index_format.bytes;
     bytes.rows = (double)n * cache->sources * selected * (double)cache->format.bytes;

@@ -5077,10 +5077,13 @@ typedef struct Search {
 enum {
     MAX_HOT_PAGES = ((int)UINT16_MAX + 1) / (int)PAGE_ROWS,     /* the array of slots counts in 16 bits */
     AGES = KEY_BINS,            /* ages of slots that are counted one by one; the last stands for all that are older */
-    QUAD = 128,                 /* rows of four words of the bitmap, which one thread counts */
+    QUAD = 128,                 /* rows of four words of the bitmap, which are cleared at once */
     NOWHERE = -1,
     IN_FLIGHT = 4,              /* entries a thread looks at together, to hide the latency */
 };
+
+/* Who gives way: the slots older than `age`, and the first `ties` of that age. */
+typedef struct Victims { unsigned age, ties; } Victims;
 
 typedef struct ResolveShared {
     int picked[TIERS];
@@ -5088,6 +5091,7 @@ typedef struct ResolveShared {
     int base;                   /* row of the bitmap's first bit */
     alignas(16) unsigned ages[AGES];        /* slots by how many resolves ago they were used */
     unsigned oldest;            /* of them */
+    Victims victims;
     int sums[WARP];
     DevicePage hot[MAX_HOT_PAGES];
     KeyBins bins;
@@ -5096,7 +5100,7 @@ typedef struct ResolveShared {
 /* What is missing, a bit for each row of a part of the context, in dynamic shared memory. */
 typedef struct Missing {
     uint32_t *bits;             /* [range / 32] */
-    int *before;                /* [range / QUAD] entries of the plan that lie before those rows */
+    int *before;                /* [range / 32] entries of the plan in front of the word's */
 } Missing;
 
 static __device__ DeviceRow hot_location(const ResolveShared *shared, int slot) {
@@ -5187,39 +5191,17 @@ static __device__ void scan_tags(const Resolver &cache, const Search &search, co
 
 /* Which entry of the plan brings that row of the bitmap, or -1. */
 static __device__ int entry_of(const Missing &missing, int row) {
-    const uint4 quad = ((const uint4 *)missing.bits)[row / QUAD];
-    const uint32_t word[4] = {quad.x, quad.y, quad.z, quad.w};
-    int entry = missing.before[row / QUAD];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int below = min(max(row % QUAD - 32 * i, 0), 32);
-        entry += __popc(word[i] & (uint32_t)((1ull << below) - 1));
-    }
-    return missing.bits[row / 32] >> row % 32 & 1 ? entry : -1;
+    const uint32_t bits = missing.bits[row / 32], own = 1u << row % 32;
+    return bits & own ? missing.before[row / 32] + __popc(bits & (own - 1)) : -1;
 }
 
-/* One warp lists the bits of its words, lane l's of the rows from `first` on, as entries of the plan, lane l's from number `at` on:
- * one word after the other, a lane for each bit, so that neighbours write to neighbours. to holds the rows themselves. */
-static __device__ void list_words(const Search &search, uint32_t word, int first, int host_page, int at) {
-    const int lane = threadIdx.x % WARP;
-    for (unsigned left = __ballot_sync(~0u, word != 0); left; left &= left - 1) {
-        const int owner = __ffs(left) - 1, row = __shfl_sync(~0u, first, owner) + lane;
-        const uint32_t bits = __shfl_sync(~0u, word, owner);
-        const int entry = __shfl_sync(~0u, at, owner) + __popc(bits & ((1u << lane) - 1));
-        const int64_t page = __shfl_sync(~0u, host_page, owner);
-        if (!(bits >> lane & 1)) continue;
-        search.from[entry].id = page * PAGE_ROWS + row % PAGE_ROWS;
-        search.to[entry].id = row;
-    }
-}
-
-/* Lists the bitmap's rows behind `listed` entries; returns how many there are then. Each warp has a part of it, and knows where its
- * entries begin when all have counted theirs. */
+/* Lists the bitmap's rows behind `listed` entries, a word a thread; returns how many there are then. Each warp has a part of the words,
+ * and knows where its entries begin when all have counted theirs. to holds the rows themselves. */
 static __device__ int list_bits(const Resolver &cache, const Search &search, ResolveShared *shared, const Missing &missing,
                                 int base, int rows, int listed) {
     const HostPage *pages = cache.seen.host + (size_t)search.session * cache.context_pages;
-    const int lane = threadIdx.x % WARP, warps = blockDim.x / WARP, part = (rows / QUAD + warps - 1) / warps * (QUAD / 32),
-              begin = threadIdx.x / WARP * part, end = min(begin + part, rows / 32);
+    const int lane = threadIdx.x % WARP, words = rows / 32, part = divide_up(words, (int)blockDim.x) * WARP,
+              begin = threadIdx.x / WARP * part, end = min(begin + part, words);
     int own = 0, total;
     for (int word = begin + lane; word < end; word += WARP) own += __popc(missing.bits[word]);
     own = __reduce_add_sync(~0u, own);
@@ -5228,14 +5210,19 @@ static __device__ int list_bits(const Resolver &cache, const Search &search, Res
     for (int first = begin; first < end; first += WARP) {
         const int word = first + lane, row = base + 32 * word;
         const uint32_t bits = word < end ? missing.bits[word] : 0;
-        const int page = bits ? pages[row / PAGE_ROWS].id : 0, count = __popc(bits);
-        int sum = count;
+        const int64_t page = bits ? pages[row / PAGE_ROWS].id : 0;
+        int sum = __popc(bits);
         for (int step = 1; step < WARP; step *= 2) {
             const int other = __shfl_up_sync(~0u, sum, step);
             if (lane >= step) sum += other;
         }
-        if (word < end && word % (QUAD / 32) == 0) missing.before[word / (QUAD / 32)] = at + sum - count;
-        list_words(search, bits, row, page, at + sum - count);
+        int entry = at + sum - __popc(bits);
+        if (word < end) missing.before[word] = entry;
+        for (uint32_t left = bits; left; left &= left - 1, entry++) {
+            const int here = row + __ffs(left) - 1;
+            search.from[entry].id = page * PAGE_ROWS + here % PAGE_ROWS;
+            search.to[entry].id = here;
+        }
         at += __shfl_sync(~0u, sum, WARP - 1);
     }
     return listed + total;
@@ -5298,12 +5285,8 @@ static __device__ void count_ages(const Resolver &cache, const Search &search, R
     if (threadIdx.x % WARP == 0) atomicMax(&shared->oldest, oldest);
 }
 
-/* Who gives way: the slots older than `age`, and the first `ties` of that age. */
-typedef struct Victims { unsigned age, ties; } Victims;
-
-/* The `room` slots that give way. Each warp finds out by itself; only among slots as old as the last of the ages the block has to
- * look closer. */
-static __device__ Victims choose_victims(const Resolver &cache, const Search &search, ResolveShared *shared, unsigned room) {
+/* By one warp: the `room` slots that give way, as far as the counts of ages tell. */
+static __device__ Victims oldest_slots(const ResolveShared *shared, unsigned room) {
     enum { EACH = AGES / WARP };                    /* ages of a lane, lane 0's the oldest */
     static_assert(EACH == 8, "two loads of four");
     const int lane = threadIdx.x % WARP;
@@ -5325,11 +5308,17 @@ static __device__ Victims choose_victims(const Resolver &cache, const Search &se
         if (beyond) victims.ties -= count[i], victims.age--;
     }
     const int owner = __ffs(__ballot_sync(~0u, sum >= room)) - 1;
-    victims = {__shfl_sync(~0u, victims.age, owner), __shfl_sync(~0u, victims.ties, owner)};
-    if (victims.age < AGES - 1) return victims;
-    if (victims.ties == shared->ages[AGES - 1]) return {AGES - 2, 0};
+    return {__shfl_sync(~0u, victims.age, owner), __shfl_sync(~0u, victims.ties, owner)};
+}
+
+/* The same for the whole block, which among slots as old as the last age has to look closer. */
+static __device__ Victims choose_victims(const Resolver &cache, const Search &search, ResolveShared *shared, unsigned room) {
+    if (threadIdx.x < WARP) shared->victims = oldest_slots(shared, room);
     if (threadIdx.x == 0) shared->bins.wanted = (Wanted){.count = room, .mass = ANY_MASS};
     __syncthreads();
+    const Victims victims = shared->victims;
+    if (victims.age < AGES - 1) return victims;
+    if (victims.ties == shared->ages[AGES - 1]) return {AGES - 2, 0};
     const uint32_t *stamp = search.hot.stamp;
     auto age_of = [&](int slot) { return (uint64_t)(search.now - stamp[slot]); };
     const int shift = (31 - __clz(shared->oldest)) / 8 * 8;
@@ -5492,7 +5481,7 @@ static void resolve(Cache *cache, int group, const Selection *selection, const R
         LAUNCHED();
         return;
     }
-    const size_t quad = QUAD / 8 + sizeof(int), quads = (gpu.shared_per_block - 2 * sizeof(ResolveShared)) / quad,
+    const size_t quad = QUAD / 32 * (sizeof(uint32_t) + sizeof(int)), quads = (gpu.shared_per_block - 2 * sizeof(ResolveShared)) / quad,
                  context = (size_t)divide_up(cache->context_pages * PAGE_ROWS, QUAD);
     resolver.range = QUAD * (int)(context < quads ? context : quads);
     const size_t bytes = (size_t)resolver.range / QUAD * quad;
@@ -5502,7 +5491,8 @@ static void resolve(Cache *cache, int group, const Selection *selection, const R
     LAUNCHED();
 }
 
-enum { FETCH_BLOCKS = 32, FETCH_THREADS = 512, FETCH_PIECES = 2 }; /* 16 bytes a piece: 512 KB under way, which fills the link */
+/* 16 bytes a piece: 512 KB under way, which fills the link. It brings whole sectors. */
+enum { FETCH_BLOCKS = 32, FETCH_THREADS = 512, FETCH_PIECES = 2, SECTOR = 32 };
 
 /* One source's rows and what copies into them need. */
 typedef struct Fetch {
@@ -5585,7 +5575,7 @@ static void fetch_rows(Cache *cache, SourceId source, const MissPlan *plan, cons
     const int member = cache->member_of[source.id];
     const RowPool pool = row_pool(cache, source);
     const Fetch fetch = {(const uint4 *)host_source_rows(cache, source), (uint4 *)pool.rows, (uint4 *)pool.staging, pool.n_rows,
-                         (int)((cache->format.bytes + sizeof(uint4) - 1) / sizeof(uint4)),
+                         (int)((cache->format.bytes + SECTOR - 1) / SECTOR * SECTOR / sizeof(uint4)),
                          (int)(cache->format.stride / sizeof(uint4)), cache->index_topk};
     if (member) {
         CUDA(cudaEventRecord(beside.asked, gpu.stream));
