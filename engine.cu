@@ -1549,8 +1549,8 @@ static int cluster_slots(int cluster) {
 }
 
 /* About the microseconds that a product with n rows of x takes with that cut, as measured on an H200. A round takes as long as
- * its bytes at the memory's rate, but not less than its instructions do; x that a thread cannot have on its way beforehand makes all
- * wait; blocks that come later begin anew; and the blocks of a cluster wait for each other. */
+ * its bytes at the memory's rate, but not less than its instructions do; x that a thread cannot have on its way beforehand makes
+ * all wait; blocks that come later begin anew; and the blocks of a cluster wait for each other. */
 static double cut_cost(const Cut &cut, DType dtype, int rows, int heads, int n) {
     const double bytes = 1.9, instructions = dtype == DTYPE_F4_E2M1 ? 1.6 : dtype == DTYPE_F8_E4M3 ? 1 : 0.55;
     const double wait = 0.45, begin = 1.3, cluster = cut.cluster > 1 ? 0.6 + 0.15 * cut.cluster : 0, segment = 0.02;
