@@ -250,8 +250,8 @@ enum {
 static inline float bits_to_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
 static inline uint32_t float_to_bits(float f) { uint32_t bits; memcpy(&bits, &f, 4); return bits; }
 
-/* One stored value as f32; of e2m1 the one in the lower four bits. The fp8 and f16 forms shift the bits into f32's place and repair the exponent by a multiplication,
- * which makes subnormals come out right by itself. */
+/* One stored value as f32; of e2m1 the one in the lower four bits. The fp8 and f16 forms shift the bits into f32's place and
+ * repair the exponent by a multiplication, which makes subnormals come out right by itself. */
 static inline float widen(const uint8_t *p, DType dtype) {
     uint32_t bits = p[0];
     switch (dtype) {
@@ -1463,6 +1463,9 @@ double cuda_seconds(void (*work)(void *), void *user);
 /* Puts on the stream: a copy in any direction; a kernel that reads the bytes and forgets them (sum: a word of device memory). */
 void cuda_begin_copy(void *to, const void *from, size_t bytes);
 void cuda_read(const void *data, size_t bytes, unsigned *sum);
+
+/* The same for cuBLASLt's y = W x of one row: W and x in bf16, y in f32. False: there is no cuBLASLt on this machine. */
+bool cuda_begin_library_product(float *y, const void *x, const void *w, int rows, int cols);
 
 /* Puts on the stream, and into what is being captured: a mark, of any number below MAX_MARKS; a kernel that does nothing. And the
  * seconds between two marks: waits for the second. */
