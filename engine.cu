@@ -1683,14 +1683,15 @@ template <DType D> static __device__ void load_absorbed(__nv_bfloat16 *weights, 
     enum { BATCH = 4 };         /* loads that a thread has on their way */
     const int values = chunk_values(D), pieces = ABSORB_COLUMNS / values, lora = a.kv_b.cols,
               column = first + (int)threadIdx.x % pieces * values, step = ABSORB_THREADS / pieces, depth = absorb_depth(a);
-    const uint8_t *from = a.kv_b.data + ((size_t)(head * (a.nope + a.v)) * (size_t)lora + (size_t)min(column, lora - values)) * weight_bytes(D);
+    const uint8_t *from =
+        a.kv_b.data + weight_bytes(D, (size_t)(head * (a.nope + a.v)) * (size_t)lora + (size_t)min(column, lora - values));
     __nv_bfloat16 *to = weights + (int)threadIdx.x % pieces * values;
     for (int row = (int)threadIdx.x / pieces; row < depth; row += BATCH * step) {
         uint4 piece[BATCH];
 #pragma unroll
         for (int u = 0; u < BATCH; u++) {
             const int r = row + u * step;
-            const uint8_t *at = from + (size_t)min(r, a.nope - 1) * (size_t)lora * weight_bytes(D);
+            const uint8_t *at = from + weight_bytes(D, (size_t)min(r, a.nope - 1) * (size_t)lora);
             if (D == DTYPE_BF16 && r < depth) start_copy_to_shared((uint8_t *)(to + r * ABSORB_PITCH), at, r < a.nope && column < lora);
             if (D != DTYPE_BF16) piece[u] = r < a.nope && column < lora ? __ldg((const uint4 *)at) : make_uint4(0, 0, 0, 0);
         }
