@@ -2833,7 +2833,7 @@ static void absorb_work(void *user) {
 
 /* A line with the rate of multiplications too. */
 static void dense_line(GpuBench *bench, const char *what, double seconds, double bytes, double operations) {
-    char text[96];
+    char text[160];
     snprintf(text, sizeof text, "%s: %.0f TFLOP/s", what, operations / seconds / 1e12);
     gpu_line(bench, text, seconds, bytes);
 }

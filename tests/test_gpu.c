@@ -1250,6 +1250,9 @@ static void test_empty_selection(void) {
         free_device(pool_copy);
         free(pool), free(locations), free(q), free(z), free(got);
         free_kept();
+    }
+}
+
 /* Latent attention over lists that end before, at and behind the borders of tiles and chunks, for any number of heads. Each row is there
  * alone, where many thread blocks may share its list, and again and again among many, where one has all of it: with the same bits. */
 static void check_latent_lists(KvDtype dtype, int heads) {
@@ -1334,48 +1337,6 @@ static void test_latent_nan(void) {
             free_device(copy);
             free(pool), free(q), free(row), free(got);
         }
-}
-
-static void test_dense_attention(void) {
-    static const struct { int heads, kv_heads, dim; } shapes[] = {{32, 8, 128}, {4, 2, 32}, {6, 2, 20}, {16, 1, 64}};
-    enum { SESSIONS = 3, PAGES = 20, POOL = 80 };
-    for (int trial = 0; trial < 36; trial++) {
-        const int shape = trial % 4, heads = shapes[shape].heads, kv_heads = shapes[shape].kv_heads, dim = shapes[shape].dim,
-                  n = trial == 5 ? 0 : draw_between(1, 12), width = heads * dim;
-        const RowFormat format = row_format((KvDtype)(trial / 4 % 3), 2 * kv_heads * dim, 0, dim < 128 ? dim : 128);
-        void *copy;
-        uint8_t *pool = random_pool(&format, POOL * PAGE_ROWS, &copy);
-        DevicePage pages[SESSIONS * PAGES];
-        for (int i = 0; i < SESSIONS * PAGES; i++) pages[i].id = draw_between(1, POOL - 1);
-        Row rows[16];
-        for (int r = 0, session = 0, position = draw_between(0, 900); r < n; r++, position++) {
-            if (draw() % 3 == 0)
-                session = (session + draw_between(1, SESSIONS - 1)) % SESSIONS,
-                position = draw_between(0, PAGES * PAGE_ROWS - 14);
-            rows[r] = (Row){session, position, 0};
-        }
-        float *q = random_floats((size_t)(n * width) + 1, 1), *y = calloc((size_t)(n * width) + 1, sizeof *y);
-        RowPool on_cpu = {pool, NULL, POOL * PAGE_ROWS}, on_gpu = {copy, NULL, POOL * PAGE_ROWS};
-        c_backend.dense_attention(y, q, &on_cpu, &format, pages, PAGES, rows, n, heads, kv_heads, dim, 0.1f);
-        float *q_gpu = to_device(q, (size_t)(n * width) * 4), *y_gpu = to_device(NULL, (size_t)(n * width) * 4);
-        DevicePage *pages_gpu = to_device(pages, sizeof pages);
-        Row *rows_gpu = to_device(rows, (size_t)n * sizeof *rows);
-        cuda_backend.dense_attention(y_gpu, q_gpu, &on_gpu, &format, pages_gpu, PAGES, rows_gpu, n, heads, kv_heads, dim, 0.1f);
-        float *got = from_device(y_gpu, (size_t)(n * width) * 4);
-        if (n) {
-            double off = distance(got, y, (size_t)(n * width));
-            CHECK(off < 8e-3, "dense attention, shape %d, dtype %d, %d rows: off by %g", shape, format.dtype, n, off);
-            int r = draw_between(0, n - 1);
-            cuda_backend.dense_attention(y_gpu, q_gpu + r * width, &on_gpu, &format, pages_gpu, PAGES, rows_gpu + r, 1, heads,
-                                         kv_heads, dim, 0.1f);
-            float *alone = from_device(y_gpu, (size_t)width * 4);
-            CHECK(!memcmp(alone, got + r * width, (size_t)width * 4), "dense attention, shape %d: row %d alone has the same bits",
-                  shape, r);
-            free(alone);
-        }
-        free_device(q_gpu), free_device(y_gpu), free_device(pages_gpu), free_device(rows_gpu), free_device(copy);
-        free(pool), free(q), free(y), free(got);
-    }
 }
 
 enum { DENSE_PAGES = 20, DENSE_POOL = 80 };
