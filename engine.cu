@@ -1956,7 +1956,7 @@ enum {
     SCORE_COLUMNS = 256,            /* of all query rows that share a read, at most */
     BATCH_QUERIES = SCORE_STEPS * SCORE_TILES * 16,     /* uint4 of 64 columns in shared memory */
     MAX_DEPTH = 4,                  /* of a warpgroup's pages on their way */
-    COMING_BYTES = 16 << 10,          /* more than these do not make them come faster */
+    COMING_BYTES = 16 << 10,        /* of them; more do not come faster */
     BINS = 2048,                    /* of the first 11 bits of a score's sortable key */
 };
 
@@ -2207,7 +2207,7 @@ static __device__ void stage_queries(uint4 *queries, float *weights, const Score
     }
 }
 
-/* sums = keys (64 x 128) times 64 columns. */
+/* begin_multiply: sums = keys (64 x 128) times 64 columns, which end_multiply waits for. */
 #if defined __CUDA_ARCH_FEAT_SM90_ALL
 #define FOUR(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
 #define SUMS(x) FOUR(x, 0), FOUR(x, 4), FOUR(x, 8), FOUR(x, 12), FOUR(x, 16), FOUR(x, 20), FOUR(x, 24), FOUR(x, 28)
@@ -2232,11 +2232,10 @@ static __device__ inline void begin_multiply(float (&sums)[4 * SCORE_TILES], con
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-/* Until these sums are complete; those of the LATER products that have been begun need not be. */
+/* The sums of LATER products that were begun since need not be complete. */
 template <int LATER> static __device__ inline void end_multiply(float (&sums)[4 * SCORE_TILES]) {
     asm volatile("wgmma.wait_group.sync.aligned %32;" : SUMS(sums) : "n"(LATER) : "memory");
 }
-
 #else
 static __device__ inline void begin_multiply(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[SCORE_STEPS][4],
                                              const uint4 *queries) {
@@ -2253,7 +2252,6 @@ static __device__ inline void begin_multiply(float (&sums)[4 * SCORE_TILES], con
                   "r"(b[(step * SCORE_TILES + tile) * 64]), "r"(b[(step * SCORE_TILES + tile) * 64 + 32]));
     }
 }
-
 
 template <int LATER> static __device__ inline void end_multiply(float (&)[4 * SCORE_TILES]) {}
 #endif
@@ -2792,8 +2790,8 @@ static void launch_scores(float *scores, const float *q, const float *head_weigh
                   : is_e4m3(shape.format) ? scores_kernel<true>(shape.columns)
                                            : scores_kernel<false>(shape.columns);
     CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room));
-    launch_early(kernel, dim3((unsigned)gpu.multiprocessors), SCORE_THREADS, (size_t)room, 1, scores, q, head_weights, keys, pages,
-                 rows, n_rows, shape, room);
+    launch_early(kernel, dim3((unsigned)gpu.multiprocessors), SCORE_THREADS, (size_t)room, 1, scores, q, head_weights, keys,
+                 pages, rows, n_rows, shape, room);
 }
 
 static void index_select(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
