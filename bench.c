@@ -3049,6 +3049,7 @@ static void note_operation(const char *name, double bytes) {
 
 static double matrix_bytes(const Matrix *w) {
     double scales = w->scale ? 4.0 * ((w->rows + SCALE_BLOCK - 1) / SCALE_BLOCK) * w->scale_cols : 0;
+    if (w->exponents) scales = (double)w->rows * w->scale_cols;
     return (double)w->rows * (double)stored_bytes(w->dtype, (size_t)w->cols) + scales;
 }
 
