@@ -1645,9 +1645,9 @@ static void expand_value(float *y, const float *z, int n_rows, const Matrix *kv_
               .n_rows = n_rows, .heads = heads, .head_rows = nope + v, .x_head = lora, .y_head = v, .aligned = false, .cut = {}});
 }
 
-/* ---- absorb_query: the same matrices from their other side. A thread block takes ABSORB_COLUMNS columns of a head, which have one
- * scale in each row of weights, and up to ABSORB_ROWS rows of q. What is selected later hangs on q, so it is not simply rounded: q
- * times the scales is the sum of two bf16, which leaves out 2^-17 of it, and the weights meet one after the other. */
+/* ---- absorb_query: the same matrices from their other side. A thread block takes ABSORB_COLUMNS columns of a head, which have
+ * one scale in each row of weights, and up to ABSORB_ROWS rows of q. q is not simply rounded, so that what follows is as exact as
+ * in f32: q times the scales is the sum of two bf16, which leaves out 2^-17 of it, and the weights meet one after the other. */
 
 enum {
     ABSORB_COLUMNS = SCALE_BLOCK, ABSORB_ROWS = 64,
@@ -1692,16 +1692,17 @@ template <DType D> static __device__ void load_absorbed(__nv_bfloat16 *weights, 
         for (int u = 0; u < BATCH; u++) {
             const int r = row + u * step;
             const uint8_t *at = from + weight_bytes(D, (size_t)min(r, a.nope - 1) * (size_t)lora);
-            if (D == DTYPE_BF16 && r < depth) start_copy_to_shared((uint8_t *)(to + r * ABSORB_PITCH), at, r < a.nope && column < lora);
-            if (D != DTYPE_BF16) piece[u] = r < a.nope && column < lora ? __ldg((const uint4 *)at) : make_uint4(0, 0, 0, 0);
+            const bool there = r < a.nope && column < lora;
+            if (D == DTYPE_BF16 && r < depth) start_copy_to_shared((uint8_t *)(to + r * ABSORB_PITCH), at, there);
+            if (D != DTYPE_BF16) piece[u] = there ? __ldg((const uint4 *)at) : make_uint4(0, 0, 0, 0);
         }
 #pragma unroll
         for (int u = 0; u < BATCH && D != DTYPE_BF16; u++) {
-            const uint2 four[4] = {neighbours(piece[u].x), neighbours(piece[u].y), neighbours(piece[u].z), neighbours(piece[u].w)};
+            const uint2 x = neighbours(piece[u].x), y = neighbours(piece[u].y), z = neighbours(piece[u].z), w = neighbours(piece[u].w);
             uint4 *at = (uint4 *)(to + (row + u * step) * ABSORB_PITCH);
             if (row + u * step >= depth) continue;
-            at[0] = make_uint4(four[0].x, four[0].y, four[1].x, four[1].y);
-            at[1] = make_uint4(four[2].x, four[2].y, four[3].x, four[3].y);
+            at[0] = make_uint4(x.x, x.y, y.x, y.y);
+            at[1] = make_uint4(z.x, z.y, w.x, w.y);
         }
     }
 }
@@ -1742,7 +1743,8 @@ static __device__ void split_query(__nv_bfloat16 *terms, const Absorb &a, int he
                 if (j >= depth || row >= tall) continue;
                 const float *scales = row_scales(&a.kv_b, head * (a.nope + a.v) + min(j, a.nope - 1));
                 const float scale = D == DTYPE_F8_E4M3 ? scales[scale_column] : 1;
-                four = j < a.nope ? make_float4(four.x * scale, four.y * scale, four.z * scale, four.w * scale) : make_float4(0, 0, 0, 0);
+                four = make_float4(four.x * scale, four.y * scale, four.z * scale, four.w * scale);
+                if (j >= a.nope) four = make_float4(0, 0, 0, 0);
                 split_four(terms + row * (depth + 8) + j, terms + (tall + row) * (depth + 8) + j, four);
             }
         }
@@ -1753,7 +1755,7 @@ template <DType D> static __global__ void __launch_bounds__(ABSORB_THREADS, 2) a
     extern __shared__ __align__(128) uint8_t absorb_shared[];
     const int head = (int)blockIdx.y, first = (int)blockIdx.z * ABSORB_ROWS, rows = min((int)ABSORB_ROWS, a.n_rows - first);
     const int lane = lane_id(), depth = absorb_depth(a), pitch = depth + 8, tiles = divide_up(rows, 16), lora = a.kv_b.cols;
-    const int across = warp_id() % ABSORB_ACROSS * 32, down = warp_id() / ABSORB_ACROSS;    /* tiles down, down + 2, ... are this warp's */
+    const int across = warp_id() % ABSORB_ACROSS * 32, down = warp_id() / ABSORB_ACROSS;    /* its tiles: down, down + 2, ... */
     __nv_bfloat16 *weights = (__nv_bfloat16 *)absorb_shared, *terms = weights + depth * ABSORB_PITCH;
     load_absorbed<D>(weights, a, head, (int)blockIdx.x * ABSORB_COLUMNS);
     split_query<D>(terms, a, head, first, rows, (int)blockIdx.x);
@@ -1774,8 +1776,10 @@ template <DType D> static __global__ void __launch_bounds__(ABSORB_THREADS, 2) a
             if (tile >= tiles) break;
             load_matrices(q, a_row + (tile + m % 2 * tiles) * 16 * pitch + k);
 #pragma unroll
-            for (int t = 0; t < 4; t++)
-                multiply_fragment<DTYPE_BF16>(sums[m / 2][t], q[0], q[1], q[2], q[3], w[t / 2][t % 2 * 2], w[t / 2][t % 2 * 2 + 1]);
+            for (int t = 0; t < 4; t++) {
+                const uint32_t *pair = w[t / 2] + t % 2 * 2;
+                multiply_fragment<DTYPE_BF16>(sums[m / 2][t], q[0], q[1], q[2], q[3], pair[0], pair[1]);
+            }
         }
     }
     const int column = (int)blockIdx.x * ABSORB_COLUMNS + across + lane % 4 * 2;
@@ -1825,8 +1829,8 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
                          && (size_t)absorb_bytes(absorb, ABSORB_ROWS / 16) <= gpu.shared_per_block;
     if (aligned && kv_b->dtype == DTYPE_BF16) return launch_absorb<DTYPE_BF16>(absorb);
     if (aligned && kv_b->dtype == DTYPE_F8_E4M3) return launch_absorb<DTYPE_F8_E4M3>(absorb);
-    absorb_exact_kernel<<<dim3((unsigned)divide_up(kv_b->cols + absorb.rope, 128), (unsigned)absorb.heads, (unsigned)n_rows), 128, 0,
-                          gpu.stream>>>(absorb);
+    const dim3 grid((unsigned)divide_up(kv_b->cols + absorb.rope, 128), (unsigned)absorb.heads, (unsigned)n_rows);
+    absorb_exact_kernel<<<grid, 128, 0, gpu.stream>>>(absorb);
     LAUNCHED();
 }
 
@@ -3744,12 +3748,14 @@ static void index_select(Selection *selection, const float *q, const float *head
 /* =====================================================================================================================
  * Attention
  *
- * Owns: softmax(q . k) v over lists of keys, wherever these lie: a row's selection (DeepSeek-V2, 2.1 in absorbed form), a session's
- * history (GQA), or a draft's ring and block (DFlash). A list is cut into chunks of SPLIT_KEYS, which run side by side and leave a
- * maximum, a sum and a weighted sum each; merge_kernel adds them in their order. The cut depends on a row's own list alone, so the
- * row has the same bits beside any others.
+ * Owns: softmax(q . k) v over lists of keys, wherever these lie: a row's selection (DeepSeek-V2, 2.1 in absorbed form), a
+ * session's history (GQA), or a draft's ring and block (DFlash). A list is cut into chunks of SPLIT_KEYS. Thread blocks that
+ * take some of a list's chunks leave a maximum, a sum and a weighted sum for each, and merge_kernel folds them in their order; one
+ * that takes all of them folds them itself, in the same order. The cut depends on a row's own list alone, so the row has the same
+ * bits beside any others.
  *
- * attend_kernel takes any shape, in f32. latent_kernel is for the 512 + 64 values of GLM and DeepSeek, on tensor cores.
+ * attend_kernel takes any shape, in f32. short_runs and long_runs are for bf16 and fp8 rows of known shapes, on tensor cores, and
+ * latent_kernel for the 512 + 64 values of GLM and DeepSeek.
  */
 
 enum {
@@ -3778,7 +3784,7 @@ static __device__ const uint8_t *row_at(const RowPool &pool, size_t stride, Devi
     return row.id < pool.n_rows ? pool.rows + (size_t)row.id * stride : pool.staging + (size_t)(row.id - pool.n_rows) * stride;
 }
 
-/* What a launch attends with: rows [first_row, first_row + n_rows) of q and y; parts where lists are cut among blocks, or NULL. */
+/* What a launch attends with: rows [first_row, first_row + n_rows) of q and y; parts: where blocks share lists, or NULL. */
 typedef struct Attend {
     float *y, *parts;
     const float *q;
@@ -3788,9 +3794,9 @@ typedef struct Attend {
 } Attend;
 
 /* ---- lists of keys: of(r) is row r's, the keys [first, length) of those that its run of rows has in common, and span(r) then
- * the same of another row of the run. A key is a cached row, at(row, s, i) its value i; those of a key/value head begin at start(head),
- * and what the key stands for does at start(kv_heads + head). Rows of a run share tiles, `each` of them at most: tiles() says how many
- * there are in a launch, and tile() which rows one has. */
+ * the same of another row of the run; bound(): how many there can be. A key is a cached row, at(row, s, i) its value i; those of a
+ * key/value head begin at start(head), and what the key stands for does at start(kv_heads + head). Rows of a run share tiles,
+ * `each` of them at most: tiles() says how many there are in a launch, and tile() which rows one has. */
 
 typedef struct TileRows { int first, end; } TileRows;
 typedef struct ListSpan { int first, end; } ListSpan;
@@ -3816,7 +3822,9 @@ struct SelectedKeys {
         return own;
     }
     __device__ int tiles(TilePlan *, const Attend &a, int, int, int) const { return a.n_rows; }
-    __device__ TileRows tile(const TilePlan *, int t, const Attend &a, int) const { return {a.first_row + t, a.first_row + t + 1}; }
+    __device__ TileRows tile(const TilePlan *, int t, const Attend &a, int) const {
+        return {a.first_row + t, a.first_row + t + 1};
+    }
     __device__ Slices slices(int) const { return {0, 0, 0, 0}; }
     __device__ ListSpan span(int) const { return {0, length}; }
     __device__ int bound() const { return capacity; }
@@ -3881,8 +3889,8 @@ struct HistoryKeys {
         return {a.first_row + r, a.first_row + min(r + each, end)};
     }
     __device__ Slices slices(int kv) const {
-        const int bytes = format.dtype == KV_F8 ? 1 : 2, key = kv * dim, value = (kv_heads + kv) * dim;
-        return {key * bytes, value * bytes, format.quantised + key / format.group * 4, format.quantised + value / format.group * 4};
+        const int bytes = format.dtype == KV_F8 ? 1 : 2, key = kv * dim, value = (kv_heads + kv) * dim, scales = format.quantised;
+        return {key * bytes, value * bytes, scales + key / format.group * 4, scales + value / format.group * 4};
     }
     __device__ const uint8_t *row(int s) const {
         return row_at(pool, format.stride, DeviceRow{pages[s / PAGE_ROWS].id * PAGE_ROWS + s % PAGE_ROWS});
@@ -3940,10 +3948,12 @@ struct BlockKeys {
                              : ring + (size_t)(t % ring_rows) * format.stride;
     }
     __device__ int start(int head) const { return head * dim; }
-    __device__ float at(const uint8_t *row, int s, int i) const { return own(s) ? ((const float *)row)[i] : cached_value(row, format, i); }
+    __device__ float at(const uint8_t *row, int s, int i) const {
+        return own(s) ? ((const float *)row)[i] : cached_value(row, format, i);
+    }
 };
 
-/* What merge_kernel needs to know of rows whose lists have been gone through: some lists are told by host memory, which is far. */
+/* What merge_kernel needs to know of lists that were gone through. Some are described in host memory, which is far. */
 static __device__ int list_lengths[MAX_PASS_ROWS * MAX_BLOCK];
 
 struct KnownLengths {
@@ -4276,11 +4286,11 @@ latent_kernel(SelectedKeys lists, float *parts, const float *q, int first_row, i
     }
 }
 
-/* ---- tensor cores: keys and values of bf16 or fp8, in shapes that are known beforehand. Rows of a run and heads of a key/value head
- * are the rows of a tile, so they share one read of the keys. A tile's height follows its run: 16 where that is enough (decoding), the
- * warps dividing keys and values; 64 (verification, draft blocks) or, in long runs, 128 (prefill), the warps dividing the rows. A row's
- * sums are made in the same order in all of them: 64 keys at a time, products over 16 values after each other, chunks folded in their
- * order. So which tile a row takes, and where in it, changes no bit. */
+/* ---- tensor cores: keys and values of bf16 or fp8, in shapes that are known beforehand. Rows of a run and heads of a key/value
+ * head are the rows of a tile, so they share one read of the keys. A tile's height follows its run: 16 where that is enough
+ * (decoding), the warps dividing keys and values; 64 (verification, draft blocks) or, in long runs, 128 (prefill), the warps
+ * dividing the rows. A row's sums are made in the same order in all of them: 64 keys at a time, products over 16 values after
+ * each other, chunks folded in their order. So which tile a row takes, and where in it, changes no bit. */
 
 enum {
     LIST_TILE = 64,             /* keys in shared memory at a time */
@@ -4330,7 +4340,8 @@ template <typename Keys> struct ListWalk {
     /* The row of this thread's key in tile i. */
     __device__ const uint8_t *name(int i) const {
         const int s = begin(i) + threadIdx.x;
-        const uint8_t *row = threadIdx.x < LIST_TILE && s < keys.bound() ? keys.row(s) : NULL;     /* asked for before the length is known */
+        /* Asked for without waiting for the length. */
+        const uint8_t *row = threadIdx.x < LIST_TILE && s < keys.bound() ? keys.row(s) : NULL;
         return s < keys.length ? row : NULL;
     }
 };
@@ -4361,8 +4372,8 @@ template <typename Keys> static __device__ void name_first(const uint8_t *(*sour
     __syncthreads();
 }
 
-/* The pieces [FROM, TO) of tile i begin their way into shared memory; those past the list's end are zeros. A thread takes the same
- * piece of several keys. */
+/* The pieces [FROM, TO) of tile i begin their way into shared memory; those past the list's end are zeros. A thread takes the
+ * same piece of several keys. */
 template <typename Keys, int KEY, int VALUE, bool FP8, int FROM, int TO, int BLOCK, int STAGES, int WIDENED>
 static __device__ void start_pieces(ListTiles<Keys, KEY, VALUE, FP8, STAGES, WIDENED> *tiles, const ListWalk<Keys> &walk, int i) {
     typedef ListRow<Keys, KEY, VALUE, FP8> Shape;
@@ -4433,17 +4444,17 @@ template <int M, int KEY> struct TileQueries {
     int first[M], end[M], vector[M];
 };
 
-/* Rows [0, used) of a tile: `group` heads of each of its rows of q, from `head` on. */
+/* A key/value head's heads of each of the tile's rows of q. */
 template <typename Keys, int M, int KEY, int BLOCK>
-static __device__ void load_queries(TileQueries<M, KEY> *queries, const Keys &keys, const Attend &a, TileRows rows, int head, int group) {
-    const int used = (rows.end - rows.first) * group;
+static __device__ void load_queries(TileQueries<M, KEY> *queries, const Keys &keys, const Attend &a, TileRows rows, int kv) {
+    const int group = a.heads / a.kv_heads, used = (rows.end - rows.first) * group;
     for (int m = threadIdx.x; m < M; m += BLOCK) {
         const int row = rows.first + min(m, used - 1) / group;
         const ListSpan span = keys.span(row);
         queries->first[m] = span.first;
         queries->end[m] = span.end;
         if (a.parts) list_lengths[row] = span.end;
-        queries->vector[m] = row * a.heads + head + min(m, used - 1) % group;
+        queries->vector[m] = row * a.heads + kv * group + min(m, used - 1) % group;
     }
     __syncthreads();
 #pragma unroll 8
@@ -4463,8 +4474,8 @@ static __device__ float power_of_two(float x) {
 /* The largest dot product of a row so far as exponents count it: 0 where it has seen nothing. */
 static __device__ float reference(float largest, float scale) { return largest == -FLT_MAX ? 0 : largest * scale; }
 
-/* What a thread keeps of its two rows g and g + 8, g = lane / 4, of 16: values, as fragments, the sum of the weights in all columns of
- * another, and the largest dot product. */
+/* What a thread keeps of its two rows g and g + 8, g = lane / 4, of 16: values, as fragments, the sum of the weights in all
+ * columns of another, and the largest dot product. */
 template <int COLUMNS> struct Sums {
     float total[COLUMNS][4], sum[4], largest[2];
 };
@@ -4507,13 +4518,14 @@ template <int COLUMNS> static __device__ void fold_sums(Folded<COLUMNS> &all, co
 
 /* A chunk leaves its part, of rows from `top` on; this thread's values of each row begin at `first`. */
 template <int COLUMNS>
-static __device__ void leave_part(const Sums<COLUMNS> &sums, const Attend &a, const int *vectors, int top, int used_rows, int first,
-                                  int value_dim, int chunk) {
+static __device__ void leave_part(const Sums<COLUMNS> &sums, const Attend &a, const int *vectors, int top, int used_rows,
+                                  int first, int value_dim, int chunk) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int row = top + 8 * i + (int)threadIdx.x % 32 / 4;
         if (row >= used_rows) continue;
-        float *part = partial_of(a.parts, 0, vectors[row] - a.first_row * a.heads, 0, chunk, a.chunks, value_dim), *out = part + 2 + first;
+        float *part = partial_of(a.parts, 0, vectors[row] - a.first_row * a.heads, 0, chunk, a.chunks, value_dim),
+              *out = part + 2 + first;
         if (first == 0) part[0] = sums.largest[i] * a.scale, part[1] = sums.sum[2 * i];
 #pragma unroll
         for (int t = 0; t < COLUMNS; t++) *(float2 *)(out + t * 8) = make_float2(sums.total[t][2 * i], sums.total[t][2 * i + 1]);
@@ -4530,7 +4542,8 @@ static __device__ void write_sums(const float (&total)[COLUMNS][4], const float 
         if (row >= used_rows) continue;
         float *out = y + (size_t)vectors[row] * value_dim + first, inverse = 1 / sum[i];
 #pragma unroll
-        for (int t = 0; t < COLUMNS; t++) *(float2 *)(out + t * 8) = make_float2(total[t][2 * i] * inverse, total[t][2 * i + 1] * inverse);
+        for (int t = 0; t < COLUMNS; t++)
+            *(float2 *)(out + t * 8) = make_float2(total[t][2 * i] * inverse, total[t][2 * i + 1] * inverse);
     }
 }
 
@@ -4590,7 +4603,8 @@ static __device__ void weigh_narrow(Sums<COLUMNS> &sums, const float (&c)[2][4],
 #pragma unroll
         for (int j = 0; j < 2; j++)
             *(uint32_t *)(shared->weights + row * WEIGHTS_PITCH + warp * 16 + j * 8 + lane % 4 * 2) =
-                pair_bf16(power_of_two(__fmaf_rn(c[j][2 * i], scale, -zero)), power_of_two(__fmaf_rn(c[j][2 * i + 1], scale, -zero)));
+                pair_bf16(power_of_two(__fmaf_rn(c[j][2 * i], scale, -zero)),
+                          power_of_two(__fmaf_rn(c[j][2 * i + 1], scale, -zero)));
     }
 }
 
@@ -4623,12 +4637,14 @@ static __device__ void attend_narrow(NarrowShared<Keys, KEY, VALUE, FP8> *shared
               group = a.heads / a.kv_heads, used_rows = (rows.end - rows.first) * group,
               first = (int)threadIdx.x / 32 * columns * 8 + (int)threadIdx.x % 4 * 2;
     auto start_early = [&](int i) { start_pieces<Keys, KEY, VALUE, FP8, 0, Shape::EARLY, block>(&shared->tiles, walk, i); };
-    auto start_late = [&](int i) { start_pieces<Keys, KEY, VALUE, FP8, Shape::EARLY, Shape::PIECES, block>(&shared->tiles, walk, i); };
+    auto start_late = [&](int i) {
+        start_pieces<Keys, KEY, VALUE, FP8, Shape::EARLY, Shape::PIECES, block>(&shared->tiles, walk, i);
+    };
     name_first(shared->tiles.source, walk);
     start_early(0);
 #pragma unroll 1
     for (int i = 1; i < stages; i++) start_late(i - 1), start_early(i);
-    load_queries<Keys, NARROW_ROWS, KEY, block>(&shared->queries, walk.keys, a, rows, kv * group, group);
+    load_queries<Keys, NARROW_ROWS, KEY, block>(&shared->queries, walk.keys, a, rows, kv);
     Sums<columns> sums;
     Folded<columns> all = {.total = {}, .sum = {}, .maximum = {-FLT_MAX, -FLT_MAX}};
     clear(sums);
@@ -4693,16 +4709,18 @@ static __device__ void score_rows(float (&c)[LIST_TILE / 8][4], Query query, con
     }
 }
 
-/* Keys that rows do not see have -FLT_MAX from now on. */
-static __device__ void mask_rows(float (&c)[LIST_TILE / 8][4], const int *first, const int *end, int begin) {
-    const int lane = threadIdx.x % 32;
+/* Keys that rows do not see have -FLT_MAX from now on; `top` is the warp's first row. Most tiles are seen by all. */
+template <int M, int KEY>
+static __device__ void mask_rows(float (&c)[LIST_TILE / 8][4], const TileQueries<M, KEY> &queries, int top, int begin) {
+    if (begin >= queries.first[M - 1] && begin + LIST_TILE <= queries.end[0]) return;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const int low = first[lane / 4 + 8 * i] - begin, high = end[lane / 4 + 8 * i] - begin;
+        const int lane = threadIdx.x % 32, row = top + lane / 4 + 8 * i, first = queries.first[row] - begin,
+                  end = queries.end[row] - begin;
 #pragma unroll
         for (int j = 0; j < LIST_TILE / 4; j++) {
             const int s = j / 2 * 8 + lane % 4 * 2 + j % 2;
-            if (s < low || s >= high) c[j / 2][2 * i + j % 2] = -FLT_MAX;
+            if (s < first || s >= end) c[j / 2][2 * i + j % 2] = -FLT_MAX;
         }
     }
 }
@@ -4758,7 +4776,7 @@ static __device__ void attend_middle(MiddleShared<Keys, KEY, VALUE, FP8> *shared
     auto query = [&](uint32_t (&a)[4], int k) { load_query<KEY>(a, shared->queries.values + top * (KEY + 8), k); };
     name_first(shared->tiles.source, walk);
     start(0);
-    load_queries<Keys, MIDDLE_ROWS, KEY, block>(&shared->queries, walk.keys, a, rows, kv * group, group);
+    load_queries<Keys, MIDDLE_ROWS, KEY, block>(&shared->queries, walk.keys, a, rows, kv);
     Sums<columns> sums;
     Folded<columns> all = {.total = {}, .sum = {}, .maximum = {-FLT_MAX, -FLT_MAX}};
     clear(sums);
@@ -4774,10 +4792,9 @@ static __device__ void attend_middle(MiddleShared<Keys, KEY, VALUE, FP8> *shared
             __syncthreads();
         }
         if (works) {
-            const int every = shared->queries.end[0], none = shared->queries.first[MIDDLE_ROWS - 1];  /* all rows see [none, every) */
             float c[LIST_TILE / 8][4] = {};
             score_rows<KEY>(c, query, tile, Shape::PITCH);
-            if (begin < none || begin + LIST_TILE > every) mask_rows(c, shared->queries.first + top, shared->queries.end + top, begin);
+            mask_rows(c, shared->queries, top, begin);
             weigh_rows(sums, c, a.scale * LOG2_E);
             add_rows(sums, c, tile + Shape::VALUES, Shape::PITCH);
             if (begin % SPLIT_KEYS + LIST_TILE >= SPLIT_KEYS || begin + LIST_TILE >= walk.keys.length) {
@@ -4829,8 +4846,8 @@ template <typename Keys, int KEY, int VALUE, bool FP8> struct WideShared {
 
 /* The end of a chunk: it is folded into those before it. */
 template <int COLUMNS>
-static __device__ void fold_wide(float4 (*folded)[32 * WIDE_WARPS], float (&maximum)[2], float (&sum)[2], const Sums<COLUMNS> &sums,
-                                 float scale) {
+static __device__ void fold_wide(float4 (*folded)[32 * WIDE_WARPS], float (&maximum)[2], float (&sum)[2],
+                                 const Sums<COLUMNS> &sums, float scale) {
     float2 shares[2];
 #pragma unroll
     for (int i = 0; i < 2; i++)
@@ -4846,7 +4863,8 @@ static __device__ void fold_wide(float4 (*folded)[32 * WIDE_WARPS], float (&maxi
 
 /* One tile of rows and their whole lists. The next tile's scores are made beside this one's weights. */
 template <typename Keys, int KEY, int VALUE, bool FP8>
-static __device__ void attend_wide(WideShared<Keys, KEY, VALUE, FP8> *shared, const Keys &lists, const Attend &a, TileRows rows, int kv) {
+static __device__ void attend_wide(WideShared<Keys, KEY, VALUE, FP8> *shared, const Keys &lists, const Attend &a, TileRows rows,
+                                   int kv) {
     typedef ListRow<Keys, KEY, VALUE, FP8> Shape;
     const int block = 32 * WIDE_WARPS, columns = VALUE / 8, lane = threadIdx.x % 32, top = threadIdx.x / 32 * 16,
               group = a.heads / a.kv_heads, used_rows = (rows.end - rows.first) * group;
@@ -4863,14 +4881,15 @@ static __device__ void attend_wide(WideShared<Keys, KEY, VALUE, FP8> *shared, co
     };
     name_first(shared->tiles.source, walk);
     start(0);
-    load_queries<Keys, WIDE_ROWS, KEY, block>(&shared->queries, walk.keys, a, rows, kv * group, group);
+    load_queries<Keys, WIDE_ROWS, KEY, block>(&shared->queries, walk.keys, a, rows, kv);
     arrive(0);
     start(1);
     uint32_t q[KEY / 16][4];
 #pragma unroll
     for (int k = 0; k < KEY; k += 16) load_query<KEY>(q[k / 16], shared->queries.values + top * (KEY + 8), k);
-    auto query = [&](uint32_t (&a)[4], int k) { a[0] = q[k / 16][0], a[1] = q[k / 16][1], a[2] = q[k / 16][2], a[3] = q[k / 16][3]; };
-    const int every = shared->queries.end[0], none = shared->queries.first[WIDE_ROWS - 1];      /* all rows see [none, every) */
+    auto query = [&](uint32_t (&a)[4], int k) {
+        for (int i = 0; i < 4; i++) a[i] = q[k / 16][i];
+    };
     Sums<columns> sums;
     float maximum[2] = {-FLT_MAX, -FLT_MAX}, sum[2] = {0, 0}, c[LIST_TILE / 8][4] = {};
     clear(sums);
@@ -4885,7 +4904,7 @@ static __device__ void attend_wide(WideShared<Keys, KEY, VALUE, FP8> *shared, co
         start(i + 2);
         if (works && !last) score_rows<KEY>(next, query, shared->tile(i + 1), Shape::PITCH);
         if (works) {
-            if (begin < none || begin + LIST_TILE > every) mask_rows(c, shared->queries.first + top, shared->queries.end + top, begin);
+            mask_rows(c, shared->queries, top, begin);
             weigh_rows(sums, c, a.scale * LOG2_E);
             add_rows(sums, c, shared->tile(i) + Shape::VALUES, Shape::PITCH);
             if (begin % SPLIT_KEYS + LIST_TILE >= SPLIT_KEYS || last) {
@@ -5460,12 +5479,12 @@ template <typename Keys> static void attend(const Keys &keys, const Attend &a, i
               side = chunks < 64 ? chunks : 64;
     attend_split(a, value_dim, longest, side, [&](const Attend &part) {
         allow_shared(attend_kernel<Keys>, bytes);
-        attend_kernel<Keys><<<dim3(part.n_rows, blocks, side), 32 * ATTEND_WARPS, bytes, gpu.stream>>>(keys, part, key_dim, value_dim);
+        attend_kernel<<<dim3(part.n_rows, blocks, side), 32 * ATTEND_WARPS, bytes, gpu.stream>>>(keys, part, key_dim, value_dim);
         LAUNCHED();
     });
 }
 
-/* On tensor cores. Where there are tiles enough for every multiprocessor, or lists are short, a thread block takes whole lists. */
+/* On tensor cores. Where there are tiles enough for all multiprocessors, or lists are short, a thread block takes whole lists. */
 template <typename Keys, int KEY, int VALUE, bool FP8>
 static void attend_tiles(const Keys &keys, const Attend &a, int most_tiles, int longest) {
     const size_t narrow = sizeof(NarrowShared<Keys, KEY, VALUE, FP8>), middle = sizeof(MiddleShared<Keys, KEY, VALUE, FP8>),
