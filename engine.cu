@@ -20,6 +20,7 @@ extern "C" {
 #include <float.h>
 #include <omp.h>
 #include <pthread.h>
+#include <sys/mman.h>
 #include <type_traits>
 #include <unistd.h>
 
@@ -103,7 +104,8 @@ enum {
     WEIGHT_CHUNK = 512 << 20,   /* bytes taken at a time for weights */
     WEIGHT_ALIGNMENT = 256,
     MOVERS = 16,                /* threads that move weights, at most */
-    MOVE_PIECE = 1 << 20,       /* bytes that one copies at a time; each has two pinned, and pinning takes 0.6 ms a megabyte */
+    MOVE_PIECE = 2 << 20,       /* bytes that one copies at a time, a huge page; each has two of them pinned */
+    MOVE_SHARE = 16 << 20,      /* bytes that another thread is started for */
     MOVE_QUEUE = 32,            /* tensors that wait for them */
     MAX_CHUNKS = 4096,
 };
@@ -125,12 +127,13 @@ struct Move { uint8_t *to; const uint8_t *from; size_t bytes; };
 static struct Movers {          /* threads that bring weights to the device while the pipeline binds the next */
     pthread_t threads[MOVERS];
     int n;                      /* of them that run */
+    size_t bytes;               /* that they have been given */
     pthread_mutex_t lock;       /* of all that follows */
     pthread_cond_t changed;
     Move queue[MOVE_QUEUE];     /* a ring: what is to be moved, from `first` to `end` */
     size_t first, end, offset;  /* offset: of the first, what has been taken */
     bool leaving;               /* as soon as nothing is left */
-} movers = {{}, 0, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, {}, 0, 0, 0, false};
+} movers = {{}, 0, 0, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, {}, 0, 0, 0, false};
 
 static bool attention_start(Error *error);
 static bool hierarchy_start(Error *error);
@@ -201,6 +204,7 @@ static void finish_moving(void) {
     pthread_mutex_unlock(&movers.lock);
     while (movers.n) pthread_join(movers.threads[--movers.n], NULL);
     movers.leaving = false;
+    movers.bytes = 0;
 }
 
 static void wait_for_all(void) {
@@ -312,9 +316,12 @@ static uint8_t *place_weights(size_t bytes, Error *error) {
  * files and the link overlap, whatever sizes tensors have. Threads of OpenMP would sleep between two tensors, which costs a third of
  * the rate. */
 static void *move_pieces(void *) {
-    uint8_t *pinned;
     cudaEvent_t moved[2];
-    CUDA(cudaHostAlloc(&pinned, 2 * MOVE_PIECE, cudaHostAllocDefault));
+    uint8_t *pinned = (uint8_t *)aligned_alloc(MOVE_PIECE, 2 * MOVE_PIECE);
+    if (!pinned) fprintf(stderr, "tide: out of memory, %d bytes wanted to move weights\n", 2 * MOVE_PIECE), _exit(1);
+    madvise(pinned, 2 * MOVE_PIECE, MADV_HUGEPAGE); /* pinned in 0.1 ms a megabyte, small pages in 0.6 */
+    memset(pinned, 0, 2 * MOVE_PIECE);
+    CUDA(cudaHostRegister(pinned, 2 * MOVE_PIECE, cudaHostRegisterDefault));
     for (int i = 0; i < 2; i++) CUDA(cudaEventCreateWithFlags(&moved[i], cudaEventDisableTiming));
     pthread_mutex_lock(&movers.lock);
     for (int turn = 0;; turn ^= 1) {
@@ -337,7 +344,8 @@ static void *move_pieces(void *) {
     }
     pthread_mutex_unlock(&movers.lock);
     for (int i = 0; i < 2; i++) CUDA(cudaEventSynchronize(moved[i])), CUDA(cudaEventDestroy(moved[i]));
-    CUDA(cudaFreeHost(pinned));
+    CUDA(cudaHostUnregister(pinned));
+    free(pinned);
     return NULL;
 }
 
@@ -345,7 +353,8 @@ static void *move_pieces(void *) {
 static const void *import_weights(const void *data, size_t bytes, Error *error) {
     uint8_t *to = place_weights(bytes, error);
     if (!to || !bytes) return to;
-    while (movers.n < MOVERS && movers.n < omp_get_max_threads())
+    movers.bytes += bytes;
+    while (movers.n < MOVERS && movers.n < omp_get_max_threads() && (size_t)movers.n * MOVE_SHARE < movers.bytes)
         if (pthread_create(&movers.threads[movers.n++], NULL, move_pieces, NULL)) {
             fprintf(stderr, "tide: cannot start a thread to move weights\n");
             _exit(1);

@@ -43,7 +43,7 @@ static struct {
     bool slow_copies;           /* copies between the tiers are not complete when they are first asked for */
     unsigned asked;
     bool fault;                 /* the rows of a session in a pass become NaNs behind some layer */
-    int fault_session, fault_layer, layer, n_rows, hidden;
+    int fault_session, fault_layer, layer, n_rows;
     const Row *rows;
 } watch = {.foil = -1};
 
@@ -95,10 +95,11 @@ static void watched_entering(void *user, int layer, const float *hidden, const R
     watch.n_rows = n_rows;
 }
 
-static void faulty_add(float *y, const float *x, size_t n) {
-    add(y, x, n);
-    for (int r = 0; watch.fault && watch.layer == watch.fault_layer && n == (size_t)(watch.n_rows * watch.hidden) && r < watch.n_rows; r++)
-        if (watch.rows[r].session == watch.fault_session) y[r * watch.hidden] = NAN;
+static void faulty_add_norm(float *y, float *x, const float *branch, const float *weight, int n, int dim, float eps,
+                            PassReport *report, int place) {
+    for (int r = 0; watch.fault && watch.layer == watch.fault_layer && n == watch.n_rows && r < n; r++)
+        if (watch.rows[r].session == watch.fault_session) x[r * dim] = NAN;
+    add_norm(y, x, branch, weight, n, dim, eps, report, place);
 }
 
 /* A link that is slow, but keeps the order. */
@@ -114,11 +115,10 @@ static void watch_engine(Engine *engine) {
     watched_backend.block_attention = counted_block_attention;
     watched_backend.draw_drafts = watched_draw_drafts;
     watched_backend.select_path = watched_select_path;
-    watched_backend.add = faulty_add;
+    watched_backend.add_norm = faulty_add_norm;
     watched_backend.finish_copy = slow_finish_copy;
     engine->backend = engine->cache.backend = &watched_backend;
     engine->probe = (Probe){.entering = watched_entering};
-    watch.hidden = engine->config.hidden_size;
     watch.fault = false;
     watch.layer = -1;
     memset(watch.oracle, 0, sizeof watch.oracle);
