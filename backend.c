@@ -121,7 +121,7 @@ enum {
     REDUCTION_BLOCK = 1024,     /* k is summed in blocks of this many, the blocks' sums in order; a multiple of SCALE_BLOCK */
     TILE_ROWS = 6,              /* rows of x in flight: 6 x 2 accumulators, 2 weights and 1 x fill sixteen registers */
     STRIP_COLUMNS = 48,         /* output columns whose weights meet all rows before the next: 48 * 1,024 stay in the L2 cache */
-    STRIP_ROWS = 12,            /* rows from which f16 and e4m3 weights are worth widening beforehand */
+    STRIP_ROWS = 12,            /* rows from which f16, e4m3 and e2m1 weights are worth widening beforehand */
     PANEL_STRIDE = REDUCTION_BLOCK + 16,    /* off the power of two, or all columns would fall into the same cache sets */
     MAX_TILE = 12,              /* accumulators of any tile; array sizes have to be constants for them to be registers */
     MAX_COLUMNS = 4,
@@ -194,6 +194,12 @@ INLINE u32x8 extend_bytes(const uint8_t *p) {
 /* Eight stored values as f32: widen(), eight at a time. */
 INLINE f32x8 widen8(const uint8_t *p, DType dtype) {
     if (dtype == DTYPE_F32) return load8((const float *)p);
+    if (dtype == DTYPE_F4_E2M1) {
+        uint32_t eight;
+        memcpy(&eight, p, sizeof eight);
+        u32x8 bits = (u32x8){eight, eight, eight, eight, eight, eight, eight, eight} >> (u32x8){0, 4, 8, 12, 16, 20, 24, 28};
+        return (f32x8)((bits << 28 & 0x80000000) | (bits << 22 & 0x01c00000)) * splat8(0x1p126f);
+    }
     if (dtype == DTYPE_F8_E4M3) {
         u32x8 bits = extend_bytes(p) << 20 & 0x87f00000;            /* sign, exponent and mantissa in f32's places */
         u32x8 nan = (u32x8)((bits & 0x07f00000) == 0x07f00000);     /* all ones is a NaN in f32 too */
@@ -209,7 +215,7 @@ INLINE f32x8 widen8(const uint8_t *p, DType dtype) {
 /* The first n < 8 of them, zeros behind. */
 INLINE f32x8 widen_few(const uint8_t *p, DType dtype, int n) {
     uint8_t padded[32] = {0};
-    memcpy(padded, p, (size_t)n * dtype_size(dtype));
+    memcpy(padded, p, stored_bytes(dtype, (size_t)n));
     return widen8(padded, dtype);
 }
 
@@ -234,25 +240,38 @@ INLINE f32x8 exp8(f32x8 x) {
     return select8(x == x, (f32x8)((u32x8)y + ((u32x8)shifted << 23)), x);
 }
 
+/* Columns of a row that share a scale; 0: there are no scales. */
+INLINE int scale_block(const DType dtype) { return dtype == DTYPE_F8_E4M3 ? SCALE_BLOCK : dtype == DTYPE_F4_E2M1 ? EXPONENT_BLOCK : 0; }
+
+/* The scales of row `row` of a matrix, from column `first` on, in their stored form; and one of them. */
+INLINE const void *block_scales(const Matrix *w, int row, int first, const DType dtype) {
+    const size_t cols = (size_t)w->scale_cols;
+    if (dtype == DTYPE_F4_E2M1) return w->exponents + (size_t)(w->first_row + row) * cols + first / EXPONENT_BLOCK;
+    return w->scale ? w->scale + (size_t)((w->first_row + row) / SCALE_BLOCK) * cols + first / SCALE_BLOCK : NULL;
+}
+
+INLINE float scale_at(const void *scales, int i, const DType dtype) {
+    return dtype == DTYPE_F4_E2M1 ? widen((const uint8_t *)scales + i, DTYPE_F8_E8M0) : ((const float *)scales)[i];
+}
+
 /* sum[r * columns + c] = x[r] . w[c] over n <= REDUCTION_BLOCK values. x: value k of row r stands at r * x_stride + k * x_step
  * for k a multiple of 8, its seven neighbours behind it. w: bytes of dtype, columns w_stride bytes apart;
- * scale[c]: for e4m3, one value per SCALE_BLOCK of k. */
+ * scale[c]: for e4m3 and e2m1, one per scale_block of k. */
 INLINE void dot_tile(float *sum, const float *x, size_t x_stride, const size_t x_step, const uint8_t *w, size_t w_stride,
-                     const float *const *scale, int n, const DType dtype, const int rows, const int columns, const bool ahead) {
-    const bool scaled = dtype == DTYPE_F8_E4M3;
-    const size_t size = dtype_size(dtype);
+                     const void *const *scale, int n, const DType dtype, const int rows, const int columns, const bool ahead) {
+    const int block = scale_block(dtype);
     f32x8 total[MAX_TILE], s[MAX_COLUMNS];
     for (int i = 0; i < rows * columns; i++) total[i] = splat8(0);
-    for (int begin = 0; begin < n; begin += scaled ? SCALE_BLOCK : n) {
-        int end = scaled && begin + SCALE_BLOCK < n ? begin + SCALE_BLOCK : n, k = begin;
-        if (scaled) for (int c = 0; c < columns; c++) s[c] = splat8(scale[c][begin / SCALE_BLOCK]);
+    for (int begin = 0; begin < n; begin += block ? block : n) {
+        int end = block && begin + block < n ? begin + block : n, k = begin;
+        if (block) for (int c = 0; c < columns; c++) s[c] = splat8(scale_at(scale[c], begin / block, dtype));
         for (; k + 8 <= end; k += 8) {
             f32x8 weight[MAX_COLUMNS];
-            for (int c = 0; c < columns; c++) weight[c] = widen8(w + (size_t)c * w_stride + (size_t)k * size, dtype);
-            if (ahead && (size_t)k * size % 64 == 0) /* four tiles ahead: the hardware loses the stream at each column's end */
+            for (int c = 0; c < columns; c++) weight[c] = widen8(w + (size_t)c * w_stride + stored_bytes(dtype, (size_t)k), dtype);
+            if (ahead && stored_bytes(dtype, (size_t)k) % 64 == 0) /* four tiles ahead: the hardware loses the stream at each column's end */
                 for (int c = 0; c < columns; c++)
-                    __builtin_prefetch(w + (size_t)(4 * columns + c) * w_stride + (size_t)k * size, 0, 2);
-            if (scaled) for (int c = 0; c < columns; c++) weight[c] *= s[c];
+                    __builtin_prefetch(w + (size_t)(4 * columns + c) * w_stride + stored_bytes(dtype, (size_t)k), 0, 2);
+            if (block) for (int c = 0; c < columns; c++) weight[c] *= s[c];
             for (int r = 0; r < rows; r++) {
                 f32x8 input = load8(x + (size_t)r * x_stride + (size_t)k * x_step);
                 in_register(&input);
@@ -260,8 +279,8 @@ INLINE void dot_tile(float *sum, const float *x, size_t x_stride, const size_t x
             }
         }
         if (k < end) for (int c = 0; c < columns; c++) {
-            f32x8 weight = widen_few(w + (size_t)c * w_stride + (size_t)k * size, dtype, end - k);
-            if (scaled) weight *= s[c];
+            f32x8 weight = widen_few(w + (size_t)c * w_stride + stored_bytes(dtype, (size_t)k), dtype, end - k);
+            if (block) weight *= s[c];
             for (int r = 0; r < rows; r++) {
                 f32x8 input = widen_few((const uint8_t *)(x + (size_t)r * x_stride + (size_t)k * x_step), DTYPE_F32, end - k);
                 total[r * columns + c] = fma8(input, weight, total[r * columns + c]);
@@ -381,46 +400,46 @@ static void axpy_panel(float *y, size_t y_stride, const float *p, size_t p_strid
  *
  *     linear -> linear_columns -> up to six rows: direct_rows -> direct_columns -> direct_tile -> dot_tile on stored weights
  *                              -> more:  strip_columns -> strip_rows -> strip_tile -> dot_tile on stored weights
- *                              -> more than twelve, f16 and e4m3:  panel_columns -> dot_panel -> ... -> dot_tile on widened ones
+ *                              -> more than twelve, not f32 or bf16: panel_columns -> dot_panel -> ... -> dot_tile on widened ones
  *
  * Owns: y = W x with W in its stored format. For up to six rows the weights are widened in registers and read once, from end to
  * end: decode, bound by memory. For more, strips of 48 columns by 1,024 values stay in the cache while all rows meet them:
  * verification and prefill, bound by arithmetic. bf16 takes two instructions to widen, so it is done again for every six rows;
- * f16 and e4m3 are widened into the cache once.
+ * f16, e4m3 and e2m1 are widened into the cache once.
  */
 
 /* w[row, first .. first + n) times its block scales, as f32. */
 static void widen_weights(float *out, const Matrix *w, int row, int first, int n) {
-    const uint8_t *data = w->data + ((size_t)row * (size_t)w->cols + (size_t)first) * dtype_size(w->dtype);
-    const float *scale = w->scale ? w->scale + (size_t)((w->first_row + row) / SCALE_BLOCK) * (size_t)w->scale_cols : NULL;
+    const uint8_t *data = w->data + (size_t)row * stored_bytes(w->dtype, (size_t)w->cols) + stored_bytes(w->dtype, (size_t)first);
+    const void *scale = block_scales(w, row, 0, w->dtype);
+    const int block = scale_block(w->dtype);
     int k = 0;
-#define WIDEN_ALL(D) for (; k + 8 <= n; k += 8) store8(out + k, widen8(data + (size_t)k * dtype_size(D), D))
+#define WIDEN_ALL(D) for (; k + 8 <= n; k += 8) store8(out + k, widen8(data + stored_bytes(D, (size_t)k), D))
     switch (w->dtype) {
     case DTYPE_F32: WIDEN_ALL(DTYPE_F32); break;
     case DTYPE_F16: WIDEN_ALL(DTYPE_F16); break;
     case DTYPE_BF16: WIDEN_ALL(DTYPE_BF16); break;
+    case DTYPE_F4_E2M1: WIDEN_ALL(DTYPE_F4_E2M1); break;
     default: WIDEN_ALL(DTYPE_F8_E4M3); break;
     }
 #undef WIDEN_ALL
-    for (; k < n; k++) out[k] = widen(data + (size_t)k * dtype_size(w->dtype), w->dtype);
-    if (scale) for (k = 0; k < n; k++) out[k] *= scale[(first + k) / SCALE_BLOCK];
-}
-
-INLINE const float *block_scales(const Matrix *w, int column, int first, const DType dtype) {
-    if (dtype != DTYPE_F8_E4M3) return NULL;
-    return w->scale + (size_t)((w->first_row + column) / SCALE_BLOCK) * (size_t)w->scale_cols + first / SCALE_BLOCK;
+    if (k < n) {
+        f32x8 rest = widen_few(data + stored_bytes(w->dtype, (size_t)k), w->dtype, n - k);
+        memcpy(out + k, &rest, (size_t)(n - k) * sizeof *out);
+    }
+    if (block) for (k = 0; k < n; k++) out[k] *= scale_at(scale, (first + k) / block, w->dtype);
 }
 
 INLINE void direct_tile(float *y, size_t y_stride, const float *x, size_t x_stride, const Matrix *w, int o, const DType dtype,
                         const int rows, const int columns) {
-    const size_t size = dtype_size(dtype), stride = (size_t)w->cols * size;
+    const size_t stride = stored_bytes(dtype, (size_t)w->cols);
     float total[MAX_TILE] = {0}, sum[MAX_TILE] = {0};
     for (int k = 0; k < w->cols; k += REDUCTION_BLOCK) {
         int n = w->cols - k < REDUCTION_BLOCK ? w->cols - k : REDUCTION_BLOCK;
-        const float *scale[MAX_COLUMNS] = {0};
+        const void *scale[MAX_COLUMNS] = {0};
         for (int c = 0; c < columns; c++) scale[c] = block_scales(w, o + c, k, dtype);
-        dot_tile(sum, x + k, x_stride, 1, w->data + (size_t)o * stride + (size_t)k * size, stride, scale, n, dtype, rows, columns,
-                 true);
+        dot_tile(sum, x + k, x_stride, 1, w->data + (size_t)o * stride + stored_bytes(dtype, (size_t)k), stride, scale, n, dtype,
+                 rows, columns, true);
         for (int i = 0; i < rows * columns; i++) total[i] = k ? total[i] + sum[i] : sum[i];
     }
     for (int r = 0; r < rows; r++)
@@ -450,12 +469,12 @@ INLINE void direct_rows(float *y, size_t y_stride, const float *x, size_t x_stri
 /* One block of the reduction, values [first, first + n): x is packed. */
 INLINE void strip_tile(float *y, size_t y_stride, const float *x, const Matrix *w, int o, int first, int n, const DType dtype,
                        const int rows, const int columns) {
-    const size_t size = dtype_size(dtype), stride = (size_t)w->cols * size;
-    const float *scale[MAX_COLUMNS] = {0};
+    const size_t stride = stored_bytes(dtype, (size_t)w->cols);
+    const void *scale[MAX_COLUMNS] = {0};
     float sum[MAX_TILE] = {0};
     for (int c = 0; c < columns; c++) scale[c] = block_scales(w, o + c, first, dtype);
-    dot_tile(sum, x, 8, (size_t)rows, w->data + (size_t)o * stride + (size_t)first * size, stride, scale, n, dtype, rows, columns,
-             false);
+    dot_tile(sum, x, 8, (size_t)rows, w->data + (size_t)o * stride + stored_bytes(dtype, (size_t)first), stride, scale, n, dtype,
+             rows, columns, false);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++) {
             float *out = &y[(size_t)r * y_stride + (size_t)(o + c)];
@@ -519,20 +538,24 @@ FOR_DTYPE(direct_f32, direct_rows, DTYPE_F32)
 FOR_DTYPE(direct_f16, direct_rows, DTYPE_F16)
 FOR_DTYPE(direct_bf16, direct_rows, DTYPE_BF16)
 FOR_DTYPE(direct_e4m3, direct_rows, DTYPE_F8_E4M3)
+FOR_DTYPE(direct_e2m1, direct_rows, DTYPE_F4_E2M1)
 FOR_DTYPE(strips_f32, strip_columns, DTYPE_F32)
 FOR_DTYPE(strips_f16, strip_columns, DTYPE_F16)
 FOR_DTYPE(strips_bf16, strip_columns, DTYPE_BF16)
 FOR_DTYPE(strips_e4m3, strip_columns, DTYPE_F8_E4M3)
+FOR_DTYPE(strips_e2m1, strip_columns, DTYPE_F4_E2M1)
 #undef FOR_DTYPE
 
 /* Output columns [begin, end) of y = W x, on the calling thread. */
 static void linear_columns(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin,
                            int end) {
     static LinearColumns *const direct[DTYPE_COUNT] = {
-        [DTYPE_F32] = direct_f32, [DTYPE_F16] = direct_f16, [DTYPE_BF16] = direct_bf16, [DTYPE_F8_E4M3] = direct_e4m3};
+        [DTYPE_F32] = direct_f32, [DTYPE_F16] = direct_f16, [DTYPE_BF16] = direct_bf16, [DTYPE_F8_E4M3] = direct_e4m3,
+        [DTYPE_F4_E2M1] = direct_e2m1};
     static LinearColumns *const strips[DTYPE_COUNT] = {
-        [DTYPE_F32] = strips_f32, [DTYPE_F16] = strips_f16, [DTYPE_BF16] = strips_bf16, [DTYPE_F8_E4M3] = strips_e4m3};
-    bool costly = w->dtype == DTYPE_F16 || w->dtype == DTYPE_F8_E4M3;   /* to widen: more than the products of a few rows */
+        [DTYPE_F32] = strips_f32, [DTYPE_F16] = strips_f16, [DTYPE_BF16] = strips_bf16, [DTYPE_F8_E4M3] = strips_e4m3,
+        [DTYPE_F4_E2M1] = strips_e2m1};
+    bool costly = w->dtype != DTYPE_F32 && w->dtype != DTYPE_BF16;      /* to widen: more than the products of a few rows */
     LinearColumns *columns = rows <= TILE_ROWS             ? direct[w->dtype]
                              : costly && rows > STRIP_ROWS ? panel_columns
                                                            : strips[w->dtype];
@@ -564,7 +587,7 @@ static void embed(float *y, const Matrix *embedding, const Row *rows, int n_rows
 /* The sum over i of a[i] * b[i], in eight lanes. */
 static float dot(const float *a, const float *b, int n) {
     float sum = 0, part;
-    const float *none = NULL;
+    const void *none = NULL;
     for (int k = 0; k < n; k += REDUCTION_BLOCK) {
         dot_tile(&part, a + k, 0, 1, (const uint8_t *)(b + k), 0, &none, n - k < REDUCTION_BLOCK ? n - k : REDUCTION_BLOCK,
                  DTYPE_F32, 1, 1, false);
@@ -968,7 +991,7 @@ static void dense_attention(float *y, const float *q, const RowPool *pool, const
 /* Rows [first, first + count) of a matrix, for the heads stacked in it. */
 static Matrix matrix_rows(const Matrix *matrix, int first, int count) {
     Matrix view = *matrix;
-    view.data += (size_t)first * (size_t)matrix->cols * dtype_size(matrix->dtype);
+    view.data += (size_t)first * stored_bytes(matrix->dtype, (size_t)matrix->cols);
     view.rows = count;
     view.first_row += first;
     return view;

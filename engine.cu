@@ -421,9 +421,21 @@ template <int N> static __device__ float group_sum(float value) {
     return sum;
 }
 
+/* An e2m1 value in the lower four bits: those of f32's exponent and mantissa in their place, and a multiplication to repair the
+ * exponent. */
+static __device__ inline float widen_e2m1(uint32_t bits) {
+    return __uint_as_float((bits & 8) << 28 | (bits & 7) << 22) * 0x1p126f;
+}
+
+/* 2^(exponent - 127); the largest is no number. */
+static __device__ inline float widen_e8m0(uint32_t exponent) {
+    return __uint_as_float(exponent == 255 ? 0x7fc00000 : exponent ? exponent << 23 : 0x400000);
+}
+
 /* One stored value of any type as f32. */
 static __device__ float load_stored(const uint8_t *data, size_t i, DType dtype) {
     switch (dtype) {
+    case DTYPE_F4_E2M1: return widen_e2m1((uint32_t)data[i / 2] >> i % 2 * 4);
     case DTYPE_F32: return ((const float *)data)[i];
     case DTYPE_F16: return __half2float(((const __half *)data)[i]);
     case DTYPE_BF16: return __bfloat162float(((const __nv_bfloat16 *)data)[i]);
@@ -685,9 +697,9 @@ static void check_finite(PassReport *report, int place, const float *x, int n_ro
  */
 
 enum {
+    TERMS = 2,                  /* bf16 numbers whose sum stands for a value of x */
     STRIP = 32,                 /* rows of weights of a warp, as two fragments of 16 */
     WARPS = THREADS / 32,       /* of a block; they divide rows of weights and segments among themselves */
-    SEGMENT_STEP = SCALE_BLOCK, /* columns; a segment is a multiple of this long */
     STRIP_CHUNKS = 2,                 /* of 16 bytes, that a thread has on their way from memory for each row */
     MAX_CLUSTER = 8,
     STAGED_BYTES = 64 << 10,    /* of x in shared memory at most: two blocks of up to 16 rows share a multiprocessor */
@@ -726,22 +738,25 @@ typedef struct Input {
 /* Exact stands for DTYPE_F32 as a template argument, whatever the stored type. */
 static constexpr DType EXACT = DTYPE_F32;
 
-/* Bytes of one stored weight. */
-static __host__ __device__ constexpr size_t weight_bytes(DType dtype) {
-    return dtype == DTYPE_F32 ? 4 : dtype == DTYPE_F8_E4M3 ? 1 : 2;
+/* Bytes of n stored weights of a row. */
+static __host__ __device__ constexpr size_t weight_bytes(DType dtype, size_t n) {
+    return dtype == DTYPE_F32 ? 4 * n : dtype == DTYPE_F8_E4M3 ? n : dtype == DTYPE_F4_E2M1 ? (n + 1) / 2 : 2 * n;
 }
 
-/* Columns of W in a thread's 16 bytes, a chunk; and of a warp's batch. */
-static __host__ __device__ constexpr int chunk_values(DType D) { return D == DTYPE_F8_E4M3 ? 16 : 8; }
+/* Columns of W in a thread's 16 bytes, a chunk; and of a warp's batch. A segment is a multiple of segment_step columns. */
+static __host__ __device__ constexpr int chunk_values(DType D) { return D == DTYPE_F4_E2M1 ? 32 : D == DTYPE_F8_E4M3 ? 16 : 8; }
 static __host__ __device__ constexpr int batch_values(DType D) { return STRIP_CHUNKS * 4 * chunk_values(D); }
+static __host__ __device__ constexpr int segment_step(DType D) { return D == DTYPE_F4_E2M1 ? 256 : 128; }
 static_assert(SCALE_BLOCK == batch_values(DTYPE_F8_E4M3), "a batch of e4m3 weights has one scale");
+static_assert(EXPONENT_BLOCK == chunk_values(DTYPE_F4_E2M1), "a chunk of e2m1 weights has one scale");
 
 /* A warp's rows of weights as one thread sees them: rows g and g + 8, g = lane / 4, of both fragments, from this thread's first
  * chunk on. Offsets are from each fragment's first row. The exact path has one row, the first. */
 typedef struct Strip {
     const uint8_t *data[2];
     const float *scale[2];
-    uint32_t row[4], scale_row[4];                  /* offsets, in bytes and in floats */
+    const uint8_t *exponents[2];
+    uint32_t row[4], scale_row[4];                  /* offsets: in bytes, and in scales */
     int limit[2];               /* of the columns, less those before this thread's; 0 for a fragment outside the matrix */
     DType dtype;
 } Strip;
@@ -749,7 +764,8 @@ typedef struct Strip {
 /* Weights on their way from memory. As soon as a chunk has been multiplied, its registers wait for the next batch's. */
 typedef struct Batch {
     uint4 chunk[STRIP_CHUNKS][4];
-    float scale[4];
+    float scale[4];             /* e4m3 */
+    uint2 exponents[4];         /* e2m1: of each row, a byte for each of four threads' chunks; x for the first, y for the second */
 } Batch;
 
 enum { NO_BATCH = INT_MAX / 2 };                    /* a column past every matrix: fetches zeros, reads nothing */
@@ -771,17 +787,19 @@ static __device__ inline uint4 load_weights(const uint8_t *at, bool there) {
 /* Fragment m of a strip, rows from `first` on of w. Rows past the end repeat the last one, and are not written. */
 template <DType D> static __device__ inline void set_fragment(Strip *strip, int m, const Matrix &w, int first) {
     const int lane = lane_id(), skipped = D == EXACT ? 0 : lane % 4 * chunk_values(D), begin = min(first, w.rows - 1);
-    const size_t bytes = weight_bytes(D == EXACT ? w.dtype : D);
+    const DType dtype = D == EXACT ? w.dtype : D;
     strip->dtype = w.dtype;
     strip->limit[m] = first < w.rows ? w.cols - skipped : 0;
-    strip->data[m] = w.data + (size_t)begin * (size_t)w.cols * bytes;
+    strip->data[m] = w.data + (size_t)begin * weight_bytes(dtype, (size_t)w.cols);
     strip->scale[m] = row_scales(&w, begin);
+    strip->exponents[m] = dtype == DTYPE_F4_E2M1 ? w.exponents + (size_t)(w.first_row + begin) * (size_t)w.scale_cols : NULL;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int row = min(first + (D == EXACT ? lane % 16 : lane / 4 + i * 8), w.rows - 1) - begin;
-        strip->row[2 * m + i] = (uint32_t)row * (uint32_t)w.cols * (uint32_t)bytes + (uint32_t)(skipped * (int)bytes);
-        strip->scale_row[2 * m + i] = (uint32_t)(((w.first_row + begin + row) / SCALE_BLOCK - (w.first_row + begin) / SCALE_BLOCK)
-                                                 * w.scale_cols);
+        const int scale_row = dtype == DTYPE_F4_E2M1 ? row : (w.first_row + begin + row) / SCALE_BLOCK
+                                                                 - (w.first_row + begin) / SCALE_BLOCK;
+        strip->row[2 * m + i] = (uint32_t)row * (uint32_t)weight_bytes(dtype, (size_t)w.cols) + (uint32_t)weight_bytes(dtype, (size_t)skipped);
+        strip->scale_row[2 * m + i] = (uint32_t)(scale_row * w.scale_cols);
     }
 }
 
@@ -795,7 +813,7 @@ template <DType D> static __device__ inline void fetch_chunk(Batch &batch, const
     const int at = k + u * 4 * chunk_values(D);
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        batch.chunk[u][i] = load_weights(strip.data[i / 2] + (strip.row[i] + (uint32_t)at * (uint32_t)weight_bytes(D)),
+        batch.chunk[u][i] = load_weights(strip.data[i / 2] + (strip.row[i] + (uint32_t)weight_bytes(D, (size_t)at)),
                                          at < strip.limit[i / 2]);
 }
 
@@ -806,6 +824,12 @@ template <DType D> static __device__ inline void fetch_scales(Batch &batch, cons
         for (int i = 0; i < 4; i++) {
             const bool there = k < strip.limit[i / 2] + lane_id() % 4 * chunk_values(D);
             batch.scale[i] = there ? __ldg(strip.scale[i / 2] + (strip.scale_row[i] + k / SCALE_BLOCK)) : 0;
+        }
+    if constexpr (D == DTYPE_F4_E2M1)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const uint8_t *at = strip.exponents[i / 2] + (strip.scale_row[i] + (uint32_t)(k / EXPONENT_BLOCK));
+            batch.exponents[i] = k < strip.limit[i / 2] ? __ldg((const uint2 *)at) : make_uint2(0, 0);
         }
 }
 
@@ -830,6 +854,23 @@ template <DType D> static __device__ inline uint32_t narrow_pair(float low, floa
     return pair;
 }
 
+/* What rounding to that type has taken from v. */
+template <DType D> static __device__ inline float remainder_of(float v) {
+    return v - (D == DTYPE_F16 ? __half2float(__float2half_rn(v)) : __bfloat162float(__float2bfloat16_rn(v)));
+}
+
+/* Eight neighbouring values as pairs in the order in which widen_four and widen_eight give the weights they meet. */
+template <DType D> static __device__ inline uint4 narrow_eight(const float v[8]) {
+    constexpr int apart = D == DTYPE_F4_E2M1 ? 4 : D == DTYPE_F8_E4M3 ? 2 : 1;
+    uint32_t pair[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int low = i / apart * 2 * apart + i % apart;
+        pair[i] = narrow_pair<D>(v[low], v[low + apart]);
+    }
+    return make_uint4(pair[0], pair[1], pair[2], pair[3]);
+}
+
 /* Eight values of x from p on; the first `count` of them are there. */
 static __device__ inline void load_eight(float v[8], const float *p, int count, bool aligned) {
     if (aligned && count >= 8) {
@@ -841,8 +882,18 @@ static __device__ inline void load_eight(float v[8], const float *p, int count, 
         for (int i = 0; i < 8; i++) v[i] = i < count ? p[i] : 0;
 }
 
+/* The terms of eight values, `apart` bytes apart. */
+template <DType D> static __device__ inline void store_terms(uint8_t *to, size_t apart, float v[8]) {
+#pragma unroll
+    for (int term = 0; term < TERMS; term++) {
+        *(uint4 *)(to + term * apart) = narrow_eight<D>(v);
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] = remainder_of<D>(v[i]);
+    }
+}
+
 /* x of a pass with many rows, rounded once for all blocks, which then copy it while they multiply. */
-enum { MANY_ROWS = 32, MANY_TILES = 8, MANY_ALONG = 4, MAX_NARROWED = 16 << 20 };
+enum { MANY_ROWS = 32, MANY_TILES = 8, MAX_NARROWED = 16 << 20 };
 static __device__ __align__(16) uint16_t narrowed_rows[MAX_NARROWED];
 
 template <DType D> static __global__ void narrow_kernel(const float *x, size_t stride, size_t width, size_t n, bool aligned) {
@@ -850,8 +901,8 @@ template <DType D> static __global__ void narrow_kernel(const float *x, size_t s
     if (i >= n) return;
     float v[8];
     load_eight(v, x + i / width * stride + i % width, 8, aligned);
-    *(uint4 *)(narrowed_rows + i) = make_uint4(narrow_pair<D>(v[0], v[1]), narrow_pair<D>(v[2], v[3]),
-                                               narrow_pair<D>(v[4], v[5]), narrow_pair<D>(v[6], v[7]));
+    uint16_t *to = narrowed_rows + i / width * width * TERMS + i % width;
+    store_terms<D>((uint8_t *)to, 2 * width, v);
 }
 
 /* 16 bytes into shared memory, or zeros, beside what the thread does next. */
@@ -860,26 +911,33 @@ static __device__ inline void start_copy_to_shared(uint8_t *to, const void *from
                  :: "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
+/* Bytes of one value of x in shared memory: itself, or its terms of 16 bits. */
+static __host__ __device__ constexpr int value_bytes(DType D) { return D == EXACT ? 4 : 2 * TERMS; }
+
 /* Bytes of one row of x in shared memory, with a piece of each of `along` segments. */
 static __host__ __device__ inline int staged_stride(DType D, int along, int piece) {
-    return along * piece * (D == EXACT ? 4 : 2) + STAGED_PAD;
+    return along * piece * value_bytes(D) + STAGED_PAD;
 }
 
 /* Puts x for a piece of every segment of this block into shared memory, columns from `from` on. In the order in which threads
- * need them: of e4m3, whose 16 values of a thread make two fragments, first the lower halves of four threads. */
+ * need them: of e4m3 and e2m1, whose 16 or 32 values of a thread make several fragments, first the first eight of four threads. */
 template <DType D> static __device__ void stage_input(uint8_t *staged, const Input &input, const Cut &cut, int from) {
-    const int stride = staged_stride(D, cut.along, cut.piece), eights = cut.along * cut.piece / 8;
+    const int stride = staged_stride(D, cut.along, cut.piece), eights = cut.along * cut.piece / 8, apart = eights * 16;
 #pragma unroll 2
     for (int i = (int)threadIdx.x; i < input.count * eights; i += THREADS) {
         const int column = i / eights, position = i % eights * 8;
         int offset = position;
         uint8_t *to = staged + column * stride + position * (D == EXACT ? 4 : 2);
         if (D == DTYPE_F8_E4M3) offset = offset / 64 * 64 + offset % 32 / 8 * 16 + offset % 64 / 32 * 8;
+        if (D == DTYPE_F4_E2M1) offset = offset / 128 * 128 + offset % 32 / 8 * 32 + offset % 128 / 32 * 8;
         const int k = from + offset;
         const int row = input.list ? input.list[input.first + column] / input.divisor : input.first + column;
         if (input.narrowed) {
             const bool there = k < input.cols;
-            start_copy_to_shared(to, input.narrowed + (size_t)row * input.stride + (there ? k : 0), there);
+#pragma unroll
+            for (int term = 0; term < TERMS; term++)
+                start_copy_to_shared(to + term * apart, input.narrowed + ((size_t)row * TERMS + (size_t)term) * input.stride
+                                                            + (there ? k : 0), there);
             continue;
         }
         float v[8];
@@ -888,24 +946,43 @@ template <DType D> static __device__ void stage_input(uint8_t *staged, const Inp
 #pragma unroll
             for (int j = 0; j < 8; j++) ((float *)to)[j] = v[j];
         } else
-            *(uint4 *)to = make_uint4(narrow_pair<D>(v[0], v[1]), narrow_pair<D>(v[2], v[3]), narrow_pair<D>(v[4], v[5]),
-                                      narrow_pair<D>(v[6], v[7]));
+            store_terms<D>(to, (size_t)apart, v);
     }
 }
 
-/* Four e4m3 values as two pairs of bf16. The bits are shifted into place, and a multiplication by 2^120 repairs the exponent;
- * subnormals come out right by itself. */
+/* Two pairs of bf16 times a pair. */
+static __device__ inline uint32_t multiply_pair(uint32_t pair, uint32_t factor) {
+    __nv_bfloat162 a, b;
+    memcpy(&a, &pair, 4);
+    memcpy(&b, &factor, 4);
+    a = __hmul2(a, b);
+    memcpy(&pair, &a, 4);
+    return pair;
+}
+
+/* Four e4m3 values as pairs of bf16: the first and the third, the second and the fourth. The bits are shifted into place, and a
+ * multiplication by 2^120 repairs the exponent; subnormals come out right by itself. */
 static __device__ inline uint2 widen_four(uint32_t four) {
-    const uint32_t low = __byte_perm(four, 0, 0x1404), high = __byte_perm(four, 0, 0x3424);
-    uint32_t pair[2] = {(low & 0x80008000) | (low >> 4 & 0x07f007f0), (high & 0x80008000) | (high >> 4 & 0x07f007f0)};
-    const uint32_t power = 0x7b807b80;
-    __nv_bfloat162 values[2], factor;
-    memcpy(values, pair, sizeof pair);
-    memcpy(&factor, &power, sizeof power);
-    values[0] = __hmul2(values[0], factor);
-    values[1] = __hmul2(values[1], factor);
-    memcpy(pair, values, sizeof pair);
-    return make_uint2(pair[0], pair[1]);
+    const uint32_t even = (four << 8 & 0x80008000) | (four << 4 & 0x07f007f0);
+    const uint32_t odd = (four & 0x80008000) | (four >> 4 & 0x07f007f0);
+    return make_uint2(multiply_pair(even, 0x7b807b80), multiply_pair(odd, 0x7b807b80));
+}
+
+/* Eight e2m1 values, likewise, as pairs of values i and i + 4, times e2m1_factor. */
+static __device__ inline uint4 widen_eight(uint32_t eight, uint32_t factor) {
+    return make_uint4(multiply_pair((eight << 12 & 0x80008000) | (eight << 6 & 0x01c001c0), factor),
+                      multiply_pair((eight << 8 & 0x80008000) | (eight << 2 & 0x01c001c0), factor),
+                      multiply_pair((eight << 4 & 0x80008000) | (eight >> 2 & 0x01c001c0), factor),
+                      multiply_pair((eight & 0x80008000) | (eight >> 6 & 0x01c001c0), factor));
+}
+
+/* What this thread's values meet, of the E8M0 exponents of four threads: the scale 2^(e - 127) and the 2^126 that repairs the
+ * values' exponent. Together that may be more than bf16 holds, so it is 2^-32 of it, and put_sums makes up for it. A scale beyond
+ * 2^33 becomes infinite, and shows. */
+enum { E2M1_SHIFT = 32 };
+static __device__ inline uint32_t e2m1_factor(uint32_t exponents) {
+    const uint32_t own = __byte_perm(exponents, 0, 0x4040 | lane_id() % 4 * 0x0101);
+    return (__vminu2(own, 0x00a100a1) << 7) + (126 - E2M1_SHIFT << 7) * 0x10001;
 }
 
 /* sum += A B: 16 rows of weights, 16 values of k, 8 rows of x. */
@@ -919,27 +996,35 @@ template <DType D> static __device__ inline void multiply_fragment(float sum[4],
             : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-/* The 32 values of k of one 64-byte (e4m3: half of one) stretch, for both fragments and all tiles of eight rows of x. */
+/* Eight of a thread's values in each of four rows as two fragments: part `part` of a chunk, 16 bytes of which make 1 (16-bit types),
+ * 2 (e4m3) or 4 (e2m1). */
+template <DType D> static __device__ inline uint4 widen_part(const uint4 &chunk, int part, uint32_t factor) {
+    const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+    if (D == DTYPE_F4_E2M1) return widen_eight(words[part], factor);
+    if (D != DTYPE_F8_E4M3) return chunk;
+    const uint2 low = widen_four(words[2 * part]), high = widen_four(words[2 * part + 1]);
+    return make_uint4(low.x, low.y, high.x, high.y);
+}
+
+/* 32 values of k, for both fragments and all tiles of eight rows of x: of each value of x first the upper term, then the lower. */
 template <DType D, int TILES>
-static __device__ inline void multiply_stretch(float sum[2][TILES][4], const uint4 chunk[4], int half, const uint8_t *x,
-                                               int x_stride, int last_column) {
+static __device__ inline void multiply_stretch(float sum[2][TILES][4], const uint4 chunk[4], int part, const uint32_t factor[4],
+                                               const uint8_t *x, int x_stride, int last_column) {
     uint4 a[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-        if (D == DTYPE_F8_E4M3) {
-            const uint2 low = widen_four(half ? chunk[i].z : chunk[i].x), high = widen_four(half ? chunk[i].w : chunk[i].y);
-            a[i] = make_uint4(low.x, low.y, high.x, high.y);
-        } else a[i] = chunk[i];
+    for (int i = 0; i < 4; i++) a[i] = widen_part<D>(chunk[i], part, factor[i]);
 #pragma unroll
-    for (int tile = 0; tile < TILES; tile++) {
-        const int column = min(tile * 8 + lane_id() / 4, last_column);     /* idle columns of the instruction repeat one */
-        const uint4 b = *(const uint4 *)(x + column * x_stride);
+    for (int term = 0; term < TERMS; term++)
 #pragma unroll
-        for (int m = 0; m < 2; m++) {
-            multiply_fragment<D>(sum[m][tile], a[2 * m].x, a[2 * m + 1].x, a[2 * m].y, a[2 * m + 1].y, b.x, b.y);
-            multiply_fragment<D>(sum[m][tile], a[2 * m].z, a[2 * m + 1].z, a[2 * m].w, a[2 * m + 1].w, b.z, b.w);
+        for (int tile = 0; tile < TILES; tile++) {
+            const int column = min(tile * 8 + lane_id() / 4, last_column);     /* idle columns of the instruction repeat one */
+            const uint4 b = *(const uint4 *)(x + column * x_stride + term * ((x_stride - STAGED_PAD) / TERMS));
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                multiply_fragment<D>(sum[m][tile], a[2 * m].x, a[2 * m + 1].x, a[2 * m].y, a[2 * m + 1].y, b.x, b.y);
+                multiply_fragment<D>(sum[m][tile], a[2 * m].z, a[2 * m + 1].z, a[2 * m].w, a[2 * m + 1].w, b.z, b.w);
+            }
         }
-    }
 }
 
 /* One batch, and the next one, from column `next` on, is fetched in its place. x: this thread's first value of it in row 0. */
@@ -947,23 +1032,33 @@ template <DType D, int TILES>
 static __device__ inline void multiply_batch(float total[2][TILES][4], Batch &batch, const Strip &strip, int next,
                                              const uint8_t *x, int x_stride, int last_column) {
     constexpr bool scaled = D == DTYPE_F8_E4M3;
-    constexpr int halves = scaled ? 2 : 1;
+    constexpr int parts = chunk_values(D) / 8;
     float sum[2][TILES][4] = {};
+    uint32_t factor[STRIP_CHUNKS][4] = {};
+    if constexpr (D == DTYPE_F4_E2M1) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            factor[0][i] = e2m1_factor(batch.exponents[i].x);
+            factor[1][i] = e2m1_factor(batch.exponents[i].y);
+        }
+        fetch_scales<D>(batch, strip, next);
+    }
 #pragma unroll
     for (int u = 0; u < STRIP_CHUNKS; u++) {
 #pragma unroll
-        for (int half = 0; half < halves; half++)
-            multiply_stretch<D, TILES>(scaled ? sum : total, batch.chunk[u], half, x + (u * halves + half) * 64, x_stride,
+        for (int part = 0; part < parts; part++)
+            multiply_stretch<D, TILES>(scaled ? sum : total, batch.chunk[u], part, factor[u], x + (u * parts + part) * 64, x_stride,
                                        last_column);
         fetch_chunk<D>(batch, strip, u, next);
     }
-    if constexpr (scaled)
+    if constexpr (scaled) {
 #pragma unroll
         for (int i = 0; i < 2 * TILES * 4; i++) {
             const int m = i / (TILES * 4), tile = i / 4 % TILES, part = i % 4;
             total[m][tile][part] = fmaf(batch.scale[2 * m + part / 2], sum[m][tile][part], total[m][tile][part]);
         }
-    fetch_scales<D>(batch, strip, next);
+        fetch_scales<D>(batch, strip, next);
+    }
 }
 
 /* Plain f32 for the same values: the lane's row, eight rows of x. k: first column of the batch. */
@@ -972,10 +1067,12 @@ static __device__ void multiply_exactly(float total[8], const Strip &strip, int 
     const int m = lane_id() / 16, limit = m ? strip.limit[1] : strip.limit[0];
     const uint8_t *data = (m ? strip.data[1] : strip.data[0]) + (m ? strip.row[2] : strip.row[0]);
     const float *scale = m ? strip.scale[1] : strip.scale[0];
-    if (scale) scale += m ? strip.scale_row[2] : strip.scale_row[0];
+    const uint8_t *exponents = m ? strip.exponents[1] : strip.exponents[0];
+    const uint32_t scale_row = m ? strip.scale_row[2] : strip.scale_row[0];
     for (int i = 0; i < batch_values(EXACT) && k + i < limit; i++) {
         float weight = load_stored(data, (size_t)(k + i), strip.dtype);
-        if (scale) weight *= scale[(k + i) / SCALE_BLOCK];
+        if (scale) weight *= scale[scale_row + (uint32_t)((k + i) / SCALE_BLOCK)];
+        if (exponents) weight *= widen_e8m0(exponents[scale_row + (uint32_t)((k + i) / EXPONENT_BLOCK)]);
 #pragma unroll
         for (int c = 0; c < 8; c++) total[c] = fmaf(weight, x[min(c, last_column) * x_stride + i], total[c]);
     }
@@ -991,7 +1088,8 @@ template <DType D, int TILES> static __device__ void put_sums(float *sums, const
 #pragma unroll
         for (int i = 0; i < 2 * TILES * 4; i++) {
             const int m = i / (TILES * 4), tile = i / 4 % TILES, part = i % 4;
-            sums[(tile * 8 + lane % 4 * 2 + part % 2) * SUM_STRIDE + m * 16 + lane / 4 + part / 2 * 8] = total[m][tile][part];
+            sums[(tile * 8 + lane % 4 * 2 + part % 2) * SUM_STRIDE + m * 16 + lane / 4 + part / 2 * 8] =
+                D == DTYPE_F4_E2M1 ? total[m][tile][part] * 0x1p32f : total[m][tile][part];
         }
 }
 
@@ -1028,7 +1126,7 @@ template <DType D> static __device__ inline int first_batch(const Cut &cut, int 
 template <DType D, int TILES>
 static __device__ void multiply_segment(float *sums, Batch &batch, const Strip &strip, const Input &input, const Cut &cut,
                                         int from, uint8_t *staged, int bytes) {
-    const int size = D == EXACT ? 4 : 2, stride = staged_stride(D, cut.along, cut.piece), last = input.count - 1;
+    const int size = D == EXACT ? 4 : 2 /* of a term */, stride = staged_stride(D, cut.along, cut.piece), last = input.count - 1;
     const int first = first_batch<D>(cut, from), step = batch_values(D);
     const int place = (first - from) * size + (D == EXACT ? 0 : lane_id() % 4 * 16);
     float total[2][TILES][4] = {};
@@ -1045,7 +1143,21 @@ static __device__ void multiply_segment(float *sums, Batch &batch, const Strip &
     put_sums<D, TILES>(sums, total);
 }
 
-/* ---- clusters: sm_90 and later; before, a cluster is one block */
+/* ---- clusters, and kernels that start before the one before them has ended: sm_90 and later; before, a cluster is one block */
+
+/* From here on the kernel behind this one may start, as far as there is room for its blocks. */
+static __device__ inline void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/* Until here nothing may be touched that a kernel before this one writes or reads, but for weights. */
+static __device__ inline void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 static __device__ inline void cluster_barrier() {
 #if __CUDA_ARCH__ >= 900
@@ -1103,12 +1215,14 @@ static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_ke
     const int head = (int)blockIdx.z / groups, first_row = (int)blockIdx.z % groups * group_rows;
     const int row = first_row + warp_id() / p.cut.along * STRIP, rank = (int)blockIdx.x, from = rank * p.cut.along * p.cut.length;
     Matrix w = p.w;
-    w.data += (size_t)head * (size_t)p.head_rows * (size_t)w.cols * weight_bytes(D == EXACT ? w.dtype : D);
+    let_next_start();
+    w.data += (size_t)head * (size_t)p.head_rows * weight_bytes(D == EXACT ? w.dtype : D, (size_t)w.cols);
     w.first_row += head * p.head_rows;
     Strip strip;
     set_strip<D>(&strip, w, row);
     Batch batch;
     fetch_batch<D>(batch, strip, first_batch<D>(p.cut, from));
+    wait_for_previous();
 
     const int bytes = staged_bytes(D, p.cut, min(TILES * 8, p.n_rows)), x_first = head * p.x_head;
     Input input = {.x = p.x + x_first, .narrowed = TILES < MANY_TILES ? NULL : narrowed_rows + x_first, .list = NULL,
@@ -1137,21 +1251,21 @@ static double cut_efficiency(const Cut &cut, int rows, int cols, int heads) {
            / ((double)cut.cluster * cut.along * cut.length);
 }
 
-static Cut cut_of(int cluster, int along, int cols) {
-    const int length = divide_up(divide_up(cols, cluster * along), SEGMENT_STEP) * SEGMENT_STEP;
-    return {.cluster = cluster, .along = along, .length = length, .piece = SEGMENT_STEP};
+static Cut cut_of(int cluster, int along, int cols, DType dtype = DTYPE_BF16) {
+    const int step = segment_step(dtype), length = divide_up(divide_up(cols, cluster * along), step) * step;
+    return {.cluster = cluster, .along = along, .length = length, .piece = step};
 }
 
 /* The cut of a matrix by its shape: more segments as long as that fills the GPU better. Two warps of a block at least, so that
  * 256 neighbouring bytes of a row are read together; then blocks of a cluster before more warps, since a block with more rows
  * reads x less often. */
-static Cut choose_cut(int rows, int cols, int heads) {
+static Cut choose_cut(int rows, int cols, int heads, DType dtype) {
     const int clusters = gpu.major == 9 ? MAX_CLUSTER : 1;
-    Cut best = cut_of(1, 2, cols);
+    Cut best = cut_of(1, 2, cols, dtype);
     double efficiency = cut_efficiency(best, rows, cols, heads);
     for (int ways = 4; ways <= clusters * WARPS; ways *= 2) {
         const int cluster = ways / 2 < clusters ? ways / 2 : clusters;
-        const Cut cut = cut_of(cluster, ways / cluster, cols);
+        const Cut cut = cut_of(cluster, ways / cluster, cols, dtype);
         const double found = cut_efficiency(cut, rows, cols, heads);
         if (found <= efficiency + 0.02) continue;
         best = cut;
@@ -1162,8 +1276,8 @@ static Cut choose_cut(int rows, int cols, int heads) {
 
 /* As much of each segment as the shared memory holds with so many rows of x; whole batches. */
 static void choose_piece(Cut *cut, DType D, int columns) {
-    const int most = STAGED_BYTES / (columns * (D == EXACT ? 4 : 2)) / cut->along / SEGMENT_STEP * SEGMENT_STEP;
-    cut->piece = most < SEGMENT_STEP ? SEGMENT_STEP : most < cut->length ? most : cut->length;
+    const int step = segment_step(D), most = STAGED_BYTES / (columns * value_bytes(D)) / cut->along / step * step;
+    cut->piece = most < step ? step : most < cut->length ? most : cut->length;
 }
 
 template <DType D, int TILES> static void launch_product(Product *product) {
@@ -1172,16 +1286,18 @@ template <DType D, int TILES> static void launch_product(Product *product) {
     choose_piece(cut, D, columns);
     const size_t shared = (size_t)(staged_pieces(TILES) * staged_bytes(D, *cut, columns) + sums_bytes(TILES));
     const int groups = divide_up(product->w.rows, STRIP * (WARPS / cut->along)) * product->heads;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {.x = (unsigned)cut->cluster, .y = 1, .z = 1};
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = test_pdl;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {.x = (unsigned)cut->cluster, .y = 1, .z = 1};
     cudaLaunchConfig_t launch = {};
     launch.gridDim = dim3((unsigned)cut->cluster, (unsigned)divide_up(product->n_rows, TILES * 8), (unsigned)groups);
     launch.blockDim = dim3(THREADS);
     launch.dynamicSmemBytes = shared;
     launch.stream = gpu.stream;
-    launch.attrs = &attribute;
-    launch.numAttrs = cut->cluster > 1;
+    launch.attrs = attributes;
+    launch.numAttrs = cut->cluster > 1 ? 2 : 1;
     allow_shared(product_kernel<D, TILES>, shared);
     CUDA(cudaLaunchKernelEx(&launch, product_kernel<D, TILES>, *product));
 }
@@ -1189,7 +1305,10 @@ template <DType D, int TILES> static void launch_product(Product *product) {
 /* Many rows are narrowed first, if there is room for them and for two pieces of each. */
 template <DType D> static bool narrow_input(Product *product) {
     const size_t width = (size_t)product->w.cols * (size_t)product->heads, n = (size_t)product->n_rows * width;
-    if (product->n_rows <= MANY_ROWS || n > MAX_NARROWED || product->cut.along > MANY_ALONG) return false;
+    Cut least = product->cut;
+    least.piece = segment_step(D);
+    const size_t shared = (size_t)(2 * staged_bytes(D, least, MANY_TILES * 8) + sums_bytes(MANY_TILES));
+    if (product->n_rows <= MANY_ROWS || TERMS * n > MAX_NARROWED || shared > gpu.shared_per_block) return false;
     narrow_kernel<D><<<blocks_for(n / 8), THREADS, 0, gpu.stream>>>(product->x, product->x_stride, width, n, product->aligned);
     LAUNCHED();
     product->x_stride = width;
@@ -1207,7 +1326,10 @@ template <DType D> static void launch_tiles(Product *product) {
 }
 
 /* Whether rows of that type begin at multiples of 16 bytes, in a tensor that does. */
-static bool rows_aligned(DType dtype, int cols) { return dtype != DTYPE_F32 && (size_t)cols * weight_bytes(dtype) % 16 == 0; }
+static bool rows_aligned(DType dtype, int cols) {
+    if (dtype == DTYPE_F4_E2M1) return cols % batch_values(DTYPE_F4_E2M1) == 0;    /* and eight scales at multiples of 8 bytes */
+    return dtype != DTYPE_F32 && weight_bytes(dtype, (size_t)cols) % 16 == 0;
+}
 
 static bool floats_aligned(const float *x, size_t stride) { return (uintptr_t)x % 16 == 0 && stride % 4 == 0; }
 
@@ -1215,10 +1337,11 @@ static void multiply(Product product) {
     const Matrix *w = &product.w;
     if (product.n_rows <= 0 || w->rows <= 0) return;
     product.aligned = floats_aligned(product.x, product.x_stride) && product.x_head % 4 == 0;
-    product.cut = choose_cut(w->rows, w->cols, product.heads);
-    if (!rows_aligned(w->dtype, w->cols) || (uintptr_t)w->data % 16) launch_tiles<EXACT>(&product);
+    product.cut = choose_cut(w->rows, w->cols, product.heads, w->dtype);
+    if (!rows_aligned(w->dtype, w->cols) || (uintptr_t)w->data % 16 || (uintptr_t)w->exponents % 8) launch_tiles<EXACT>(&product);
     else if (w->dtype == DTYPE_BF16) launch_tiles<DTYPE_BF16>(&product);
     else if (w->dtype == DTYPE_F16) launch_tiles<DTYPE_F16>(&product);
+    else if (w->dtype == DTYPE_F4_E2M1) launch_tiles<DTYPE_F4_E2M1>(&product);
     else launch_tiles<DTYPE_F8_E4M3>(&product);
 }
 
@@ -1232,7 +1355,7 @@ static void expand_value(float *y, const float *z, int n_rows, const Matrix *kv_
     const int heads = config->num_attention_heads, nope = config->qk_nope_head_dim, v = config->v_head_dim,
               lora = config->kv_lora_rank;
     Matrix w = *kv_b;
-    w.data += (size_t)nope * (size_t)w.cols * weight_bytes(w.dtype);
+    w.data += (size_t)nope * weight_bytes(w.dtype, (size_t)w.cols);
     w.first_row += nope;
     w.rows = v;
     multiply({.w = w, .x = z, .y = y, .x_stride = (size_t)heads * (size_t)lora, .y_stride = (size_t)heads * (size_t)v,
@@ -1251,8 +1374,8 @@ enum {
 template <DType D> static __device__ inline float4 load_four(const uint8_t *data, size_t i, int count, DType dtype) {
     if constexpr (D == DTYPE_F8_E4M3) {
         const uint2 pairs = widen_four(__ldg((const uint32_t *)(data + i)));
-        return make_float4(__uint_as_float(pairs.x << 16), __uint_as_float(pairs.x & 0xffff0000),
-                           __uint_as_float(pairs.y << 16), __uint_as_float(pairs.y & 0xffff0000));
+        return make_float4(__uint_as_float(pairs.x << 16), __uint_as_float(pairs.y << 16),
+                           __uint_as_float(pairs.x & 0xffff0000), __uint_as_float(pairs.y & 0xffff0000));
     } else if constexpr (D == DTYPE_BF16) {
         const uint2 pairs = __ldg((const uint2 *)(data + 2 * i));
         return make_float4(__uint_as_float(pairs.x << 16), __uint_as_float(pairs.x & 0xffff0000),

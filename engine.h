@@ -123,12 +123,12 @@ void field_failed(Fields *fields, const char *key, const struct cJSON *found, co
 
 typedef enum DType {
     DTYPE_UNKNOWN, DTYPE_BOOL, DTYPE_U8, DTYPE_I8, DTYPE_U16, DTYPE_I16, DTYPE_U32, DTYPE_I32, DTYPE_U64, DTYPE_I64,
-    DTYPE_F8_E4M3, DTYPE_F8_E5M2, DTYPE_F8_E8M0, DTYPE_F16, DTYPE_BF16, DTYPE_F32, DTYPE_F64, DTYPE_COUNT
+    DTYPE_F4_E2M1, DTYPE_F8_E4M3, DTYPE_F8_E5M2, DTYPE_F8_E8M0, DTYPE_F16, DTYPE_BF16, DTYPE_F32, DTYPE_F64, DTYPE_COUNT
 } DType;
 
 enum { TENSOR_MAX_RANK = 8 };
 
-/* Bytes of one stored value; 0 for a type that tide does not know. */
+/* Bytes of one stored value; 0 for a type that tide does not know, or whose values share bytes. */
 static inline size_t dtype_size(DType dtype) {
     switch (dtype) {
     case DTYPE_BOOL: case DTYPE_U8: case DTYPE_I8: case DTYPE_F8_E4M3: case DTYPE_F8_E5M2: case DTYPE_F8_E8M0: return 1;
@@ -137,6 +137,11 @@ static inline size_t dtype_size(DType dtype) {
     case DTYPE_U64: case DTYPE_I64: case DTYPE_F64: return 8;
     default: return 0;
     }
+}
+
+/* Bytes of n stored values: of e2m1 two neighbours share a byte, the first of them its lower half. */
+static inline size_t stored_bytes(DType dtype, size_t n) {
+    return dtype == DTYPE_F4_E2M1 ? (n + 1) / 2 : n * dtype_size(dtype);
 }
 
 typedef struct Tensor {
@@ -234,12 +239,15 @@ bool has_latent_attention(const Config *config);
  * Weights: typed fields bound once; data stays in its stored format
  */
 
-enum { SCALE_BLOCK = 128 };     /* rows and columns that share one scale of an e4m3 matrix */
+enum {
+    SCALE_BLOCK = 128,          /* rows and columns that share one scale of an e4m3 matrix */
+    EXPONENT_BLOCK = 32,        /* columns of a row that share one of an e2m1 matrix */
+};
 
 static inline float bits_to_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
 static inline uint32_t float_to_bits(float f) { uint32_t bits; memcpy(&bits, &f, 4); return bits; }
 
-/* One stored value as f32. The fp8 and f16 forms shift the bits into f32's place and repair the exponent by a multiplication,
+/* One stored value as f32; of e2m1 the one in the lower four bits. The fp8 and f16 forms shift the bits into f32's place and repair the exponent by a multiplication,
  * which makes subnormals come out right by itself. */
 static inline float widen(const uint8_t *p, DType dtype) {
     uint32_t bits = p[0];
@@ -257,18 +265,20 @@ static inline float widen(const uint8_t *p, DType dtype) {
         uint32_t nan = (bits & 0x7f) == 0x7f ? 0x7fc00000 : 0;
         return bits_to_float(float_to_bits(magnitude) | nan | (bits & 0x80) << 24);
     }
-    case DTYPE_F8_E8M0: return bits == 255 ? NAN : ldexpf(1, (int)bits - 127);
+    case DTYPE_F8_E8M0: return bits == 255 ? NAN : bits_to_float(bits ? bits << 23 : 0x400000);
+    case DTYPE_F4_E2M1: return bits_to_float(float_to_bits(bits_to_float((bits & 7) << 22) * 0x1p126f) | (bits & 8) << 28);
     default: return NAN;
     }
 }
 
 typedef struct Matrix {         /* y = W x; row r, column c of W is data[r * cols + c] times its block's scale */
-    const uint8_t *data;        /* [rows, cols] of dtype, any alignment */
+    const uint8_t *data;        /* [rows, cols] of dtype, any alignment; a row of e2m1 is ceil(cols / 2) bytes */
     const float *scale;         /* [ceil(whole rows / 128), scale_cols] f32, or NULL */
-    DType dtype;                /* F32, F16, BF16 or F8_E4M3 */
+    DType dtype;                /* F32, F16, BF16 or F8_E4M3; F4_E2M1, which only linear and experts take */
     int rows, cols;
-    int scale_cols;             /* ceil(cols / 128) */
+    int scale_cols;             /* ceil(cols / 128); of e2m1, ceil(cols / 32) */
     int first_row;              /* of this view inside the stored tensor: scale blocks count from the tensor's row 0 */
+    const uint8_t *exponents;   /* e2m1: [whole rows, scale_cols] E8M0 as stored, 2^(e - 127); otherwise NULL */
 } Matrix;
 
 typedef struct LayerWeights {

@@ -51,6 +51,12 @@ static void test_widen(void) {
     CHECK(!wrong[0], "all f16 codes, %d are wrong", wrong[0]);
     CHECK(!wrong[1], "all bf16 codes, %d are wrong", wrong[1]);
     CHECK(!wrong[2], "all e4m3 codes, %d are wrong", wrong[2]);
+    for (unsigned code = 0; code < 16; code++) {
+        const uint8_t other = (uint8_t)(code | (code ^ 5) << 4), pairs[] = {other, other, other, other};
+        f32x8 values = widen8(pairs, DTYPE_F4_E2M1);
+        CHECK(same_value(widen(&other, DTYPE_F4_E2M1), decode(code, 2, 1)) && same_value(values[6], decode(code, 2, 1))
+                  && same_value(values[7], decode(code ^ 5, 2, 1)), "e2m1 code %u is %g", code, decode(code, 2, 1));
+    }
     static const struct {
         uint8_t code;
         double value;
@@ -101,10 +107,11 @@ typedef struct TestMatrix {
     double *values;             /* [rows, cols] */
     uint8_t *bytes;
     float *scale;
+    uint8_t *exponents;
 } TestMatrix;
 
 static TestMatrix make_matrix(DType dtype, int rows, int cols) {
-    size_t n = (size_t)rows * (size_t)cols, size = dtype_size(dtype), blocks_down = (size_t)(rows + 127) / 128,
+    size_t n = (size_t)rows * (size_t)cols, size = stored_bytes(dtype, 1), blocks_down = (size_t)(rows + 127) / 128,
            blocks_across = (size_t)(cols + 127) / 128;
     TestMatrix matrix = {.view = {.dtype = dtype, .rows = rows, .cols = cols}};
     matrix.values = allocate_zeroed(n, sizeof(double));
@@ -113,6 +120,21 @@ static TestMatrix make_matrix(DType dtype, int rows, int cols) {
     if (dtype == DTYPE_F8_E4M3) {
         matrix.view.scale = matrix.scale = random_floats(blocks_down * blocks_across);
         matrix.view.scale_cols = (int)blocks_across;
+    }
+    if (dtype == DTYPE_F4_E2M1) {
+        matrix.view.scale_cols = (cols + 31) / 32;
+        const size_t row_bytes = stored_bytes(dtype, (size_t)cols), across = (size_t)matrix.view.scale_cols;
+        matrix.view.exponents = matrix.exponents = allocate_zeroed((size_t)rows * across, 1);
+        for (int i = 0; i < rows * matrix.view.scale_cols; i++) matrix.exponents[i] = (uint8_t)(122 + random_word() % 8);
+        for (size_t i = 0; i < n; i++) {
+            static const double magnitudes[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+            uint32_t code = random_word() & 15;
+            size_t row = i / (size_t)cols, column = i % (size_t)cols;
+            matrix.bytes[1 + row * row_bytes + column / 2] |= (uint8_t)(code << column % 2 * 4);
+            matrix.values[i] = (code & 8 ? -magnitudes[code & 7] : magnitudes[code])
+                               * exp2(matrix.exponents[row * across + column / 32] - 127);
+        }
+        return matrix;
     }
     for (size_t i = 0; i < n; i++) {
         uint8_t *p = matrix.bytes + 1 + i * size;
@@ -131,9 +153,10 @@ static void free_matrix(TestMatrix *matrix) {
     free(matrix->values);
     free(matrix->bytes);
     free(matrix->scale);
+    free(matrix->exponents);
 }
 
-static const DType dtypes[] = {DTYPE_F32, DTYPE_F16, DTYPE_BF16, DTYPE_F8_E4M3};
+static const DType dtypes[] = {DTYPE_F32, DTYPE_F16, DTYPE_BF16, DTYPE_F8_E4M3, DTYPE_F4_E2M1};
 
 /* Rows [first, first + count) of the matrix times each of 13 rows: near the sums in double, and the same bits in batches of every size. */
 static void test_linear_once(DType dtype, int rows, int cols, int first, int count) {

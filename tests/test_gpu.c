@@ -101,8 +101,21 @@ static uint16_t bf16_bits(float x) {
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+/* Random e2m1 weights with scales from 2^-8 to 2^-1, of which those of the first rows are extreme. */
+static Matrix random_e2m1(int rows, int cols, int first_row) {
+    const size_t bytes = (size_t)rows * stored_bytes(DTYPE_F4_E2M1, (size_t)cols);
+    const int across = (cols + EXPONENT_BLOCK - 1) / EXPONENT_BLOCK;
+    uint8_t *data = malloc(bytes + 64), *exponents = malloc((size_t)(first_row + rows) * (size_t)across + 8);
+    for (size_t i = 0; i < bytes; i++) data[i] = (uint8_t)draw();
+    for (int i = 0; i < (first_row + rows) * across; i++) exponents[i] = (uint8_t)draw_between(119, 126);
+    for (int i = 0; i < across; i++) exponents[first_row * across + i] = (uint8_t)draw_between(i % 2 ? 60 : 130, i % 2 ? 70 : 150);
+    return (Matrix){.data = data, .dtype = DTYPE_F4_E2M1, .rows = rows, .cols = cols, .scale_cols = across, .first_row = first_row,
+                    .exponents = exponents};
+}
+
 /* Random stored weights of any type, around 1 in size; e4m3 without NaN, subnormals and all exponents included. */
 static Matrix random_matrix(DType dtype, int rows, int cols, int first_row) {
+    if (dtype == DTYPE_F4_E2M1) return random_e2m1(rows, cols, first_row);
     Matrix w = {
         .dtype = dtype, .rows = rows, .cols = cols, .scale_cols = (cols + SCALE_BLOCK - 1) / SCALE_BLOCK, .first_row = first_row};
     size_t n = (size_t)rows * (size_t)cols;
@@ -132,19 +145,21 @@ static Matrix random_matrix(DType dtype, int rows, int cols, int first_row) {
 static void free_weights(Matrix *w) {
     free((void *)w->data);
     free((void *)w->scale);
+    free((void *)w->exponents);
 }
 
 static Matrix matrix_on_device(const Matrix *w) {
     Matrix copy = *w;
-    copy.data = on_device(w->data, (size_t)w->rows * (size_t)w->cols * dtype_size(w->dtype));
+    copy.data = on_device(w->data, (size_t)w->rows * stored_bytes(w->dtype, (size_t)w->cols));
+    if (w->exponents) copy.exponents = on_device(w->exponents, (size_t)(w->first_row + w->rows) * (size_t)w->scale_cols);
     if (w->scale)
         copy.scale = on_device(w->scale,
                                (size_t)((w->first_row + w->rows + SCALE_BLOCK - 1) / SCALE_BLOCK) * (size_t)w->scale_cols * 4);
     return copy;
 }
 
-static const DType weight_types[] = {DTYPE_F32, DTYPE_F16, DTYPE_BF16, DTYPE_F8_E4M3};
-static const char *const weight_names[] = {"f32", "f16", "bf16", "e4m3"};
+static const DType weight_types[] = {DTYPE_F32, DTYPE_F16, DTYPE_BF16, DTYPE_F8_E4M3, DTYPE_F4_E2M1};
+static const char *const weight_names[] = {"f32", "f16", "bf16", "e4m3", "e2m1"};
 
 /* What rounding x to 16 bits may cost: f32 weights and rows at odd addresses are multiplied in f32. */
 static double product_bound(DType dtype) { return dtype == DTYPE_F32 ? 5e-6 : 4e-3; }
@@ -429,7 +444,7 @@ static void test_linear(void) {
     static const int shapes[][2] = {{1, 8},      {1, 20},      {8, 12},     {20, 8},    {12, 40},   {16, 16},
                                     {33, 48},    {64, 64},     {100, 136},  {130, 256}, {257, 384}, {576, 2048},
                                     {128, 1040}, {1000, 1000}, {2049, 512}, {40, 7168}, {7000, 208}};
-    for (int t = 0; t < 4; t++)
+    for (int t = 0; t < 5; t++)
         for (int s = 0; s < 17; s++) {
             const int *shape = shapes[s];
             check_linear(weight_types[t], weight_names[t], shape[0], shape[1], s < 11 ? 140 : 70, 0, 0, 0);
@@ -440,7 +455,7 @@ static void test_linear(void) {
 
 /* A NaN in one row must not reach the others, and must show in its own. */
 static void test_linear_bad_row(void) {
-    for (int t = 0; t < 4; t++) {
+    for (int t = 0; t < 5; t++) {
         const int rows = 64, cols = 256, n = 11;
         Matrix w = random_matrix(weight_types[t], rows, cols, 0), device = matrix_on_device(&w);
         float *x = random_floats((size_t)(n * cols), 1);
