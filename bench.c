@@ -2168,24 +2168,57 @@ static void product_work(void *user) {
         cuda_backend.linear(work->bench->y, (size_t)work->w[i].rows, work->bench->x, (size_t)work->w[i].cols, work->rows, &work->w[i]);
 }
 
+static void library_work(void *user) {
+    const ProductWork *work = user;
+    for (int i = 0; i < work->sets; i++)
+        cuda_begin_library_product(work->bench->y, work->bench->pool, work->w[i].data, work->w[i].rows, work->w[i].cols);
+}
+
+/* cuBLASLt's bf16 product of one row, in turns with tide's, so that both meet the same clocks: the middle one of three times. */
+static void gpu_beside_library(GpuBench *bench, ProductWork *work, const char *shape) {
+    const size_t bytes = (size_t)work->w[0].rows * (size_t)work->w[0].cols * 2;
+    double seconds[2][3];
+    char what[96];
+    if (!cuda_begin_library_product(bench->y, bench->pool, work->w[0].data, work->w[0].rows, work->w[0].cols)) {
+        printf("  (no cuBLASLt is found to stand beside it)\n");
+        return;
+    }
+    for (int i = 0; i < 6; i++) {
+        double now = cuda_seconds(i % 2 ? library_work : product_work, work) / GPU_SETS, *of = seconds[i % 2];
+        int place = i / 2;
+        for (; place > 0 && of[place - 1] > now; place--) of[place] = of[place - 1];
+        of[place] = now;
+    }
+    snprintf(what, sizeof what, "  in turns with cuBLASLt: tide's %s", shape);
+    gpu_line(bench, what, seconds[0][1], (double)bytes);
+    snprintf(what, sizeof what, "  cuBLASLt's %s", shape);
+    gpu_line(bench, what, seconds[1][1], (double)bytes);
+}
+
 static void gpu_products(GpuBench *bench) {
     static const struct { DType dtype; const char *name; int rows, cols; } cases[] = {
-        {DTYPE_BF16, "bf16", 16384, 8192}, {DTYPE_F8_E4M3, "e4m3", 16384, 8192}, {DTYPE_BF16, "bf16", 6144, 2048},
-        {DTYPE_F8_E4M3, "e4m3", 6144, 2048},
+        {DTYPE_BF16, "bf16", 16384, 8192}, {DTYPE_F8_E4M3, "e4m3", 16384, 8192}, {DTYPE_F4_E2M1, "e2m1", 16384, 8192},
+        {DTYPE_BF16, "bf16", 6144, 2048}, {DTYPE_F8_E4M3, "e4m3", 6144, 2048}, {DTYPE_BF16, "bf16", 8192, 320},
+        {DTYPE_BF16, "bf16", 1024, 320}, {DTYPE_BF16, "bf16", 320, 160}, {DTYPE_BF16, "bf16", 160, 512},
     };
     static const int counts[] = {1, 8, 16, 64, 256};
     for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
-        size_t bytes = (size_t)cases[c].rows * (size_t)cases[c].cols * dtype_size(cases[c].dtype);
+        const bool fp4 = cases[c].dtype == DTYPE_F4_E2M1;
+        const int scale_cols = cases[c].cols / (fp4 ? EXPONENT_BLOCK : SCALE_BLOCK);
+        const size_t values = (size_t)cases[c].rows * stored_bytes(cases[c].dtype, (size_t)cases[c].cols);
+        const size_t bytes = values + (fp4 ? (size_t)cases[c].rows * (size_t)scale_cols : 0);
         ProductWork work = {.bench = bench, .sets = GPU_SETS};
         for (int i = 0; i < GPU_SETS; i++)
             work.w[i] = (Matrix){.data = bench->pool + (size_t)i * bytes, .dtype = cases[c].dtype, .rows = cases[c].rows, .cols = cases[c].cols,
-                                 .scale = cases[c].dtype == DTYPE_F8_E4M3 ? bench->x : NULL, .scale_cols = cases[c].cols / SCALE_BLOCK};
+                                 .scale = cases[c].dtype == DTYPE_F8_E4M3 ? bench->x : NULL, .scale_cols = scale_cols,
+                                 .exponents = fp4 ? bench->pool + (size_t)i * bytes + values : NULL};
         for (size_t n = 0; n < sizeof counts / sizeof *counts; n++) {
             char what[96];
             work.rows = counts[n];
             double seconds = cuda_seconds(product_work, &work) / GPU_SETS;
             snprintf(what, sizeof what, "product %s %d x %d, %d rows", cases[c].name, cases[c].rows, cases[c].cols, counts[n]);
             gpu_line(bench, what, seconds, (double)bytes);
+            if (counts[n] == 1 && cases[c].dtype == DTYPE_BF16) gpu_beside_library(bench, &work, strchr(what, ' ') + 1);
         }
     }
 }

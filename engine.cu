@@ -16,8 +16,11 @@ extern "C" {
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
+#include <dlfcn.h>
 #include <float.h>
 #include <unistd.h>
+
+#include <type_traits>
 
 /* =====================================================================================================================
  * The device
@@ -46,6 +49,46 @@ static inline __host__ __device__ int divide_up(int a, int b) { return (a + b - 
 /* Lets a kernel have more than 48 KB of shared memory. Call it before each launch that needs it; it costs little. */
 template <typename Kernel> static void allow_shared(Kernel kernel, size_t bytes) {
     if (bytes > 48 << 10) CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+}
+
+/* ---- launches that overlap (sm_90 and later): a kernel's blocks may start where those of the one before it leave room, do what
+ * does not depend on others, such as reading weights, and wait then. */
+
+/* From here on the kernel behind this one may start. */
+static __device__ inline void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/* All that kernels before this one wrote is there, and nothing that this one writes is still being read. Loads that are meant to
+ * come before it must not be ld.global.nc: the assembler moves those behind it. */
+static __device__ inline void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* For a kernel in which every thread calls wait_for_previous. */
+template <typename... Parameters>
+static void launch_early(void (*kernel)(Parameters...), dim3 grid, unsigned threads, size_t shared, int cluster,
+                         std::type_identity_t<Parameters>... arguments) {
+    cudaLaunchAttribute attributes[2] = {};
+    cudaLaunchConfig_t launch = {};
+    launch.gridDim = grid;
+    launch.blockDim = dim3(threads);
+    launch.dynamicSmemBytes = shared;
+    launch.stream = gpu.stream;
+    launch.attrs = attributes;
+    if (gpu.major >= 9) {
+        attributes[launch.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[launch.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+        attributes[launch.numAttrs].id = cudaLaunchAttributeClusterDimension;
+        attributes[launch.numAttrs++].val.clusterDim = {.x = (unsigned)cluster, .y = 1, .z = 1};
+    }
+    CUDA(cudaLaunchKernelEx(&launch, kernel, arguments...));
 }
 
 /* ---- memory and copies */
@@ -394,6 +437,73 @@ extern "C" void cuda_read(const void *data, size_t bytes, unsigned *sum) {
     LAUNCHED();
 }
 
+/* ---- cuBLASLt's product, as a measure of tide's own; looked for when it is first asked for, since tide does without it */
+
+enum { LIBRARY_WORKSPACE = 32 << 20, LIBRARY_COMPUTE_F32 = 68, LIBRARY_TRANSPOSE_A = 3, LIBRARY_MOST_WORKSPACE = 1 };
+
+typedef struct LibraryChoice {  /* cublasLtMatmulHeuristicResult_t */
+    uint64_t algorithm[8];
+    size_t workspace;
+    int status;
+    float waves;
+    int reserved[4];
+} LibraryChoice;
+
+static struct Library {         /* the functions of cublasLt.h that a product takes; its types are pointers to what it keeps */
+    int (*create)(void **handle);
+    int (*create_product)(void **product, int compute, int scale);
+    int (*set_product)(void *product, int attribute, const void *value, size_t bytes);
+    int (*create_layout)(void **layout, int type, uint64_t rows, uint64_t cols, int64_t stride);
+    int (*create_wishes)(void **wishes);
+    int (*set_wishes)(void *wishes, int attribute, const void *value, size_t bytes);
+    int (*choose)(void *handle, void *product, void *a, void *b, void *c, void *d, void *wishes, int most, LibraryChoice *choices,
+                  int *n);
+    int (*multiply)(void *handle, void *product, const void *alpha, const void *a, void *a_layout, const void *b, void *b_layout,
+                    const void *beta, const void *c, void *c_layout, void *d, void *d_layout, const uint64_t *algorithm,
+                    void *workspace, size_t workspace_bytes, cudaStream_t stream);
+    void *handle, *workspace;
+} library;
+
+static bool find_library(void) {
+    static const char *const names[] = {"Create", "MatmulDescCreate", "MatmulDescSetAttribute", "MatrixLayoutCreate",
+                                        "MatmulPreferenceCreate", "MatmulPreferenceSetAttribute", "MatmulAlgoGetHeuristic", "Matmul"};
+    if (library.handle) return true;
+    void *file = dlopen("libcublasLt.so.13", RTLD_NOW);
+    if (!file) file = dlopen("libcublasLt.so.12", RTLD_NOW);
+    if (!file) return false;
+    for (int i = 0; i < 8; i++) {
+        char name[64];
+        snprintf(name, sizeof name, "cublasLt%s", names[i]);
+        void *found = dlsym(file, name);
+        if (!found) return false;
+        memcpy((char *)&library + (size_t)i * sizeof found, &found, sizeof found);
+    }
+    return cudaMalloc(&library.workspace, LIBRARY_WORKSPACE) == cudaSuccess && !library.create(&library.handle);
+}
+
+extern "C" bool cuda_begin_library_product(float *y, const void *x, const void *w, int rows, int cols) {
+    static struct { int rows, cols; void *product, *w, *x, *y; LibraryChoice choice; } made;
+    const int transposed = 1, m = rows, k = cols;
+    const size_t workspace = LIBRARY_WORKSPACE;
+    const float one = 1, zero = 0;
+    if (!find_library()) return false;
+    if (made.rows != rows || made.cols != cols) {
+        void *wishes;
+        int n = 0;
+        bool failed = library.create_product(&made.product, LIBRARY_COMPUTE_F32, CUDA_R_32F)
+                      || library.set_product(made.product, LIBRARY_TRANSPOSE_A, &transposed, sizeof transposed)
+                      || library.create_layout(&made.w, CUDA_R_16BF, (uint64_t)k, (uint64_t)m, k)
+                      || library.create_layout(&made.x, CUDA_R_16BF, (uint64_t)k, 1, k)
+                      || library.create_layout(&made.y, CUDA_R_32F, (uint64_t)m, 1, m) || library.create_wishes(&wishes)
+                      || library.set_wishes(wishes, LIBRARY_MOST_WORKSPACE, &workspace, sizeof workspace)
+                      || library.choose(library.handle, made.product, made.w, made.x, made.y, made.y, wishes, 1, &made.choice, &n);
+        if (failed || !n) return false;
+        made.rows = rows, made.cols = cols;
+    }
+    return !library.multiply(library.handle, made.product, &one, w, made.w, x, made.x, &zero, y, made.y, y, made.y,
+                             made.choice.algorithm, library.workspace, workspace, gpu.stream);
+}
+
 /* =====================================================================================================================
  * Activations
  *
@@ -697,26 +807,27 @@ static void check_finite(PassReport *report, int place, const float *x, int n_ro
  */
 
 enum {
-    TERMS = 2,                  /* bf16 numbers whose sum stands for a value of x */
     STRIP = 32,                 /* rows of weights of a warp, as two fragments of 16 */
     WARPS = THREADS / 32,       /* of a block; they divide rows of weights and segments among themselves */
-    STRIP_CHUNKS = 2,                 /* of 16 bytes, that a thread has on their way from memory for each row */
+    STRIP_CHUNKS = 2,           /* of 16 bytes a row, that make a thread's batch */
+    RING_CHUNKS = 4,            /* on their way from memory at a time */
+    CHUNK_BYTES = 4 * 32 * 16,  /* of a warp: four rows of each thread */
+    RING_BYTES = RING_CHUNKS * CHUNK_BYTES,
     MAX_CLUSTER = 8,
-    STAGED_BYTES = 64 << 10,    /* of x in shared memory at most: two blocks of up to 16 rows share a multiprocessor */
     STAGED_PAD = 64,            /* bytes behind each row of x there, so that eight lanes' 16 bytes meet different banks */
     SUM_STRIDE = STRIP + 4,     /* floats from column to column of a warp's sums; the 4 spread a fragment over the banks */
 };
 
-/* How the sum over a matrix's columns is cut: each block of a cluster has along * length of them, which its warps take in turns,
- * a batch each, so that neighbours read from neighbouring places at about the same time. What one warp takes is a segment. */
+/* How the sum over a matrix's columns is cut: they are dealt, a batch at a time, to cluster * along segments in turn, each of
+ * which is the work of one warp. `along` neighbours lie in the warps of a block, and the blocks of a cluster follow each other. */
 typedef struct Cut {
-    int cluster, along, length;
-    int piece;                  /* values of each segment whose x is in shared memory at a time; changes no sum */
+    int cluster, along;         /* powers of two */
+    int rounds;                 /* batches of a segment */
 } Cut;
 
 typedef struct Product {        /* y[r] = W x[r], for each of `heads` matrices that follow each other `head_rows` rows apart */
     Matrix w;                   /* of the first head */
-    const float *x;             /* or, where there are many rows, in `narrowed_rows` */
+    const float *x;
     float *y;
     size_t x_stride, y_stride;
     int n_rows;
@@ -727,8 +838,7 @@ typedef struct Product {        /* y[r] = W x[r], for each of `heads` matrices t
 
 /* The rows of x that a block multiplies: row list[i] / divisor, or row i where there is no list. */
 typedef struct Input {
-    const float *x;             /* or, rounded already: */
-    const uint16_t *narrowed;
+    const float *x;
     const int *list;
     size_t stride;
     int first, count, divisor, cols;
@@ -743,10 +853,9 @@ static __host__ __device__ constexpr size_t weight_bytes(DType dtype, size_t n) 
     return dtype == DTYPE_F32 ? 4 * n : dtype == DTYPE_F8_E4M3 ? n : dtype == DTYPE_F4_E2M1 ? (n + 1) / 2 : 2 * n;
 }
 
-/* Columns of W in a thread's 16 bytes, a chunk; and of a warp's batch. A segment is a multiple of segment_step columns. */
+/* Columns of W in a thread's 16 bytes, a chunk; and of a warp's batch. */
 static __host__ __device__ constexpr int chunk_values(DType D) { return D == DTYPE_F4_E2M1 ? 32 : D == DTYPE_F8_E4M3 ? 16 : 8; }
 static __host__ __device__ constexpr int batch_values(DType D) { return STRIP_CHUNKS * 4 * chunk_values(D); }
-static __host__ __device__ constexpr int segment_step(DType D) { return D == DTYPE_F4_E2M1 ? 256 : 128; }
 static_assert(SCALE_BLOCK == batch_values(DTYPE_F8_E4M3), "a batch of e4m3 weights has one scale");
 static_assert(EXPONENT_BLOCK == chunk_values(DTYPE_F4_E2M1), "a chunk of e2m1 weights has one scale");
 
@@ -761,27 +870,24 @@ typedef struct Strip {
     DType dtype;
 } Strip;
 
-/* Weights on their way from memory. As soon as a chunk has been multiplied, its registers wait for the next batch's. */
-typedef struct Batch {
-    uint4 chunk[STRIP_CHUNKS][4];
+/* The scales of a batch, on their way from memory while the one before is multiplied. */
+typedef struct Scales {
     float scale[4];             /* e4m3 */
     uint2 exponents[4];         /* e2m1: of each row, a byte for each of four threads' chunks; x for the first, y for the second */
-} Batch;
+} Scales;
 
 enum { NO_BATCH = INT_MAX / 2 };                    /* a column past every matrix: fetches zeros, reads nothing */
 
-static __device__ inline int lane_id() { return (int)threadIdx.x % 32; }
-static __device__ inline int warp_id() { return (int)threadIdx.x / 32; }
+static __device__ inline int lane_id() { return (int)(threadIdx.x % 32); }
+static __device__ inline int warp_id() { return (int)(threadIdx.x / 32); }
 
-/* 16 bytes of weights, which this multiprocessor will not read again; zeros where there are none. Without a branch, so that
- * several are on their way at once. */
-static __device__ inline uint4 load_weights(const uint8_t *at, bool there) {
-    uint4 v;
-    asm volatile("{\n.reg .pred there;\nsetp.ne.u32 there, %5, 0;\n"
-                 "mov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
-                 "@there ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-                 : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(at), "r"((uint32_t)there));
-    return v;
+/* The n of 2^n: divisions take as long as reads of memory. */
+static __device__ inline int power_of(int x) { return 31 - __clz(x); }
+
+/* 16 bytes into shared memory, or zeros, beside what the thread does next. */
+static __device__ inline void start_copy_to_shared(uint8_t *to, const void *from, bool there) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                 :: "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
 /* Fragment m of a strip, rows from `first` on of w. Rows past the end repeat the last one, and are not written. */
@@ -808,36 +914,42 @@ template <DType D> static __device__ inline void set_strip(Strip *strip, const M
     set_fragment<D>(strip, 1, w, first + 16);
 }
 
-/* Starts to read chunk u of the batch of columns from k on. */
-template <DType D> static __device__ inline void fetch_chunk(Batch &batch, const Strip &strip, int u, int k) {
-    const int at = k + u * 4 * chunk_values(D);
+/* Starts to read a chunk, of the batch of columns from k on, into its place in the warp's ring. A thread reads back what it has
+ * fetched itself, so nobody waits for another. Always a group of copies, so that they can be counted. */
+template <DType D> static __device__ inline void fetch_chunk(uint8_t *ring, const Strip &strip, int place, int k) {
+    const int at = k + place % STRIP_CHUNKS * 4 * chunk_values(D);
+    uint8_t *to = ring + place % RING_CHUNKS * CHUNK_BYTES + lane_id() * 16;
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        batch.chunk[u][i] = load_weights(strip.data[i / 2] + (strip.row[i] + (uint32_t)weight_bytes(D, (size_t)at)),
-                                         at < strip.limit[i / 2]);
+        start_copy_to_shared(to + i * 512, strip.data[i / 2] + (strip.row[i] + (uint32_t)weight_bytes(D, (size_t)at)),
+                             at < strip.limit[i / 2]);
+    asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* Its scales, also where only the other threads of a row have columns: the sums are of all four. */
-template <DType D> static __device__ inline void fetch_scales(Batch &batch, const Strip &strip, int k) {
+/* Of a batch, also where only the other threads of a row have columns: the sums are of all four. */
+template <DType D> static __device__ inline void fetch_scales(Scales &scales, const Strip &strip, int k) {
     if constexpr (D == DTYPE_F8_E4M3)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const bool there = k < strip.limit[i / 2] + lane_id() % 4 * chunk_values(D);
-            batch.scale[i] = there ? __ldg(strip.scale[i / 2] + (strip.scale_row[i] + k / SCALE_BLOCK)) : 0;
+            scales.scale[i] = there ? __ldg(strip.scale[i / 2] + (strip.scale_row[i] + k / SCALE_BLOCK)) : 0;
         }
     if constexpr (D == DTYPE_F4_E2M1)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const uint8_t *at = strip.exponents[i / 2] + (strip.scale_row[i] + (uint32_t)(k / EXPONENT_BLOCK));
-            batch.exponents[i] = k < strip.limit[i / 2] ? __ldg((const uint2 *)at) : make_uint2(0, 0);
+            scales.exponents[i] = k < strip.limit[i / 2] ? __ldg((const uint2 *)at) : make_uint2(0, 0);
         }
 }
 
-template <DType D> static __device__ inline void fetch_batch(Batch &batch, const Strip &strip, int k) {
+/* A segment's first chunks, from column k on; batches are `step` columns apart, up to `rounds`. */
+template <DType D> static __device__ inline void fetch_first(uint8_t *ring, Scales &scales, const Strip &strip, int k, int step,
+                                                             int rounds) {
     if constexpr (D != EXACT) {
 #pragma unroll
-        for (int u = 0; u < STRIP_CHUNKS; u++) fetch_chunk<D>(batch, strip, u, k);
-        fetch_scales<D>(batch, strip, k);
+        for (int c = 0; c < RING_CHUNKS; c++)
+            fetch_chunk<D>(ring, strip, c, c / STRIP_CHUNKS < rounds ? k + c / STRIP_CHUNKS * step : NO_BATCH);
+        fetch_scales<D>(scales, strip, k);
     }
 }
 
@@ -882,71 +994,50 @@ static __device__ inline void load_eight(float v[8], const float *p, int count, 
         for (int i = 0; i < 8; i++) v[i] = i < count ? p[i] : 0;
 }
 
-/* The terms of eight values, `apart` bytes apart. */
-template <DType D> static __device__ inline void store_terms(uint8_t *to, size_t apart, float v[8]) {
+/* Bytes of one row of x in shared memory: the columns of a round of a block, each term for itself. */
+static __host__ __device__ constexpr int term_bytes(DType D, int along) { return along * batch_values(D) * (D == EXACT ? 4 : 2); }
+static __host__ __device__ constexpr int staged_stride(DType D, int along, int terms) {
+    return terms * term_bytes(D, along) + STAGED_PAD;
+}
+
+/* The eight values of x that this thread brings to shared memory the i-th time in each round: of row `column` of the block's, from
+ * value 8 * eight on in the order in which threads need them. Of e4m3 and e2m1, whose 16 or 32 values of a thread make several
+ * fragments, the first eight of four threads come first: `offset` is where the eight stand in x. */
+typedef struct StagedEight { int column, eight, offset; } StagedEight;
+
+template <DType D> static __device__ inline StagedEight staged_eight(const Cut &cut, int i) {
+    const int power = power_of(cut.along * (batch_values(D) / 8)), at = i * THREADS + (int)threadIdx.x;
+    const int eight = at & (1 << power) - 1, n = chunk_values(D) / 8;
+    return {at >> power, eight, 8 * (D == EXACT ? eight : eight / (4 * n) * 4 * n + eight % 4 * n + eight % (4 * n) / 4)};
+}
+
+/* The columns of a round, from `from` on: as much as fits into the registers is on its way while the weights before are multiplied. */
+template <DType D, int AHEAD>
+static __device__ inline void fetch_input(float v[AHEAD][8], const Input &input, const Cut &cut, int from, int begin) {
 #pragma unroll
-    for (int term = 0; term < TERMS; term++) {
-        *(uint4 *)(to + term * apart) = narrow_eight<D>(v);
-#pragma unroll
-        for (int i = 0; i < 8; i++) v[i] = remainder_of<D>(v[i]);
+    for (int i = 0; i < AHEAD; i++) {
+        const StagedEight at = staged_eight<D>(cut, begin + i);
+        if (at.column >= input.count) continue;
+        const int row = input.list ? input.list[input.first + at.column] / input.divisor : input.first + at.column;
+        load_eight(v[i], input.x + (size_t)row * input.stride + (from + at.offset), input.cols - from - at.offset, input.aligned);
     }
 }
 
-/* x of a pass with many rows, rounded once for all blocks, which then copy it while they multiply. */
-enum { MANY_ROWS = 32, MANY_TILES = 8, MAX_NARROWED = 16 << 20 };
-static __device__ __align__(16) uint16_t narrowed_rows[MAX_NARROWED];
-
-template <DType D> static __global__ void narrow_kernel(const float *x, size_t stride, size_t width, size_t n, bool aligned) {
-    const size_t i = 8 * thread_index();
-    if (i >= n) return;
-    float v[8];
-    load_eight(v, x + i / width * stride + i % width, 8, aligned);
-    uint16_t *to = narrowed_rows + i / width * width * TERMS + i % width;
-    store_terms<D>((uint8_t *)to, 2 * width, v);
-}
-
-/* 16 bytes into shared memory, or zeros, beside what the thread does next. */
-static __device__ inline void start_copy_to_shared(uint8_t *to, const void *from, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
-
-/* Bytes of one value of x in shared memory: itself, or its terms of 16 bits. */
-static __host__ __device__ constexpr int value_bytes(DType D) { return D == EXACT ? 4 : 2 * TERMS; }
-
-/* Bytes of one row of x in shared memory, with a piece of each of `along` segments. */
-static __host__ __device__ inline int staged_stride(DType D, int along, int piece) {
-    return along * piece * value_bytes(D) + STAGED_PAD;
-}
-
-/* Puts x for a piece of every segment of this block into shared memory, columns from `from` on. In the order in which threads
- * need them: of e4m3 and e2m1, whose 16 or 32 values of a thread make several fragments, first the first eight of four threads. */
-template <DType D> static __device__ void stage_input(uint8_t *staged, const Input &input, const Cut &cut, int from) {
-    const int stride = staged_stride(D, cut.along, cut.piece), eights = cut.along * cut.piece / 8, apart = eights * 16;
-#pragma unroll 2
-    for (int i = (int)threadIdx.x; i < input.count * eights; i += THREADS) {
-        const int column = i / eights, position = i % eights * 8;
-        int offset = position;
-        uint8_t *to = staged + column * stride + position * (D == EXACT ? 4 : 2);
-        if (D == DTYPE_F8_E4M3) offset = offset / 64 * 64 + offset % 32 / 8 * 16 + offset % 64 / 32 * 8;
-        if (D == DTYPE_F4_E2M1) offset = offset / 128 * 128 + offset % 32 / 8 * 32 + offset % 128 / 32 * 8;
-        const int k = from + offset;
-        const int row = input.list ? input.list[input.first + column] / input.divisor : input.first + column;
-        if (input.narrowed) {
-            const bool there = k < input.cols;
+template <DType D, int TERMS, int AHEAD>
+static __device__ inline void put_input(uint8_t *staged, float v[AHEAD][8], const Input &input, const Cut &cut, int begin) {
 #pragma unroll
-            for (int term = 0; term < TERMS; term++)
-                start_copy_to_shared(to + term * apart, input.narrowed + ((size_t)row * TERMS + (size_t)term) * input.stride
-                                                            + (there ? k : 0), there);
-            continue;
-        }
-        float v[8];
-        load_eight(v, input.x + (size_t)row * input.stride + k, input.cols - k, input.aligned);
-        if (D == EXACT) {
+    for (int i = 0; i < AHEAD; i++) {
+        const StagedEight at = staged_eight<D>(cut, begin + i);
+        if (at.column >= input.count) continue;
+        uint8_t *to = staged + at.column * staged_stride(D, cut.along, TERMS) + at.eight * (D == EXACT ? 32 : 16);
+        if constexpr (D == EXACT) memcpy(to, v[i], sizeof v[i]);
+        else
 #pragma unroll
-            for (int j = 0; j < 8; j++) ((float *)to)[j] = v[j];
-        } else
-            store_terms<D>(to, (size_t)apart, v);
+            for (int term = 0; term < TERMS; term++, to += term_bytes(D, cut.along)) {
+                *(uint4 *)to = narrow_eight<D>(v[i]);
+#pragma unroll
+                for (int j = 0; j < 8; j++) v[i][j] = remainder_of<D>(v[i][j]);
+            }
     }
 }
 
@@ -1007,7 +1098,7 @@ template <DType D> static __device__ inline uint4 widen_part(const uint4 &chunk,
 }
 
 /* 32 values of k, for both fragments and all tiles of eight rows of x: of each value of x first the upper term, then the lower. */
-template <DType D, int TILES>
+template <DType D, int TILES, int TERMS>
 static __device__ inline void multiply_stretch(float sum[2][TILES][4], const uint4 chunk[4], int part, const uint32_t factor[4],
                                                const uint8_t *x, int x_stride, int last_column) {
     uint4 a[4];
@@ -1027,37 +1118,44 @@ static __device__ inline void multiply_stretch(float sum[2][TILES][4], const uin
         }
 }
 
-/* One batch, and the next one, from column `next` on, is fetched in its place. x: this thread's first value of it in row 0. */
-template <DType D, int TILES>
-static __device__ inline void multiply_batch(float total[2][TILES][4], Batch &batch, const Strip &strip, int next,
-                                             const uint8_t *x, int x_stride, int last_column) {
+/* Batch i of a segment. In the ring, those that come RING_CHUNKS later take its place, from column `later` on; `next`: column of the
+ * one behind it. x: this thread's first value of it in row 0. */
+template <DType D, int TILES, int TERMS>
+static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *ring, Scales &scales, const Strip &strip, int i,
+                                             int next, int later, const uint8_t *x, int x_stride, int last_column) {
     constexpr bool scaled = D == DTYPE_F8_E4M3;
     constexpr int parts = chunk_values(D) / 8;
     float sum[2][TILES][4] = {};
     uint32_t factor[STRIP_CHUNKS][4] = {};
     if constexpr (D == DTYPE_F4_E2M1) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            factor[0][i] = e2m1_factor(batch.exponents[i].x);
-            factor[1][i] = e2m1_factor(batch.exponents[i].y);
+        for (int r = 0; r < 4; r++) {
+            factor[0][r] = e2m1_factor(scales.exponents[r].x);
+            factor[1][r] = e2m1_factor(scales.exponents[r].y);
         }
-        fetch_scales<D>(batch, strip, next);
+        fetch_scales<D>(scales, strip, next);
     }
 #pragma unroll
     for (int u = 0; u < STRIP_CHUNKS; u++) {
+        const int place = i * STRIP_CHUNKS + u;
+        asm volatile("cp.async.wait_group %0;" :: "n"(RING_CHUNKS - 1) : "memory");
+        uint4 chunk[4];
+#pragma unroll
+        for (int r = 0; r < 4; r++)
+            chunk[r] = *(const uint4 *)(ring + place % RING_CHUNKS * CHUNK_BYTES + r * 512 + lane_id() * 16);
 #pragma unroll
         for (int part = 0; part < parts; part++)
-            multiply_stretch<D, TILES>(scaled ? sum : total, batch.chunk[u], part, factor[u], x + (u * parts + part) * 64, x_stride,
-                                       last_column);
-        fetch_chunk<D>(batch, strip, u, next);
+            multiply_stretch<D, TILES, TERMS>(scaled ? sum : total, chunk, part, factor[u], x + (u * parts + part) * 64, x_stride,
+                                              last_column);
+        fetch_chunk<D>(ring, strip, place, later);
     }
     if constexpr (scaled) {
 #pragma unroll
-        for (int i = 0; i < 2 * TILES * 4; i++) {
-            const int m = i / (TILES * 4), tile = i / 4 % TILES, part = i % 4;
-            total[m][tile][part] = fmaf(batch.scale[2 * m + part / 2], sum[m][tile][part], total[m][tile][part]);
+        for (int j = 0; j < 2 * TILES * 4; j++) {
+            const int m = j / (TILES * 4), tile = j / 4 % TILES, part = j % 4;
+            total[m][tile][part] = fmaf(scales.scale[2 * m + part / 2], sum[m][tile][part], total[m][tile][part]);
         }
-        fetch_scales<D>(batch, strip, next);
+        fetch_scales<D>(scales, strip, next);
     }
 }
 
@@ -1093,71 +1191,52 @@ template <DType D, int TILES> static __device__ void put_sums(float *sums, const
         }
 }
 
-/* Stages the pieces of x one after the other, and returns the one from value `at` of each segment on. Rows that were narrowed
- * before are copied a piece ahead, into the other half of the shared memory. */
-template <DType D, int TILES>
-static __device__ inline uint8_t *next_piece(uint8_t *staged, int bytes, const Input &input, const Cut &cut, int from, int at) {
-    if (TILES < MANY_TILES) {
-        if (at) __syncthreads();                    /* everyone has done with the piece before */
-        stage_input<D>(staged, input, cut, from + at * cut.along);
-        __syncthreads();
-        return staged;
-    }
-    const int piece = at / cut.piece, ahead = at + cut.piece;
-    if (at) __syncthreads();
-    else {
-        stage_input<D>(staged, input, cut, from);
-        asm volatile("cp.async.commit_group;" ::: "memory");
-    }
-    if (ahead < cut.length) stage_input<D>(staged + (piece + 1) % 2 * bytes, input, cut, from + ahead * cut.along);
-    asm volatile("cp.async.commit_group;\ncp.async.wait_group 1;" ::: "memory");
-    __syncthreads();
-    return staged + piece % 2 * bytes;
-}
+/* Columns of a round of all segments. */
+static __host__ __device__ inline int round_columns(DType D, const Cut &cut) { return cut.cluster * cut.along * batch_values(D); }
 
 /* The first batch of this warp, in a block whose columns begin at `from`. */
 template <DType D> static __device__ inline int first_batch(const Cut &cut, int from) {
-    return from + warp_id() % cut.along * batch_values(D);
+    return from + (warp_id() & cut.along - 1) * batch_values(D);
 }
 
-/* This warp's segment of its strip times the input, into `sums`. from: the block's first column. batch: the segment's first,
- * which has been fetched already, so that memory is busy while x is staged. bytes: of a piece of x in shared memory. All warps
- * of the block come along. */
-template <DType D, int TILES>
-static __device__ void multiply_segment(float *sums, Batch &batch, const Strip &strip, const Input &input, const Cut &cut,
-                                        int from, uint8_t *staged, int bytes) {
-    const int size = D == EXACT ? 4 : 2 /* of a term */, stride = staged_stride(D, cut.along, cut.piece), last = input.count - 1;
-    const int first = first_batch<D>(cut, from), step = batch_values(D);
-    const int place = (first - from) * size + (D == EXACT ? 0 : lane_id() % 4 * 16);
-    float total[2][TILES][4] = {};
-    for (int at = 0; at < cut.length; at += cut.piece) {
-        const uint8_t *x = next_piece<D, TILES>(staged, bytes, input, cut, from, at) + place;
+/* This warp's segment of its strip times the input; its sums lie where the ring was. from: the block's first column; fetch_first has
+ * been called. In each round x of the next one is fetched, rounded and put into the other of two buffers, while weights are on
+ * their way. All warps of the block come along. */
+template <DType D, int TILES, int TERMS>
+static __device__ void multiply_segment(uint8_t *ring, Scales &scales, const Strip &strip, const Input &input, const Cut &cut,
+                                        int from, uint8_t *staged) {
+    const int stride = staged_stride(D, cut.along, TERMS), last = input.count - 1, step = round_columns(D, cut);
+    const int place = (warp_id() & cut.along - 1) * term_bytes(D, 1) + (D == EXACT ? 0 : lane_id() % 4 * 16);
+    float total[2][TILES][4] = {}, v[TILES][8];
 #pragma unroll 1
-        for (int i = at; i < min(at + cut.piece, cut.length); i += step, x += step * cut.along * size) {
-            const int next = i + step < cut.length ? first + (i + step) * cut.along : NO_BATCH;
+    for (int i = -1, k = from; i < cut.rounds; i++, k += step) {    /* k: the block's columns of the next round */
+        const bool more = i + 1 < cut.rounds;
+        uint8_t *now = staged + (i & 1) * input.count * stride, *then = staged + (~i & 1) * input.count * stride;
+        if (more) fetch_input<D, TILES>(v, input, cut, k, 0);
+        if (i >= 0) {
+            const int next = more ? first_batch<D>(cut, k) : NO_BATCH, ahead = RING_CHUNKS / STRIP_CHUNKS;
             if constexpr (D == EXACT)
-                multiply_exactly(&total[0][0][0], strip, first + i * cut.along, (const float *)x, stride / 4, last);
-            else multiply_batch<D, TILES>(total, batch, strip, next, x, stride, last);
+                multiply_exactly(&total[0][0][0], strip, first_batch<D>(cut, k - step), (const float *)(now + place), stride / 4,
+                                 last);
+            else
+                multiply_batch<D, TILES, TERMS>(total, ring, scales, strip, i, next,
+                                                i + ahead < cut.rounds ? first_batch<D>(cut, k) + (ahead - 1) * step : NO_BATCH,
+                                                now + place, stride, last);
         }
+        if (!more) break;
+        put_input<D, TERMS, TILES>(then, v, input, cut, 0);
+        for (int j = TILES; j * THREADS < input.count * cut.along * (batch_values(D) / 8); j += TILES) {
+            fetch_input<D, TILES>(v, input, cut, k, j);
+            put_input<D, TERMS, TILES>(then, v, input, cut, j);
+        }
+        __syncthreads();
     }
-    put_sums<D, TILES>(sums, total);
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncwarp();
+    put_sums<D, TILES>((float *)ring, total);
 }
 
-/* ---- clusters, and kernels that start before the one before them has ended: sm_90 and later; before, a cluster is one block */
-
-/* From here on the kernel behind this one may start, as far as there is room for its blocks. */
-static __device__ inline void let_next_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-/* Until here nothing may be touched that a kernel before this one writes or reads, but for weights. */
-static __device__ inline void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
+/* ---- clusters: sm_90 and later; before, a cluster is one block */
 
 static __device__ inline void cluster_barrier() {
 #if __CUDA_ARCH__ >= 900
@@ -1168,161 +1247,139 @@ static __device__ inline void cluster_barrier() {
 }
 
 /* What lies at p in the shared memory of block `rank` of the cluster. */
-static __device__ inline float load_from_block(const float *p, int rank) {
+static __device__ inline void load_from_block(float4 *value, const float *p, int rank) {
 #if __CUDA_ARCH__ >= 900
-    float value;
     uint32_t at = (uint32_t)__cvta_generic_to_shared(p);
-    asm volatile("{\n.reg .u32 a;\nmapa.shared::cluster.u32 a, %1, %2;\nld.shared::cluster.f32 %0, [a];\n}"
-                 : "=f"(value) : "r"(at), "r"(rank));
-    return value;
+    asm volatile("{\n.reg .u32 a;\nmapa.shared::cluster.u32 a, %4, %5;\nld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [a];\n}"
+                 : "=f"(value->x), "=f"(value->y), "=f"(value->z), "=f"(value->w) : "r"(at), "r"(rank));
 #else
-    return rank ? 0 : *p;
+    *value = rank ? make_float4(0, 0, 0, 0) : *(const float4 *)p;
 #endif
 }
 
-/* The sum of all segments for one output: row `row` of the cluster's rows, column `column`. Eight are on their way at a time. */
-template <int TILES> static __device__ float sum_segments(const float *sums, const Cut &cut, int row, int column) {
-    const float *first = sums + row / STRIP * cut.along * TILES * 8 * SUM_STRIDE + column * SUM_STRIDE + row % STRIP;
-    const int segments = cut.cluster * cut.along;
-    float sum = 0;
-    for (int begin = 0; begin < segments; begin += 8) {
-        float value[8];
+/* The sum of all segments for four neighbours: from row `row` of the cluster's rows on, column `column`. Four segments' are on their
+ * way at a time. */
+static __device__ inline float4 sum_segments(const float *sums, const Cut &cut, int row, int column) {
+    const int power = power_of(cut.along), segments = cut.cluster << power;
+    const float *first = sums + (row / STRIP << power) * (RING_BYTES / 4) + column * SUM_STRIDE + row % STRIP;
+    float4 sum = {}, value[4];
+#pragma unroll 1
+    for (int begin = 0; begin < segments; begin += 4) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const int segment = min(begin + i, segments - 1), rank = segment / cut.along;
-            const float *at = first + segment % cut.along * TILES * 8 * SUM_STRIDE;
-            value[i] = cut.cluster == 1 ? *at : load_from_block(at, rank);
+        for (int i = 0; i < 4; i++) {
+            const int segment = min(begin + i, segments - 1);
+            load_from_block(&value[i], first + (segment & cut.along - 1) * (RING_BYTES / 4), segment >> power);
         }
 #pragma unroll
-        for (int i = 0; i < 8; i++)
-            if (begin + i < segments) sum += value[i];
+        for (int i = 0; i < 4; i++)
+            if (begin + i < segments)
+                sum = make_float4(sum.x + value[i].x, sum.y + value[i].y, sum.z + value[i].z, sum.w + value[i].w);
     }
     return sum;
 }
 
-/* Shared memory of a block: x, then the warps' sums. */
-static __host__ __device__ inline int staged_bytes(DType D, const Cut &cut, int columns) {
-    return columns * staged_stride(D, cut.along, cut.piece);
+/* Shared memory of a block: the warps' rings, then two rounds' x. */
+static int product_shared(DType D, const Cut &cut, int columns, int terms) {
+    return WARPS * RING_BYTES + 2 * columns * staged_stride(D, cut.along, terms);
 }
-static __host__ __device__ constexpr int staged_pieces(int tiles) { return tiles < MANY_TILES ? 1 : 2; }
-static __host__ __device__ inline int sums_bytes(int tiles) { return WARPS * tiles * 8 * SUM_STRIDE * (int)sizeof(float); }
 
-/* Grid: blocks of a cluster, groups of rows of x, groups of rows of weights of each head. */
-template <DType D, int TILES>
+/* Four neighbouring values of y from p on, the first `count` of them. */
+static __device__ inline void store_four(float *p, float4 v, int count) {
+    if (count >= 4 && (uintptr_t)p % 16 == 0) *(float4 *)p = v;
+    else {
+        if (count > 0) p[0] = v.x;
+        if (count > 1) p[1] = v.y;
+        if (count > 2) p[2] = v.z;
+        if (count > 3) p[3] = v.w;
+    }
+}
+
+/* Grid: blocks of a cluster of each head, groups of rows of x, groups of rows of weights. */
+template <DType D, int TILES, int TERMS>
 static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_kernel(const __grid_constant__ Product p) {
     extern __shared__ __align__(128) uint8_t shared[];
-    const int group_rows = STRIP * (WARPS / p.cut.along), groups = divide_up(p.w.rows, group_rows);
-    const int head = (int)blockIdx.z / groups, first_row = (int)blockIdx.z % groups * group_rows;
-    const int row = first_row + warp_id() / p.cut.along * STRIP, rank = (int)blockIdx.x, from = rank * p.cut.along * p.cut.length;
-    Matrix w = p.w;
     let_next_start();
+    const int along = power_of(p.cut.along), group_rows = STRIP * WARPS >> along, first_row = (int)blockIdx.z * group_rows;
+    const int head = (int)blockIdx.x >> power_of(p.cut.cluster), rank = (int)blockIdx.x & p.cut.cluster - 1;
+    const int from = (rank << along) * batch_values(D);
+    Matrix w = p.w;
     w.data += (size_t)head * (size_t)p.head_rows * weight_bytes(D == EXACT ? w.dtype : D, (size_t)w.cols);
     w.first_row += head * p.head_rows;
     Strip strip;
-    set_strip<D>(&strip, w, row);
-    Batch batch;
-    fetch_batch<D>(batch, strip, first_batch<D>(p.cut, from));
+    set_strip<D>(&strip, w, first_row + (warp_id() >> along) * STRIP);
+    Scales scales;
+    uint8_t *ring = shared + warp_id() * RING_BYTES;
+    fetch_first<D>(ring, scales, strip, first_batch<D>(p.cut, from), round_columns(D, p.cut), p.cut.rounds);
     wait_for_previous();
 
-    const int bytes = staged_bytes(D, p.cut, min(TILES * 8, p.n_rows)), x_first = head * p.x_head;
-    Input input = {.x = p.x + x_first, .narrowed = TILES < MANY_TILES ? NULL : narrowed_rows + x_first, .list = NULL,
-                   .stride = p.x_stride, .first = (int)blockIdx.y * TILES * 8, .count = 0, .divisor = 1, .cols = w.cols,
-                   .aligned = p.aligned};
+    Input input = {.x = p.x + head * p.x_head, .list = NULL, .stride = p.x_stride, .first = (int)blockIdx.y * TILES * 8, .count = 0,
+                   .divisor = 1, .cols = w.cols, .aligned = p.aligned};
     input.count = min(TILES * 8, p.n_rows - input.first);
-    float *sums = (float *)(shared + staged_pieces(TILES) * bytes);
-    multiply_segment<D, TILES>(sums + warp_id() * TILES * 8 * SUM_STRIDE, batch, strip, input, p.cut, from, shared, bytes);
+    multiply_segment<D, TILES, TERMS>(ring, scales, strip, input, p.cut, from, shared + WARPS * RING_BYTES);
 
     if (p.cut.cluster > 1) cluster_barrier();
     else __syncthreads();
-    for (int i = rank * THREADS + (int)threadIdx.x; i < group_rows * input.count; i += p.cut.cluster * THREADS) {
-        const int r = i % group_rows, column = i / group_rows;
-        if (first_row + r >= w.rows) continue;
-        p.y[(size_t)(input.first + column) * p.y_stride + (size_t)(head * p.y_head + first_row + r)] =
-            sum_segments<TILES>(sums, p.cut, r, column);
+    const int power = power_of(group_rows / 4);
+    for (int i = rank * THREADS + (int)threadIdx.x; i < input.count << power; i += p.cut.cluster * THREADS) {
+        const int r = (i & (1 << power) - 1) * 4, column = i >> power, count = w.rows - first_row - r;
+        if (count > 0)
+            store_four(p.y + (size_t)(input.first + column) * p.y_stride + (head * p.y_head + first_row + r),
+                       sum_segments((const float *)shared, p.cut, r, column), count);
     }
     if (p.cut.cluster > 1) cluster_barrier();       /* the others may still be reading this block's sums */
 }
 
-/* How full the GPU's two blocks a multiprocessor are, as a share of 1, with that cut of `heads` matrices. */
-static double cut_efficiency(const Cut &cut, int rows, int cols, int heads) {
-    const int group_rows = STRIP * (WARPS / cut.along), groups = divide_up(rows, group_rows), slots = 2 * gpu.multiprocessors;
-    const double blocks = (double)groups * heads * cut.cluster, rounds = ceil(blocks / slots);
-    return blocks / (rounds * slots) * rows / ((double)groups * group_rows) * cols
-           / ((double)cut.cluster * cut.along * cut.length);
-}
-
 static Cut cut_of(int cluster, int along, int cols, DType dtype = DTYPE_BF16) {
-    const int step = segment_step(dtype), length = divide_up(divide_up(cols, cluster * along), step) * step;
-    return {.cluster = cluster, .along = along, .length = length, .piece = step};
+    return {.cluster = cluster, .along = along, .rounds = divide_up(cols, cluster * along * batch_values(dtype))};
 }
 
-/* The cut of a matrix by its shape: more segments as long as that fills the GPU better. Two warps of a block at least, so that
- * 256 neighbouring bytes of a row are read together; then blocks of a cluster before more warps, since a block with more rows
- * reads x less often. */
+/* Blocks of such clusters that the GPU holds at a time, two to a multiprocessor: larger ones leave room that they do not fit into. */
+static int cluster_slots(int cluster) { return (cluster < MAX_CLUSTER ? 2 : 1) * gpu.multiprocessors; }
+
+/* About the microseconds that a product of one row takes with so many segments. A round takes as long as its bytes at the memory's
+ * rate, but at least as long as a read; a cluster waits for its blocks twice. */
+static double cut_cost(const Cut &cut, int rows, int heads) {
+    const double full = 1.9, least = 0.4, barriers = 0.7;
+    const int blocks = divide_up(rows, STRIP * (WARPS / cut.along)) * heads * cut.cluster, slots = cluster_slots(cut.cluster);
+    const double busy = (double)(blocks < slots ? blocks : slots) / (2 * gpu.multiprocessors);
+    return divide_up(blocks, slots) * cut.rounds * (full * busy > least ? full * busy : least) + (cut.cluster > 1) * barriers;
+}
+
+/* The cut of a matrix by its shape: the warps of a block first, then blocks of a cluster. */
 static Cut choose_cut(int rows, int cols, int heads, DType dtype) {
-    const int clusters = gpu.major == 9 ? MAX_CLUSTER : 1;
-    Cut best = cut_of(1, 2, cols, dtype);
-    double efficiency = cut_efficiency(best, rows, cols, heads);
-    for (int ways = 4; ways <= clusters * WARPS; ways *= 2) {
-        const int cluster = ways / 2 < clusters ? ways / 2 : clusters;
-        const Cut cut = cut_of(cluster, ways / cluster, cols, dtype);
-        const double found = cut_efficiency(cut, rows, cols, heads);
-        if (found <= efficiency + 0.02) continue;
-        best = cut;
-        efficiency = found;
+    const int most = WARPS * (gpu.major == 9 ? MAX_CLUSTER : 1);
+    Cut best = {};
+    for (int segments = 2; segments <= most; segments *= 2) {
+        const int along = segments < WARPS ? segments : WARPS;
+        const Cut cut = cut_of(segments / along, along, cols, dtype);
+        if (!best.rounds || cut_cost(cut, rows, heads) < 0.97 * cut_cost(best, rows, heads)) best = cut;
     }
     return best;
 }
 
-/* As much of each segment as the shared memory holds with so many rows of x; whole batches. */
-static void choose_piece(Cut *cut, DType D, int columns) {
-    const int step = segment_step(D), most = STAGED_BYTES / (columns * value_bytes(D)) / cut->along / step * step;
-    cut->piece = most < step ? step : most < cut->length ? most : cut->length;
+template <DType D, int TILES, int TERMS> static void launch_product(const Product &product) {
+    const Cut &cut = product.cut;
+    const size_t shared = (size_t)product_shared(D, cut, product.n_rows < TILES * 8 ? product.n_rows : TILES * 8, TERMS);
+    const int groups = divide_up(product.w.rows, STRIP * (WARPS / cut.along));
+    allow_shared(product_kernel<D, TILES, TERMS>, shared);
+    launch_early(product_kernel<D, TILES, TERMS>,
+                 dim3((unsigned)(cut.cluster * product.heads), (unsigned)divide_up(product.n_rows, TILES * 8), (unsigned)groups),
+                 THREADS, shared, cut.cluster, product);
 }
 
-template <DType D, int TILES> static void launch_product(Product *product) {
-    const int columns = product->n_rows < TILES * 8 ? product->n_rows : TILES * 8;
-    Cut *cut = &product->cut;
-    choose_piece(cut, D, columns);
-    const size_t shared = (size_t)(staged_pieces(TILES) * staged_bytes(D, *cut, columns) + sums_bytes(TILES));
-    const int groups = divide_up(product->w.rows, STRIP * (WARPS / cut->along)) * product->heads;
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = test_pdl;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim = {.x = (unsigned)cut->cluster, .y = 1, .z = 1};
-    cudaLaunchConfig_t launch = {};
-    launch.gridDim = dim3((unsigned)cut->cluster, (unsigned)divide_up(product->n_rows, TILES * 8), (unsigned)groups);
-    launch.blockDim = dim3(THREADS);
-    launch.dynamicSmemBytes = shared;
-    launch.stream = gpu.stream;
-    launch.attrs = attributes;
-    launch.numAttrs = cut->cluster > 1 ? 2 : 1;
-    allow_shared(product_kernel<D, TILES>, shared);
-    CUDA(cudaLaunchKernelEx(&launch, product_kernel<D, TILES>, *product));
-}
-
-/* Many rows are narrowed first, if there is room for them and for two pieces of each. */
-template <DType D> static bool narrow_input(Product *product) {
-    const size_t width = (size_t)product->w.cols * (size_t)product->heads, n = (size_t)product->n_rows * width;
-    Cut least = product->cut;
-    least.piece = segment_step(D);
-    const size_t shared = (size_t)(2 * staged_bytes(D, least, MANY_TILES * 8) + sums_bytes(MANY_TILES));
-    if (product->n_rows <= MANY_ROWS || TERMS * n > MAX_NARROWED || shared > gpu.shared_per_block) return false;
-    narrow_kernel<D><<<blocks_for(n / 8), THREADS, 0, gpu.stream>>>(product->x, product->x_stride, width, n, product->aligned);
-    LAUNCHED();
-    product->x_stride = width;
-    return true;
-}
-
-/* Eight rows of x for each tile, as few tiles as hold all rows. */
-template <DType D> static void launch_tiles(Product *product) {
-    if (D == EXACT || product->n_rows <= 8) launch_product<D, 1>(product);
-    else if constexpr (D != EXACT) {
-        if (product->n_rows <= 16 || gpu.shared_per_block < (220 << 10)) launch_product<D, 2>(product);
-        else if (narrow_input<D>(product)) launch_product<D, MANY_TILES>(product);
-        else launch_product<D, 4>(product);
+/* Eight rows of x for each tile, as few tiles as hold all rows, if their shared memory is there. The segments of a sum lie in the
+ * warps of a block while there are few rows; with more, in the blocks of a cluster, so that each block rounds less of x. */
+template <DType D, int TERMS> static void launch_tiles(Product product) {
+    const int segments = product.cut.cluster * product.cut.along, few = 4, spread = segments < 8 ? segments / 2 : 4;
+    const int cluster = product.n_rows <= few || gpu.major != 9 || product.cut.cluster > spread ? product.cut.cluster : spread;
+    product.cut = cut_of(cluster, segments / cluster, product.w.cols, D);
+    if constexpr (D != EXACT) {
+        if (product.n_rows > 16 && product_shared(D, product.cut, 32, TERMS) <= (int)gpu.shared_per_block)
+            return launch_product<D, 4, TERMS>(product);
+        if (product.n_rows > 8 && product_shared(D, product.cut, 16, TERMS) <= (int)gpu.shared_per_block)
+            return launch_product<D, 2, TERMS>(product);
     }
+    launch_product<D, 1, TERMS>(product);
 }
 
 /* Whether rows of that type begin at multiples of 16 bytes, in a tensor that does. */
@@ -1338,11 +1395,12 @@ static void multiply(Product product) {
     if (product.n_rows <= 0 || w->rows <= 0) return;
     product.aligned = floats_aligned(product.x, product.x_stride) && product.x_head % 4 == 0;
     product.cut = choose_cut(w->rows, w->cols, product.heads, w->dtype);
-    if (!rows_aligned(w->dtype, w->cols) || (uintptr_t)w->data % 16 || (uintptr_t)w->exponents % 8) launch_tiles<EXACT>(&product);
-    else if (w->dtype == DTYPE_BF16) launch_tiles<DTYPE_BF16>(&product);
-    else if (w->dtype == DTYPE_F16) launch_tiles<DTYPE_F16>(&product);
-    else if (w->dtype == DTYPE_F4_E2M1) launch_tiles<DTYPE_F4_E2M1>(&product);
-    else launch_tiles<DTYPE_F8_E4M3>(&product);
+    if (!rows_aligned(w->dtype, w->cols) || (uintptr_t)w->data % 16 || (uintptr_t)w->exponents % 8)
+        launch_tiles<EXACT, 1>(product);
+    else if (w->dtype == DTYPE_BF16) launch_tiles<DTYPE_BF16, 2>(product);
+    else if (w->dtype == DTYPE_F16) launch_tiles<DTYPE_F16, 2>(product);
+    else if (w->dtype == DTYPE_F4_E2M1) launch_tiles<DTYPE_F4_E2M1, 2>(product);
+    else launch_tiles<DTYPE_F8_E4M3, 2>(product);
 }
 
 static void linear(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w) {
@@ -1627,7 +1685,7 @@ struct Experts {
 /* The rows of x that a block multiplies next: some of those that chose one expert. */
 static __device__ Input chosen_rows(int expert, int first, int columns) {
     const int begin = expert_lists.begin[expert];
-    return {.x = NULL, .narrowed = NULL, .list = expert_lists.picks + begin, .stride = 0, .first = first,
+    return {.x = NULL, .list = expert_lists.picks + begin, .stride = 0, .first = first,
             .count = min(columns, expert_lists.begin[expert + 1] - begin - first), .divisor = 1, .cols = 0, .aligned = false};
 }
 
@@ -1648,7 +1706,7 @@ static __global__ void __launch_bounds__(THREADS, 2) gate_up_kernel(const __grid
         Input input = chosen_rows(expert, first, columns);
         input.x = e.x, input.stride = (size_t)e.hidden, input.cols = e.hidden;
         input.divisor = e.per_token, input.aligned = e.aligned;
-        multiply_segment<D, TILES>(sums + warp_id() * columns * SUM_STRIDE, batch, strip, input, e.gate_cut, 0, shared, 0);
+        multiply_segment<D, TILES>(sums + warp_id() * columns * SUM_STRIDE, batch, strip, input, e.gate_cut, 0, shared);
         __syncthreads();
         for (int i = (int)threadIdx.x; i < 16 * input.count; i += THREADS) {
             const int r = i % 16, column = i / 16;
@@ -1673,7 +1731,7 @@ static __global__ void __launch_bounds__(THREADS, 2) down_kernel(const __grid_co
     for (int expert = 0, first = 0; expert < expert_lists.n;) {
         Input input = chosen_rows(expert, first, columns);
         input.x = e.gated, input.stride = (size_t)e.inter, input.cols = e.inter, input.aligned = e.aligned;
-        multiply_segment<D, TILES>(sums + warp_id() * columns * SUM_STRIDE, batch, strip, input, e.down_cut, 0, shared, 0);
+        multiply_segment<D, TILES>(sums + warp_id() * columns * SUM_STRIDE, batch, strip, input, e.down_cut, 0, shared);
         first += columns;
         if (first >= expert_lists.begin[expert + 1] - expert_lists.begin[expert]) first = 0, expert++;
         if (expert < expert_lists.n) {                     /* the next weights are on their way while these sums are added */
@@ -1692,8 +1750,8 @@ static __global__ void __launch_bounds__(THREADS, 2) down_kernel(const __grid_co
 
 template <DType D, int TILES> static void launch_experts(Experts e, int most) {
     const int columns = e.n_rows < TILES * 8 ? e.n_rows : TILES * 8;
-    choose_piece(&e.gate_cut, D, columns);
-    choose_piece(&e.down_cut, D, columns);
+    e.gate_cut = cut_of(1, WARPS, e.hidden, D);
+    e.down_cut = cut_of(1, WARPS, e.inter, D);
     const size_t gate_shared = (size_t)(staged_bytes(D, e.gate_cut, columns) + sums_bytes(TILES));
     const size_t down_shared = (size_t)(staged_bytes(D, e.down_cut, columns) + sums_bytes(TILES));
     allow_shared(gate_up_kernel<D, TILES>, gate_shared);
@@ -1723,13 +1781,14 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
                            .weights = weights + row * (size_t)per_token, .gated = scratch, .y = y + row * (size_t)hidden,
                            .n_rows = n, .per_token = per_token, .hidden = hidden, .inter = inter,
                            .aligned = floats_aligned(in, (size_t)hidden) && floats_aligned(scratch, (size_t)inter),
-                           .gate_cut = cut_of(1, WARPS, hidden), .down_cut = cut_of(1, WARPS, inter)};
+                           .gate_cut = {}, .down_cut = {}};
         const int most = n * per_token < config->n_routed_experts ? n * per_token : config->n_routed_experts;
         list_kernel<<<1, LIST_THREADS, 0, gpu.stream>>>(picks + row * (size_t)per_token, n * per_token);
         LAUNCHED();
         if (!aligned) launch_expert_tiles<EXACT>(e, most);
         else if (dtype == DTYPE_BF16) launch_expert_tiles<DTYPE_BF16>(e, most);
         else if (dtype == DTYPE_F16) launch_expert_tiles<DTYPE_F16>(e, most);
+        else if (dtype == DTYPE_F4_E2M1) launch_expert_tiles<DTYPE_F4_E2M1>(e, most);
         else launch_expert_tiles<DTYPE_F8_E4M3>(e, most);
     }
 }

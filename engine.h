@@ -1415,7 +1415,7 @@ struct cJSON *session_open(const Runner *runner, const char *path, FILE **file, 
 bool session_restore(Runner *runner, Session *session, const struct cJSON *header, FILE *file, const char *path, Error *error);
 
 /* ---------------------------------------------------------------------------------------------------------------------
- * Measurements (bench.c; the first three are engine.cu's)
+ * Measurements (bench.c; the first four are engine.cu's)
  */
 
 /* The median seconds, as the GPU counts them, of what `work` puts on its stream; work is called twice and must not wait. */
@@ -1424,6 +1424,9 @@ double cuda_seconds(void (*work)(void *), void *user);
 /* Puts on the stream: a copy in any direction; a kernel that reads the bytes and forgets them (sum: a word of device memory). */
 void cuda_begin_copy(void *to, const void *from, size_t bytes);
 void cuda_read(const void *data, size_t bytes, unsigned *sum);
+
+/* The same for cuBLASLt's y = W x of one row: W and x in bf16, y in f32. False: there is no cuBLASLt on this machine. */
+bool cuda_begin_library_product(float *y, const void *x, const void *w, int rows, int cols);
 
 /* Makes the measurement of that name and prints it. What it draws goes into the directory, as NAME.csv and NAME.svg. 0: done;
  * 1: it failed; 2: there is none of that name. The last two with an error. */
