@@ -241,7 +241,9 @@ INLINE f32x8 exp8(f32x8 x) {
 }
 
 /* Columns of a row that share a scale; 0: there are no scales. */
-INLINE int scale_block(const DType dtype) { return dtype == DTYPE_F8_E4M3 ? SCALE_BLOCK : dtype == DTYPE_F4_E2M1 ? EXPONENT_BLOCK : 0; }
+INLINE int scale_block(const DType dtype) {
+    return dtype == DTYPE_F8_E4M3 ? SCALE_BLOCK : dtype == DTYPE_F4_E2M1 ? EXPONENT_BLOCK : 0;
+}
 
 /* The scales of row `row` of a matrix, from column `first` on, in their stored form; and one of them. */
 INLINE const void *block_scales(const Matrix *w, int row, int first, const DType dtype) {
@@ -267,10 +269,10 @@ INLINE void dot_tile(float *sum, const float *x, size_t x_stride, const size_t x
         if (block) for (int c = 0; c < columns; c++) s[c] = splat8(scale_at(scale[c], begin / block, dtype));
         for (; k + 8 <= end; k += 8) {
             f32x8 weight[MAX_COLUMNS];
-            for (int c = 0; c < columns; c++) weight[c] = widen8(w + (size_t)c * w_stride + stored_bytes(dtype, (size_t)k), dtype);
-            if (ahead && stored_bytes(dtype, (size_t)k) % 64 == 0) /* four tiles ahead: the hardware loses the stream at each column's end */
-                for (int c = 0; c < columns; c++)
-                    __builtin_prefetch(w + (size_t)(4 * columns + c) * w_stride + stored_bytes(dtype, (size_t)k), 0, 2);
+            const size_t at = stored_bytes(dtype, (size_t)k);
+            for (int c = 0; c < columns; c++) weight[c] = widen8(w + (size_t)c * w_stride + at, dtype);
+            if (ahead && at % 64 == 0)  /* four tiles ahead: the hardware loses the stream at each column's end */
+                for (int c = 0; c < columns; c++) __builtin_prefetch(w + (size_t)(4 * columns + c) * w_stride + at, 0, 2);
             if (block) for (int c = 0; c < columns; c++) weight[c] *= s[c];
             for (int r = 0; r < rows; r++) {
                 f32x8 input = load8(x + (size_t)r * x_stride + (size_t)k * x_step);
@@ -400,7 +402,7 @@ static void axpy_panel(float *y, size_t y_stride, const float *p, size_t p_strid
  *
  *     linear -> linear_columns -> up to six rows: direct_rows -> direct_columns -> direct_tile -> dot_tile on stored weights
  *                              -> more:  strip_columns -> strip_rows -> strip_tile -> dot_tile on stored weights
- *                              -> more than twelve, not f32 or bf16: panel_columns -> dot_panel -> ... -> dot_tile on widened ones
+ *                              -> more than twelve, f16, e4m3, e2m1: panel_columns -> dot_panel -> ... -> dot_tile on widened
  *
  * Owns: y = W x with W in its stored format. For up to six rows the weights are widened in registers and read once, from end to
  * end: decode, bound by memory. For more, strips of 48 columns by 1,024 values stay in the cache while all rows meet them:
@@ -1823,8 +1825,8 @@ static int filter_ranking(const Ranking *ranking, const Sampling *sampling) {
     return kept;
 }
 
-/* Draws one of a slot's candidates, in the way of the block's session; `position` is that of the row before it. q: the law that the
- * draw followed, where the rule needs one. one_hot: under acceptance by rejection the best is taken, not drawn. */
+/* Draws one of a slot's candidates, in the way of the block's session; `position` is that of the row before it. q: the law
+ * that the draw followed, where the rule needs one. one_hot: under acceptance by rejection the best is taken, not drawn. */
 static int draw_candidate(const int *ids, const float *scores, float *q, const DraftBlock *block, int position, AcceptRule rule,
                           bool one_hot) {
     const Sampling *sampling = &block->sampling;

@@ -379,8 +379,8 @@ static void locate_rows(DeviceRow *kv_rows, DeviceRow *index_rows, const Cache *
 
 /* ---- measurements */
 
-/* A work that is measured only puts operations on the stream. It is captured once, so that what is timed are the replays of a graph;
- * the median of several, in seconds. */
+/* A work that is measured only puts operations on the stream. It is captured once, so that what is timed are the replays of a
+ * graph; the median of several, in seconds. */
 extern "C" double cuda_seconds(void (*work)(void *), void *user) {
     enum { WARM = 3, REPLAYS = 11 };
     cudaGraph_t graph;
@@ -466,7 +466,8 @@ static struct Library {         /* the functions of cublasLt.h that a product ta
 
 static bool find_library(void) {
     static const char *const names[] = {"Create", "MatmulDescCreate", "MatmulDescSetAttribute", "MatrixLayoutCreate",
-                                        "MatmulPreferenceCreate", "MatmulPreferenceSetAttribute", "MatmulAlgoGetHeuristic", "Matmul"};
+                                        "MatmulPreferenceCreate", "MatmulPreferenceSetAttribute", "MatmulAlgoGetHeuristic",
+                                        "Matmul"};
     if (library.handle) return true;
     void *file = dlopen("libcublasLt.so.13", RTLD_NOW);
     if (!file) file = dlopen("libcublasLt.so.12", RTLD_NOW);
@@ -496,7 +497,8 @@ extern "C" bool cuda_begin_library_product(float *y, const void *x, const void *
                       || library.create_layout(&made.x, CUDA_R_16BF, (uint64_t)k, 1, k)
                       || library.create_layout(&made.y, CUDA_R_32F, (uint64_t)m, 1, m) || library.create_wishes(&wishes)
                       || library.set_wishes(wishes, LIBRARY_MOST_WORKSPACE, &workspace, sizeof workspace)
-                      || library.choose(library.handle, made.product, made.w, made.x, made.y, made.y, wishes, 1, &made.choice, &n);
+                      || library.choose(library.handle, made.product, made.w, made.x, made.y, made.y, wishes, 1, &made.choice,
+                                        &n);
         if (failed || !n) return false;
         made.rows = rows, made.cols = cols;
     }
@@ -786,24 +788,27 @@ static void check_finite(PassReport *report, int place, const float *x, int n_ro
 /* =====================================================================================================================
  * Products
  *
- *     linear, expand_value -> multiply -> launch_tiles -> product_kernel -> multiply_segment -> sum_segments
- *     experts -> list_kernel, gate_up_kernel, down_kernel -> multiply_segment -> sum_segments
- *     multiply_segment -> next_piece (x), fetch_batch and multiply_batch (weights), put_sums
+ *     linear, expand_value -> multiply -> launch_tiles -> choose_cut, product_kernel
+ *     product_kernel -> fetch_first, multiply_segment, sum_segments
+ *     multiply_segment -> fetch_input and put_input (x), multiply_batch (weights), put_sums
  *
- * Owns: y = W x with W in its stored format. A warp multiplies a strip of 32 rows of weights by 8 to 64 rows of x on the tensor
- * cores: the weights are the 16 x 16 operand, so that one row of x takes the same instructions as many, with idle columns. f16
- * weights meet x rounded to f16 (a value beyond its range becomes infinite, and shows); bf16 and e4m3 weights, which bf16 holds
- * exactly, meet x rounded to bf16. Sums are f32, and the scales of e4m3 are applied to the sum of each 128 columns.
+ * Owns: y = W x with W in its stored format. A warp multiplies a strip of 32 rows of weights by 8 to 32 rows of x on the tensor
+ * cores: the weights are the 16 x 16 operand, so that one row of x takes the same instructions as many, with idle columns. bf16,
+ * e4m3 and e2m1 weights, which bf16 holds exactly, meet x rounded to bf16; f16 weights meet x rounded to f16 (a value beyond its
+ * range becomes infinite, and shows). What the rounding takes from x is a second term that the weights meet likewise, so that a
+ * product is right to about 2^-17 of x, wherever that costs little (TWO_TERMS_MOST). Sums are f32. The scales of e4m3 are
+ * applied to the sum of each 128 columns; those of e2m1, powers of two, to the weights.
  *
- * A sum over the columns is cut into segments, and the segments' sums are added in order. Their number depends on the matrix
- * alone: as many as it takes to fill the GPU with strips. Those of a strip lie in the warps of a block and in the blocks of a
- * cluster, which add up through each other's shared memory. How many rows of x there are only decides how many columns of
- * the instruction are in use and how often the weights are read, once for 64 rows; from 33 rows on, x is rounded beforehand.
+ * A sum over the columns is cut into segments, each the work of one warp, and their sums are added in order. Their number depends
+ * on the matrix alone: as many as it takes to keep the GPU busy with one row of x. Those of a strip lie in the warps of a block
+ * and in the blocks of a cluster, which add up through each other's shared memory; how they are spread over warps and blocks, and
+ * how many columns of the instruction are in use, is all that the number of rows of x decides.
  *
- * Weights go straight from memory to registers, 16 bytes a thread. Four threads read 64 neighbouring bytes of a row, and what
- * a thread has read it uses as if it were the fragment it should have: the order of k inside a product is free as long as
- * both operands agree, so x is put into shared memory in the same order. f32 weights, and matrices whose rows do not begin at a
- * multiple of 16 bytes, take the exact path: plain multiply-adds in f32, a row of weights for each lane.
+ * Weights are on their way into a ring in shared memory, 128 KB a multiprocessor, from before the kernel in front has ended. Four
+ * threads fetch 64 neighbouring bytes of a row, and what a thread has fetched it uses as if it were the fragment it should have:
+ * the order of k inside a product is free as long as both operands agree, so x is put into shared memory in the same order. f32
+ * weights, and matrices whose rows do not begin at a multiple of 16 bytes, take the exact path: plain multiply-adds in f32, a
+ * row of weights for each lane.
  */
 
 enum {
@@ -819,7 +824,8 @@ enum {
 };
 
 /* How the sum over a matrix's columns is cut: they are dealt, a batch at a time, to cluster * along segments in turn, each of
- * which is the work of one warp. `along` neighbours lie in the warps of a block, and the blocks of a cluster follow each other. */
+ * which is the work of one warp. `along` neighbours lie in the warps of a block, and the blocks of a cluster follow each
+ * other. */
 typedef struct Cut {
     int cluster, along;         /* powers of two */
     int rounds;                 /* batches of a segment */
@@ -836,12 +842,11 @@ typedef struct Product {        /* y[r] = W x[r], for each of `heads` matrices t
     Cut cut;
 } Product;
 
-/* The rows of x that a block multiplies: row list[i] / divisor, or row i where there is no list. */
+/* The rows of x that a block multiplies. */
 typedef struct Input {
     const float *x;
-    const int *list;
     size_t stride;
-    int first, count, divisor, cols;
+    int count, cols;
     bool aligned;
 } Input;
 
@@ -873,7 +878,7 @@ typedef struct Strip {
 /* The scales of a batch, on their way from memory while the one before is multiplied. */
 typedef struct Scales {
     float scale[4];             /* e4m3 */
-    uint2 exponents[4];         /* e2m1: of each row, a byte for each of four threads' chunks; x for the first, y for the second */
+    uint2 exponents[4];         /* e2m1: of each row, a byte for each of four threads' chunks; x: the first ones, y: the second */
 } Scales;
 
 enum { NO_BATCH = INT_MAX / 2 };                    /* a column past every matrix: fetches zeros, reads nothing */
@@ -904,7 +909,8 @@ template <DType D> static __device__ inline void set_fragment(Strip *strip, int 
         const int row = min(first + (D == EXACT ? lane % 16 : lane / 4 + i * 8), w.rows - 1) - begin;
         const int scale_row = dtype == DTYPE_F4_E2M1 ? row : (w.first_row + begin + row) / SCALE_BLOCK
                                                                  - (w.first_row + begin) / SCALE_BLOCK;
-        strip->row[2 * m + i] = (uint32_t)row * (uint32_t)weight_bytes(dtype, (size_t)w.cols) + (uint32_t)weight_bytes(dtype, (size_t)skipped);
+        strip->row[2 * m + i] = (uint32_t)((size_t)row * weight_bytes(dtype, (size_t)w.cols)
+                                           + weight_bytes(dtype, (size_t)skipped));
         strip->scale_row[2 * m + i] = (uint32_t)(scale_row * w.scale_cols);
     }
 }
@@ -1000,9 +1006,9 @@ static __host__ __device__ constexpr int staged_stride(DType D, int along, int t
     return terms * term_bytes(D, along) + STAGED_PAD;
 }
 
-/* The eight values of x that this thread brings to shared memory the i-th time in each round: of row `column` of the block's, from
- * value 8 * eight on in the order in which threads need them. Of e4m3 and e2m1, whose 16 or 32 values of a thread make several
- * fragments, the first eight of four threads come first: `offset` is where the eight stand in x. */
+/* The eight values of x that this thread brings to shared memory the i-th time in each round: of row `column` of the block's,
+ * from value 8 * eight on in the order in which threads need them. Of e4m3 and e2m1, whose 16 or 32 values of a thread make
+ * several fragments, the first eight of four threads come first: `offset` is where the eight stand in x. */
 typedef struct StagedEight { int column, eight, offset; } StagedEight;
 
 template <DType D> static __device__ inline StagedEight staged_eight(const Cut &cut, int i) {
@@ -1011,15 +1017,16 @@ template <DType D> static __device__ inline StagedEight staged_eight(const Cut &
     return {at >> power, eight, 8 * (D == EXACT ? eight : eight / (4 * n) * 4 * n + eight % 4 * n + eight % (4 * n) / 4)};
 }
 
-/* The columns of a round, from `from` on: as much as fits into the registers is on its way while the weights before are multiplied. */
+/* The columns of a round, from `from` on: as much as fits into the registers is on its way while the weights before are
+ * multiplied. */
 template <DType D, int AHEAD>
 static __device__ inline void fetch_input(float v[AHEAD][8], const Input &input, const Cut &cut, int from, int begin) {
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
         const StagedEight at = staged_eight<D>(cut, begin + i);
         if (at.column >= input.count) continue;
-        const int row = input.list ? input.list[input.first + at.column] / input.divisor : input.first + at.column;
-        load_eight(v[i], input.x + (size_t)row * input.stride + (from + at.offset), input.cols - from - at.offset, input.aligned);
+        load_eight(v[i], input.x + (size_t)at.column * input.stride + (from + at.offset), input.cols - from - at.offset,
+                   input.aligned);
     }
 }
 
@@ -1087,8 +1094,8 @@ template <DType D> static __device__ inline void multiply_fragment(float sum[4],
             : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-/* Eight of a thread's values in each of four rows as two fragments: part `part` of a chunk, 16 bytes of which make 1 (16-bit types),
- * 2 (e4m3) or 4 (e2m1). */
+/* Eight of a thread's values in each of four rows as two fragments: part `part` of a chunk, 16 bytes of which make 1 (16-bit
+ * types), 2 (e4m3) or 4 (e2m1). */
 template <DType D> static __device__ inline uint4 widen_part(const uint4 &chunk, int part, uint32_t factor) {
     const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
     if (D == DTYPE_F4_E2M1) return widen_eight(words[part], factor);
@@ -1097,7 +1104,8 @@ template <DType D> static __device__ inline uint4 widen_part(const uint4 &chunk,
     return make_uint4(low.x, low.y, high.x, high.y);
 }
 
-/* 32 values of k, for both fragments and all tiles of eight rows of x: of each value of x first the upper term, then the lower. */
+/* 32 values of k, for both fragments and all tiles of eight rows of x: of each value of x first the upper term, then the
+ * lower. */
 template <DType D, int TILES, int TERMS>
 static __device__ inline void multiply_stretch(float sum[2][TILES][4], const uint4 chunk[4], int part, const uint32_t factor[4],
                                                const uint8_t *x, int x_stride, int last_column) {
@@ -1118,8 +1126,8 @@ static __device__ inline void multiply_stretch(float sum[2][TILES][4], const uin
         }
 }
 
-/* Batch i of a segment. In the ring, those that come RING_CHUNKS later take its place, from column `later` on; `next`: column of the
- * one behind it. x: this thread's first value of it in row 0. */
+/* Batch i of a segment. In the ring, those that come RING_CHUNKS later take its place, from column `later` on; `next`: column
+ * of the one behind it. x: this thread's first value of it in row 0. */
 template <DType D, int TILES, int TERMS>
 static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *ring, Scales &scales, const Strip &strip, int i,
                                              int next, int later, const uint8_t *x, int x_stride, int last_column) {
@@ -1199,9 +1207,9 @@ template <DType D> static __device__ inline int first_batch(const Cut &cut, int 
     return from + (warp_id() & cut.along - 1) * batch_values(D);
 }
 
-/* This warp's segment of its strip times the input; its sums lie where the ring was. from: the block's first column; fetch_first has
- * been called. In each round x of the next one is fetched, rounded and put into the other of two buffers, while weights are on
- * their way. All warps of the block come along. */
+/* This warp's segment of its strip times the input; its sums lie where the ring was. from: the block's first column;
+ * fetch_first has been called. In each round x of the next one is fetched, rounded and put into the other of two buffers,
+ * while weights are on their way. All warps of the block come along. */
 template <DType D, int TILES, int TERMS>
 static __device__ void multiply_segment(uint8_t *ring, Scales &scales, const Strip &strip, const Input &input, const Cut &cut,
                                         int from, uint8_t *staged) {
@@ -1257,8 +1265,8 @@ static __device__ inline void load_from_block(float4 *value, const float *p, int
 #endif
 }
 
-/* The sum of all segments for four neighbours: from row `row` of the cluster's rows on, column `column`. Four segments' are on their
- * way at a time. */
+/* The sum of all segments for four neighbours: from row `row` of the cluster's rows on, column `column`. Four segments' are on
+ * their way at a time. */
 static __device__ inline float4 sum_segments(const float *sums, const Cut &cut, int row, int column) {
     const int power = power_of(cut.along), segments = cut.cluster << power;
     const float *first = sums + (row / STRIP << power) * (RING_BYTES / 4) + column * SUM_STRIDE + row % STRIP;
@@ -1298,7 +1306,6 @@ static __device__ inline void store_four(float *p, float4 v, int count) {
 template <DType D, int TILES, int TERMS>
 static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_kernel(const __grid_constant__ Product p) {
     extern __shared__ __align__(128) uint8_t shared[];
-    let_next_start();
     const int along = power_of(p.cut.along), group_rows = STRIP * WARPS >> along, first_row = (int)blockIdx.z * group_rows;
     const int head = (int)blockIdx.x >> power_of(p.cut.cluster), rank = (int)blockIdx.x & p.cut.cluster - 1;
     const int from = (rank << along) * batch_values(D);
@@ -1312,18 +1319,19 @@ static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_ke
     fetch_first<D>(ring, scales, strip, first_batch<D>(p.cut, from), round_columns(D, p.cut), p.cut.rounds);
     wait_for_previous();
 
-    Input input = {.x = p.x + head * p.x_head, .list = NULL, .stride = p.x_stride, .first = (int)blockIdx.y * TILES * 8, .count = 0,
-                   .divisor = 1, .cols = w.cols, .aligned = p.aligned};
-    input.count = min(TILES * 8, p.n_rows - input.first);
+    const int first = (int)blockIdx.y * TILES * 8;
+    const Input input = {.x = p.x + (size_t)first * p.x_stride + head * p.x_head, .stride = p.x_stride,
+                         .count = min(TILES * 8, p.n_rows - first), .cols = w.cols, .aligned = p.aligned};
     multiply_segment<D, TILES, TERMS>(ring, scales, strip, input, p.cut, from, shared + WARPS * RING_BYTES);
 
+    let_next_start();           /* only now: blocks that wait take the place of others, and are spread unevenly */
     if (p.cut.cluster > 1) cluster_barrier();
     else __syncthreads();
     const int power = power_of(group_rows / 4);
     for (int i = rank * THREADS + (int)threadIdx.x; i < input.count << power; i += p.cut.cluster * THREADS) {
         const int r = (i & (1 << power) - 1) * 4, column = i >> power, count = w.rows - first_row - r;
         if (count > 0)
-            store_four(p.y + (size_t)(input.first + column) * p.y_stride + (head * p.y_head + first_row + r),
+            store_four(p.y + (size_t)(first + column) * p.y_stride + (head * p.y_head + first_row + r),
                        sum_segments((const float *)shared, p.cut, r, column), count);
     }
     if (p.cut.cluster > 1) cluster_barrier();       /* the others may still be reading this block's sums */
@@ -1333,26 +1341,54 @@ static Cut cut_of(int cluster, int along, int cols, DType dtype = DTYPE_BF16) {
     return {.cluster = cluster, .along = along, .rounds = divide_up(cols, cluster * along * batch_values(dtype))};
 }
 
-/* Blocks of such clusters that the GPU holds at a time, two to a multiprocessor: larger ones leave room that they do not fit into. */
-static int cluster_slots(int cluster) { return (cluster < MAX_CLUSTER ? 2 : 1) * gpu.multiprocessors; }
-
-/* About the microseconds that a product of one row takes with so many segments. A round takes as long as its bytes at the memory's
- * rate, but at least as long as a read; a cluster waits for its blocks twice. */
-static double cut_cost(const Cut &cut, int rows, int heads) {
-    const double full = 1.9, least = 0.4, barriers = 0.7;
-    const int blocks = divide_up(rows, STRIP * (WARPS / cut.along)) * heads * cut.cluster, slots = cluster_slots(cut.cluster);
-    const double busy = (double)(blocks < slots ? blocks : slots) / (2 * gpu.multiprocessors);
-    return divide_up(blocks, slots) * cut.rounds * (full * busy > least ? full * busy : least) + (cut.cluster > 1) * barriers;
+/* Blocks that the GPU holds at a time, in such clusters: two to a multiprocessor, but where a cluster does not fit into what the
+ * others have left of its part of the GPU. */
+static int cluster_slots(int cluster) {
+    static int found[MAX_CLUSTER + 1];
+    if (gpu.major < 9 || cluster == 1) return 2 * gpu.multiprocessors;
+    if (found[cluster]) return found[cluster];
+    const auto kernel = product_kernel<DTYPE_BF16, 1, 2>;
+    const size_t shared = (size_t)product_shared(DTYPE_BF16, {cluster, 1, 1}, 8, 2);
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {.x = (unsigned)cluster, .y = 1, .z = 1};
+    cudaLaunchConfig_t launch = {};
+    launch.gridDim = dim3((unsigned)cluster);
+    launch.blockDim = dim3(THREADS);
+    launch.dynamicSmemBytes = shared;
+    launch.attrs = &attribute;
+    launch.numAttrs = 1;
+    allow_shared(kernel, shared);
+    CUDA(cudaOccupancyMaxActiveClusters(&found[cluster], kernel, &launch));
+    return found[cluster] *= cluster;
 }
 
-/* The cut of a matrix by its shape: the warps of a block first, then blocks of a cluster. */
-static Cut choose_cut(int rows, int cols, int heads, DType dtype) {
-    const int most = WARPS * (gpu.major == 9 ? MAX_CLUSTER : 1);
-    Cut best = {};
-    for (int segments = 2; segments <= most; segments *= 2) {
-        const int along = segments < WARPS ? segments : WARPS;
-        const Cut cut = cut_of(segments / along, along, cols, dtype);
-        if (!best.rounds || cut_cost(cut, rows, heads) < 0.97 * cut_cost(best, rows, heads)) best = cut;
+/* About the microseconds that a product with n rows of x takes with that cut, as measured on an H200. A round takes as long as
+ * its bytes at the memory's rate, but not less than its instructions do; x that a thread cannot have on its way beforehand
+ * makes all wait; and the blocks of a cluster wait for each other. */
+static double cut_cost(const Cut &cut, DType dtype, int rows, int heads, int n) {
+    const double bytes = 1.9, instructions = dtype == DTYPE_F4_E2M1 ? 1.6 : dtype == DTYPE_F8_E4M3 ? 1 : 0.55, wait = 0.7;
+    const int blocks = divide_up(rows, STRIP * (WARPS / cut.along)) * heads * cut.cluster, slots = cluster_slots(cut.cluster);
+    const int columns = n < 16 ? n : 16, tiles = divide_up(columns, 8);
+    const int late = divide_up(columns * cut.along * batch_values(dtype) / 8, THREADS) - tiles;
+    const double busy = (double)(blocks < slots ? blocks : slots) / (2 * gpu.multiprocessors);
+    const double round = fmax(bytes * busy, instructions + bytes * busy / 2) + (late > 0 ? late * wait : 0);
+    return divide_up(blocks, slots) * cut.rounds * round + (cut.cluster > 1 ? 0.2 + 0.15 * cut.cluster : 0);
+}
+
+/* The cut of a matrix. The number of segments is its shape's, what is best for one row; how they lie in warps and blocks
+ * changes no sum, and may follow the number of rows. */
+static Cut choose_cut(int rows, int cols, int heads, DType dtype, int n) {
+    const int most = gpu.major == 9 ? MAX_CLUSTER : 1;
+    Cut best = {}, cut;
+    for (int segments = 2; segments <= WARPS * most; segments *= 2) {
+        cut = cut_of(segments > WARPS ? segments / WARPS : 1, segments > WARPS ? WARPS : segments, cols, dtype);
+        if (!best.rounds || cut_cost(cut, dtype, rows, heads, 1) < 0.97 * cut_cost(best, dtype, rows, heads, 1)) best = cut;
+    }
+    const int segments = best.cluster * best.along;
+    for (int cluster = 2 * best.cluster; cluster <= most && cluster <= segments; cluster *= 2) {
+        cut = cut_of(cluster, segments / cluster, cols, dtype);
+        if (cut_cost(cut, dtype, rows, heads, n) < 0.97 * cut_cost(best, dtype, rows, heads, n)) best = cut;
     }
     return best;
 }
@@ -1367,12 +1403,9 @@ template <DType D, int TILES, int TERMS> static void launch_product(const Produc
                  THREADS, shared, cut.cluster, product);
 }
 
-/* Eight rows of x for each tile, as few tiles as hold all rows, if their shared memory is there. The segments of a sum lie in the
- * warps of a block while there are few rows; with more, in the blocks of a cluster, so that each block rounds less of x. */
+/* Eight rows of x for each tile, as few tiles as hold all rows, if their shared memory is there. */
 template <DType D, int TERMS> static void launch_tiles(Product product) {
-    const int segments = product.cut.cluster * product.cut.along, few = 4, spread = segments < 8 ? segments / 2 : 4;
-    const int cluster = product.n_rows <= few || gpu.major != 9 || product.cut.cluster > spread ? product.cut.cluster : spread;
-    product.cut = cut_of(cluster, segments / cluster, product.w.cols, D);
+    product.cut = choose_cut(product.w.rows, product.w.cols, product.heads, D, product.n_rows);
     if constexpr (D != EXACT) {
         if (product.n_rows > 16 && product_shared(D, product.cut, 32, TERMS) <= (int)gpu.shared_per_block)
             return launch_product<D, 4, TERMS>(product);
@@ -1390,17 +1423,22 @@ static bool rows_aligned(DType dtype, int cols) {
 
 static bool floats_aligned(const float *x, size_t stride) { return (uintptr_t)x % 16 == 0 && stride % 4 == 0; }
 
+/* The terms of x depend on the matrix alone. Two cost 16-bit weights next to nothing while memory is what a product waits for.
+ * Widening e4m3 takes so many instructions that they would show: it gets them where the matrix is small, as those are whose
+ * results are compared with each other, the indexer's and the latent projections'. e2m1 is the experts' type. */
+enum { TWO_TERMS_MOST = 16 << 20 };
+
 static void multiply(Product product) {
     const Matrix *w = &product.w;
     if (product.n_rows <= 0 || w->rows <= 0) return;
     product.aligned = floats_aligned(product.x, product.x_stride) && product.x_head % 4 == 0;
-    product.cut = choose_cut(w->rows, w->cols, product.heads, w->dtype);
     if (!rows_aligned(w->dtype, w->cols) || (uintptr_t)w->data % 16 || (uintptr_t)w->exponents % 8)
         launch_tiles<EXACT, 1>(product);
     else if (w->dtype == DTYPE_BF16) launch_tiles<DTYPE_BF16, 2>(product);
     else if (w->dtype == DTYPE_F16) launch_tiles<DTYPE_F16, 2>(product);
-    else if (w->dtype == DTYPE_F4_E2M1) launch_tiles<DTYPE_F4_E2M1, 2>(product);
-    else launch_tiles<DTYPE_F8_E4M3, 2>(product);
+    else if (w->dtype == DTYPE_F4_E2M1) launch_tiles<DTYPE_F4_E2M1, 1>(product);
+    else if ((size_t)w->rows * (size_t)w->cols * (size_t)product.heads <= TWO_TERMS_MOST) launch_tiles<DTYPE_F8_E4M3, 2>(product);
+    else launch_tiles<DTYPE_F8_E4M3, 1>(product);
 }
 
 static void linear(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w) {
@@ -2384,7 +2422,8 @@ static __device__ const uint8_t *row_at(const RowPool &pool, size_t stride, Devi
     return row.id < pool.n_rows ? pool.rows + (size_t)row.id * stride : pool.staging + (size_t)(row.id - pool.n_rows) * stride;
 }
 
-/* ---- lists of keys: of(r) is row r's, with `length` keys; value j of a key, and of what it stands for, are of a key/value head */
+/* ---- lists of keys: of(r) is row r's, with `length` keys; value j of a key, and of what it stands for, are of a key/value
+ * head */
 
 struct SelectedKeys {
     RowPool pool;
@@ -2589,7 +2628,8 @@ template <bool FP8> struct LatentShared {
     DeviceRow ids[SPLIT_KEYS];
 };
 
-/* n rows of the selection, from id `first` of the chunk on, begin their way into shared memory; the others of the tile are zeros. */
+/* n rows of the selection, from id `first` of the chunk on, begin their way into shared memory; the others of the tile are
+ * zeros. */
 template <bool FP8>
 static __device__ void start_tile(LatentShared<FP8> *shared, const SelectedKeys &keys, int turn, int first, int n) {
     for (int i = threadIdx.x; i < TILE_KEYS * StoredRow<FP8>::PIECES; i += LATENT_THREADS) {
@@ -4183,7 +4223,8 @@ extern "C" void cuda_allocate(int *lengths, const float *scores, const int *limi
     LAUNCHED();
 }
 
-/* ---- the list of operations; the last ones but one work on lists in host memory, where the pipeline wants their results at once */
+/* ---- the list of operations; the last ones but one work on lists in host memory, where the pipeline wants their results at
+ * once */
 
 extern "C" const Backend cuda_backend = {
     .name = "cuda",

@@ -247,8 +247,8 @@ enum {
 static inline float bits_to_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
 static inline uint32_t float_to_bits(float f) { uint32_t bits; memcpy(&bits, &f, 4); return bits; }
 
-/* One stored value as f32; of e2m1 the one in the lower four bits. The fp8 and f16 forms shift the bits into f32's place and repair the exponent by a multiplication,
- * which makes subnormals come out right by itself. */
+/* One stored value as f32; of e2m1 the one in the lower four bits. The fp8 and f16 forms shift the bits into f32's place and
+ * repair the exponent by a multiplication, which makes subnormals come out right by itself. */
 static inline float widen(const uint8_t *p, DType dtype) {
     uint32_t bits = p[0];
     switch (dtype) {
@@ -849,8 +849,8 @@ typedef struct Drafter {
  * row r's inputs alone and sums in an order fixed by the shapes, never by the number of rows or threads.
  */
 
-/* Where memory lies, as the operations need it. What the pipeline itself reads or writes is MEMORY_HOST, and operations may use it
- * too, for what is small: on a GPU each access crosses the link. In C there is no difference. */
+/* Where memory lies, as the operations need it. What the pipeline itself reads or writes is MEMORY_HOST, and operations may
+ * use it too, for what is small: on a GPU each access crosses the link. In C there is no difference. */
 typedef enum Memory { MEMORY_DEVICE, MEMORY_HOST } Memory;
 
 struct Backend {
