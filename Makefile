@@ -58,6 +58,9 @@ build/test_gpu: tests/test_gpu.c tests/check.h engine.c engine.h $(GPU_TEST_OBJE
 test-gpu: build/test_gpu
 	build/test_gpu
 
+soak: build/test_gpu
+	build/test_gpu soak 20000
+
 SANITIZE := -O1 -g -march=native -fsanitize=address,undefined -fno-sanitize-recover=all
 SANITIZED := $(patsubst build/%,build/asan_%,$(TESTS))
 
@@ -102,8 +105,7 @@ clean:
 
 # The same for the GPU's figures.
 bench-gpu: tide | build/bench
-	{ set -e; echo '```'; nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | sed 's/^/GPU              /'; \
-	  ./tide bench gpu -o build/bench; echo '```'; } > build/bench-gpu.txt
+	./tide bench gpu all --md -o build/bench > build/bench-gpu.txt
 	sed -i -e '/^<!-- gpu/,/^<!-- end of gpu/{//!d}' -e '/^<!-- gpu/r build/bench-gpu.txt' README.md
 
-.PHONY: bench-gpu test test-gpu test-asan mutants fuzz bench bench-claims clean
+.PHONY: bench-gpu test test-gpu soak test-asan mutants fuzz bench bench-claims clean

@@ -26,7 +26,8 @@
  * reach it, so nothing is moved.
  */
 
-static bool start(Error *error) {
+static bool start(const DeviceOptions *options, Error *error) {
+    (void)options;
     (void)error;
     return true;
 }
@@ -83,6 +84,29 @@ static const void *import_weights(const void *data, size_t bytes, Error *error) 
 }
 
 static void release_weights(void) {}
+
+static uint16_t narrow_bf16(float x);
+static uint8_t narrow_e4m3(float x);
+
+/* Four values are the four 16-bit pieces of one hash (MurmurHash3's last steps). */
+static const void *make_weights(void *space, DType dtype, size_t count, float low, float high, uint64_t seed, Error *error) {
+    (void)error;
+    const float step = (high - low) / 65536;
+#pragma omp parallel for
+    for (size_t four = 0; four < (count + 3) / 4; four++) {
+        uint64_t hash = seed + four;
+        hash = (hash ^ hash >> 33) * 0xff51afd7ed558ccdu;
+        hash = (hash ^ hash >> 33) * 0xc4ceb9fe1a85ec53u;
+        hash ^= hash >> 33;
+        for (size_t i = 4 * four; i < count && i < 4 * four + 4; i++, hash >>= 16) {
+            float value = fmaf((float)(hash & 0xffff), step, low);
+            if (dtype == DTYPE_F32) ((float *)space)[i] = value;
+            else if (dtype == DTYPE_BF16) ((uint16_t *)space)[i] = narrow_bf16(value);
+            else ((uint8_t *)space)[i] = narrow_e4m3(value);
+        }
+    }
+    return space;
+}
 
 static bool begin_work(uint64_t key) {
     (void)key;
@@ -679,6 +703,21 @@ static void check_finite(PassReport *report, int place, const float *x, int n_ro
     report->bad_place = report->bad_row < 0 ? -1 : place;
 }
 
+static void add_norm(float *y, float *x, const float *branch, const float *weight, int n, int dim, float eps, PassReport *report,
+                     int place) {
+    add(x, branch, (size_t)n * (size_t)dim);
+    if (report) check_finite(report, place, x, n, dim);
+    rms_norm(y, (size_t)dim, x, (size_t)dim, weight, n, dim, eps);
+}
+
+static void norm_heads(float *x, size_t stride, int n_rows, int heads, int dim, const float *weight, float eps, const float *cosine,
+                       const float *sine) {
+    for (int h = 0; h < heads; h++) {
+        rms_norm(x + h * dim, stride, x + h * dim, stride, weight, n_rows, dim, eps);
+        rope(x, n_rows, 1, (int)stride, h * dim, dim, false, cosine, sine);
+    }
+}
+
 /* =====================================================================================================================
  * cached rows, index selection, attention
  *
@@ -751,6 +790,23 @@ static void store_rows(uint8_t *base, const RowFormat *format, const DeviceRow *
             memcpy(row + format->quantised + (size_t)group * sizeof(float), &scale, sizeof scale);
         }
     }
+}
+
+static void store_latents(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *kv, int lora, int tail,
+                          const float *weight, float eps, const float *cosine, const float *sine) {
+    const size_t width = (size_t)(lora + tail);
+    rms_norm(kv, width, kv, width, weight, n_rows, lora, eps);
+    rope(kv, n_rows, 1, (int)width, lora, tail, true, cosine, sine);
+    store_rows(base, format, ids, n_rows, kv, width, kv + lora, width);
+}
+
+static void store_index_keys(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *k, int dim,
+                             const float *weight, const float *bias, int turned, bool interleaved, const float *cosine,
+                             const float *sine, PassReport *report, int place) {
+    layer_norm(k, k, weight, bias, n_rows, dim, 1e-6f);
+    rope(k, n_rows, 1, dim, 0, turned, interleaved, cosine, sine);
+    check_finite(report, place, k, n_rows, dim);
+    store_rows(base, format, ids, n_rows, k, (size_t)dim, k, (size_t)dim);
 }
 
 INLINE void widen_run(float *out, const uint8_t *data, int n, const DType dtype) {
@@ -1962,6 +2018,7 @@ const Backend c_backend = {
     .give_back = give_back,
     .import_weights = import_weights,
     .release_weights = release_weights,
+    .make_weights = make_weights,
     .samplers = samplers,
     .begin_work = begin_work,
     .end_work = end_work,
@@ -1970,12 +2027,15 @@ const Backend c_backend = {
     .upload = copy_bytes,
     .embed = embed,
     .rms_norm = rms_norm,
-    .layer_norm = layer_norm,
+    .add_norm = add_norm,
     .linear = linear,
     .rotations = rotations,
     .rope = rope,
+    .norm_heads = norm_heads,
     .locate_rows = locate_rows,
     .store_rows = store_rows,
+    .store_latents = store_latents,
+    .store_index_keys = store_index_keys,
     .index_select = index_select,
     .absorb_query = absorb_query,
     .resolve = resolve,

@@ -2,7 +2,7 @@
  *
  *     figures . cpu . load . serving: loadstep, hotsweep, offered, cost . resolve . memory .
  *     speculation: acceptance, lengths, confidence, draft, speed
- *     kernels: gpu
+ *     kernels: gpu . whole steps: decode, first
  *
  * Owns: what `tide bench NAME` does: one function for each NAME, with its workload stated above it. A figure is measured or
  * computed in the run that prints it. stdout carries a table, and after it a line for each claim that the table bears on; the
@@ -242,8 +242,8 @@ static void print_cpu(const Engine *engine, double *reads, double *decodes, doub
 }
 
 /* Decode against the read bandwidth and prefill against the multiply-add rate, each ceiling measured between the runs. */
-static bool bench_cpu(EngineOptions options, const char *directory, Error *error) {
-    (void)directory;
+static bool bench_cpu(const BenchOptions *bench, EngineOptions options, Error *error) {
+    (void)bench;
     Engine engine = {.backend = &c_backend};
     uint16_t *block;
     float *ones;
@@ -270,8 +270,8 @@ static bool bench_cpu(EngineOptions options, const char *directory, Error *error
 }
 
 /* From nothing to a bound checkpoint and a ready tokenizer. */
-static bool bench_load(EngineOptions options, const char *directory, Error *error) {
-    (void)directory;
+static bool bench_load(const BenchOptions *bench, EngineOptions options, Error *error) {
+    (void)bench;
     double seconds[BENCH_REPEATS];
     for (int i = 0; i < BENCH_REPEATS; i++) {
         Runner runner;
@@ -673,14 +673,14 @@ static const char step_drawing[] =
     "plot for [m in 'hisparse adaptive'] csv using (strcol(1) eq m ? 10 * floor($2 / 10) : NaN):8 smooth unique title m\n"
     "unset multiplot";
 
-static bool bench_loadstep(EngineOptions options, const char *directory, Error *error) {
+static bool bench_loadstep(const BenchOptions *bench, EngineOptions options, Error *error) {
     Figure figure;
     size_t budget;
     Step steps[MODES] = {0};
     Load *loads[MODES] = {0};
     Prefix prefix;
     if (!pool_bytes(options, MODE_RESIDENT, RESIDENT_SESSIONS, SERVING_CONTEXT, &budget, error)
-        || !open_figure(&figure, directory, "loadstep",
+        || !open_figure(&figure, bench->directory, "loadstep",
                         "mode,round,seconds,offered,active,waiting,coverage_percent,from_host_percent", error))
         return false;
     printf("load step        %d - %d - %d clients, %d rows a session, a pool of %.1f MB: %d sessions resident\n", LOW_LOAD,
@@ -777,7 +777,7 @@ static bool sweep_points(EngineOptions options, const char *directory, const cha
     return end_figure(&figure, drawing, ok, error);
 }
 
-static bool bench_hotsweep(EngineOptions options, const char *directory, Error *error) {
+static bool bench_hotsweep(const BenchOptions *bench, EngineOptions options, Error *error) {
     static const char drawing[] =
         "set multiplot layout 1,4; set xlabel 'hot cache (B / k)'; set logscale x 2; set yrange [0:*]; set key bottom right\n"
         "is(mode, load, y) = strcol(1) eq mode && $2 == load ? y : NaN\n"
@@ -791,10 +791,10 @@ static bool bench_hotsweep(EngineOptions options, const char *directory, Error *
         {LOW_LOAD, 1, MODE_HISPARSE}, {LOW_LOAD, 2, MODE_HISPARSE}, {LOW_LOAD, 4, MODE_HISPARSE}, {LOW_LOAD, 8, MODE_HISPARSE},
         {CLIENTS, 1, MODE_HISPARSE}, {CLIENTS, 2, MODE_HISPARSE}, {CLIENTS, 4, MODE_HISPARSE}, {CLIENTS, 8, MODE_HISPARSE},
     };
-    return sweep_points(options, directory, "hotsweep", points, sizeof points / sizeof *points, drawing, error);
+    return sweep_points(options, bench->directory, "hotsweep", points, sizeof points / sizeof *points, drawing, error);
 }
 
-static bool bench_offered(EngineOptions options, const char *directory, Error *error) {
+static bool bench_offered(const BenchOptions *bench, EngineOptions options, Error *error) {
     static const char drawing[] =
         "set multiplot layout 1,4; set xlabel 'clients'; set yrange [0:*]; set key bottom right\n"
         "is(mode, y) = strcol(1) eq mode ? y : NaN; modes = 'resident hisparse adaptive'\n"
@@ -805,7 +805,7 @@ static bool bench_offered(EngineOptions options, const char *directory, Error *e
         "unset multiplot";
     Point points[4];
     for (int i = 0; i < 4; i++) points[i] = (Point){(i + 1) * RESIDENT_SESSIONS, 0, MODE_RESIDENT};
-    return sweep_points(options, directory, "offered", points, 4, drawing, error);
+    return sweep_points(options, bench->directory, "offered", points, 4, drawing, error);
 }
 
 /* ---- cost: what the hierarchy takes of a decode round
@@ -885,12 +885,12 @@ static const char cost_drawing[] =
     "plot csv skip 1 using 7:xtic(strcol(1) . ' x ' . strcol(2)) title 'resolver', '' skip 1 using 8 title 'fetch', "
     "'' skip 1 using 9 title 'controller'";
 
-static bool bench_cost(EngineOptions options, const char *directory, Error *error) {
+static bool bench_cost(const BenchOptions *bench, EngineOptions options, Error *error) {
     static const int counts[] = {LOW_LOAD, 16};
     Figure figure;
     Prefix prefix;
     double share = 0, ratios[2][COST_SETUPS];
-    bool ok = open_figure(&figure, directory, "cost",
+    bool ok = open_figure(&figure, bench->directory, "cost",
                           "sessions,setup,round_ms,speed_over_resident,coverage_percent,from_host_percent,"
                           "resolve_percent,fetch_percent,control_percent",
                           error);
@@ -1068,11 +1068,11 @@ static const char resolve_drawing[] =
     "4:(strcol(1) eq k && strcol(2) eq n && strcol(3) eq c ? $5 : NaN) with linespoints title c\n"
     "} }\nunset multiplot";
 
-static bool bench_resolve(EngineOptions options, const char *directory, Error *error) {
+static bool bench_resolve(const BenchOptions *bench, EngineOptions options, Error *error) {
     (void)options;
     Figure figure;
     double worst = 0;
-    if (!open_figure(&figure, directory, "resolve", "k,context,case,hot_over_k,microseconds,misses", error)) return false;
+    if (!open_figure(&figure, bench->directory, "resolve", "k,context,case,hot_over_k,microseconds,misses", error)) return false;
     printf("resolve          us a session and group, medians of %d turns; in brackets the rows that miss\n", RESOLVE_TURNS);
     printf("%6s %8s %-16s %16s %16s %16s %16s %7s\n", "k", "context", "case", "B = k       ", "2k       ", "4k       ",
            "8k       ", "8k / k");
@@ -1145,7 +1145,7 @@ static bool planned_session(KvMode mode, int rows, size_t *device, size_t *host,
     return true;
 }
 
-static bool bench_memory(EngineOptions options, const char *directory, Error *error) {
+static bool bench_memory(const BenchOptions *bench, EngineOptions options, Error *error) {
     static const struct { const char *name; bool resident, drafts, host; double printed[3]; } lines[] = {
         {"resident", true, false, false, {1.456, 4.444}}, {"hisparse", false, false, true, {0.259, 0.432, 4.186}},
         {"adaptive", false, false, true, {0.259, 0.432, 4.186}}, {"resident + DFlash2", true, true, false, {1.481, 4.469}},
@@ -1154,7 +1154,7 @@ static bool bench_memory(EngineOptions options, const char *directory, Error *er
     (void)options;
     Figure figure;
     int agree = 0, cells = 0;
-    if (!open_figure(&figure, directory, "memory", "method,gib_32k,gib_100k,host_gib_100k", error)) return false;
+    if (!open_figure(&figure, bench->directory, "memory", "method,gib_32k,gib_100k,host_gib_100k", error)) return false;
     printf("memory           GiB a session of GLM-5.3 by the paper's sizes; in brackets what the paper prints\n");
     printf("%-24s %16s %16s %16s\n", "", "32K", "100K", "host, 100K");
     for (size_t i = 0; i < sizeof lines / sizeof *lines; i++) {
@@ -1431,7 +1431,7 @@ static void claim_acceptance(const DraftConfig *draft, const double means[KINDS 
     claim(means[KINDS] >= least_mean, what, "%.2f", means[KINDS]);
 }
 
-static bool bench_acceptance(EngineOptions options, const char *directory, Error *error) {
+static bool bench_acceptance(const BenchOptions *bench, EngineOptions options, Error *error) {
     static const char drawing[] =
         "set multiplot layout 1,2; set xlabel 'place in the block'; set yrange [0:1]; set key bottom left\n"
         "do for [t in '0.0 0.7'] { set title 'accepted of those reached, temperature ' . t\n"
@@ -1441,7 +1441,7 @@ static bool bench_acceptance(EngineOptions options, const char *directory, Error
     Answerer answerer;
     HeldPrompt *prompts = NULL;
     double means[2][KINDS + 1];
-    if (!open_figure(&figure, directory, "acceptance", "temperature,kind,rounds,emitted,uncut,place,accepted", error))
+    if (!open_figure(&figure, bench->directory, "acceptance", "temperature,kind,rounds,emitted,uncut,place,accepted", error))
         return false;
     bool ok = open_held(options, &answerer, &prompts, error);
     const DraftConfig *draft = &answerer.runner.engine.drafter.config;
@@ -1567,7 +1567,7 @@ static bool run_online(Answerer *answerer, const HeldPrompt *prompts, float temp
     return true;
 }
 
-static bool bench_lengths(EngineOptions options, const char *directory, Error *error) {
+static bool bench_lengths(const BenchOptions *bench, EngineOptions options, Error *error) {
     static const char drawing[] =
         "set multiplot layout 1,2; set xlabel 'rows a session'; set yrange [0:100]; set xrange [2:7]; set key bottom right\n"
         "do for [t in '0.0 0.7'] { set title 'percent of the accepted drafts, temperature ' . t\n"
@@ -1577,7 +1577,7 @@ static bool bench_lengths(EngineOptions options, const char *directory, Error *e
     Answerer answerer;
     HeldPrompt *prompts = NULL;
     double half[2];
-    if (!open_figure(&figure, directory, "lengths", "temperature,rule,rows,kept_percent", error)) return false;
+    if (!open_figure(&figure, bench->directory, "lengths", "temperature,rule,rows,kept_percent", error)) return false;
     bool ok = open_held(options, &answerer, &prompts, error);
     const Drafter *drafter = &answerer.runner.engine.drafter;
     if (ok && !drafter->predictor.layers) ok = fail(error, "%s: has no predictor of lengths", options.draft);
@@ -1700,7 +1700,7 @@ static void print_confidence(const DraftRound *fitted, const DraftRound *judged,
     printf("%5s %12s %7.2f%% %7.2f%%\n", "mean", "", sums[0], sums[1]);
 }
 
-static bool bench_confidence(EngineOptions options, const char *directory, Error *error) {
+static bool bench_confidence(const BenchOptions *bench, EngineOptions options, Error *error) {
     static const char drawing[] = "set xlabel 'slot'; set ylabel 'error of calibration (%)'; set yrange [0:*]\n"
                                   "plot csv skip 1 using 1:3 with linespoints title 'before', "
                                   "'' skip 1 using 1:4 with linespoints title 'after'";
@@ -1709,7 +1709,8 @@ static bool bench_confidence(EngineOptions options, const char *directory, Error
     HeldPrompt *prompts = NULL;
     DraftRound *rounds = NULL, *halves[2] = {0};
     float temperatures[MAX_BLOCK];
-    if (!open_figure(&figure, directory, "confidence", "slot,temperature,error_before,error_after,auc", error)) return false;
+    if (!open_figure(&figure, bench->directory, "confidence", "slot,temperature,error_before,error_after,auc", error))
+        return false;
     bool ok = open_held(options, &answerer, &prompts, error);
     const DraftConfig *draft = &answerer.runner.engine.drafter.config;
     if (ok && !draft->confidence_head) ok = fail(error, "%s: has no confidence head", options.draft);
@@ -1718,7 +1719,7 @@ static bool bench_confidence(EngineOptions options, const char *directory, Error
     for (size_t i = 0; i < arrlenu(rounds); i++) arrput(halves[rounds[i].prompt / KINDS % 2], rounds[i]);
     if (ok) fit_temperatures(temperatures, halves[0], draft->slots);
     if (ok) print_confidence(halves[0], halves[1], temperatures, draft->slots, figure.csv);
-    ok = ok && write_temperatures(directory, temperatures, draft->slots, error);
+    ok = ok && write_temperatures(bench->directory, temperatures, draft->slots, error);
     arrfree(rounds), arrfree(halves[0]), arrfree(halves[1]);
     close_held(&answerer, prompts);
     return end_figure(&figure, drawing, ok, error);
@@ -1774,13 +1775,14 @@ static bool print_draft(EngineOptions options, int window, int context, bool *eq
     return true;
 }
 
-static bool bench_draft(EngineOptions options, const char *directory, Error *error) {
+static bool bench_draft(const BenchOptions *bench, EngineOptions options, Error *error) {
     static const char drawing[] = "set xlabel 'context'; set logscale x 2; set yrange [0:*]; set ylabel 'bytes a session'\n"
                                   "plot for [w in '0 2048'] csv skip 1 using 2:(strcol(1) eq w ? $3 : NaN) with linespoints "
                                   "title (w eq '0' ? 'as shipped' : 'window 2048')";
     Figure figure;
     bool ok = options.draft || fail(error, "this measurement wants a drafter: --draft DIR"), equal = true;
-    if (!ok || !open_figure(&figure, directory, "draft", "window,context,bytes,equation_9,equation_11", error)) return false;
+    if (!ok || !open_figure(&figure, bench->directory, "draft", "window,context,bytes,equation_9,equation_11", error))
+        return false;
     printf("draft            bytes that a drafter adds to a session, by the plan and by the paper's arithmetic\n");
     printf("%8s %8s %12s %12s %12s\n", "window", "context", "planned", "eq. 9", "eq. 11");
     for (int window = 0, first = 0; window <= 2048 && ok; window += 2048, first = 0)
@@ -2050,7 +2052,7 @@ static bool measure_lanes(EngineOptions options, int sessions, const HeldPrompt 
     return ok;
 }
 
-static bool bench_speed(EngineOptions options, const char *directory, Error *error) {
+static bool bench_speed(const BenchOptions *bench, EngineOptions options, Error *error) {
     static const char drawing[] =
         "set multiplot layout 1,2; set xlabel 'rows a session'; set yrange [0:*]; set key top left\n"
         "do for [n in '1 16'] { set title n . ' sessions, stories: times as fast as without drafts'\n"
@@ -2062,7 +2064,7 @@ static bool bench_speed(EngineOptions options, const char *directory, Error *err
     HeldPrompt *prompts = NULL;
     Prefix prefix = {0};
     SpeedWorst worst = {.ratio = 9, .least_own = 100};
-    if (!open_figure(&figure, directory, "speed", "sessions,context,text,way,width,ratio,emitted,own_percent", error))
+    if (!open_figure(&figure, bench->directory, "speed", "sessions,context,text,way,width,ratio,emitted,own_percent", error))
         return false;
     bool ok = read_prompts(options.model, &prompts, error);
     EngineOptions undrafted = options;
@@ -2098,6 +2100,7 @@ typedef struct GpuBench {
     int *ints;                  /* [GPU_VECTORS] */
     unsigned *sum;
     double read;                /* bytes a second */
+    bool markdown;              /* lines of a table for README.md */
     FILE *csv;
 } GpuBench;
 
@@ -2126,7 +2129,8 @@ static void fill_gpu(void *to, size_t bytes, bool floats) {
 }
 
 static void gpu_line(GpuBench *bench, const char *what, double seconds, double bytes) {
-    printf("%-58s %10.1f us %9.1f GB/s %6.1f%% of read\n", what, 1e6 * seconds, bytes / seconds / 1e9, 100 * bytes / seconds / bench->read);
+    printf(bench->markdown ? "| %s | %.1f | %.1f | %.1f%% |\n" : "%-58s %10.1f us %9.1f GB/s %6.1f%% of read\n", what,
+           1e6 * seconds, bytes / seconds / 1e9, 100 * bytes / seconds / bench->read);
     fprintf(bench->csv, "%s,%.9f,%.0f,%.4f\n", what, seconds, bytes, bytes / seconds / bench->read);
 }
 
@@ -2366,19 +2370,46 @@ static void gpu_attention(GpuBench *bench) {
     free(count);
 }
 
-static bool bench_gpu(EngineOptions options, const char *directory, Error *error) {
-    (void)options;
+/* What `tide bench gpu NAME` measures; the ceilings are measured before anything else. */
+static const struct { const char *name; void (*run)(GpuBench *bench); } gpu_sections[] = {
+    {"ceilings", gpu_ceilings}, {"products", gpu_products}, {"experts", gpu_experts}, {"selection", gpu_selection},
+    {"attention", gpu_attention},
+};
+enum { GPU_SECTIONS = sizeof gpu_sections / sizeof *gpu_sections };
+
+/* Which of them that is; GPU_SECTIONS for all, more where there is none. */
+static int find_section(const char *name, Error *error) {
+    char names[512] = "all";
+    for (int i = 0; i < GPU_SECTIONS; i++) {
+        if (!strcmp(name, gpu_sections[i].name)) return i;
+        snprintf(names + strlen(names), sizeof names - strlen(names), ", %s", gpu_sections[i].name);
+    }
+    if (!strcmp(name, "all")) return GPU_SECTIONS;
+    fail(error, "bench gpu: found %s, wanted one of %s", name, names);
+    return GPU_SECTIONS + 1;
+}
+
+static bool bench_gpu(const BenchOptions *options, EngineOptions engine, Error *error) {
     Figure figure;
-    if (!cuda_backend.start(error) || !open_figure(&figure, directory, "gpu", "what,seconds,bytes,of_read", error)) return false;
-    GpuBench bench = {.pool = on_gpu((size_t)GPU_POOL * 1024), .x = on_gpu((size_t)GPU_VECTORS * 4), .y = on_gpu((size_t)GPU_VECTORS * 4),
-                      .ints = on_gpu((size_t)GPU_VECTORS * 4), .sum = on_gpu(64), .csv = figure.csv};
+    const int section = find_section(options->section ? options->section : "all", error);
+    if (!cuda_backend.start(&engine.device, error)) return false;
+    if (!open_figure(&figure, options->directory, "gpu", "what,seconds,bytes,of_read", error)) return false;
+    GpuBench bench = {.pool = on_gpu((size_t)GPU_POOL * 1024),
+                      .x = on_gpu((size_t)GPU_VECTORS * 4),
+                      .y = on_gpu((size_t)GPU_VECTORS * 4),
+                      .ints = on_gpu((size_t)GPU_VECTORS * 4),
+                      .sum = on_gpu(64),
+                      .csv = figure.csv,
+                      .markdown = options->markdown};
     fill_gpu(bench.pool, (size_t)GPU_POOL * 1024, false);
     fill_gpu(bench.x, (size_t)GPU_VECTORS * 4, true);
+    char device[160];
+    cuda_describe(device, sizeof device);
+    if (bench.markdown) printf("%s\n\n| | us | GB/s | of reading |\n|---|--:|--:|--:|\n", device);
+    else printf("gpu              %s\n", device);
     gpu_ceilings(&bench);
-    gpu_products(&bench);
-    gpu_experts(&bench);
-    gpu_selection(&bench);
-    gpu_attention(&bench);
+    for (int i = 1; i < GPU_SECTIONS; i++)
+        if (section == i || section == GPU_SECTIONS) gpu_sections[i].run(&bench);
     void *taken[] = {bench.pool, bench.x, bench.y, bench.ints, bench.sum};
     for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) cuda_backend.give_back(taken[i], MEMORY_DEVICE);
     return end_figure(&figure, NULL, true, error);
@@ -2386,11 +2417,576 @@ static bool bench_gpu(EngineOptions options, const char *directory, Error *error
 
 #endif
 
+/* ---- decode: a whole step of decoding, against the rate at which the memory is read
+ *
+ * Sessions of a long history decode one token a round, through run_round(), resident. The history is real in form and made up in
+ * content: the first rows are run through the model, and pages of them, with low bits cleared at random so that few have the same
+ * scores, are repeated up to the context. A token must read every weight that it uses (of the experts those picked, counted in a
+ * pass of its own), the index keys of its session, the rows it selects, and the head: the step's time is set beside what reading
+ * these bytes would take.
+ *
+ * The table below it says where a step's time goes. Each operation is called through a table of operations that puts a mark
+ * behind it, on the GPU an event inside the captured graph: an operation's time is what lies between its mark and the one
+ * before, less what a mark costs between two kernels that do nothing. The time of the device alone is that of the same graphs,
+ * without marks, replayed one after the other.
+ */
+
+enum {
+    DECODE_SEED_ROWS = 512,     /* run through the model */
+    DECODE_PAGES = 128,         /* different pages made of them */
+    DECODE_WARM = 4, DECODE_STEPS = 24, DECODE_MARKED = 8,
+    DECODE_ROOM = 256,          /* rows behind the history, for the steps */
+    DECODE_BATCHES = 3,
+    MAX_OPERATIONS = 96,
+};
+
+static const int decode_batches[DECODE_BATCHES] = {1, 8, 32};
+
+typedef struct Operation {      /* all calls of one name in a step */
+    char name[56];
+    double seconds[DECODE_BATCHES], bytes[DECODE_BATCHES];      /* a step; bytes that it must read, 0: not counted */
+    int calls[DECODE_BATCHES];
+} Operation;
+
+/* The operations of the engine that is watched, and what its steps were made of. In static memory: a pass allocates nothing. */
+static struct Watch {
+    const Backend *real;
+    Backend marked;
+    Operation operations[MAX_OPERATIONS];
+    int n_operations, batch;    /* batch: which of the decode_batches runs */
+    short of[MAX_MARKS];        /* which operation ends at the mark; -1: a work begins there */
+    double at[MAX_MARKS];       /* when, on the C backend */
+    double bytes[MAX_MARKS];
+    int n_marks, all_marks;     /* so far in this step; of the last step in which they were set */
+    double mark_seconds;        /* what a mark costs */
+    uint64_t keys[2];           /* of the last two works: the layers and the head */
+    double expert_bytes, row_bytes;         /* read by one call of experts(); one selected row */
+    const Cache *cache;
+    int positions;              /* rows that a session's query sees */
+} watch;
+
+static void set_mark(int operation, double bytes) {
+    if (watch.n_marks == MAX_MARKS) return;
+    watch.of[watch.n_marks] = (short)operation;
+    watch.bytes[watch.n_marks] = bytes;
+#ifdef TIDE_CUDA
+    if (!watch.real->shares_memory) cuda_mark(watch.n_marks);
+#endif
+    watch.at[watch.n_marks] = now();
+    watch.all_marks = ++watch.n_marks;
+}
+
+static void note_operation(const char *name, double bytes) {
+    int i = 0;
+    while (i < watch.n_operations && strcmp(watch.operations[i].name, name)) i++;
+    if (i == MAX_OPERATIONS) i--;
+    if (i == watch.n_operations)
+        snprintf(watch.operations[watch.n_operations++].name, sizeof watch.operations[i].name, "%s", name);
+    set_mark(i, bytes);
+}
+
+static double stored_bytes(const Matrix *w) {
+    double scales = w->scale ? 4.0 * ((w->rows + SCALE_BLOCK - 1) / SCALE_BLOCK) * w->scale_cols : 0;
+    return (double)w->rows * w->cols * (double)dtype_size(w->dtype) + scales;
+}
+
+/* One operation that is called as it is and then noted: its name, the bytes it must read, its parameters and its arguments. */
+#define WATCHED(name, bytes, parameters, ...)      \
+    static void watched_##name parameters {        \
+        watch.real->name(__VA_ARGS__);             \
+        note_operation(#name, bytes);              \
+    }
+
+WATCHED(embed, 0, (float *y, const Matrix *w, const Row *rows, int n), y, w, rows, n)
+WATCHED(rms_norm, 0, (float *y, size_t ys, const float *x, size_t xs, const float *w, int n, int dim, float eps), y, ys, x, xs, w,
+        n, dim, eps)
+WATCHED(add_norm, 0,
+        (float *y, float *x, const float *branch, const float *w, int n, int dim, float eps, PassReport *report, int place), y, x,
+        branch, w, n, dim, eps, report, place)
+WATCHED(norm_heads, 0,
+        (float *x, size_t stride, int n, int heads, int dim, const float *w, float eps, const float *c, const float *s), x, stride,
+        n, heads, dim, w, eps, c, s)
+WATCHED(store_latents, 0,
+        (uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n, float *kv, int lora, int tail, const float *w,
+         float eps, const float *c, const float *s),
+        base, format, ids, n, kv, lora, tail, w, eps, c, s)
+WATCHED(store_index_keys, 0,
+        (uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n, float *k, int dim, const float *w, const float *b,
+         int turned, bool pairs, const float *c, const float *s, PassReport *report, int place),
+        base, format, ids, n, k, dim, w, b, turned, pairs, c, s, report, place)
+WATCHED(rotations, 0, (float *c, float *s, const Row *rows, int n, const float *f, int dim, float factor), c, s, rows, n, f, dim,
+        factor)
+WATCHED(rope, 0, (float *x, int n, int heads, int stride, int offset, int dim, bool pairs, const float *c, const float *s), x, n,
+        heads, stride, offset, dim, pairs, c, s)
+WATCHED(locate_rows, 0, (DeviceRow *kv, DeviceRow *index, const Cache *cache, const Row *rows, int n), kv, index, cache, rows, n)
+WATCHED(store_rows, 0,
+        (uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n, const float *a, size_t as, const float *b,
+         size_t bs),
+        base, format, ids, n, a, as, b, bs)
+WATCHED(index_select, (double)format->bytes * watch.positions * n,
+        (Selection *selection, const float *q, const float *w, const uint8_t *keys, const RowFormat *format,
+         const DevicePage *pages, int context_pages, int heads, int dim, const Row *rows, int n, float *scratch,
+         int scratch_rows),
+        selection, q, w, keys, format, pages, context_pages, heads, dim, rows, n, scratch, scratch_rows)
+WATCHED(resolve, 0,
+        (Cache *cache, int group, const Selection *selection, const Row *rows, int begin, int end, int run, DeviceRow *locations,
+         MissPlan *plan, PassReport *report),
+        cache, group, selection, rows, begin, end, run, locations, plan, report)
+WATCHED(fetch_rows, 0,
+        (Cache *cache, SourceId source, const MissPlan *plan, const Row *rows, int begin, int end, int run, PassReport *report),
+        cache, source, plan, rows, begin, end, run, report)
+WATCHED(absorb_query, stored_bytes(w) * config->qk_nope_head_dim / (config->qk_nope_head_dim + config->v_head_dim),
+        (float *y, const float *q, int n, const Matrix *w, const Config *config), y, q, n, w, config)
+WATCHED(sparse_attention, watch.row_bytes * fmin(capacity, watch.positions) * n,
+        (float *z, const float *q, const RowPool *pool, const RowFormat *format, const DeviceRow *locations, const int *count,
+         int capacity, int n, int heads, float scale),
+        z, q, pool, format, locations, count, capacity, n, heads, scale)
+WATCHED(expand_value, stored_bytes(w) * config->v_head_dim / (config->qk_nope_head_dim + config->v_head_dim),
+        (float *y, const float *z, int n, const Matrix *w, const Config *config), y, z, n, w, config)
+WATCHED(dense_attention, watch.row_bytes * watch.positions * n,
+        (float *y, const float *q, const RowPool *pool, const RowFormat *format, const DevicePage *pages, int context_pages,
+         const Row *rows, int n, int heads, int kv_heads, int dim, float scale),
+        y, q, pool, format, pages, context_pages, rows, n, heads, kv_heads, dim, scale)
+WATCHED(swiglu, 0, (float *y, const float *gate, const float *up, size_t n), y, gate, up, n)
+WATCHED(zero, 0, (float *y, size_t n), y, n)
+WATCHED(gather_rows, 0, (float *y, const float *x, const int *indices, int n, int dim), y, x, indices, n, dim)
+WATCHED(add, 0, (float *y, const float *x, size_t n), y, x, n)
+WATCHED(route, 0, (int *picks, float *weights, const float *logits, const float *bias, int n, const Config *config), picks,
+        weights, logits, bias, n, config)
+WATCHED(experts, watch.expert_bytes,
+        (float *y, const float *x, const int *picks, const float *weights, int n, const LayerWeights *layer, const Config *config,
+         float *scratch),
+        y, x, picks, weights, n, layer, config, scratch)
+WATCHED(check_finite, 0, (PassReport *report, int place, const float *x, int n, int dim), report, place, x, n, dim)
+#undef WATCHED
+
+/* Products are told apart by their matrix. */
+static void watched_linear(float *y, size_t y_stride, const float *x, size_t x_stride, int n, const Matrix *w) {
+    char name[56];
+    snprintf(name, sizeof name, "linear %d x %d %s", w->rows, w->cols,
+             w->dtype == DTYPE_F8_E4M3 ? "e4m3"
+             : w->dtype == DTYPE_BF16  ? "bf16"
+                                       : "");
+    watch.real->linear(y, y_stride, x, x_stride, n, w);
+    note_operation(name, stored_bytes(w));
+}
+
+/* Its own works, so that those without marks stay as they are. */
+static bool watched_begin_work(uint64_t key) {
+    watch.keys[0] = watch.keys[1];
+    watch.keys[1] = key;
+    if (watch.real->begin_work(key ? key ^ 0x6d61726bu << 1 : 0)) return true;
+    set_mark(-1, 0);
+    return false;
+}
+
+static void watch_engine(Engine *engine) {
+    watch.real = engine->backend;
+    watch.marked = *engine->backend;
+#define MARK(name) watch.marked.name = watched_##name
+    MARK(begin_work), MARK(embed), MARK(rms_norm), MARK(add_norm), MARK(linear), MARK(rotations), MARK(rope), MARK(norm_heads),
+        MARK(locate_rows);
+    MARK(store_rows), MARK(store_latents), MARK(store_index_keys), MARK(index_select), MARK(resolve), MARK(fetch_rows), MARK(absorb_query), MARK(sparse_attention),
+        MARK(expand_value);
+    MARK(dense_attention), MARK(swiglu), MARK(zero), MARK(gather_rows), MARK(add), MARK(route), MARK(experts), MARK(check_finite);
+#undef MARK
+    watch.cache = &engine->cache;
+    watch.row_bytes = (double)engine->cache.format.bytes;
+}
+
+/* Adds the step that has just run, 1 / DECODE_MARKED of it, to its operations. */
+static void add_marks(void) {
+    for (int i = 1; i < watch.all_marks; i++) {
+        double seconds = watch.at[i] - watch.at[i - 1];
+        if (watch.of[i] < 0) continue;
+#ifdef TIDE_CUDA
+        if (!watch.real->shares_memory) seconds = fmax(cuda_between(i - 1, i) - watch.mark_seconds, 0);
+#endif
+        Operation *operation = &watch.operations[watch.of[i]];
+        operation->seconds[watch.batch] += seconds / DECODE_MARKED;
+        operation->bytes[watch.batch] += watch.bytes[i] / DECODE_MARKED;
+        operation->calls[watch.batch]++;
+    }
+}
+
+typedef struct Decode {         /* a model with sessions that have a history */
+    Runner runner;
+    Session *sessions;          /* [n] */
+    Session **list;             /* [n] */
+    int n, rows;                /* rows: of the history */
+    long picked, passes;        /* different experts of the passes that were watched, and in how many layers' worth */
+    int *picks;                 /* [rows, per_token] */
+    double read;                /* bytes a second */
+    long kernels;               /* of a step, in captured graphs */
+    double empty_kernel, marked_kernel;     /* seconds that one which does nothing takes there, and with a mark behind it */
+    double device;              /* seconds that the graphs of a step take when nothing keeps them waiting; 0: there are none */
+} Decode;
+
+/* Bytes a second that the operations' memory is read at. */
+static double measure_read(const Backend *backend, Error *error) {
+    const size_t bytes = backend->shares_memory ? (size_t)512 << 20 : (size_t)2 << 30;
+    void *block = backend->take(bytes, MEMORY_DEVICE, error);
+    double rate = 0;
+    if (!block) return 0;
+    if (backend->shares_memory) {
+        memset(block, 1, bytes);
+        for (int i = 0; i < BENCH_REPEATS; i++) rate = fmax(rate, time_read(block, bytes / sizeof(float)));
+    }
+#ifdef TIDE_CUDA
+    else {
+        CopyWork reading = {block, block, bytes - 64};
+        rate = (double)reading.bytes / cuda_seconds(read_work, &reading);
+    }
+#endif
+    backend->give_back(block, MEMORY_DEVICE);
+    return rate;
+}
+
+#ifdef TIDE_CUDA
+enum { EMPTY_KERNELS = 256 };
+
+/* Kernels that do nothing, with marks between them or without. */
+static void empty_work(void *user) {
+    for (int i = 0; i < EMPTY_KERNELS; i++) {
+        cuda_empty();
+        if (user) cuda_mark(i);
+    }
+}
+#endif
+
+/* As many sessions as fit, of 32, 8 and 1, unless so many were asked for. */
+static int decode_sessions(EngineOptions options, int asked) {
+    for (int i = DECODE_BATCHES - 1; i && !asked; i--) {
+        Engine engine;
+        Error error;
+        options.sessions = decode_batches[i];
+        bool fits = engine_plan(&engine, &options, &error);
+        if (!fits) break;                           /* opening it will say why */
+        fits = check_memory(&engine, &error);
+        engine_close(&engine);
+        if (fits) return decode_batches[i];
+    }
+    return asked ? asked : 1;
+}
+
+/* The first rows of session 0, run through the model. */
+static bool run_seed_rows(Decode *decode, Error *error) {
+    Engine *engine = &decode->runner.engine;
+    Row rows[DECODE_SEED_ROWS];
+    int n = decode->rows < DECODE_SEED_ROWS ? decode->rows : DECODE_SEED_ROWS;
+    cache_step(&engine->cache);
+    if (cache_room(&engine->cache, 0, n) < n) return fail(error, "no room for %d rows", n);
+    for (int r = 0; r < n; r++) rows[r] = (Row){0, r, decode->sessions[0].ids[r]};
+    if (!forward(engine, rows, n, error)) return false;
+    cache_commit(&engine->cache, 0, n);
+    return true;
+}
+
+/* Different pages made of the rows of session 0: the lowest bit of every second byte is cleared, or not, which leaves the
+ * values of every format valid. */
+static uint8_t *make_pages(const Cache *cache, int known) {
+    const size_t size = page_image_bytes(cache);
+    uint8_t *images = allocate_zeroed(DECODE_PAGES, size);
+    for (int page = 0; page < DECODE_PAGES; page++) {
+        uint8_t *image = images + (size_t)page * size;
+        uint64_t seed = (uint64_t)page;
+        if (page < known) cache_read_page(cache, 0, page, image);
+        else memcpy(image, images + (size_t)(page % known) * size, size);
+        for (size_t i = 0; i + 128 <= size && page >= known; i += 128) {
+            uint64_t bits = draw(&seed);
+            for (size_t j = 0; j < 128; j += 2) image[i + j] &= (uint8_t)~(bits >> j / 2 & 1);
+        }
+    }
+    return images;
+}
+
+/* Every session has `rows` rows of history, and an id behind them. */
+static bool fill_histories(Decode *decode, Error *error) {
+    Engine *engine = &decode->runner.engine;
+    Cache *cache = &engine->cache;
+    bool ok = true;
+    int cached;
+    for (int s = 0; s < decode->n; s++) {
+        Session *session = decode->list[s] = &decode->sessions[s];
+        uint64_t seed = (uint64_t)s;
+        *session = (Session){.slot = s, .stream = (uint64_t)s, .continues = true, .sampling = {.top_p = 1, .repeat_penalty = 1}};
+        for (int i = 0; i <= decode->rows; i++) arrput(session->ids, (int)(draw(&seed) % (uint64_t)engine->config.vocab_size));
+        if (!cache_admit(cache, s, NULL, 0, cache->context, &cached)) return fail(error, "session %d found no room", s);
+    }
+    ok = run_seed_rows(decode, error);
+    uint8_t *images = ok ? make_pages(cache, cache->session[0].committed / PAGE_ROWS) : NULL;
+    for (int s = 0; s < decode->n && ok; s++) {
+        for (int page = cache->session[s].committed / PAGE_ROWS; page < decode->rows / PAGE_ROWS; page++)
+            cache_append_page(cache, s, images + (size_t)((page + 7 * s) % DECODE_PAGES) * page_image_bytes(cache), PAGE_ROWS);
+        decode->sessions[s].cached = decode->rows;
+        session_begin(&decode->sessions[s], engine);
+    }
+    free(images);
+    return ok;
+}
+
+static void decode_close(Decode *decode) {
+    for (int s = 0; s < decode->n; s++) session_free(&decode->sessions[s]);
+    free(decode->sessions), free(decode->list), free(decode->picks);
+    runner_close(&decode->runner);
+}
+
+static bool decode_open(Decode *decode, EngineOptions options, int asked, Error *error) {
+    options.kv_mode = MODE_RESIDENT;
+    options.sessions = decode_sessions(options, asked);
+    decode->read = measure_read(options.backend ? options.backend : &c_backend, error);
+    if (!decode->read || !runner_open(&decode->runner, &options, false, stderr, error)) return false;
+    Engine *engine = &decode->runner.engine;
+#ifdef TIDE_CUDA
+    if (!engine->backend->shares_memory) {
+        decode->empty_kernel = cuda_seconds(empty_work, NULL) / EMPTY_KERNELS;
+        decode->marked_kernel = cuda_seconds(empty_work, decode) / EMPTY_KERNELS;
+    }
+#endif
+    tokenizer_close(decode->runner.tokenizer);
+    decode->runner.tokenizer = NULL;                /* nothing ends a session */
+    engine->config.n_eos = 0;
+    decode->n = options.sessions;
+    decode->rows = (engine->cache.context - DECODE_ROOM) / PAGE_ROWS * PAGE_ROWS;
+    decode->sessions = allocate_zeroed((size_t)decode->n, sizeof(Session));
+    decode->list = allocate_zeroed((size_t)decode->n, sizeof(Session *));
+    decode->picks = allocate_zeroed(MAX_PASS_ROWS, (size_t)engine->config.num_experts_per_tok * sizeof(int));
+    bool ok = decode->rows >= PAGE_ROWS
+              || fail(error, "%s: a context of %d is too short for this: wanted %d or more", options.model, engine->cache.context,
+                      DECODE_ROOM + PAGE_ROWS);
+    ok = ok && fill_histories(decode, error);
+    if (!ok) decode_close(decode);
+    return ok;
+}
+
+/* The experts that the layer before has picked, each counted once. */
+static void count_picks(void *user, int layer, const float *hidden, const Row *rows, int n) {
+    Decode *decode = user;
+    const Engine *engine = &decode->runner.engine;
+    (void)hidden, (void)rows;
+    if (!layer || !engine->config.mlp_sparse || !engine->config.mlp_sparse[layer - 1]) return;
+    bool taken[MAX_EXPERTS] = {false};
+    const int all = n * engine->config.num_experts_per_tok;
+    engine->backend->copy_bytes(decode->picks, engine->state.expert_picks, (size_t)all * sizeof(int));
+    for (int i = 0; i < all; i++) {
+        decode->picked += !taken[decode->picks[i]];
+        taken[decode->picks[i]] = true;
+    }
+    decode->passes++;
+}
+
+/* One step of the first n sessions, without sampling: the next row of each, whose token is the last again. */
+static bool bare_step(Decode *decode, int n, Error *error) {
+    Engine *engine = &decode->runner.engine;
+    Row rows[MAX_PASS_ROWS];
+    int finals[MAX_PASS_ROWS];
+    cache_step(&engine->cache);
+    for (int s = 0; s < n; s++) {
+        const Session *session = &decode->sessions[s];
+        if (!cache_room(&engine->cache, s, 1)) return fail(error, "session %d has no room left", s);
+        rows[s] = (Row){s, session->cached, session->ids[session->cached]};
+        finals[s] = s;
+    }
+    return forward(engine, rows, n, error) && head(engine, rows, finals, n, error);     /* not committed: the row comes again */
+}
+
+/* Bytes that a step of n sessions must read, in parts. */
+typedef struct StepBytes { double weights, experts, head, keys, rows; } StepBytes;
+
+static StepBytes step_bytes(const Decode *decode, int n) {
+    const Engine *engine = &decode->runner.engine;
+    const Config *config = &engine->config;
+    const Cache *cache = &engine->cache;
+    StepBytes bytes = {.head = stored_bytes(&engine->weights.lm_head)};
+    double seen = decode->rows + 1, selected = cache->groups ? fmin(seen, cache->index_topk) : seen;
+    for (int i = 0; i < config->num_hidden_layers; i++) {
+        const LayerWeights *layer = &engine->weights.layers[i];
+        const Matrix *all[] = {
+            &layer->q_proj,    &layer->k_proj,    &layer->v_proj,       &layer->q_a_proj,   &layer->q_b_proj,
+            &layer->kv_a_proj, &layer->kv_b_proj, &layer->indexer_wq_b, &layer->indexer_wk, &layer->indexer_weights_proj,
+            &layer->o_proj,    &layer->gate_proj, &layer->up_proj,      &layer->down_proj,  &layer->router};
+        for (size_t j = 0; j < sizeof all / sizeof *all; j++)
+            if (all[j]->rows) bytes.weights += stored_bytes(all[j]);
+        if (!layer->expert_gate) continue;
+        Matrix gate;
+        engine->backend->copy_bytes(&gate, layer->expert_gate, sizeof gate);
+        bytes.experts += 3 * stored_bytes(&gate) * (double)decode->picked / (double)decode->passes;
+    }
+    bytes.keys = (double)n * cache->groups * seen * (double)cache->index_format.bytes;
+    bytes.rows = (double)n * cache->sources * selected * (double)cache->format.bytes;
+    return bytes;
+}
+
+/* The experts of one pass, and then where the time of some goes, batch by batch. */
+static bool watch_steps(Decode *decode, int batch, Error *error) {
+    Engine *engine = &decode->runner.engine;
+    const int n = decode_batches[batch];
+    decode->picked = decode->passes = 0;
+    engine->probe = (Probe){.entering = count_picks, .user = decode};
+    bool ok = bare_step(decode, n, error);
+    engine->probe = (Probe){0};
+    watch.batch = batch;
+    watch.positions = decode->sessions[0].cached + 1;
+    watch.expert_bytes = decode->passes ? step_bytes(decode, n).experts / (double)decode->passes : 0;
+    engine->backend = &watch.marked;
+    for (int step = -DECODE_WARM; step < DECODE_MARKED && ok; step++) {
+        watch.n_marks = 0;
+        ok = bare_step(decode, n, error);
+        if (step >= 0) add_marks();
+    }
+    engine->backend = watch.real;
+    return ok;
+}
+
+/* Kernels that captured graphs have launched so far. */
+static long graph_kernels(void) {
+#ifdef TIDE_CUDA
+    return cuda_graph_kernels();
+#else
+    return 0;
+#endif
+}
+
+/* The median of whole rounds, sampling included. */
+static bool time_rounds(Decode *decode, int n, double *seconds, Error *error) {
+    double times[DECODE_STEPS] = {0};
+    for (int step = -DECODE_WARM; step < DECODE_STEPS; step++) {
+        const long before = graph_kernels();
+        const double begin = now();
+        run_round(&decode->runner, decode->list, n);
+        decode->kernels = graph_kernels() - before;
+        if (step >= 0) times[step] = now() - begin;
+        for (int s = 0; s < n; s++)
+            if (decode->sessions[s].finish != RUNNING)
+                return fail(error, "session %d ended: %s", s, decode->sessions[s].error.text);
+    }
+    *seconds = median(times, DECODE_STEPS);
+    return true;
+}
+
+/* The graphs of the step that was watched last, replayed without a host in between. */
+static void time_device(Decode *decode) {
+    decode->device = 0;
+#ifdef TIDE_CUDA
+    if (!decode->kernels) return;
+    cuda_mark(0);
+    for (int step = 0; step < DECODE_STEPS; step++)
+        for (int i = 0; i < 2; i++) watch.real->begin_work(watch.keys[i]);
+    cuda_mark(1);
+    decode->device = cuda_between(0, 1) / DECODE_STEPS;
+#endif
+}
+
+static void print_decode(const Decode *decode, int batch, double seconds, FILE *csv) {
+    const int n = decode_batches[batch];
+    const StepBytes bytes = step_bytes(decode, n);
+    const double all = bytes.weights + bytes.experts + bytes.head + bytes.keys + bytes.rows, share = all / seconds / decode->read;
+    double marked = 0;
+    for (int i = 0; i < watch.n_operations; i++) marked += watch.operations[i].seconds[batch];
+    printf("%2d x %d rows    %9.3f ms a step, %8.1f tokens/s; %.1f GB/s of %.1f read: %.1f%%\n", n, decode->rows, 1e3 * seconds,
+           n / seconds, all / seconds / 1e9, decode->read / 1e9, 100 * share);
+    printf("                 %.1f MB: weights %.1f, experts %.1f (%.1f a layer), head %.1f, index keys %.1f, rows %.1f\n",
+           all / 1e6, bytes.weights / 1e6, bytes.experts / 1e6,
+           decode->passes ? (double)decode->picked / (double)decode->passes : 0, bytes.head / 1e6, bytes.keys / 1e6,
+           bytes.rows / 1e6);
+    printf("                 operations %.3f ms", 1e3 * marked);
+    if (decode->device)
+        printf("; the device %.3f ms, host and sampling the rest; %ld kernels, each of which takes %.2f us if it is empty: "
+               "%.1f%% of the step",
+               1e3 * decode->device, decode->kernels, 1e6 * decode->empty_kernel,
+               100 * (double)decode->kernels * decode->empty_kernel / seconds);
+    putchar('\n');
+    fprintf(csv, "%d,%d,%.9f,%.0f,%.4f\n", n, decode->rows, seconds, all, share);
+}
+
+static int compare_operations(const void *a, const void *b) {
+    const Operation *x = a, *y = b;
+    for (int i = 0; i < DECODE_BATCHES; i++)
+        if (x->seconds[i] != y->seconds[i]) return x->seconds[i] < y->seconds[i] ? 1 : -1;
+    return 0;
+}
+
+static void print_operations(const Decode *decode) {
+    qsort(watch.operations, (size_t)watch.n_operations, sizeof *watch.operations, compare_operations);
+    printf("%-34s %5s", "us a step, % of read", "calls");
+    for (int i = 0; i < DECODE_BATCHES && decode_batches[i] <= decode->n; i++) printf(" %14s %-3d", "batch", decode_batches[i]);
+    putchar('\n');
+    for (int o = 0; o < watch.n_operations; o++) {
+        const Operation *operation = &watch.operations[o];
+        printf("%-34s %5d", operation->name, operation->calls[0] / DECODE_MARKED);
+        for (int i = 0; i < DECODE_BATCHES && decode_batches[i] <= decode->n; i++) {
+            printf(" %10.1f", 1e6 * operation->seconds[i]);
+            if (operation->bytes[i]) printf(" %5.1f%% ", 100 * operation->bytes[i] / operation->seconds[i] / decode->read);
+            else printf("        ");
+        }
+        putchar('\n');
+    }
+}
+
+static bool bench_decode(const BenchOptions *bench, EngineOptions options, Error *error) {
+    Decode decode = {0};
+    Figure figure;
+    if (!decode_open(&decode, options, bench->slots, error)) return false;
+    bool ok = open_figure(&figure, bench->directory, "decode", "sessions,rows,seconds,bytes,of_read", error), opened = ok;
+    memset(&watch, 0, sizeof watch);
+    watch_engine(&decode.runner.engine);
+    watch.mark_seconds = decode.marked_kernel - decode.empty_kernel;
+    printf("decode           %s, %d layers%s, %s rows, %s\n", options.model, decode.runner.engine.config.num_hidden_layers,
+           options.dummy ? ", random weights" : "", kv_dtype_names[decode.runner.engine.cache.format.dtype], watch.real->name);
+    for (int batch = 0; batch < DECODE_BATCHES && decode_batches[batch] <= decode.n && ok; batch++) {
+        double seconds = 0;
+        ok = watch_steps(&decode, batch, error) && time_rounds(&decode, decode_batches[batch], &seconds, error);
+        if (ok) time_device(&decode);
+        if (ok) print_decode(&decode, batch, seconds, figure.csv);
+    }
+    if (ok) print_operations(&decode);
+    decode_close(&decode);
+    return opened && end_figure(&figure, NULL, ok, error);
+}
+
+/* ---- first: from a message to the first token of its answer, straight after loading */
+
+static bool time_first(Runner *runner, double *seconds, Error *error) {
+    static const char text[] = "What is 2 + 3?";
+    const double begin = now();
+    Prompt prompt = {0};
+    Message message = {"user", text, sizeof text - 1};
+    Session session = {.sampling = {.top_p = 1, .repeat_penalty = 1}, .max_new = 1};
+    if (runner->tokenizer && !chat_render(runner->tokenizer, &message, 1, true, false, &prompt, error)) return false;
+    for (int i = 0; i < 16 && !runner->tokenizer; i++) arrput(prompt.ids, i);
+    for (size_t i = 0; i < arrlenu(prompt.ids); i++) arrput(session.ids, prompt.ids[i]);
+    session_begin(&session, &runner->engine);
+    run_session(runner, &session);
+    *seconds = now() - begin;
+    bool ok = session.finish != FINISH_ERROR || fail(error, "no token came: %s", session.error.text);
+    cache_release(&runner->engine.cache, 0);
+    prompt_free(&prompt);
+    session_free(&session);
+    return ok;
+}
+
+static bool bench_first(const BenchOptions *bench, EngineOptions options, Error *error) {
+    double seconds[BENCH_REPEATS];
+    Runner runner;
+    (void)bench;
+    if (!runner_open(&runner, &options, false, stderr, error)) return false;
+    bool ok = true;
+    for (int i = 0; i < BENCH_REPEATS && ok; i++) ok = time_first(&runner, &seconds[i], error);
+    if (ok) {
+        printf("first            %.1f ms from a message to the first token of its answer, straight after loading; then",
+               1e3 * seconds[0]);
+        for (int i = 1; i < BENCH_REPEATS; i++) printf(" %.1f", 1e3 * seconds[i]);
+        printf(" ms (%s)\n", runner.engine.backend->name);
+    }
+    runner_close(&runner);
+    return ok;
+}
+
 /* ---- the list of them */
 
 static const struct {
     const char *name;
-    bool (*run)(EngineOptions options, const char *directory, Error *error);
+    bool (*run)(const BenchOptions *bench, EngineOptions options, Error *error);
     bool drafts;                /* the others are about decoding without */
 } benches[] = {
     {"cpu", bench_cpu, false},
@@ -2406,18 +3002,23 @@ static const struct {
     {"confidence", bench_confidence, true},
     {"draft", bench_draft, true},
     {"speed", bench_speed, true},
+    {"decode", bench_decode, false},
+    {"first", bench_first, false},
 #ifdef TIDE_CUDA
     {"gpu", bench_gpu, false},
 #endif
 };
 
-int bench(const char *name, const EngineOptions *options, const char *directory, Error *error) {
+int bench(const BenchOptions *bench, const EngineOptions *options, Error *error) {
     enum { DONE, FAILED, UNKNOWN };
     char names[512] = "";
+#ifdef TIDE_CUDA
+    if (bench->section && find_section(bench->section, error) > GPU_SECTIONS) return UNKNOWN;
+#endif
     for (size_t i = 0; i < sizeof benches / sizeof *benches; i++) {
         EngineOptions used = *options;
         if (!benches[i].drafts) used.draft = NULL;
-        if (name && !strcmp(name, benches[i].name)) return benches[i].run(used, directory, error) ? DONE : FAILED;
+        if (bench->name && !strcmp(bench->name, benches[i].name)) return benches[i].run(bench, used, error) ? DONE : FAILED;
         snprintf(names + strlen(names), sizeof names - strlen(names), "%s%s", i ? ", " : "", benches[i].name);
     }
     fail(error, "bench wants one of %s", names);

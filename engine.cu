@@ -33,6 +33,8 @@ static struct Device {
     int multiprocessors, major, minor;
     size_t shared_per_block;    /* bytes a block may ask for */
     cudaStream_t stream;        /* every operation's */
+    bool exact;                 /* how attention splits a sum may not depend on how many rows share a launch */
+    bool no_graph;              /* begin_work() keeps nothing */
 } gpu;
 
 static void check_cuda(cudaError_t status, const char *file, int line) {
@@ -97,7 +99,9 @@ enum {
     UPLOAD_BYTES = 8 << 20,     /* pinned memory that uploads pass through */
     WEIGHT_CHUNK = 512 << 20,   /* bytes taken at a time for weights */
     WEIGHT_ALIGNMENT = 256,
-    MOVE_BYTES = 32 << 20,      /* of either of two pinned buffers that weights pass through */
+    MOVE_BYTES = 8 << 20,       /* of each pinned buffer that weights pass through: pinning takes 0.6 ms a megabyte */
+    MOVE_BUFFERS = 3,
+    MOVE_PIECE = 512 << 10,     /* what a thread copies at a time */
     MAX_CHUNKS = 4096,
 };
 
@@ -111,14 +115,16 @@ static struct Transit {         /* between the pipeline's memory and the device'
     uint8_t *chunks[MAX_CHUNKS];            /* of weights */
     int n_chunks;
     size_t chunk_bytes, chunk_used;         /* of the last of them */
-    uint8_t *moving[2];         /* [MOVE_BYTES] each */
-    cudaEvent_t moved[2];
+    uint8_t *moving[MOVE_BUFFERS];          /* [MOVE_BYTES] each */
+    cudaEvent_t moved[MOVE_BUFFERS];
 } transit;
 
 static bool attention_start(Error *error);
 static bool speculation_start(Error *error);
 
-static bool start(Error *error) {
+static bool start(const DeviceOptions *options, Error *error) {
+    gpu.exact = !options->inexact;
+    gpu.no_graph = options->no_graph;
     if (gpu.stream) return true;
     int count = 0;
     /* Without a driver there is no need to wake its library, which takes memory and time. The second is what Windows lends Linux. */
@@ -199,14 +205,14 @@ static void upload(void *to, const void *from, size_t bytes) {
 enum { MAX_WORKS = 256 };
 
 static struct Works {
-    struct { uint64_t key; cudaGraphExec_t graph; long used; } kept[MAX_WORKS];
+    struct { uint64_t key; cudaGraphExec_t graph; long used, kernels; } kept[MAX_WORKS];
     int n, open;                /* open: which is being recorded, or -1 */
-    long clock;
-} works = {{}, 0, -1, 0};
+    long clock, kernels;        /* kernels: launched by graphs so far */
+} works = {{}, 0, -1, 0, 0};
 
 static bool begin_work(uint64_t key) {
     int at = 0;
-    if (!key) return false;
+    if (!key || gpu.no_graph) return false;
     while (at < works.n && works.kept[at].key != key) at++;
     if (at == works.n && works.n == MAX_WORKS) {    /* the one used longest ago makes room */
         for (int i = at = 0; i < works.n; i++)
@@ -222,6 +228,7 @@ static bool begin_work(uint64_t key) {
     }
     if (works.kept[at].graph) {
         CUDA(cudaGraphLaunch(works.kept[at].graph, gpu.stream));
+        works.kernels += works.kept[at].kernels;
         return true;
     }
     works.open = at;
@@ -233,9 +240,12 @@ static void end_work(void) {
     cudaGraph_t graph;
     if (works.open < 0) return;
     CUDA(cudaStreamEndCapture(gpu.stream, &graph));
+    size_t nodes;
+    CUDA(cudaGraphGetNodes(graph, NULL, &nodes));
     CUDA(cudaGraphInstantiate(&works.kept[works.open].graph, graph, 0));
     CUDA(cudaGraphDestroy(graph));
     CUDA(cudaGraphLaunch(works.kept[works.open].graph, gpu.stream));
+    works.kept[works.open].kernels = (long)nodes;   /* hardly anything else is captured */
     works.open = -1;
 }
 
@@ -273,23 +283,52 @@ static uint8_t *place_weights(size_t bytes, Error *error) {
     return transit.chunks[transit.n_chunks - 1] + start;
 }
 
-/* Through two pinned buffers in turns, so that reading the file and the link overlap. */
+/* Through pinned buffers in turns, so that reading the file and the link overlap. */
 static const void *import_weights(const void *data, size_t bytes, Error *error) {
     uint8_t *to = place_weights(bytes, error);
-    for (int i = 0; i < 2 && to && !transit.moving[i]; i++) {
+    for (int i = 0; i < MOVE_BUFFERS && to && !transit.moving[i]; i++) {
         CUDA(cudaHostAlloc(&transit.moving[i], MOVE_BYTES, cudaHostAllocDefault));
         CUDA(cudaEventCreateWithFlags(&transit.moved[i], cudaEventDisableTiming));
     }
     static int turn;
-    for (size_t done = 0, part; to && done < bytes; done += part, turn ^= 1) {
+    for (size_t done = 0, part; to && done < bytes; done += part, turn = (turn + 1) % MOVE_BUFFERS) {
         part = bytes - done < MOVE_BYTES ? bytes - done : (size_t)MOVE_BYTES;
         CUDA(cudaEventSynchronize(transit.moved[turn]));
-#pragma omp parallel for if (part > 1 << 20)
-        for (size_t at = 0; at < part; at += 1 << 20)
-            memcpy(transit.moving[turn] + at, (const uint8_t *)data + done + at, part - at < 1 << 20 ? part - at : 1 << 20);
+#pragma omp parallel for if (part > MOVE_PIECE)
+        for (size_t at = 0; at < part; at += MOVE_PIECE)
+            memcpy(transit.moving[turn] + at, (const uint8_t *)data + done + at,
+                   part - at < MOVE_PIECE ? part - at : (size_t)MOVE_PIECE);
         CUDA(cudaMemcpyAsync(to + done, transit.moving[turn], part, cudaMemcpyHostToDevice, gpu.stream));
         CUDA(cudaEventRecord(transit.moved[turn], gpu.stream));
     }
+    return to;
+}
+
+/* As backend.c makes them: four values are the four 16-bit pieces of one hash. */
+template <DType dtype>
+__global__ void make_weights_kernel(void *to, size_t count, float low, float step, uint64_t seed) {
+    const size_t four = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    uint64_t hash = seed + four;
+    hash = (hash ^ hash >> 33) * 0xff51afd7ed558ccdu;
+    hash = (hash ^ hash >> 33) * 0xc4ceb9fe1a85ec53u;
+    hash ^= hash >> 33;
+    for (size_t i = 4 * four; i < count && i < 4 * four + 4; i++, hash >>= 16) {
+        const float value = fmaf((float)(hash & 0xffff), step, low);
+        if (dtype == DTYPE_F32) ((float *)to)[i] = value;
+        else if (dtype == DTYPE_BF16) ((__nv_bfloat16 *)to)[i] = __float2bfloat16_rn(value);
+        else ((__nv_fp8_e4m3 *)to)[i] = __nv_fp8_e4m3(value);
+    }
+}
+
+static const void *make_weights(void *space, DType dtype, size_t count, float low, float high, uint64_t seed, Error *error) {
+    (void)space;
+    uint8_t *to = place_weights(count * dtype_size(dtype), error);
+    if (!to || !count) return to;
+    auto kernel = dtype == DTYPE_F32    ? make_weights_kernel<DTYPE_F32>
+                  : dtype == DTYPE_BF16 ? make_weights_kernel<DTYPE_BF16>
+                                        : make_weights_kernel<DTYPE_F8_E4M3>;
+    kernel<<<(unsigned)((count + 1023) / 1024), 256, 0, gpu.stream>>>(to, count, low, (high - low) / 65536, seed);
+    LAUNCHED();
     return to;
 }
 
@@ -431,6 +470,42 @@ __global__ void read_kernel(const uint4 *data, size_t n, unsigned *sum) {
     if (total == 0xdeadbeef) *sum = total;          /* hardly ever: so that the reads are made */
 }
 
+__global__ void empty_kernel() {}
+
+extern "C" void cuda_empty(void) {
+    empty_kernel<<<1, 32, 0, gpu.stream>>>();
+    LAUNCHED();
+}
+
+extern "C" long cuda_graph_kernels(void) { return works.kernels; }
+
+extern "C" void cuda_describe(char *text, size_t size) {
+    cudaDeviceProp properties;
+    int driver;
+    CUDA(cudaGetDeviceProperties(&properties, 0));
+    CUDA(cudaDriverGetVersion(&driver));
+    snprintf(text, size, "%s, driver for CUDA %d.%d, built with CUDA %d.%d", properties.name, driver / 1000, driver % 1000 / 10,
+             CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+}
+
+static cudaEvent_t marks[MAX_MARKS];
+
+/* Inside a capture an event must be asked for as a node of its own, or nothing could be read from it. */
+extern "C" void cuda_mark(int number) {
+    cudaStreamCaptureStatus status;
+    CUDA(cudaStreamIsCapturing(gpu.stream, &status));
+    if (!marks[number]) CUDA(cudaEventCreate(&marks[number]));
+    CUDA(cudaEventRecordWithFlags(marks[number], gpu.stream,
+                                  status == cudaStreamCaptureStatusActive ? cudaEventRecordExternal : cudaEventRecordDefault));
+}
+
+extern "C" double cuda_between(int first, int second) {
+    float milliseconds;
+    CUDA(cudaEventSynchronize(marks[second]));
+    CUDA(cudaEventElapsedTime(&milliseconds, marks[first], marks[second]));
+    return milliseconds / 1000.0;
+}
+
 /* Reads the bytes and does nothing with them. */
 extern "C" void cuda_read(const void *data, size_t bytes, unsigned *sum) {
     read_kernel<<<gpu.multiprocessors * 16, 256, 0, gpu.stream>>>((const uint4 *)data, bytes / sizeof(uint4), sum);
@@ -513,7 +588,7 @@ extern "C" bool cuda_begin_library_product(float *y, const void *x, const void *
  * bound by launches and memory, so a thread simply takes one value, or a fixed group of threads one vector.
  */
 
-enum { THREADS = 256, SMALL_VECTOR = 1024 };    /* values of a vector that one warp takes; longer ones get a block */
+enum { THREADS = 256, SMALL_VECTOR = 128, MIDDLE_VECTOR = 2048 };      /* values of a vector that one warp takes, and a small block */
 
 static dim3 blocks_for(size_t n) { return dim3((unsigned)((n + THREADS - 1) / THREADS)); }
 
@@ -563,18 +638,18 @@ static __device__ const float *row_scales(const Matrix *w, int row) {
     return w->scale ? w->scale + (size_t)((w->first_row + row) / SCALE_BLOCK) * (size_t)w->scale_cols : NULL;
 }
 
+/* Grid: groups of columns, rows. */
 static __global__ void embed_kernel(float *y, const Matrix embedding, const Row *rows) {
-    const int token = rows[blockIdx.x].token;
+    const int token = rows[blockIdx.y].token, i = (int)thread_index();
     const float *scale = row_scales(&embedding, token);
-    for (int i = (int)threadIdx.x; i < embedding.cols; i += THREADS) {
-        float value = load_stored(embedding.data, (size_t)token * (size_t)embedding.cols + (size_t)i, embedding.dtype);
-        y[(size_t)blockIdx.x * (size_t)embedding.cols + (size_t)i] = scale ? value * scale[i / SCALE_BLOCK] : value;
-    }
+    if (i >= embedding.cols) return;
+    const float value = load_stored(embedding.data, (size_t)token * (size_t)embedding.cols + (size_t)i, embedding.dtype);
+    y[(size_t)blockIdx.y * (size_t)embedding.cols + (size_t)i] = scale ? value * scale[i / SCALE_BLOCK] : value;
 }
 
 static void embed(float *y, const Matrix *embedding, const Row *rows, int n_rows) {
     if (n_rows <= 0) return;
-    embed_kernel<<<(unsigned)n_rows, THREADS, 0, gpu.stream>>>(y, *embedding, rows);
+    embed_kernel<<<dim3((unsigned)divide_up(embedding->cols, THREADS), (unsigned)n_rows), THREADS, 0, gpu.stream>>>(y, *embedding, rows);
     LAUNCHED();
 }
 
@@ -585,8 +660,10 @@ template <int N> static __global__ void rms_norm_kernel(float *y, size_t y_strid
     if (i >= (size_t)n) return;                     /* a whole group, so nobody waits for it */
     const float *in = x + i * x_stride;
     float *out = y + i * y_stride, sum = 0;
+#pragma unroll 8                                    /* so that these are on their way together */
     for (int j = lane; j < dim; j += N) sum += in[j] * in[j];
     float scale = 1 / sqrtf(group_sum<N>(sum) / (float)dim + eps);
+#pragma unroll 8
     for (int j = lane; j < dim; j += N) out[j] = in[j] * scale * weight[j];
 }
 
@@ -595,23 +672,9 @@ static void rms_norm(float *y, size_t y_stride, const float *x, size_t x_stride,
     if (dim <= SMALL_VECTOR)
         rms_norm_kernel<32><<<blocks_for((size_t)n * 32), THREADS, 0, gpu.stream>>>(y, y_stride, x, x_stride, weight, n, dim,
                                                                                     eps);
+    else if (dim <= MIDDLE_VECTOR)
+        rms_norm_kernel<THREADS><<<(unsigned)n, THREADS, 0, gpu.stream>>>(y, y_stride, x, x_stride, weight, n, dim, eps);
     else rms_norm_kernel<1024><<<(unsigned)n, 1024, 0, gpu.stream>>>(y, y_stride, x, x_stride, weight, n, dim, eps);
-    LAUNCHED();
-}
-
-static __global__ void layer_norm_kernel(float *y, const float *x, const float *weight, const float *bias, int dim, float eps) {
-    const float *in = x + (size_t)blockIdx.x * (size_t)dim;
-    float *out = y + (size_t)blockIdx.x * (size_t)dim, sum = 0, squares = 0;
-    for (int j = (int)threadIdx.x; j < dim; j += THREADS) sum += in[j];
-    float mean = group_sum<THREADS>(sum) / (float)dim;
-    for (int j = (int)threadIdx.x; j < dim; j += THREADS) squares += (in[j] - mean) * (in[j] - mean);
-    float scale = 1 / sqrtf(group_sum<THREADS>(squares) / (float)dim + eps);
-    for (int j = (int)threadIdx.x; j < dim; j += THREADS) out[j] = (in[j] - mean) * scale * weight[j] + bias[j];
-}
-
-static void layer_norm(float *y, const float *x, const float *weight, const float *bias, int n, int dim, float eps) {
-    if (n <= 0) return;
-    layer_norm_kernel<<<(unsigned)n, THREADS, 0, gpu.stream>>>(y, x, weight, bias, dim, eps);
     LAUNCHED();
 }
 
@@ -650,6 +713,35 @@ static void rope(float *x, int n_rows, int heads, int head_stride, int offset, i
     const size_t n = (size_t)n_rows * (size_t)heads * (size_t)(dim / 2);
     if (!n) return;
     rope_kernel<<<blocks_for(n), THREADS, 0, gpu.stream>>>(x, n, heads, head_stride, offset, dim / 2, interleaved, cosine, sine);
+    LAUNCHED();
+}
+
+/* A warp takes one head of one row. What its lanes write they read again in other places. */
+static __global__ void norm_heads_kernel(float *x, size_t stride, int n, int heads, int dim, const float *weight, float eps,
+                                         const float *cosine, const float *sine) {
+    const int vector = (int)(thread_index() / 32), lane = (int)threadIdx.x % 32, row = vector / heads, half = dim / 2;
+    if (vector >= n * heads) return;
+    float *v = x + (size_t)row * stride + (size_t)(vector % heads * dim), sum = 0;
+    cosine += (size_t)row * (size_t)half, sine += (size_t)row * (size_t)half;
+#pragma unroll 4
+    for (int j = lane; j < dim; j += 32) sum += v[j] * v[j];
+    const float scale = 1 / sqrtf(group_sum<32>(sum) / (float)dim + eps);
+#pragma unroll 4
+    for (int j = lane; j < dim; j += 32) v[j] = v[j] * scale * weight[j];
+    __syncwarp();
+#pragma unroll 2
+    for (int j = lane; j < half; j += 32) {
+        const float a = v[j], b = v[j + half];
+        v[j] = a * cosine[j] - b * sine[j];
+        v[j + half] = b * cosine[j] + a * sine[j];
+    }
+}
+
+static void norm_heads(float *x, size_t stride, int n_rows, int heads, int dim, const float *weight, float eps, const float *cosine,
+                       const float *sine) {
+    if (n_rows <= 0 || heads <= 0) return;
+    norm_heads_kernel<<<blocks_for((size_t)n_rows * (size_t)heads * 32), THREADS, 0, gpu.stream>>>(x, stride, n_rows, heads, dim,
+                                                                                                  weight, eps, cosine, sine);
     LAUNCHED();
 }
 
@@ -760,28 +852,67 @@ static void convolve(float *z, const float *base, const float *delta, size_t del
     LAUNCHED();
 }
 
-/* What the blocks of one check_finite() have found; as it was again when the last of them has ended. */
+/* ---- looking for numbers that are not finite */
+
+/* What the blocks of a kernel have found; as it was again when the last of them has ended. */
 static __device__ unsigned first_bad_row = UINT_MAX, finished_checks;
 
-/* The block that ends last writes the report, so a row that an earlier check found stays. */
-static __global__ void check_finite_kernel(PassReport *report, int place, const float *x, size_t n, size_t dim) {
-    for (size_t i = thread_index(); i < n; i += (size_t)gridDim.x * THREADS)
-        if (!(fabsf(x[i]) <= FLT_MAX)) atomicMin(&first_bad_row, (unsigned)(i / dim));
-    __syncthreads();
-    if (threadIdx.x) return;
+static __device__ inline bool is_finite(float x) { return fabsf(x) <= FLT_MAX; }
+
+/* By one thread of every block, at its end: whether the block's own row was bad, or it has been told already. The block that ends
+ * last writes the report, so a row that an earlier look found stays. */
+static __device__ void finish_check(PassReport *report, int place, bool bad, unsigned row) {
+    if (bad) atomicMin(&first_bad_row, row);
     __threadfence();
     if (atomicAdd(&finished_checks, 1) + 1 < gridDim.x) return;
-    unsigned row = atomicExch(&first_bad_row, UINT_MAX);
+    row = atomicExch(&first_bad_row, UINT_MAX);
     finished_checks = 0;
     if (report->bad_row >= 0) return;
     report->bad_row = row == UINT_MAX ? -1 : (int)row;
     report->bad_place = row == UINT_MAX ? -1 : place;
 }
 
+static __global__ void check_finite_kernel(PassReport *report, int place, const float *x, size_t n, size_t dim) {
+    for (size_t i = thread_index(); i < n; i += (size_t)gridDim.x * THREADS)
+        if (!is_finite(x[i])) atomicMin(&first_bad_row, (unsigned)(i / dim));
+    __syncthreads();
+    if (threadIdx.x == 0) finish_check(report, place, false, 0);
+}
+
 static void check_finite(PassReport *report, int place, const float *x, int n_rows, int dim) {
     const size_t n = (size_t)n_rows * (size_t)dim, most = 4 * (size_t)gpu.multiprocessors, blocks = (n + THREADS - 1) / THREADS;
     if (!n) return;
     check_finite_kernel<<<(unsigned)(blocks < most ? blocks : most), THREADS, 0, gpu.stream>>>(report, place, x, n, (size_t)dim);
+    LAUNCHED();
+}
+
+/* A block of N threads takes a row. */
+template <int N> static __global__ void add_norm_kernel(float *y, float *x, const float *branch, const float *weight, int dim,
+                                                        float eps, PassReport *report, int place) {
+    const size_t row = (size_t)blockIdx.x * (size_t)dim;
+    float sum = 0;
+    bool bad = false;
+#pragma unroll 8
+    for (int j = (int)threadIdx.x; j < dim; j += N) {
+        const float value = x[row + j] + branch[row + j];
+        x[row + j] = value;
+        sum += value * value;
+        bad |= !is_finite(value);
+    }
+    const float scale = 1 / sqrtf(group_sum<N>(sum) / (float)dim + eps);
+#pragma unroll 8
+    for (int j = (int)threadIdx.x; j < dim; j += N) y[row + j] = x[row + j] * scale * weight[j];
+    if (!report) return;
+    bad = __syncthreads_or(bad);
+    if (threadIdx.x == 0) finish_check(report, place, bad, blockIdx.x);
+}
+
+static void add_norm(float *y, float *x, const float *branch, const float *weight, int n, int dim, float eps, PassReport *report,
+                     int place) {
+    if (n <= 0) return;
+    if (dim <= MIDDLE_VECTOR)
+        add_norm_kernel<THREADS><<<(unsigned)n, THREADS, 0, gpu.stream>>>(y, x, branch, weight, dim, eps, report, place);
+    else add_norm_kernel<1024><<<(unsigned)n, 1024, 0, gpu.stream>>>(y, x, branch, weight, dim, eps, report, place);
     LAUNCHED();
 }
 
@@ -1905,26 +2036,88 @@ static __device__ void narrow_group(uint8_t *__restrict__ out, uint8_t *__restri
     if (lane < 4) scales[lane] = (uint8_t)(__float_as_uint(scale) >> 8 * lane);
 }
 
-enum { STORE_THREADS = 256 };
-
-/* A block writes a row. */
-static __global__ void store_rows_kernel(uint8_t *base, RowFormat format, const DeviceRow *ids, const float *a, size_t a_stride,
-                                         const float *b, size_t b_stride) {
-    uint8_t *row = base + (size_t)ids[blockIdx.x].id * format.stride;
-    const float *quantised = a + blockIdx.x * a_stride, *plain = b + blockIdx.x * b_stride;
+/* By a whole block of THREADS. */
+static __device__ void store_row(uint8_t *row, const RowFormat &format, const float *quantised, const float *plain) {
     narrow_values(row + quantised_bytes(format), plain, format.plain, format.dtype == KV_F32);
     if (format.dtype != KV_F8) return narrow_values(row, quantised, format.quantised, format.dtype == KV_F32);
-    for (int group = (int)threadIdx.x / 32; group * format.group < format.quantised; group += STORE_THREADS / 32) {
+    for (int group = (int)threadIdx.x / 32; group * format.group < format.quantised; group += THREADS / 32) {
         int first = group * format.group;
         narrow_group(row + first, row + format.quantised + 4 * group, quantised + first,
                      min(format.group, format.quantised - first));
     }
 }
 
+/* A block writes a row. */
+static __global__ void store_rows_kernel(uint8_t *base, RowFormat format, const DeviceRow *ids, const float *a, size_t a_stride,
+                                         const float *b, size_t b_stride) {
+    store_row(base + (size_t)ids[blockIdx.x].id * format.stride, format, a + blockIdx.x * a_stride, b + blockIdx.x * b_stride);
+}
+
 static void store_rows(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, const float *a, size_t a_stride,
                        const float *b, size_t b_stride) {
     if (!n_rows) return;
-    store_rows_kernel<<<n_rows, STORE_THREADS, 0, gpu.stream>>>(base, *format, ids, a, a_stride, b, b_stride);
+    store_rows_kernel<<<n_rows, THREADS, 0, gpu.stream>>>(base, *format, ids, a, a_stride, b, b_stride);
+    LAUNCHED();
+}
+
+/* By a whole block: rotates pairs of the first `dim` values of v. */
+static __device__ void rotate_pairs(float *v, int dim, bool interleaved, const float *cosine, const float *sine) {
+    const int half = dim / 2, near = interleaved ? 2 : 1, far = interleaved ? 1 : half;
+    cosine += (size_t)blockIdx.x * (size_t)half, sine += (size_t)blockIdx.x * (size_t)half;
+    for (int i = (int)threadIdx.x; i < half; i += THREADS) {
+        const float a = v[i * near], b = v[i * near + far];
+        v[i * near] = a * cosine[i] - b * sine[i];
+        v[i * near + far] = b * cosine[i] + a * sine[i];
+    }
+}
+
+/* A block takes a row. */
+static __global__ void store_latents_kernel(uint8_t *base, RowFormat format, const DeviceRow *ids, float *kv, int lora, int tail,
+                                            const float *weight, float eps, const float *cosine, const float *sine) {
+    float *row = kv + (size_t)blockIdx.x * (size_t)(lora + tail), sum = 0;
+#pragma unroll 4
+    for (int j = (int)threadIdx.x; j < lora; j += THREADS) sum += row[j] * row[j];
+    const float scale = 1 / sqrtf(group_sum<THREADS>(sum) / (float)lora + eps);
+#pragma unroll 4
+    for (int j = (int)threadIdx.x; j < lora; j += THREADS) row[j] = row[j] * scale * weight[j];
+    rotate_pairs(row + lora, tail, true, cosine, sine);
+    __syncthreads();
+    store_row(base + (size_t)ids[blockIdx.x].id * format.stride, format, row, row + lora);
+}
+
+static void store_latents(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *kv, int lora, int tail,
+                          const float *weight, float eps, const float *cosine, const float *sine) {
+    if (!n_rows) return;
+    store_latents_kernel<<<n_rows, THREADS, 0, gpu.stream>>>(base, *format, ids, kv, lora, tail, weight, eps, cosine, sine);
+    LAUNCHED();
+}
+
+static __global__ void store_index_keys_kernel(uint8_t *base, RowFormat format, const DeviceRow *ids, float *k, int dim,
+                                               const float *weight, const float *bias, int turned, bool interleaved,
+                                               const float *cosine, const float *sine, PassReport *report, int place) {
+    float *row = k + (size_t)blockIdx.x * (size_t)dim, sum = 0, squares = 0;
+    bool bad = false;
+    for (int j = (int)threadIdx.x; j < dim; j += THREADS) sum += row[j];
+    const float mean = group_sum<THREADS>(sum) / (float)dim;
+    for (int j = (int)threadIdx.x; j < dim; j += THREADS) squares += (row[j] - mean) * (row[j] - mean);
+    const float scale = 1 / sqrtf(group_sum<THREADS>(squares) / (float)dim + 1e-6f);
+    for (int j = (int)threadIdx.x; j < dim; j += THREADS) {
+        row[j] = (row[j] - mean) * scale * weight[j] + bias[j];
+        bad |= !is_finite(row[j]);
+    }
+    bad = __syncthreads_or(bad);
+    rotate_pairs(row, turned, interleaved, cosine, sine);
+    __syncthreads();
+    store_row(base + (size_t)ids[blockIdx.x].id * format.stride, format, row, row);
+    if (threadIdx.x == 0) finish_check(report, place, bad, blockIdx.x);
+}
+
+static void store_index_keys(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *k, int dim,
+                             const float *weight, const float *bias, int turned, bool interleaved, const float *cosine,
+                             const float *sine, PassReport *report, int place) {
+    if (!n_rows) return;
+    store_index_keys_kernel<<<n_rows, THREADS, 0, gpu.stream>>>(base, *format, ids, k, dim, weight, bias, turned, interleaved, cosine,
+                                                                sine, report, place);
     LAUNCHED();
 }
 
@@ -4236,18 +4429,22 @@ extern "C" const Backend cuda_backend = {
     .give_back = give_back,
     .import_weights = import_weights,
     .release_weights = release_weights,
+    .make_weights = make_weights,
     .samplers = samplers,
     .begin_work = begin_work,
     .end_work = end_work,
     .wait = wait_for_all,
     .embed = embed,
     .rms_norm = rms_norm,
-    .layer_norm = layer_norm,
+    .add_norm = add_norm,
     .linear = linear,
     .rotations = rotations,
     .rope = rope,
+    .norm_heads = norm_heads,
     .locate_rows = locate_rows,
     .store_rows = store_rows,
+    .store_latents = store_latents,
+    .store_index_keys = store_index_keys,
     .index_select = index_select,
     .resolve = resolve,
     .fetch_rows = fetch_rows,

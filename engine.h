@@ -166,6 +166,8 @@ typedef struct Checkpoint {
     MappedFile *files;                              /* stb_ds [files] */
     Tensor *tensors;                                /* stb_ds [tensors], in file order */
     struct { char *key; int value; } *index;        /* stb_ds string map: tensor name -> position in tensors */
+    bool dummy;                 /* of no file: has every tensor that is looked for, of random values (--dummy) */
+    void (*progress)(size_t bound, size_t all);     /* while its weights are bound: bytes so far, and in the files; or NULL */
 } Checkpoint;
 
 /* Maps every shard that model.safetensors.index.json names, or the only *.safetensors file of the directory when there is
@@ -208,6 +210,7 @@ typedef struct Config {
     int vocab_size, hidden_size, intermediate_size, num_hidden_layers, max_position_embeddings;
     int num_attention_heads, num_key_value_heads, head_dim;     /* the last two: qwen3 only */
     bool tie_word_embeddings;
+    bool quantised;                                 /* fp8 by blocks, as quantization_config says */
     float rms_norm_eps;
     RopeConfig rope;
     /* multi-head latent attention: glm_moe_dsa, deepseek_v32 */
@@ -379,6 +382,7 @@ typedef enum KvMode {
 } KvMode;
 
 extern const char *const kv_mode_names[MODES];      /* as --kv spells them */
+extern const char *const kv_dtype_names[];          /* as --kv-dtype does */
 
 typedef enum Reclaim { RECLAIM_WHOLE, RECLAIM_PROPORTIONAL } Reclaim;   /* eq. 4, or a share from every session */
 typedef enum Lookup { LOOKUP_DIRECT, LOOKUP_SCAN } Lookup;  /* of hot rows: an array from row to slot, or the paper's scan */
@@ -853,13 +857,19 @@ typedef struct Drafter {
  * use it too, for what is small: on a GPU each access crosses the link. In C there is no difference. */
 typedef enum Memory { MEMORY_DEVICE, MEMORY_HOST } Memory;
 
+typedef struct DeviceOptions {  /* how operations run; a backend that has no choice runs as if all were false */
+    bool inexact;               /* attention may split its sums by how much there is to do at once */
+    bool no_graph;              /* begin_work() keeps nothing */
+} DeviceOptions;
+
 struct Backend {
     const char *name;
     int live_sources;           /* chi of eq. 11: payloads of one group that it stages at the same time */
     bool shares_memory;         /* with the pipeline: MEMORY_DEVICE is host memory too, and an operation has run when it returns */
 
-    /* Makes the device ready, before anything else; false, with an error, where there is none that can be used. */
-    bool (*start)(Error *error);
+    /* Makes the device ready, before anything else; called again, it only takes the options. False, with an error, where there is
+     * no device that can be used. */
+    bool (*start)(const DeviceOptions *options, Error *error);
 
     /* Free memory of that kind, in bytes. */
     size_t (*available)(Memory memory);
@@ -872,6 +882,11 @@ struct Backend {
      * themselves. They stay until release_weights(). NULL and an error where there is no room. */
     const void *(*import_weights)(const void *data, size_t bytes, Error *error);
     void (*release_weights)(void);
+
+    /* The same for weights of no file: `count` values of that type (F32, BF16 or F8_E4M3), evenly spread from low to high, each
+     * by a hash of its index and the seed. `space`: as many bytes of the pipeline's memory, where that is what operations read;
+     * or NULL. */
+    const void *(*make_weights)(void *space, DType dtype, size_t count, float low, float high, uint64_t seed, Error *error);
 
     /* How many Samplers accept() wants for so many rows of logits. */
     int (*samplers)(int logit_rows);
@@ -891,8 +906,10 @@ struct Backend {
     /* y = weight * x / sqrt(mean(x^2) + eps) over each of `n` vectors of `dim`. y may be x. */
     void (*rms_norm)(float *y, size_t y_stride, const float *x, size_t x_stride, const float *weight, int n, int dim, float eps);
 
-    /* y = (x - mean) / sqrt(variance + eps) * weight + bias. y may be x. */
-    void (*layer_norm)(float *y, const float *x, const float *weight, const float *bias, int n, int dim, float eps);
+    /* What a sublayer adds to the residual stream, and the norm that the next one begins with: x += branch, then y as from rms_norm.
+     * n rows of `dim`. report: NULL, or x is looked at as check_finite() does. */
+    void (*add_norm)(float *y, float *x, const float *branch, const float *weight, int n, int dim, float eps, PassReport *report,
+                     int place);
 
     /* y[r, o] = sum_i W[o, i] x[r, i]: the reduction runs over i in blocks of fixed size. */
     void (*linear)(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w);
@@ -906,12 +923,28 @@ struct Backend {
     void (*rope)(float *x, int n_rows, int heads, int head_stride, int offset, int dim, bool interleaved,
                  const float *cosine, const float *sine);
 
+    /* Queries or keys of grouped-query attention (Qwen3), in place: each of the `heads` vectors of `dim` values that a row of
+     * `stride` begins with is normed by itself and then rotated as a whole, in pairs (i, i + dim / 2). */
+    void (*norm_heads)(float *x, size_t stride, int n_rows, int heads, int dim, const float *weight, float eps, const float *cosine,
+                       const float *sine);
+
     /* Where rows are stored: their places in the pool of a tail, and among the index keys. */
     void (*locate_rows)(DeviceRow *kv_rows, DeviceRow *index_rows, const Cache *cache, const Row *rows, int n_rows);
 
     /* Writes row ids[r] of a pool: `quantised` values from a[r], `plain` values from b[r]. */
     void (*store_rows)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows,
                        const float *a, size_t a_stride, const float *b, size_t b_stride);
+
+    /* The cached rows of latent attention: kv [rows, lora + tail] is normed in its first `lora` values and rotated in the others, in
+     * pairs (2i, 2i + 1), in place, and written to rows ids[r] of a pool. */
+    void (*store_latents)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *kv, int lora, int tail,
+                          const float *weight, float eps, const float *cosine, const float *sine);
+
+    /* The indexer's keys: k [rows, dim] becomes (k - mean) / sqrt(variance + 1e-6) * weight + bias, its first `turned` values are
+     * rotated as rope() does, and it is written to rows ids[r] of a pool. It is looked at as check_finite() does. */
+    void (*store_index_keys)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *k, int dim,
+                             const float *weight, const float *bias, int turned, bool interleaved, const float *cosine,
+                             const float *sine, PassReport *report, int place);
 
     /* Lightning indexer (DeepSeek-V3.2 eq. 1): score[s] = (heads * head_dim)^-0.5 sum_h w[h] relu(q[h] . key[s]), then the top
      * min(capacity, position + 1) positions; equal scores: the lower position. q: [rows, heads, head_dim]; head_weights:
@@ -1119,6 +1152,10 @@ typedef struct EngineOptions {
     const Backend *backend;          /* NULL: c_backend */
     const char *model;          /* directory */
     const char *draft;          /* directory of a drafter, or NULL */
+    DeviceOptions device;
+    bool dummy;                 /* random weights of config.json's shapes and types: no other file of the model is read */
+    int layers;                 /* only the first of the model's; 0: all */
+    void (*progress)(size_t bound, size_t all);     /* as Checkpoint's */
     int sessions;               /* slots */
     int context;                /* rows a slot may hold; 0: min(max_position_embeddings, 8192) */
     int index_topk;             /* 0: as config.json says */
@@ -1140,6 +1177,8 @@ typedef struct Engine {
     State state;
     Drafter drafter;            /* config.architecture NULL: none */
     Probe probe;
+    size_t weight_bytes;        /* as stored: of the files, or of what is made up */
+    double load_seconds;        /* from the first weight bound to the last that operations can read */
     float rope_attention_factor;                    /* on cosine and sine; 1 without yarn */
     float softmax_scale;
     int failed_session;                             /* slot whose numbers made the last forward() or head() fail, or -1 */
@@ -1415,7 +1454,7 @@ struct cJSON *session_open(const Runner *runner, const char *path, FILE **file, 
 bool session_restore(Runner *runner, Session *session, const struct cJSON *header, FILE *file, const char *path, Error *error);
 
 /* ---------------------------------------------------------------------------------------------------------------------
- * Measurements (bench.c; the first four are engine.cu's)
+ * Measurements (bench.c; those named cuda_ are engine.cu's)
  */
 
 /* The median seconds, as the GPU counts them, of what `work` puts on its stream; work is called twice and must not wait. */
@@ -1428,8 +1467,28 @@ void cuda_read(const void *data, size_t bytes, unsigned *sum);
 /* The same for cuBLASLt's y = W x of one row: W and x in bf16, y in f32. False: there is no cuBLASLt on this machine. */
 bool cuda_begin_library_product(float *y, const void *x, const void *w, int rows, int cols);
 
-/* Makes the measurement of that name and prints it. What it draws goes into the directory, as NAME.csv and NAME.svg. 0: done;
- * 1: it failed; 2: there is none of that name. The last two with an error. */
-int bench(const char *name, const EngineOptions *options, const char *directory, Error *error);
+/* Puts on the stream, and into what is being captured: a mark, of any number below MAX_MARKS; a kernel that does nothing. And the
+ * seconds between two marks: waits for the second. */
+enum { MAX_MARKS = 16384 };
+void cuda_mark(int number);
+double cuda_between(int first, int second);
+void cuda_empty(void);
+
+/* Kernels that kept works have launched so far. */
+long cuda_graph_kernels(void);
+
+/* The device and the CUDA it is used through, in a line. */
+void cuda_describe(char *text, size_t size);
+
+typedef struct BenchOptions {
+    const char *name, *section; /* which measurement, and which part of it; section NULL: all */
+    const char *directory;      /* where NAME.csv and NAME.svg go */
+    bool markdown;              /* a table for README.md, where it has one */
+    int slots;                  /* sessions at most; 0: not said */
+} BenchOptions;
+
+/* Makes the measurement of that name and prints it. 0: done; 1: it failed; 2: there is none of that name, or no such part. The
+ * last two with an error. */
+int bench(const BenchOptions *bench, const EngineOptions *options, Error *error);
 
 #endif

@@ -44,8 +44,8 @@ enum { EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ROWS };
 
 typedef struct Options {
     EngineOptions engine;
-    const char *prompt, *file, *ids, *decode, *jsonl, *output, *dump, *trace, *system, *session, *positional;
-    const char *kv_dtype, *kv_mode, *reclaim, *lookup, *think, *special, *device, *only; /* only: of options that have one value so far */
+    const char *prompt, *file, *ids, *decode, *jsonl, *output, *dump, *trace, *system, *session, *positional, *section;
+    const char *kv_dtype, *kv_mode, *reclaim, *lookup, *think, *special, *device, *exact;
     const char *draft;          /* NULL: not said */
     const char *verify, *accept, *allocate;
     int width;                  /* 0: auto; -1: not said */
@@ -56,7 +56,7 @@ typedef struct Options {
     double temperature, top_p, min_p, repeat_penalty;   /* NAN: as the checkpoint says */
     int top_k;                  /* -1: as the checkpoint says */
     uint64_t seed;
-    bool seeded, ppl, stats, quiet, resume, chat, help;
+    bool seeded, ppl, stats, quiet, resume, chat, help, markdown;
 } Options;
 
 typedef enum OptionKind { TEXT, WORD, COUNT, NUMBER, BYTES, SEED, STOP, WIDTH, FLAG } OptionKind;
@@ -84,7 +84,8 @@ static const struct OptionSpec {
     {"--ppl", FLAG, AT(ppl), .commands = "eval"},
     {"-o", TEXT, AT(output), .commands = "batch|bench"},
     {"--resume", FLAG, AT(resume), .commands = "batch"},
-    {"--slots", COUNT, AT(slots), 1, MAX_PASS_ROWS, .commands = "batch|inspect"},
+    {"--slots", COUNT, AT(slots), 1, MAX_PASS_ROWS, .commands = "batch|inspect|bench"},
+    {"--md", FLAG, AT(markdown), .commands = "bench"},
     {"-n", COUNT, AT(n_new), 0, INT_MAX},
     {"-c", COUNT, AT(engine.context), 1, MAX_CONTEXT},
     {"--temp", NUMBER, AT(temperature), -1e9, 1e9},
@@ -107,7 +108,10 @@ static const struct OptionSpec {
     {"--kv", WORD, AT(kv_mode), .words = "resident|hisparse|adaptive"},
     {"--kv-budget", BYTES, AT(engine.kv_budget), 1, 1e18},
     {"--index-topk", COUNT, AT(engine.index_topk), 1, MAX_CONTEXT},
-    {"--exact", WORD, AT(only), .words = "on", .later = "off"},
+    {"--exact", WORD, AT(exact), .words = "on|off"},
+    {"--no-graph", FLAG, AT(engine.device.no_graph)},
+    {"--dummy", FLAG, AT(engine.dummy), .commands = "chat|generate|batch|eval|inspect|bench"},
+    {"--layers", COUNT, AT(engine.layers), 1, 1024, .commands = "chat|generate|batch|eval|inspect|bench"},
     {"--draft", TEXT, AT(draft), .commands = "chat|generate|batch|inspect|bench"},
     {"--width", WIDTH, AT(width), .commands = "chat|generate|batch"},
     {"--verify", WORD, AT(verify), .words = "full|dvl|confidence", .commands = "chat|generate|batch"},
@@ -132,10 +136,10 @@ static const char usage_text[] =
     "       tide eval     [-m DIR] (-f FILE | --ids LIST) [--decode LIST] [--dump OUT.safetensors] [--ppl]\n"
     "       tide tokenize [-m DIR] (-p TEXT | -f FILE | --jsonl FILE | --decode LIST) [--special on|off]\n"
     "       tide inspect  [-m DIR]                                       config, tensors, memory plan; loads no weights\n"
-    "       tide bench    cpu|load|cost|loadstep|hotsweep|offered|resolve|memory|acceptance|lengths|confidence|speed|draft|gpu\n"
-    "                     [-o DIR]\n"
-    "                                                                    measurements; all but two draw DIR/NAME.svg from "
-    "NAME.csv\n"
+    "       tide bench    NAME [-o DIR]                                  measurements, each beside its ceiling; NAME: cpu load\n"
+    "                     cost loadstep hotsweep offered resolve memory acceptance lengths confidence speed draft first decode\n"
+    "                     gpu; most write DIR/NAME.csv, and some draw NAME.svg from it\n"
+    "       tide bench    gpu [PART|all] [--md]                          one kind of kernel, or all; --md: README's table\n"
     "\n"
     "  -m DIR            checkpoint directory as published (default: the one shipped in weights/mini)\n"
     "  -n N              tokens to generate at most (generate, batch: 256; chat: as many as fit)\n"
@@ -166,6 +170,11 @@ static const char usage_text[] =
     "drafts gives)\n"
     "  --session FILE    chat, generate: take up the session in FILE where there is one, and write it there at the end\n"
     "  --resume          batch: keep the finished rows of -o and go on after them\n"
+    "  --dummy           random weights: -m needs config.json alone (and a tokenizer for text; --ids, bench and inspect do "
+    "without)\n"
+    "  --layers L        of --dummy: the first L layers only\n"
+    "  --exact on|off    on a GPU: off lets attention split its sums by the load, so that tokens may depend on it (default on)\n"
+    "  --no-graph        on a GPU: launch each operation anew instead of replaying captured graphs\n"
     "  --stats --trace FILE.jsonl --quiet\n";
 
 /* One line to the user, whatever the arguments hold. */
@@ -280,9 +289,11 @@ static bool parse_options(Options *options, int argc, char **argv) {
         const struct OptionSpec *option = find_option(argv[a]);
         if (!option) {
             if (argv[a][0] == '-' && argv[a][1]) return usage("unknown option %s", argv[a]), false;
-            if (options->positional) return usage("one argument too many: %s", argv[a]), false;
+            const bool part = options->positional && !options->section && !strcmp(argv[1], "bench")
+                              && !strcmp(options->positional, "gpu");
+            if (options->positional && !part) return usage("one argument too many: %s", argv[a]), false;
             if (!listed("batch|bench", argv[1])) return usage("%s cannot use the argument %s", argv[1], argv[a]), false;
-            options->positional = argv[a];
+            *(part ? &options->section : &options->positional) = argv[a];
             continue;
         }
         if (option->commands && !listed(option->commands, argv[1])) return usage("%s cannot use %s", argv[1], argv[a]), false;
@@ -293,6 +304,8 @@ static bool parse_options(Options *options, int argc, char **argv) {
     options->engine.kv_mode = (KvMode)word_index("resident|hisparse|adaptive", options->kv_mode, MODE_ADAPTIVE);
     options->engine.reclaim = (Reclaim)word_index("whole|proportional", options->reclaim, RECLAIM_WHOLE);
     options->engine.lookup = (Lookup)word_index("direct|scan", options->lookup, LOOKUP_DIRECT);
+    options->engine.device.inexact = word_index("on|off", options->exact, 0);
+    if (options->engine.layers && !options->engine.dummy) return usage("--layers wants --dummy"), false;
     return true;
 }
 
@@ -360,7 +373,7 @@ static bool choose_device(Options *options, Error *error) {
 #ifdef TIDE_CUDA
     const bool wanted = options->device && !strcmp(options->device, "cuda");
     if (options->device && !strcmp(options->device, "cpu")) return true;
-    if (cuda_backend.start(error)) options->engine.backend = &cuda_backend;
+    if (cuda_backend.start(&options->engine.device, error)) options->engine.backend = &cuda_backend;
     else if (wanted) return false;
     else if (!options->quiet) notice("%s; running on the CPU", error->text);
 #endif
@@ -369,12 +382,29 @@ static bool choose_device(Options *options, Error *error) {
     return true;
 }
 
+/* A bar on the terminal while weights are moved, where that takes long enough to be seen. */
+static void show_progress(size_t bound, size_t all) {
+    enum { WIDTH = 40 };
+    static double begun, shown;
+    const double at = now();
+    if (!begun) begun = at;
+    if (at - begun < 0.5 || (at - shown < 0.1 && bound < all)) return;
+    shown = at;
+    const int filled = (int)((double)WIDTH * (double)bound / (double)all);
+    fprintf(stderr, "\rtide: [%.*s%*s] %.1f of %.1f GB, %.1f GB/s%s", filled,
+            "========================================", WIDTH - filled, "", (double)bound / 1e9, (double)all / 1e9,
+            (double)bound / 1e9 / (at - begun), bound < all ? "" : "\r\033[K");
+}
+
 static bool start(Runner *runner, Options *options, bool need_tokenizer, int *status) {
     Error error;
     if (!choose_device(options, &error)) return *status = report(&error), false;
+    if (isatty(STDERR_FILENO) && !options->quiet) options->engine.progress = show_progress;
     if (!runner_open(runner, &options->engine, need_tokenizer, options->quiet ? NULL : stderr, &error))
         return *status = report(&error), false;
     const Config *config = &runner->engine.config;
+    if (runner->engine.backend->shares_memory && (options->engine.device.inexact || options->engine.device.no_graph))
+        notice("--exact off and --no-graph do not apply to the CPU");
     bool hierarchy = options->engine.hot_rows || options->reclaim || options->lookup || options->engine.host_budget;
     if (!has_latent_attention(config) && (options->kv_mode || hierarchy))
         notice(
@@ -1782,7 +1812,10 @@ static int command_chat(Options *options) {
 
 static int command_bench(Options *options) {
     Error error;
-    int status = bench(options->positional, &options->engine, options->output ? options->output : ".", &error);
+    const BenchOptions what = {.name = options->positional, .section = options->section, .markdown = options->markdown,
+                               .slots = options->slots, .directory = options->output ? options->output : "."};
+    if (what.name && listed("decode|first", what.name) && !choose_device(options, &error)) return report(&error);
+    int status = bench(&what, &options->engine, &error);
     if (status == EXIT_USAGE) return usage("%s", error.text);
     return status == EXIT_DONE ? status : report(&error);
 }
@@ -1838,7 +1871,7 @@ static int run_command(int argc, char **argv) {
     else if (!status) {
         options.chat |= options.system || options.think;
         options.engine.draft = options.draft;
-        if (!options.draft && same_folder(options.engine.model, model) && strcmp(argv[1], "eval"))
+        if (!options.draft && same_folder(options.engine.model, model) && strcmp(argv[1], "eval") && !options.engine.dummy)
             options.engine.draft = shipped(draft, "weights/draft-dflash2");
         if (options.draft && !strcmp(options.draft, "none")) options.engine.draft = NULL;
         if (!options.seeded && getrandom(&options.seed, sizeof options.seed, 0) != sizeof options.seed)

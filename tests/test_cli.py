@@ -220,9 +220,9 @@ def test_values():
 
 def test_later_issues():
     """What the contract promises for later is refused by a sentence, never as an unknown option."""
-    for option, value in [("--exact", "off")] + ([] if HAS_CUDA else [("--device", "cuda")]):
+    for option, value in [] if HAS_CUDA else [("--device", "cuda")]:
         refused(2, option + "|this build does not have", "generate", "-m", CHAIN, "-p", "x", option, value)
-    for option, value in [("--device", "cpu"), ("--device", "auto"), ("--kv", "resident"), ("--draft", "none"), ("--exact", "on")]:
+    for option, value in [("--device", "cpu"), ("--device", "auto"), ("--kv", "resident"), ("--draft", "none"), ("--exact", "on"), ("--exact", "off")]:
         equal(generate("-p", "1", "-n", "2", option, value).out, b"23\n", option + " " + value)
 
 
@@ -248,6 +248,10 @@ def test_wrong_combinations():
     refused(2, "--resume", "batch", "-m", CHAIN, "x.txt", "--resume")
     refused(2, "bench wants", "bench")
     refused(2, "bench wants", "bench", "nothing")
+    refused(2, "one argument too many|stray", "bench", "memory", "stray")
+    refused(2, "found stray, wanted one of all, ceilings" if HAS_CUDA else "bench wants", "bench", "gpu", "stray")
+    refused(2, "--layers wants --dummy", "generate", "-m", CHAIN, "-p", "x", "--layers", "1")
+    refused(2, "--dummy", "tokenize", "-m", CHAIN, "-p", "x", "--dummy")
     # An argument that a command cannot use is a mistake, not something to pass over.
     refused(2, "stray", "generate", "-m", CHAIN, "-p", "x", "stray")
     refused(2, "stray", "chat", "-m", CHAIN, "stray")
@@ -1382,6 +1386,50 @@ def test_bench_files():
     equal((result.code, result.err.count(b"\n"), b"gnuplot" in result.err), (0, 1, True), "no gnuplot: one line")
     check(os.path.exists(out + "/memory.csv"), "and the figures all the same")
     refused(1, "/nonexistent", "bench", "memory", "-o", "/nonexistent")
+
+
+def test_dummy():
+    """Random weights of any config.json: the published shapes' sizes, one text again and again, and refusals by name."""
+    shape = os.path.join(HOME, "shape")
+    os.mkdir(shape)
+    shutil.copy(os.path.join(FIXTURE, "config.json"), shape)
+    ids = run("generate", "-m", shape, "--dummy", "--ids", "1,2,3", "-n", "6", "--temp", "0").out
+    equal(len(ids.split(b",")), 6, "it babbles")
+    equal(run("generate", "-m", shape, "--dummy", "--ids", "1,2,3", "-n", "6", "--temp", "0", "--kv", "resident").out, ids, "always the same")
+    check(run("generate", "-m", shape, "--dummy", "--layers", "1", "--ids", "1,2,3", "-n", "6", "--temp", "0").out not in (b"", ids), "one layer is another model")
+    layers = json.loads(read(shape + "/config.json"))["num_hidden_layers"]
+    refused(1, "found %d layers, wanted the first 99" % layers, "generate", "-m", shape, "--dummy", "--layers", "99", "--ids", "1")
+    for command in (["generate", "-p", "x"], ["chat"]):
+        refused(1, "no tokenizer.json there|--dummy", *command, "-m", shape, "--dummy")
+    refused(1, "safetensors", "generate", "-m", shape, "--ids", "1")
+    notice = run("generate", "-m", shape, "--dummy", "--ids", "1", "-n", "1", "--no-graph").err
+    check(b"do not apply to the CPU" in notice, "--no-graph on the CPU", notice)
+    known = lambda *args: re.search(rb".* M parameters in use, .* MB", run("inspect", *args).out)
+    if os.path.exists(MINI + "/config.json"):
+        equal(known("-m", MINI, "--dummy")[0], known("-m", MINI, "--draft", "none")[0], "as many bytes as the checkpoint itself")
+    for name, size in (("glm-5.3", 1486754.1), ("glm-5.3-fp8", 745584.5), ("deepseek-v3.2", 674030.3), ("qwen3-8b", 16381.5), ("qwen3-4b", 8044.9)):
+        found = known("-m", os.path.join(ROOT, "weights", "shapes", name), "--dummy")
+        check(found and (b"%.1f MB" % size) in found[0], "the published size of " + name, found and found[0])
+    refused(1, "the weights of 78 layers need 1486754 MB|lower --layers", "generate", "-m", os.path.join(ROOT, "weights", "shapes", "glm-5.3"), "--dummy", "--ids", "1")
+
+
+def test_bench_decode():
+    """Whole steps and their operations, for each family; what cannot be measured is refused."""
+    out = os.path.join(HOME, "decoded")
+    os.mkdir(out)
+    for family in ("qwen3-a", "glm_moe_dsa-a", "deepseek_v32-c"):
+        shape = os.path.join(HOME, "shape-" + family)
+        os.mkdir(shape)
+        config = json.loads(read(os.path.join(ROOT, "tests", "fixtures", family, "config.json"))) | {"max_position_embeddings": 1024}
+        write(shape + "/config.json", json.dumps(config))
+        result = run("bench", "decode", "-m", shape, "--dummy", "-c", "576", "--slots", "8", "--device", "cpu", "-o", out)
+        check(result.code == 0 and b" 8 x 320 rows" in result.out and b"\n32 x" not in result.out, "batches of 1 and 8", result.out, result.err)
+        check(b"\nrms_norm " in result.out and b"\nlinear " in result.out, "where the time goes", result.out)
+        equal(read(out + "/decode.csv").count(b"\n"), 3, "decode.csv")
+    result = run("bench", "decode", "-m", shape, "--dummy", "-c", "300", "--slots", "1", "--device", "cpu", "-o", out)
+    check(result.code == 1 and b"a context of 300 is too short" in result.err and not result.out, "no room for a history", result.err)
+    result = run("bench", "first", "-m", shape, "--dummy", "--device", "cpu")
+    check(result.code == 0 and b"ms from a message to the first token" in result.out, "bench first", result.out, result.err)
 
 
 tests = [(name, function) for name, function in list(globals().items()) if name.startswith("test_") and (len(sys.argv) < 2 or any(word in name for word in sys.argv[1:]))]

@@ -108,17 +108,18 @@ static void recorded_candidates(int *ids, float *values, size_t stride, const fl
     memcpy(record.values[record.calls++], values, sizeof record.values[0]);
 }
 
-static void recorded_add(float *y, const float *x, size_t n) {
-    add(y, x, n);
-    if (y != record.watched || n > MAX_BLOCK * 512 || record.adds == 16) return;
-    if (++record.adds % 2 == 0) memcpy(record.layer_out[record.adds / 2 - 1], y, n * sizeof(float));
+static void recorded_add_norm(float *y, float *x, const float *branch, const float *weight, int n, int dim, float eps,
+                              PassReport *report, int place) {
+    add_norm(y, x, branch, weight, n, dim, eps, report, place);
+    if (x != record.watched || n * dim > MAX_BLOCK * 512 || record.adds == 16) return;
+    if (++record.adds % 2 == 0) memcpy(record.layer_out[record.adds / 2 - 1], x, (size_t)(n * dim) * sizeof(float));
 }
 
 static void watch(Engine *engine) {
     static Backend recording;
     recording = c_backend;
     recording.candidates = recorded_candidates;
-    recording.add = recorded_add;
+    recording.add_norm = recorded_add_norm;
     record.watched = engine->drafter.state.hidden;
     engine->backend = &recording;
 }

@@ -218,6 +218,20 @@ static void store_rounded_rows(uint8_t *base, const RowFormat *format, const Dev
     }
 }
 
+static void store_rounded_latents(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *kv, int lora,
+                                  int tail, const float *weight, float eps, const float *cosine, const float *sine) {
+    const size_t width = (size_t)(lora + tail);
+    store_latents(base, format, ids, n_rows, kv, lora, tail, weight, eps, cosine, sine);
+    store_rounded_rows(base, format, ids, n_rows, kv, width, kv + lora, width);
+}
+
+static void store_rounded_keys(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *k, int dim,
+                               const float *weight, const float *bias, int turned, bool interleaved, const float *cosine,
+                               const float *sine, PassReport *report, int place) {
+    store_index_keys(base, format, ids, n_rows, k, dim, weight, bias, turned, interleaved, cosine, sine, report, place);
+    store_rounded_rows(base, format, ids, n_rows, k, (size_t)dim, k, (size_t)dim);
+}
+
 typedef enum Mode { FREELY, HELD, IMITATED } Mode;
 
 /* One run with rows of that dtype: deciding freely, held to the exact pass's decisions, or held and with the rows rounded by
@@ -227,7 +241,11 @@ static bool golden_rounded(Golden *golden, const char *directory, KvDtype dtype,
     Backend backend = c_backend;
     backend.index_select = select_as_golden;
     backend.route = route_as_remembered;
-    if (mode == IMITATED) backend.store_rows = store_rounded_rows;
+    if (mode == IMITATED) {
+        backend.store_rows = store_rounded_rows;
+        backend.store_latents = store_rounded_latents;
+        backend.store_index_keys = store_rounded_keys;
+    }
     imitated = dtype;
     next_route = 0;
     if (!golden_open(golden, directory, mode == IMITATED ? KV_F32 : dtype)) return false;

@@ -172,9 +172,8 @@ static void test_norms(void) {
         for (int n = 0; n <= 5; n += n ? 4 : 1) {
             const int dim = dims[d], gap = d % 3;
             const size_t stride = (size_t)(dim + gap), all = (size_t)n * stride, dense = (size_t)n * (size_t)dim;
-            float *x = random_floats(all + 1, 3), *weight = random_floats((size_t)dim, 1), *bias = random_floats((size_t)dim, 1);
-            float *wanted = malloc((all + 1) * 4), *rows = malloc((dense + 1) * 4);
-            float *dx = on_device(x, all * 4), *dw = on_device(weight, (size_t)dim * 4), *db = on_device(bias, (size_t)dim * 4);
+            float *x = random_floats(all + 1, 3), *weight = random_floats((size_t)dim, 1), *wanted = malloc((all + 1) * 4);
+            float *dx = on_device(x, all * 4), *dw = on_device(weight, (size_t)dim * 4);
             float *dy = output_on_device(dense), *one = output_on_device((size_t)dim);
             c_backend.rms_norm(wanted, (size_t)dim, x, stride, weight, n, dim, 1e-6f);
             cuda_backend.rms_norm(dy, (size_t)dim, dx, stride, dw, n, dim, 1e-6f);
@@ -197,20 +196,7 @@ static void test_norms(void) {
                           "rms_norm: gap");
             }
             free(y);
-            for (size_t i = 0; i < dense; i++) rows[i] = x[i] + 2;
-            float *dr = on_device(rows, dense * 4), *dl = output_on_device(dense);
-            c_backend.layer_norm(wanted, rows, weight, bias, n, dim, 1e-6f);
-            cuda_backend.layer_norm(dl, dr, dw, db, n, dim, 1e-6f);
-            y = fetch_output(dl, dense, "layer_norm");
-            compare("layer_norm", y, wanted, dense, 2e-5);
-            for (int r = 0; r < n; r++) {
-                cuda_backend.layer_norm(one, dr + (size_t)r * (size_t)dim, dw, db, 1, dim, 1e-6f);
-                float *alone = fetch_output(one, (size_t)dim, "layer_norm");
-                CHECK(!memcmp(alone, y + (size_t)r * (size_t)dim, (size_t)dim * 4), "layer_norm: row %d of %d alone, dim %d", r,
-                      n, dim);
-                free(alone);
-            }
-            free(y), free(x), free(weight), free(bias), free(wanted), free(rows);
+            free(x), free(weight), free(wanted);
             free_kept();
         }
 }
@@ -262,6 +248,123 @@ static void test_rope(void) {
             free(x), free(y), free(c), free(s), free(cosine), free(sine);
             free_kept();
         }
+}
+
+/* Both results, a row alone, and what is reported of a row that is bad. */
+static void test_add_norm(void) {
+    static const int dims[] = {8, 320, 2048, 2049, 7168};
+    for (int d = 0; d < 5; d++)
+        for (int n = 0; n <= 6; n += 3) {
+            const int dim = dims[d], bad = n - 2;
+            const size_t width = (size_t)dim, all = (size_t)n * width;
+            float *x = random_floats(all + 1, 3), *branch = random_floats(all + 1, 3), *weight = random_floats(width, 1);
+            float *y = malloc((all + 1) * 4), *dx = on_device(x, all * 4), *db = on_device(branch, all * 4);
+            float *dw = on_device(weight, width * 4), *dy = output_on_device(all), *one = output_on_device(width);
+            PassReport report = {.bad_row = -1, .bad_place = -1}, *device = on_device(&report, sizeof report), *got;
+            cuda_backend.add_norm(dy, dx, db, dw, n, dim, 1e-6f, device, 7);
+            float *stream = from_device(dx, all * 4), *normed = fetch_output(dy, all, "add_norm");
+            got = from_device(device, sizeof *got);
+            CHECK(got->bad_row == -1 && got->bad_place == -1, "add_norm: nothing is bad");
+            free(got);
+            for (int r = 0; r < n; r++) {
+                float *own = on_device(x + (size_t)r * width, width * 4);
+                cuda_backend.add_norm(one, own, db + (size_t)r * width, dw, 1, dim, 1e-6f, NULL, 0);
+                float *alone = fetch_output(one, width, "add_norm"), *own_stream = from_device(own, width * 4);
+                CHECK(!memcmp(alone, normed + (size_t)r * width, width * 4)
+                          && !memcmp(own_stream, stream + (size_t)r * width, width * 4),
+                      "add_norm: row %d of %d alone, dim %d", r, n, dim);
+                free(alone), free(own_stream);
+            }
+            c_backend.add_norm(y, x, branch, weight, n, dim, 1e-6f, NULL, 0);
+            CHECK(!memcmp(stream, x, all * 4), "add_norm: the sums of %d x %d", n, dim);
+            compare("add_norm", normed, y, all, 1e-6);
+            if (n) {
+                float infinity = INFINITY;
+                cuda_backend.copy_bytes(dx + (size_t)bad * width + width / 2, &infinity, 4);
+                cuda_backend.add_norm(dy, dx, db, dw, n, dim, 1e-6f, device, 8);
+                cuda_backend.add_norm(dy, dx, db, dw, n, dim, 1e-6f, device, 9);
+                got = from_device(device, sizeof *got);
+                CHECK(got->bad_row == bad && got->bad_place == 8, "add_norm: row %d, place %d", got->bad_row, got->bad_place);
+                free(got);
+            }
+            free(x), free(branch), free(weight), free(y), free(stream), free(normed);
+            free_kept();
+        }
+}
+
+static void test_norm_heads(void) {
+    static const struct { int heads, dim, gap; } shapes[] = {{1, 16, 0}, {4, 64, 7}, {8, 128, 1024}, {3, 40, 1}, {32, 256, 0}};
+    for (int s = 0; s < 5; s++)
+        for (int n = 0; n <= 5; n += n ? 4 : 1) {
+            const int heads = shapes[s].heads, dim = shapes[s].dim;
+            const size_t stride = (size_t)(heads * dim + shapes[s].gap), all = (size_t)n * stride, angles = (size_t)(n * dim / 2);
+            float *x = random_floats(all + 1, 3), *weight = random_floats((size_t)dim, 1), *cosine = random_floats(angles + 1, 1),
+                  *sine = random_floats(angles + 1, 1);
+            float *dx = on_device(x, all * 4), *dw = on_device(weight, (size_t)dim * 4), *dc = on_device(cosine, angles * 4),
+                  *ds = on_device(sine, angles * 4), *last = on_device(n ? x + all - stride : x, n ? stride * 4 : 4);
+            c_backend.norm_heads(x, stride, n, heads, dim, weight, 1e-6f, cosine, sine);
+            cuda_backend.norm_heads(dx, stride, n, heads, dim, dw, 1e-6f, dc, ds);
+            float *y = from_device(dx, all * 4);
+            compare("norm_heads", y, x, all, 1e-6);
+            for (int r = 0; r < n; r++)
+                CHECK(!memcmp(y + (size_t)r * stride + heads * dim, x + (size_t)r * stride + heads * dim, (size_t)shapes[s].gap * 4),
+                      "norm_heads: values behind the heads");
+            if (n) {
+                cuda_backend.norm_heads(last, stride, 1, heads, dim, dw, 1e-6f, dc + angles - dim / 2, ds + angles - dim / 2);
+                float *alone = from_device(last, stride * 4);
+                CHECK(!memcmp(alone, y + all - stride, stride * 4), "norm_heads: a row alone, %d heads of %d", heads, dim);
+                free(alone);
+            }
+            free(x), free(y), free(weight), free(cosine), free(sine);
+            free_kept();
+        }
+}
+
+/* What is stored are the bytes that store_rows() makes of the values left in place, and those are the twin's. */
+static void check_stored_with_norms(KvDtype dtype, int n, bool index) {
+    enum { LORA = 130, TAIL = 22, POOL = 12 };
+    const int quantised = index ? LORA + TAIL : LORA, plain = index ? 0 : TAIL, width = LORA + TAIL, turned = index ? 64 : TAIL;
+    const RowFormat format = row_format(dtype, quantised, plain, 128);
+    const size_t all = (size_t)(n * width), angles = (size_t)(n * turned / 2), bytes = POOL * format.stride;
+    float *x = random_floats(all + 1, 3), *weight = random_floats((size_t)width, 1), *bias = random_floats((size_t)width, 1),
+          *cosine = random_floats(angles + 1, 1), *sine = random_floats(angles + 1, 1);
+    DeviceRow ids[POOL];
+    for (int r = 0; r < n; r++) ids[r].id = (r * 5 + 3) % POOL;
+    uint8_t *pool = calloc(1, bytes), *device_pool = on_device(pool, bytes);
+    float *dx = on_device(x, all * 4), *dw = on_device(weight, (size_t)width * 4), *db = on_device(bias, (size_t)width * 4),
+          *dc = on_device(cosine, angles * 4), *ds = on_device(sine, angles * 4);
+    PassReport report = {.bad_row = -1, .bad_place = -1}, *device = on_device(&report, sizeof report);
+    DeviceRow *device_ids = on_device(ids, sizeof ids);
+    if (index) {
+        cuda_backend.store_index_keys(device_pool, &format, device_ids, n, dx, width, dw, db, turned, n % 2, dc, ds, device, 3);
+        c_backend.store_index_keys(pool, &format, ids, n, x, width, weight, bias, turned, n % 2, cosine, sine, &report, 3);
+    } else {
+        cuda_backend.store_latents(device_pool, &format, device_ids, n, dx, LORA, TAIL, dw, 1e-6f, dc, ds);
+        c_backend.store_latents(pool, &format, ids, n, x, LORA, TAIL, weight, 1e-6f, cosine, sine);
+    }
+    float *left = from_device(dx, all * 4);
+    uint8_t *stored = from_device(device_pool, bytes);
+    compare(index ? "store_index_keys" : "store_latents", left, x, all, 2e-5);
+    memset(pool, 0, bytes);
+    c_backend.store_rows(pool, &format, ids, n, left, (size_t)width, index ? left : left + LORA, (size_t)width);
+    CHECK(!memcmp(pool, stored, bytes), "%s: %d rows as dtype %d", index ? "store_index_keys" : "store_latents", n, dtype);
+    if (index && n) {
+        float nan = NAN;
+        cuda_backend.copy_bytes(dx + (n - 1) * width + 5, &nan, 4);
+        cuda_backend.store_index_keys(device_pool, &format, device_ids, n, dx, width, dw, db, turned, false, dc, ds, device, 4);
+        PassReport *got = from_device(device, sizeof *got);
+        CHECK(got->bad_row == n - 1 && got->bad_place == 4, "store_index_keys: row %d, place %d", got->bad_row, got->bad_place);
+        free(got);
+    }
+    free(x), free(weight), free(bias), free(cosine), free(sine), free(pool), free(left), free(stored);
+    free_kept();
+}
+
+static void test_stored_with_norms(void) {
+    static const KvDtype dtypes[] = {KV_F32, KV_BF16, KV_F8};
+    for (int d = 0; d < 3; d++)
+        for (int n = 0; n <= 9; n += 3)
+            for (int index = 0; index < 2; index++) check_stored_with_norms(dtypes[d], n, index);
 }
 
 static void test_elementwise(void) {
@@ -706,6 +809,9 @@ static void test_products(void) {
     test_norms();
     test_embed();
     test_rope();
+    test_add_norm();
+    test_norm_heads();
+    test_stored_with_norms();
     test_elementwise();
     test_copies();
     test_check_finite();
@@ -2040,12 +2146,162 @@ static void test_rounds(void) {
     }
 }
 
+/* ---- a soak: sessions come, are broken off and end at random, under a budget that has to be shared, for as many rounds as asked */
+
+enum { SOAK_TALKS = 24, SOAK_SLOTS = 16, SOAK_CONTEXT = 1024, SOAK_TOKENS = 96, SOAK_WARM = 2000 };
+
+static Session soak_session(Runner *runner, int talk, int slot) {
+    Session session = {.slot = slot, .stream = (uint64_t)talk, .max_new = SOAK_TOKENS,
+                       .sampling = {.temperature = talk % 2 ? 0.8f : 0, .top_p = 0.95f, .top_k = talk % 3 ? 0 : 40, .repeat_penalty = 1,
+                                    .seed = 7}};
+    uint64_t before = test_seed;
+    test_seed = (uint64_t)talk + 1;
+    for (int i = 0, length = 5 + talk * 37; i < length; i++) arrput(session.ids, 300 + (int)(draw() % 5000));
+    test_seed = before;
+    session_begin(&session, &runner->engine);
+    return session;
+}
+
+/* What each talk says alone, without a drafter, everything resident. */
+static bool soak_alone(int **answers) {
+    EngineOptions options = {.backend = &cuda_backend, .model = "weights/mini", .sessions = 1, .context = SOAK_CONTEXT,
+                             .kv_dtype = KV_BF16, .kv_mode = MODE_RESIDENT};
+    Runner runner;
+    Error error;
+    bool ok = runner_open(&runner, &options, false, NULL, &error);
+    CHECK(ok, "%s", error.text);
+    for (int t = 0; ok && t < SOAK_TALKS; t++) {
+        Session session = soak_session(&runner, t, 0);
+        run_session(&runner, &session);
+        memcpy(arraddnptr(answers[t], arrlenu(session.ids)), session.ids, arrlenu(session.ids) * sizeof(int));
+        session_free(&session);
+        cache_release(&runner.engine.cache, 0);
+    }
+    if (ok) runner_close(&runner);
+    return ok;
+}
+
+static size_t resident_bytes(void) {
+    size_t all = 0, resident = 0;
+    FILE *file = fopen("/proc/self/statm", "r");
+    if (file && fscanf(file, "%zu %zu", &all, &resident) != 2) resident = 0;
+    if (file) fclose(file);
+    return resident * (size_t)sysconf(_SC_PAGESIZE);
+}
+
+/* As a user of them would end it: broken off one round in a hundred. */
+static void end_soaked(Runner *runner, Session *sessions, int *talk_of, int **answers, long *said, long *aborted) {
+    for (int s = 0; s < SOAK_SLOTS; s++) {
+        Session *session = &sessions[s];
+        if (talk_of[s] < 0) continue;
+        if (session->finish == RUNNING && draw_between(0, 99) == 0) session_stop(session, FINISH_INTERRUPTED), ++*aborted;
+        if (session->finish == RUNNING) continue;
+        const int *alone = answers[talk_of[s]];
+        const size_t n = arrlenu(session->ids);
+        CHECK(session->finish != FINISH_ERROR, "%s", session->error.text);
+        CHECK(session->finish == FINISH_INTERRUPTED ? n <= arrlenu(alone) : n == arrlenu(alone), "talk %d: %zu ids", talk_of[s], n);
+        CHECK(n <= arrlenu(alone) && !memcmp(session->ids, alone, n * sizeof(int)), "talk %d says what it says alone", talk_of[s]);
+        *said += tokens_generated(session);
+        session_free(session);
+        cache_release(&runner->engine.cache, s);
+        talk_of[s] = -1;
+    }
+}
+
+static void test_soak(long rounds) {
+    int *answers[SOAK_TALKS] = {NULL}, talk_of[SOAK_SLOTS];
+    EngineOptions options = {.backend = &cuda_backend, .model = "weights/mini", .draft = "weights/draft-dflash2", .sessions = SOAK_SLOTS,
+                             .context = SOAK_CONTEXT, .kv_dtype = KV_BF16, .kv_mode = MODE_ADAPTIVE, .kv_budget = 27 << 20};
+    Runner runner;
+    Error error;
+    Session sessions[SOAK_SLOTS] = {0};
+    long said = 0, aborted = 0;
+    size_t device = 0, host = 0;
+    if (!soak_alone(answers)) return;
+    bool ok = runner_open(&runner, &options, false, NULL, &error);
+    CHECK(ok, "%s", error.text);
+    if (!ok) return;
+    for (int s = 0; s < SOAK_SLOTS; s++) talk_of[s] = -1;
+    for (long turn = 0; runner.rounds < rounds && turn < 4 * rounds; turn++) {
+        Session *active[SOAK_SLOTS];
+        int n = 0;
+        for (int s = 0; s < SOAK_SLOTS; s++) {
+            if (talk_of[s] < 0 && draw_between(0, 3) == 0)
+                sessions[s] = soak_session(&runner, talk_of[s] = draw_between(0, SOAK_TALKS - 1), s);
+            if (talk_of[s] >= 0 && session_admit(&runner, &sessions[s])) active[n++] = &sessions[s];
+        }
+        if (n) run_round(&runner, active, n);
+        else cache_step(&runner.engine.cache);
+        end_soaked(&runner, sessions, talk_of, answers, &said, &aborted);
+        if (device || runner.rounds < SOAK_WARM) continue;
+        device = cuda_backend.available(MEMORY_DEVICE), host = resident_bytes();
+    }
+    const CacheStats *stats = &runner.engine.cache.stats;
+    const size_t host_end = resident_bytes();
+    printf("soak: %ld rounds, %ld tokens, %ld sessions broken off, %lu pages lent, %lu recalled, %lu rows fetched, %lu waits; "
+           "resident %zu MiB after %d rounds, %zu MiB at the end\n",
+           runner.rounds, said, aborted, stats->pages_lent, stats->pages_recalled, stats->fetched, stats->admission_waits, host >> 20,
+           SOAK_WARM, host_end >> 20);
+    CHECK(runner.rounds >= rounds && aborted && stats->pages_recalled && stats->fetched, "everything has happened");
+    CHECK(cuda_backend.available(MEMORY_DEVICE) == device, "device memory is what it was");
+    CHECK(host_end <= host + (8 << 20), "host memory has grown by %zu MiB", (host_end - host) >> 20);
+    for (int s = 0; s < SOAK_SLOTS; s++) session_free(&sessions[s]);
+    for (int t = 0; t < SOAK_TALKS; t++) arrfree(answers[t]);
+    runner_close(&runner);
+}
+
+/* ---- what cannot be done ends in one sentence */
+
+static void test_out_of_memory(void) {
+    Error error = {""};
+    void *block = cuda_backend.take((size_t)1 << 45, MEMORY_DEVICE, &error);
+    CHECK(!block && !strncmp(error.text, "cannot take ", 12) && strstr(error.text, "GPU memory: out of memory"), "%s", error.text);
+    block = cuda_backend.take(1 << 20, MEMORY_DEVICE, &error);
+    CHECK(block, "and a block that fits is there afterwards: %s", error.text);
+    cuda_backend.give_back(block, MEMORY_DEVICE);
+}
+
+/* This program again, in which a copy goes wrong. */
+static void test_cuda_error(void) {
+    char line[512] = "", more[8] = "", path[PATH_MAX] = "", command[PATH_MAX + 32];
+    CHECK(readlink("/proc/self/exe", path, sizeof path - 1) > 0, "the program's own path");
+    snprintf(command, sizeof command, "'%s' fault 2>&1", path);
+    FILE *pipe = popen(command, "r");
+    bool said = pipe && fgets(line, sizeof line, pipe) && !fgets(more, sizeof more, pipe);
+    int status = pipe ? pclose(pipe) : -1;
+    CHECK(said && !strncmp(line, "tide: engine.cu:", 16) && strstr(line, ": CUDA: "), "one line names file, line and cause: %s", line);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1, "and the program ends with 1");
+}
+
+/* Weights of no file: the same bytes on both backends, in any number. */
+static void test_make_weights(void) {
+    static const DType dtypes[] = {DTYPE_F32, DTYPE_BF16, DTYPE_F8_E4M3};
+    static const size_t counts[] = {1, 3, 4, 1023, 1024, 70001};
+    for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes; d++)
+        for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
+            Error error;
+            const size_t bytes = counts[i] * dtype_size(dtypes[d]);
+            uint8_t *in_c = malloc(bytes), *out;
+            c_backend.make_weights(in_c, dtypes[d], counts[i], -256, 256, 7 + i, &error);
+            out = from_device(cuda_backend.make_weights(NULL, dtypes[d], counts[i], -256, 256, 7 + i, &error), bytes);
+            CHECK(!memcmp(in_c, out, bytes), "%zu made-up weights of type %d", counts[i], dtypes[d]);
+            free(in_c);
+            free(out);
+        }
+    cuda_backend.release_weights();
+}
+
 #define RUN(test) (test(), printf(#test ": %d passed, %d failed so far\n", checks_passed, checks_failed))
 
-int main(void) {
+/* test_gpu: everything but the soak; test_gpu soak ROUNDS. */
+int main(int argc, char **argv) {
     Error error;
     setlinebuf(stdout);
-    if (!cuda_backend.start(&error)) return fprintf(stderr, "test_gpu: %s\n", error.text), 1;
+    if (!cuda_backend.start(&(DeviceOptions){0}, &error)) return fprintf(stderr, "test_gpu: %s\n", error.text), 1;
+    if (argc == 2 && !strcmp(argv[1], "fault")) return cuda_backend.copy_bytes((void *)8, &error, sizeof error), 0;
+    if (argc == 3 && !strcmp(argv[1], "soak")) return test_soak(atol(argv[2])), check_report();
+    RUN(test_out_of_memory);
+    RUN(test_cuda_error);
     RUN(test_products);
     RUN(test_store_rows);
     RUN(test_index_select);
@@ -2061,6 +2317,7 @@ int main(void) {
     RUN(test_path_independence);
     RUN(test_allocate);
     RUN(test_pack_blocks);
+    RUN(test_make_weights);
     printf("operations: %d passed, %d failed\n", checks_passed, checks_failed);
     test_fixtures("tests/fixtures");
     RUN(test_rounds);

@@ -185,28 +185,29 @@ static void close_place(Place *place) {
 
 static struct {
     bool armed, key;            /* key: the index key, not the hidden state */
-    int session, layer, at, n_rows;
-    size_t hidden;
+    int session, layer, at;
     const Row *rows;
 } fault;
 
 static void fault_entering(void *user, int layer, const float *hidden, const Row *rows, int n_rows) {
-    (void)user, (void)hidden;
+    (void)user, (void)hidden, (void)n_rows;
     fault.at = layer;
     fault.rows = rows;
-    fault.n_rows = n_rows;
 }
 
-static void faulty_add(float *y, const float *x, size_t n) {
-    add(y, x, n);
-    for (int r = 0; fault.armed && !fault.key && fault.at == fault.layer && r < fault.n_rows; r++)
-        if (fault.rows[r].session == fault.session) y[(size_t)r * fault.hidden] = NAN;
+static void faulty_add_norm(float *y, float *x, const float *branch, const float *weight, int n, int dim, float eps,
+                            PassReport *report, int place) {
+    for (int r = 0; fault.armed && !fault.key && fault.at == fault.layer && r < n; r++)
+        if (fault.rows[r].session == fault.session) x[r * dim] = NAN;
+    add_norm(y, x, branch, weight, n, dim, eps, report, place);
 }
 
-static void faulty_layer_norm(float *y, const float *x, const float *weight, const float *bias, int n, int dim, float eps) {
-    layer_norm(y, x, weight, bias, n, dim, eps);
-    for (int r = 0; fault.armed && fault.key && fault.at == fault.layer && r < n; r++)
-        if (fault.rows[r].session == fault.session) y[r * dim] = NAN;
+static void faulty_store_index_keys(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *k, int dim,
+                                    const float *weight, const float *bias, int turned, bool interleaved, const float *cosine,
+                                    const float *sine, PassReport *report, int place) {
+    for (int r = 0; fault.armed && fault.key && fault.at == fault.layer && r < n_rows; r++)
+        if (fault.rows[r].session == fault.session) k[r * dim] = NAN;
+    store_index_keys(base, format, ids, n_rows, k, dim, weight, bias, turned, interleaved, cosine, sine, report, place);
 }
 
 static Backend faulty_backend;
@@ -221,12 +222,11 @@ static void arm_fault(const Engine *engine, int session) {
 
 static void prepare_faults(Engine *engine) {
     faulty_backend = c_backend;
-    faulty_backend.add = faulty_add;
-    faulty_backend.layer_norm = faulty_layer_norm;
+    faulty_backend.add_norm = faulty_add_norm;
+    faulty_backend.store_index_keys = faulty_store_index_keys;
     engine->backend = &faulty_backend;
     engine->probe = (Probe){.entering = fault_entering};
     fault.armed = false;
-    fault.hidden = (size_t)engine->config.hidden_size;
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
