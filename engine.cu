@@ -919,7 +919,7 @@ static void add_norm(float *y, float *x, const float *branch, const float *weigh
 /* =====================================================================================================================
  * Products
  *
- *     linear, expand_value -> multiply -> launch_tiles -> choose_cut, product_kernel
+ *     linear, expand_value -> multiply -> launch_tiles -> choose_cut, product_kernel or multiply_many
  *     product_kernel -> fetch_first, multiply_segment, sum_segments
  *     multiply_segment -> fetch_input and put_input (x), multiply_batch (weights), put_sums
  *
@@ -933,7 +933,8 @@ static void add_norm(float *y, float *x, const float *branch, const float *weigh
  * A sum over the columns is cut into segments, each the work of one warp, and their sums are added in order. Their number depends
  * on the matrix alone: as many as it takes to keep the GPU busy with one row of x. Those of a strip lie in the warps of a block
  * and in the blocks of a cluster, which add up through each other's shared memory; how they are spread over warps and blocks, and
- * how many columns of the instruction are in use, is all that the number of rows of x decides.
+ * how many columns of the instruction are in use, is all that the number of rows of x decides. Many rows have a kernel of their
+ * own, which takes the same steps in larger tiles.
  *
  * Weights are on their way into a ring in shared memory, 128 KB a multiprocessor, from before the kernel in front has ended. Four
  * threads fetch 64 neighbouring bytes of a row, and what a thread has fetched it uses as if it were the fragment it should have:
@@ -1534,15 +1535,15 @@ template <DType D, int TILES, int TERMS> static void launch_product(const Produc
                  THREADS, shared, cut.cluster, product);
 }
 
-/* ---- many rows: a block multiplies a tile of 64 to 256 rows of weights by 64 or 128 rows of x, one segment after the other, each
- * instruction with the same values as product_kernel's: a row has the same bits there and here, whatever the tile.
+/* ---- many rows: a block multiplies a tile of 64 to 256 rows of weights by 64 or 128 rows of x, one segment after the other,
+ * each instruction with the same values as product_kernel's: a row has the same bits there and here, whatever the tile.
  *
  *     multiply_many -> consider_tile, round_kernel, wide_kernel -> multiply_segments -> finish_segment, add_slots
  *
- * x is rounded once for all blocks, in the layout that wgmma reads: 128 bytes of a row and term for each step of 64 columns, whose
- * 16-byte parts are exchanged within eight rows, so that a column's lie in different banks. A tile's step is one copy for each
- * term. Weights come through shared memory as well, but there each thread reads only what it has copied itself. wgmma adds up as
- * mma.sync does, which takes its place before sm_90; the tests compare every bit. */
+ * x is rounded once for all blocks, in the layout that wgmma reads: 128 bytes of a row and term for each step of 64 columns,
+ * whose 16-byte parts are exchanged within eight rows, so that a column's lie in different banks. A tile's step is one copy for
+ * each term. Weights come through shared memory as well, but there each thread reads only what it has copied itself. wgmma adds
+ * up as mma.sync does, which takes its place before sm_90; the tests compare every bit. */
 
 enum {
     TILE_ROWS = 64,             /* of weights, of the four warps that share a wgmma */
@@ -1638,8 +1639,8 @@ static __device__ inline void wait_at(uint64_t *barrier, int round) {
                      : "=r"(done) : "r"(shared_address(barrier)), "r"(round % 2) : "memory");
 }
 
-/* One warp copies a step of x. Its first thread does, and the barrier counts the bytes; before sm_90, all do. from: the first term,
- * with so many bytes to the next. */
+/* One warp copies a step of x. Its first thread does, and the barrier counts the bytes; before sm_90, all do. from: the first
+ * term, with so many bytes to the next. */
 template <int TERMS, int N>
 static __device__ inline void copy_rounded(uint8_t *to, uint64_t *filled, const uint8_t *from, size_t term_bytes) {
 #if __CUDA_ARCH__ >= 900
@@ -1649,8 +1650,8 @@ static __device__ inline void copy_rounded(uint8_t *to, uint64_t *filled, const 
 #pragma unroll
     for (int term = 0; term < TERMS; term++)
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                     :: "r"(shared_address(to + term * N * WIDE_BYTES)), "l"(from + (size_t)term * term_bytes), "r"(N * WIDE_BYTES),
-                        "r"(shared_address(filled)) : "memory");
+                     :: "r"(shared_address(to + term * N * WIDE_BYTES)), "l"(from + (size_t)term * term_bytes),
+                        "r"(N * WIDE_BYTES), "r"(shared_address(filled)) : "memory");
 #else
     for (int i = lane_id() * 16; i < TERMS * N * WIDE_BYTES; i += 32 * 16)
         *(uint4 *)(to + i) = *(const uint4 *)(from + (size_t)(i / (N * WIDE_BYTES)) * term_bytes + i % (N * WIDE_BYTES));
@@ -1681,20 +1682,21 @@ template <DType D> static __device__ inline void set_pair(Pair *pair, const Matr
 }
 
 /* Starts to copy a step of weights; zeros where there are none. */
-template <DType D, int THREADS_> static __device__ inline void copy_weights(uint8_t *stage, const Pair &pair, int step, int cols) {
-    typedef Tile<D, 1, 64, 1> T;
+template <DType D, typename T>
+static __device__ inline void copy_weights(uint8_t *stage, const Pair &pair, int step, int cols) {
     const uint32_t to = shared_address(stage) + threadIdx.x * T::chunk;
 #pragma unroll
     for (int i = 0; i < T::chunks; i++) {
         const int at = step_column<D>(step) + i % (T::chunks / 2) * 32;
         const bool there = at + lane_id() % 4 * chunk_values(D) < cols;
-        const uint8_t *from = pair.data + ((there ? (uint32_t)weight_bytes(D, (size_t)at) : 0) + i / (T::chunks / 2) * pair.apart);
+        const uint32_t offset = there ? (uint32_t)weight_bytes(D, (size_t)at) : 0;
+        const uint8_t *from = pair.data + (offset + i / (T::chunks / 2) * pair.apart);
         if constexpr (T::chunk == 16)
             asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-                         :: "r"(to + i * THREADS_ * 16), "l"(from), "r"(there ? 16 : 0) : "memory");
+                         :: "r"(to + i * T::threads * 16), "l"(from), "r"(there ? 16 : 0) : "memory");
         else
             asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8, %2;"
-                         :: "r"(to + i * THREADS_ * 8), "l"(from), "r"(there ? 8 : 0) : "memory");
+                         :: "r"(to + i * T::threads * 8), "l"(from), "r"(there ? 8 : 0) : "memory");
     }
 }
 
@@ -1720,18 +1722,18 @@ template <DType D> static __device__ inline void fetch_pair_scales(uint32_t scal
 }
 
 /* a[s][i]: the fragment of instruction i of stretch s. */
-template <DType D, int THREADS_>
+template <DType D, typename T>
 static __device__ inline void load_fragments(uint32_t a[2][2][4], const uint8_t *stage, const uint32_t scale[2]) {
-    const uint8_t *at = stage + threadIdx.x * Tile<D, 1, 64, 1>::chunk;
+    const uint8_t *at = stage + threadIdx.x * T::chunk;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int r = i / 2, s = i % 2;
         uint4 v;
         if constexpr (D == DTYPE_F4_E2M1) {
-            const uint2 chunk = *(const uint2 *)(at + r * THREADS_ * 8);
+            const uint2 chunk = *(const uint2 *)(at + r * T::threads * 8);
             v = widen_eight(s ? chunk.y : chunk.x, e2m1_factor(scale[r]));
-        } else if constexpr (D == DTYPE_F8_E4M3) v = widen_part<D>(*(const uint4 *)(at + r * THREADS_ * 16), s, 0);
-        else v = *(const uint4 *)(at + i * THREADS_ * 16);
+        } else if constexpr (D == DTYPE_F8_E4M3) v = widen_part<D>(*(const uint4 *)(at + r * T::threads * 16), s, 0);
+        else v = *(const uint4 *)(at + i * T::threads * 16);
         a[s][0][r] = v.x, a[s][0][2 + r] = v.y, a[s][1][r] = v.z, a[s][1][2 + r] = v.w;
     }
 }
@@ -1741,10 +1743,10 @@ static __device__ inline void load_fragments(uint32_t a[2][2][4], const uint8_t 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define SUMS(i) "+f"(sum[i][0]), "+f"(sum[i][1]), "+f"(sum[i][2]), "+f"(sum[i][3])
 #define SUMS_8(i) SUMS(i), SUMS(i + 1), SUMS(i + 2), SUMS(i + 3), SUMS(i + 4), SUMS(i + 5), SUMS(i + 6), SUMS(i + 7)
-#define NAMES_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
-                 "%24, %25, %26, %27, %28, %29, %30, %31"
-#define NAMES_64 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
-                 "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+                 "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_64 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define WGMMA(N, TYPE, NAMES, A, B, ...) \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" NAMES "}, {" A "}, " B ", 1, 1, 1, 0;" \
                  : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
@@ -1771,7 +1773,7 @@ static __device__ inline void multiply_step(float sum[N / 8][4], uint32_t a[2][2
     }
     asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
-    for (int i = 0; i < N / 2; i++) asm volatile("" : "+f"(sum[i / 4][i % 4]) :: "memory");     /* only now they are what they are */
+    for (int i = 0; i < N / 2; i++) asm volatile("" : "+f"(sum[i / 4][i % 4]) :: "memory");     /* not used before here */
 #pragma unroll
     for (int i = 0; i < 16; i++) asm volatile("" : "+r"(a[i / 8][i / 4 % 2][i % 4]) :: "memory");
 }
@@ -1783,10 +1785,11 @@ static __device__ inline void multiply_step(float sum[N / 8][4], const uint32_t 
     for (int i = 0; i < 4 * TERMS; i++) {
         const int s = i / (2 * TERMS), term = i / 2 % TERMS, instruction = i % 2, part = s * 4 + instruction * 2;
         const uint8_t *row = rounded + (term * N + g) * WIDE_BYTES + lane_id() % 4 * 4;
+        const uint32_t *w = a[s][instruction];
 #pragma unroll
         for (int tile = 0; tile < N / 8; tile++, row += 8 * WIDE_BYTES)
-            multiply_fragment<D>(sum[tile], a[s][instruction][0], a[s][instruction][1], a[s][instruction][2], a[s][instruction][3],
-                                 *(const uint32_t *)(row + (part ^ g) * 16), *(const uint32_t *)(row + (part + 1 ^ g) * 16));
+            multiply_fragment<D>(sum[tile], w[0], w[1], w[2], w[3], *(const uint32_t *)(row + (part ^ g) * 16),
+                                 *(const uint32_t *)(row + (part + 1 ^ g) * 16));
     }
 }
 #endif
@@ -1796,8 +1799,8 @@ static __device__ inline void multiply_step(float sum[N / 8][4], const uint32_t 
 static __device__ inline int sum_row(int part) { return warp_id() * 16 + lane_id() / 4 + part / 2 * 8; }
 static __device__ inline int sum_column(int tile, int part) { return tile * 8 + lane_id() % 4 * 2 + part % 2; }
 
-/* A block that has all segments adds each one's sums to y at once: every y is of one thread. y: of the tile, which has so many rows
- * and columns. */
+/* A block that has all segments adds each one's sums to y at once: every y is of one thread. y: of the tile, which has so many
+ * rows and columns. */
 template <int N>
 static __device__ void add_segment(float *y, size_t y_stride, const float sum[N / 8][4], int rows, int columns, bool first) {
     asm volatile("" : "+r"(rows), "+r"(columns));                   /* compared here, not in registers before the loop */
@@ -1846,6 +1849,8 @@ static __device__ void add_slots(float *y, size_t y_stride, const float *sums, i
 typedef struct Job {
     int head, first_row, first_column;              /* its tile's */
     int n_steps, segments, first, end;              /* of the matrix; the block's segments */
+    const uint8_t *x;                               /* rounded, of the tile; term_bytes to the next term or step */
+    size_t term_bytes;
     uint8_t *rounded, *ring;                        /* steps of x and of weights */
     Stages *stages;
     float *sums;                                    /* of segments, the last of which takes the place of the ring */
@@ -1857,7 +1862,8 @@ static __device__ inline void finish_segment(float sum[N / 8][4], const Wide &wi
 #pragma unroll
     for (int i = 0; D == DTYPE_F4_E2M1 && i < N / 2; i++) sum[i / 4][i % 4] *= 0x1p32f;
     if (wide.split == 1)
-        add_segment<N>(job.y, wide.p.y_stride, sum, wide.p.w.rows - job.first_row, wide.p.n_rows - job.first_column, segment == 0);
+        add_segment<N>(job.y, wide.p.y_stride, sum, wide.p.w.rows - job.first_row, wide.p.n_rows - job.first_column,
+                       segment == 0);
     else {
         if (segment + 1 == job.end) __syncthreads();                /* nobody needs the ring any more */
         put_segment<N>(job.sums + (segment - job.first) * T::slot, T::stride, sum);
@@ -1866,64 +1872,83 @@ static __device__ inline void finish_segment(float sum[N / 8][4], const Wide &wi
     for (int i = 0; i < N / 2; i++) sum[i / 4][i % 4] = 0;
 }
 
-/* All threads walk through the steps of the block's segments, `stages` - 1 behind the copies that they start. */
+/* Step `step` of x into that stage. */
+template <int TERMS, int N, typename T> static __device__ inline void copy_x(const Job &job, int stage, int step) {
+    if (warp_id() == 0)
+        copy_rounded<TERMS, N>(job.rounded + stage * T::rounded, &job.stages->filled[stage],
+                               job.x + (size_t)(step * TERMS) * job.term_bytes, job.term_bytes);
+}
+
+/* Fills all stages but one; weights, while the kernel before this one may be running. Returns the step after them. */
+template <DType D, int TERMS, int N, typename T>
+static __device__ inline Walk start_copies(const Job &job, const Pair &pair, const Walk &start, int n, int cols) {
+    Walk walk = start;
+    for (int i = 0; i < n; i++, commit_copies())
+        if (walk.segment < job.end) {
+            copy_weights<D, T>(job.ring + i * T::stage, pair, walk.step, cols);
+            next_step<D>(&walk, job.segments, job.n_steps);
+        }
+    wait_for_previous();
+    walk = start;
+    for (int i = 0; i < n && walk.segment < job.end; i++, next_step<D>(&walk, job.segments, job.n_steps))
+        copy_x<TERMS, N, T>(job, i, walk.step);
+    return walk;
+}
+
+/* A batch of e4m3 weights has one scale. */
+template <int N> static __device__ inline void add_batch(float total[N / 8][4], float sum[N / 8][4], const uint32_t scale[2]) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) {
+        total[i / 4][i % 4] = fmaf(__uint_as_float(scale[i % 4 / 2]), sum[i / 4][i % 4], total[i / 4][i % 4]);
+        sum[i / 4][i % 4] = 0;
+    }
+}
+
+/* A stage, and how often it has been used before. */
+typedef struct Turn { int stage, round; } Turn;
+
+static __device__ inline void next_turn(Turn *turn, int stages) {
+    if (++turn->stage == stages) turn->stage = 0, turn->round++;
+}
+
+/* All warps walk through the steps of the block's segments; what they copy is for as many steps ahead as there are stages, less
+ * one. */
 template <DType D, int TERMS, int N, typename T> static __device__ void multiply_segments(const Wide &wide, const Job &job) {
     constexpr bool scaled = D == DTYPE_F8_E4M3;
     constexpr int steps = batch_values(D) / WIDE_STEP;
-    const int cols = wide.p.w.cols, ahead_by = wide.stages - 1;
-    const size_t term_bytes = (size_t)wide.padded * WIDE_BYTES;
-    const uint8_t *x = rounded_rows + ((size_t)(job.head * job.n_steps) * TERMS * (size_t)wide.padded + (size_t)job.first_column) * WIDE_BYTES;
+    const int cols = wide.p.w.cols, stages = wide.stages;
     Pair pair;
     set_pair<D>(&pair, wide.p.w, job.first_row + sum_row(0), job.head * wide.p.head_rows);
-    const Walk start = {job.first, 0, job.first * steps};
-    Walk now = start, ahead = start;
-    for (int i = 0; i < ahead_by; i++, commit_copies())
-        if (ahead.segment < job.end) {
-            copy_weights<D, T::threads>(job.ring + i * T::stage, pair, ahead.step, cols);
-            next_step<D>(&ahead, job.segments, job.n_steps);
-        }
-    wait_for_previous();
-    ahead = start;
-    for (int i = 0; i < ahead_by && ahead.segment < job.end; i++, next_step<D>(&ahead, job.segments, job.n_steps))
-        if (warp_id() == 0)
-            copy_rounded<TERMS, N>(job.rounded + i * T::rounded, &job.stages->filled[i], x + (size_t)(ahead.step * TERMS) * term_bytes,
-                                   term_bytes);
-
+    Walk now = {job.first, 0, job.first * steps}, ahead = start_copies<D, TERMS, N, T>(job, pair, now, stages - 1, cols);
+    Turn get = {0, 0}, put = {stages - 1, 0};
     uint32_t a[2][2][4], scale[2] = {}, next_scale[2] = {};
     float sum[N / 8][4] = {}, total[scaled ? N / 8 : 1][4] = {};
     fetch_pair_scales<D>(scale, pair, now.step, cols);
-    int put = ahead_by, put_round = 0, get = 0, get_round = 0;      /* stages, and how often they have been used before */
 #pragma unroll 1
     while (now.segment < job.end) {
         Walk next = now;
         next_step<D>(&next, job.segments, job.n_steps);
         const bool more = ahead.segment < job.end, ends = next.segment != now.segment;
         if (next.segment < job.end) fetch_pair_scales<D>(next_scale, pair, next.step, cols);
-        wait_for_copies(ahead_by - 1);
-        load_fragments<D, T::threads>(a, job.ring + get * T::stage, scale);
-        if (more) copy_weights<D, T::threads>(job.ring + put * T::stage, pair, ahead.step, cols);
+        wait_for_copies(stages - 2);
+        load_fragments<D, T>(a, job.ring + get.stage * T::stage, scale);
+        if (more) copy_weights<D, T>(job.ring + put.stage * T::stage, pair, ahead.step, cols);
         commit_copies();
-        wait_at(&job.stages->filled[get], get_round);
-        multiply_step<D, TERMS, N>(sum, a, job.rounded + get * T::rounded);
+        wait_at(&job.stages->filled[get.stage], get.round);
+        multiply_step<D, TERMS, N>(sum, a, job.rounded + get.stage * T::rounded);
         __syncwarp();
-        if (lane_id() == 0) arrive_at(&job.stages->used[get]);
-        if (more && warp_id() == 0) {               /* in the stage of the step before */
-            if (put_round) wait_at(&job.stages->used[put], put_round - 1);
-            copy_rounded<TERMS, N>(job.rounded + put * T::rounded, &job.stages->filled[put], x + (size_t)(ahead.step * TERMS) * term_bytes,
-                                   term_bytes);
+        if (lane_id() == 0) arrive_at(&job.stages->used[get.stage]);
+        if (more) {                                 /* in the stage of the step before this one */
+            if (warp_id() == 0 && put.round) wait_at(&job.stages->used[put.stage], put.round - 1);
+            copy_x<TERMS, N, T>(job, put.stage, ahead.step);
+            next_step<D>(&ahead, job.segments, job.n_steps);
         }
-        if (more) next_step<D>(&ahead, job.segments, job.n_steps);
-        if (++put == wide.stages) put = 0, put_round++;
-        if (++get == wide.stages) get = 0, get_round++;
         if constexpr (scaled) {
-            if (ends || next.at % steps == 0)       /* a batch has one scale */
-#pragma unroll
-                for (int i = 0; i < N / 2; i++) {
-                    total[i / 4][i % 4] = fmaf(__uint_as_float(scale[i % 4 / 2]), sum[i / 4][i % 4], total[i / 4][i % 4]);
-                    sum[i / 4][i % 4] = 0;
-                }
+            if (ends || next.at % steps == 0) add_batch<N>(total, sum, scale);
             if (ends) finish_segment<D, N, T>(total, wide, job, now.segment);
         } else if (ends) finish_segment<D, N, T>(sum, wide, job, now.segment);
+        next_turn(&get, stages);
+        next_turn(&put, stages);
         now = next;
         scale[0] = next_scale[0], scale[1] = next_scale[1];
     }
@@ -1935,14 +1960,22 @@ static __global__ void __launch_bounds__(GROUPS * TILE_THREADS, 4 / GROUPS) wide
     extern __shared__ __align__(1024) uint8_t wide_shared[];
     typedef Tile<D, TERMS, N, GROUPS> T;
     const Product &p = wide.p;
-    const int tiles = divide_up(p.w.rows, T::rows), head = p.heads == 1 ? 0 : (int)blockIdx.z / tiles;
-    const int segments = p.cut.cluster * p.cut.along, share = segments / wide.split, first = (int)blockIdx.x * share;
-    Job job = {.head = head, .first_row = ((int)blockIdx.z - head * tiles) * T::rows, .first_column = (int)blockIdx.y * N,
-               .n_steps = divide_up(p.w.cols, WIDE_STEP), .segments = segments, .first = first, .end = first + share,
-               .rounded = wide_shared, .ring = NULL, .stages = (Stages *)(wide_shared + wide.stages * T::rounded), .sums = NULL, .y = NULL};
+    const int segments = p.cut.cluster * p.cut.along, share = segments / wide.split, tiles = divide_up(p.w.rows, T::rows);
+    Job job = {};
+    job.head = p.heads == 1 ? 0 : (int)blockIdx.z / tiles;
+    job.first_row = ((int)blockIdx.z - job.head * tiles) * T::rows;
+    job.first_column = (int)blockIdx.y * N;
+    job.n_steps = divide_up(p.w.cols, WIDE_STEP);
+    job.segments = segments;
+    job.first = (int)blockIdx.x * share;
+    job.end = job.first + share;
+    job.term_bytes = (size_t)wide.padded * WIDE_BYTES;
+    job.x = rounded_rows + (size_t)(job.head * job.n_steps * TERMS) * job.term_bytes + (size_t)job.first_column * WIDE_BYTES;
+    job.rounded = wide_shared;
+    job.stages = (Stages *)(wide_shared + wide.stages * T::rounded);
     job.sums = (float *)(job.stages + 1);
     job.ring = (uint8_t *)(job.sums + (wide.split > 1 ? share - 1 : 0) * T::slot);
-    job.y = p.y + (size_t)job.first_column * p.y_stride + (size_t)(head * p.y_head + job.first_row);
+    job.y = p.y + (size_t)job.first_column * p.y_stride + (size_t)(job.head * p.y_head + job.first_row);
     let_next_start();
     if ((int)threadIdx.x < wide.stages) {
         set_barrier(&job.stages->filled[threadIdx.x], 1);
@@ -1959,7 +1992,7 @@ static __global__ void __launch_bounds__(GROUPS * TILE_THREADS, 4 / GROUPS) wide
     cluster_barrier();                              /* the others may still be reading this block's sums */
 }
 
-/* ---- which tile */
+/* ---- the choice of a tile */
 
 typedef struct Choice {
     Wide wide;
@@ -1985,47 +2018,49 @@ template <DType D, int TERMS, int N, int GROUPS> static void launch_wide(const W
                  T::threads, shared, wide.split, wide);
 }
 
-/* Takes that tile if it is the best so far: about the microseconds that it takes, as measured on an H200. A step of a block keeps
- * its multiprocessor busy for `work`, and takes `least`. */
+/* Takes that tile if it is the best so far, by about the microseconds that it takes on an H200: a step keeps a multiprocessor
+ * busy for `work`, and takes `least`. */
 template <DType D, int TERMS, int N, int GROUPS> static void consider_tile(Choice *best, const Product &p, double work) {
-    const int segments = p.cut.cluster * p.cut.along, most = gpu.major == 9 ? MAX_CLUSTER : 1;
+    const int segments = p.cut.cluster * p.cut.along, most = gpu.major == 9 ? MAX_CLUSTER : 1, beside = 4 / GROUPS;
     const double least = 0.75;
     for (int split = 1; split <= most && split <= segments; split *= 2) {
         Wide wide = {.p = p, .split = split, .stages = WIDE_STAGES, .padded = divide_up(p.n_rows, N) * N};
-        while (wide.stages > 2 && tile_shared<D, TERMS, N, GROUPS>(wide) > gpu.shared_per_block / (GROUPS == 4 ? 1 : 2)) wide.stages--;
-        const size_t shared = tile_shared<D, TERMS, N, GROUPS>(wide);
+        size_t shared;
+        while ((shared = tile_shared<D, TERMS, N, GROUPS>(wide)) > gpu.shared_per_block / (beside > 1 ? 2 : 1) && wide.stages > 2)
+            wide.stages--;
         if (shared > gpu.shared_per_block) continue;
+        const int fit = (int)(gpu.shared_per_block / shared), slots = gpu.multiprocessors * (fit < beside ? fit : beside);
         const int blocks = divide_up(p.w.rows, GROUPS * TILE_ROWS) * p.heads * divide_up(p.n_rows, N) * split;
-        const int beside = gpu.shared_per_block / shared < 4 / GROUPS ? (int)(gpu.shared_per_block / shared) : 4 / GROUPS;
-        const int rounds = blocks / (beside * gpu.multiprocessors), rest = divide_up(blocks % (beside * gpu.multiprocessors), gpu.multiprocessors);
-        const double full = fmax(beside * work, least), last = rest ? fmax(rest * work, least) : 0;
-        const double cost = divide_up(divide_up(p.w.cols, WIDE_STEP), split) * (rounds * full + last) + (split > 1 ? 1 + 0.1 * split : 0);
+        const double rest = divide_up(blocks % slots, gpu.multiprocessors), all = slots / gpu.multiprocessors;
+        const double step = blocks / slots * fmax(all * work, least) + (rest ? fmax(rest * work, least) : 0);
+        const double cost = divide_up(divide_up(p.w.cols, WIDE_STEP), split) * step + (split > 1 ? 1 + 0.1 * split : 0);
         if (!best->launch || cost < best->cost) *best = {wide, cost, launch_wide<D, TERMS, N, GROUPS>};
     }
 }
 
+static size_t rounded_row(const Product &product, int terms) {
+    return (size_t)(product.heads * divide_up(product.w.cols, WIDE_STEP) * terms) * WIDE_BYTES;
+}
+
 /* As many rows at a time as there is room for when they are rounded. */
 template <DType D, int TERMS> static void multiply_many(Product product) {
-    const size_t row = (size_t)(product.heads * divide_up(product.w.cols, WIDE_STEP)) * TERMS * WIDE_BYTES;
-    const int all = product.n_rows, most = (int)(ROUNDED_BYTES / row / 128 * 128);
-    for (int first = 0; first < all; first += most, product.x += (size_t)most * product.x_stride, product.y += (size_t)most * product.y_stride) {
+    const int all = product.n_rows, most = (int)(ROUNDED_BYTES / rounded_row(product, TERMS) / 128 * 128);
+    for (int first = 0; first < all; first += most) {
         Choice best = {};
         product.n_rows = all - first < most ? all - first : most;
         consider_tile<D, TERMS, 64, 1>(&best, product, 0.32);
         consider_tile<D, TERMS, 64, 2>(&best, product, 0.58);
         if constexpr (chunk_values(D) == 8) consider_tile<D, TERMS, 128, 4>(&best, product, 1.87);
         best.launch(best.wide);
+        product.x += (size_t)most * product.x_stride;
+        product.y += (size_t)most * product.y_stride;
     }
 }
 
-/* Whether rows go that way: rounding and the second launch have to be worth it, and there has to be room. */
-enum { FEW_ROWS = 64 };
-static const double MANY_PRODUCTS = 1 << 28;
-
+/* Whether rows are worth the rounding and the second launch, and there is room for 128 of them. */
 static bool are_many(const Product &product, int terms) {
-    const size_t row = (size_t)(product.heads * divide_up(product.w.cols, WIDE_STEP)) * (size_t)terms * WIDE_BYTES;
-    return product.n_rows > 16 && row * 128 <= ROUNDED_BYTES
-           && (product.n_rows > FEW_ROWS || (double)product.n_rows * product.w.rows * product.w.cols * product.heads >= MANY_PRODUCTS);
+    const double products = (double)product.n_rows * product.w.rows * product.w.cols * product.heads;
+    return product.n_rows > 16 && (product.n_rows > 64 || products >= 1 << 28) && rounded_row(product, terms) * 128 <= ROUNDED_BYTES;
 }
 
 /* ---- launches */
