@@ -2060,7 +2060,8 @@ template <DType D, int TERMS> static void multiply_many(Product product) {
 /* Whether rows are worth the rounding and the second launch, and there is room for 128 of them. */
 static bool are_many(const Product &product, int terms) {
     const double products = (double)product.n_rows * product.w.rows * product.w.cols * product.heads;
-    return product.n_rows > 16 && (product.n_rows > 64 || products >= 1 << 28) && rounded_row(product, terms) * 128 <= ROUNDED_BYTES;
+    if (rounded_row(product, terms) * 128 > ROUNDED_BYTES) return false;
+    return product.n_rows > 16 && (product.n_rows > 64 || products >= 1 << 28);
 }
 
 /* ---- launches */
