@@ -1143,11 +1143,19 @@ static void route(int *picks, float *weights, const float *logits, const float *
     }
 }
 
-/* Rows are gathered by expert, so that each expert's weights are read once a pass. */
+/* First the shared expert, if there is one, then the others: rows are gathered by expert, so that its weights are read once a pass. */
 static void experts(float *y, const float *x, const int *picks, const float *weights, int n_rows, const LayerWeights *layer,
                     const Config *config, float *scratch) {
     const size_t hidden = (size_t)config->hidden_size, inter = (size_t)config->moe_intermediate_size;
     const int per_token = config->num_experts_per_tok;
+    if (layer->gate_proj.rows) {
+        const size_t inner = (size_t)layer->gate_proj.rows;
+        float *shared_up = scratch + (size_t)n_rows * inner;
+        linear(scratch, inner, x, hidden, n_rows, &layer->gate_proj);
+        linear(shared_up, inner, x, hidden, n_rows, &layer->up_proj);
+        swiglu(scratch, scratch, shared_up, (size_t)n_rows * inner);
+        linear(y, hidden, scratch, inner, n_rows, &layer->down_proj);
+    }
     float *input = scratch, *output = input + (size_t)n_rows * hidden, *gate = output + (size_t)n_rows * hidden,
           *up = gate + (size_t)n_rows * inter;
     for (int e = 0; e < config->n_routed_experts; e++) {
@@ -1881,8 +1889,8 @@ static int filter_ranking(const Ranking *ranking, const Sampling *sampling) {
     return kept;
 }
 
-/* Draws one of a slot's candidates, in the way of the block's session; `position` is that of the row before it. q: the law
- * that the draw followed, where the rule needs one. one_hot: under acceptance by rejection the best is taken, not drawn. */
+/* Draws one of a slot's candidates, in the way of the block's session; `position` is that of the row before it. q: the law that the
+ * draw followed, where the rule needs one. one_hot: under acceptance by rejection the best is taken, not drawn. */
 static int draw_candidate(const int *ids, const float *scores, float *q, const DraftBlock *block, int position, AcceptRule rule,
                           bool one_hot) {
     const Sampling *sampling = &block->sampling;

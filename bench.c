@@ -2099,6 +2099,7 @@ typedef struct GpuBench {
     float *x, *y;               /* [GPU_VECTORS] f32, random; results */
     int *ints;                  /* [GPU_VECTORS] */
     unsigned *sum;
+    float *zeros;               /* [MAX_EXPERTS] */
     double read;                /* bytes a second */
     bool markdown;              /* lines of a table for README.md */
     FILE *csv;
@@ -2227,71 +2228,100 @@ static void gpu_products(GpuBench *bench) {
     }
 }
 
-/* ---- experts: GLM-5.3's shape, 256 of which 8 are picked and one shared, e4m3 */
+/* ---- experts: some that the rows pick at random, and one shared by all, which is e4m3 */
 
-enum { GLM_HIDDEN = 6144, GLM_INNER = 2048, GLM_EXPERTS = 256, GLM_PICKS = 8 };
+enum { EXPERT_ROWS = 32, MOST_PICKS = 8, USUAL_EXPONENT = 122 };
 
-typedef struct ExpertsWork { GpuBench *bench; LayerWeights layer; Config config; int *picks; float *weights; int rows; } ExpertsWork;
+typedef struct ExpertShape { const char *name; int experts, picks, hidden, inner; DType dtype; } ExpertShape;
 
+typedef struct ExpertsWork { GpuBench *bench; LayerWeights layer; Config config; int rows; } ExpertsWork;
+
+/* The router, too; each time other experts. */
 static void experts_work(void *user) {
     const ExpertsWork *work = user;
     GpuBench *bench = work->bench;
-    const size_t hidden = GLM_HIDDEN, inner = GLM_INNER;
-    for (int i = 0; i < GPU_SETS; i++) {            /* each time other experts */
-        float *gate = bench->y, *up = gate + (size_t)work->rows * inner, *branch = up + (size_t)work->rows * inner;
-        cuda_backend.linear(gate, inner, bench->x, hidden, work->rows, &work->layer.gate_proj);
-        cuda_backend.linear(up, inner, bench->x, hidden, work->rows, &work->layer.up_proj);
-        cuda_backend.swiglu(gate, gate, up, (size_t)work->rows * inner);
-        cuda_backend.linear(branch, hidden, gate, inner, work->rows, &work->layer.down_proj);
-        cuda_backend.experts(branch, bench->x, work->picks + i * work->rows * GLM_PICKS, work->weights, work->rows, &work->layer, &work->config,
-                             branch + (size_t)work->rows * hidden);
+    const int rows = work->rows, experts = work->config.n_routed_experts;
+    float *branch = bench->y, *weights = branch + (size_t)rows * (size_t)work->config.hidden_size, *scratch = weights + rows * MOST_PICKS;
+    for (int i = 0; i < GPU_SETS; i++) {
+        int *picks = bench->ints + i * rows * work->config.num_experts_per_tok;
+        cuda_backend.route(picks, weights, bench->x + (size_t)(i * rows * experts), bench->zeros, rows, &work->config);
+        cuda_backend.experts(branch, bench->x, picks, weights, rows, &work->layer, &work->config, scratch);
     }
 }
 
-static void gpu_experts(GpuBench *bench) {
-    const size_t matrix = (size_t)GLM_HIDDEN * GLM_INNER;
-    uint8_t *weights = on_gpu((3 * GLM_EXPERTS + 3) * matrix);
-    fill_gpu(weights, (3 * GLM_EXPERTS + 3) * matrix, false);
-    Matrix *experts = allocate_zeroed(3 * GLM_EXPERTS, sizeof *experts), *table = on_gpu(3 * GLM_EXPERTS * sizeof *table), shared[3];
-    for (int i = 0; i < 3 * GLM_EXPERTS + 3; i++) {
-        bool down = i < 3 * GLM_EXPERTS ? i / GLM_EXPERTS == 2 : i == 3 * GLM_EXPERTS + 2;
-        *(i < 3 * GLM_EXPERTS ? &experts[i] : &shared[i - 3 * GLM_EXPERTS]) =
-            (Matrix){.data = weights + (size_t)i * matrix, .scale = bench->x, .dtype = DTYPE_F8_E4M3, .rows = down ? GLM_HIDDEN : GLM_INNER,
-                     .cols = down ? GLM_INNER : GLM_HIDDEN, .scale_cols = (down ? GLM_INNER : GLM_HIDDEN) / SCALE_BLOCK};
-    }
-    cuda_backend.copy_bytes(table, experts, 3 * GLM_EXPERTS * sizeof *table);
-    ExpertsWork work = {.bench = bench,
-                        .layer = {.gate_proj = shared[0], .up_proj = shared[1], .down_proj = shared[2], .expert_gate = table,
-                                  .expert_up = table + GLM_EXPERTS, .expert_down = table + 2 * GLM_EXPERTS, .expert_dtype = DTYPE_F8_E4M3},
-                        .config = {.hidden_size = GLM_HIDDEN, .moe_intermediate_size = GLM_INNER, .n_routed_experts = GLM_EXPERTS,
-                                   .num_experts_per_tok = GLM_PICKS, .n_shared_experts = 1},
-                        .picks = bench->ints, .weights = bench->x};
-    static const int counts[] = {1, 8, 32};
-    for (size_t n = 0; n < sizeof counts / sizeof *counts; n++) {
-        int picks[GPU_SETS * 32 * GLM_PICKS], distinct = 0;
-        uint64_t seed = 3;
-        work.rows = counts[n];
-        for (int set = 0; set < GPU_SETS; set++) {
-            bool taken[GLM_EXPERTS] = {false};
-            for (int r = 0; r < work.rows; r++)
-                for (int i = 0; i < GLM_PICKS; i++) {
-                    int *pick = &picks[(set * work.rows + r) * GLM_PICKS + i], again = 1;
-                    while (again) {
-                        *pick = (int)(draw(&seed) % GLM_EXPERTS), again = 0;
-                        for (int j = 1; j <= i; j++) again |= pick[-j] == *pick;
-                    }
-                    distinct += !taken[*pick];
-                    taken[*pick] = true;
-                }
+/* How many experts the rows have picked between them, summed over the repetitions. */
+static int picked_experts(const ExpertsWork *work) {
+    const int picks = work->rows * work->config.num_experts_per_tok;
+    int distinct = 0, *all = allocate_zeroed((size_t)(GPU_SETS * picks), sizeof *all);
+    cuda_backend.copy_bytes(all, work->bench->ints, (size_t)(GPU_SETS * picks) * sizeof *all);
+    for (int set = 0; set < GPU_SETS; set++) {
+        bool taken[MAX_EXPERTS] = {false};
+        for (int i = 0; i < picks; i++) {
+            distinct += !taken[all[set * picks + i]];
+            taken[all[set * picks + i]] = true;
         }
-        cuda_backend.copy_bytes(work.picks, picks, (size_t)(GPU_SETS * work.rows * GLM_PICKS) * sizeof *picks);
-        char what[96];
-        snprintf(what, sizeof what, "experts and shared, GLM-5.3's shape, e4m3, %d rows", work.rows);
-        gpu_line(bench, what, cuda_seconds(experts_work, &work) / GPU_SETS, 3 * (double)matrix * ((double)distinct / GPU_SETS + 1));
     }
+    free(all);
+    return distinct;
+}
+
+/* The bytes of one expert: three matrices and, of e2m1, their exponents. */
+static size_t expert_bytes(const ExpertShape *shape, DType dtype) {
+    const size_t values = 3 * (size_t)shape->hidden * (size_t)shape->inner;
+    return stored_bytes(dtype, values) + (dtype == DTYPE_F4_E2M1 ? values / EXPONENT_BLOCK : 0);
+}
+
+/* The matrix of that number, 0 to 2, of the expert at `data`. */
+static Matrix expert_matrix(GpuBench *bench, const ExpertShape *shape, DType dtype, const uint8_t *data, int number) {
+    const size_t values = (size_t)shape->hidden * (size_t)shape->inner;
+    Matrix w = {.data = data + (size_t)number * stored_bytes(dtype, values), .dtype = dtype, .rows = number < 2 ? shape->inner : shape->hidden,
+                .cols = number < 2 ? shape->hidden : shape->inner};
+    w.scale_cols = (w.cols + SCALE_BLOCK - 1) / SCALE_BLOCK;
+    if (dtype != DTYPE_F4_E2M1) w.scale = bench->x;
+    else {
+        w.scale_cols = w.cols / EXPONENT_BLOCK;
+        w.exponents = data + 3 * stored_bytes(dtype, values) + (size_t)number * values / EXPONENT_BLOCK;
+    }
+    return w;
+}
+
+static void gpu_expert_shape(GpuBench *bench, const ExpertShape *shape) {
+    const size_t n = (size_t)shape->experts, each = expert_bytes(shape, shape->dtype), shared = expert_bytes(shape, DTYPE_F8_E4M3),
+                 exponents = shape->dtype == DTYPE_F4_E2M1 ? 3 * (size_t)shape->hidden * (size_t)shape->inner / EXPONENT_BLOCK : 0;
+    uint8_t *weights = on_gpu(n * each + shared), *usual = allocate_zeroed(exponents + 1, 1);
+    Matrix *experts = allocate_zeroed(3 * n, sizeof *experts), *table = on_gpu(3 * n * sizeof *table);
+    fill_gpu(weights, n * each + shared, false);
+    memset(usual, USUAL_EXPONENT, exponents);
+    for (size_t e = 0; e < n; e++) {
+        if (exponents) cuda_backend.copy_bytes(weights + (e + 1) * each - exponents, usual, exponents);
+        for (int i = 0; i < 3; i++) experts[(size_t)i * n + e] = expert_matrix(bench, shape, shape->dtype, weights + e * each, i);
+    }
+    cuda_backend.copy_bytes(table, experts, 3 * n * sizeof *table);
+    ExpertsWork work = {.bench = bench,
+                        .layer = {.gate_proj = expert_matrix(bench, shape, DTYPE_F8_E4M3, weights + n * each, 0),
+                                  .up_proj = expert_matrix(bench, shape, DTYPE_F8_E4M3, weights + n * each, 1),
+                                  .down_proj = expert_matrix(bench, shape, DTYPE_F8_E4M3, weights + n * each, 2), .expert_gate = table,
+                                  .expert_up = table + n, .expert_down = table + 2 * n, .expert_dtype = shape->dtype},
+                        .config = {.hidden_size = shape->hidden, .moe_intermediate_size = shape->inner, .n_routed_experts = shape->experts,
+                                   .num_experts_per_tok = shape->picks, .n_shared_experts = 1, .n_group = 1, .topk_group = 1,
+                                   .norm_topk_prob = true, .routed_scaling_factor = 1}};
+    for (work.rows = 1; work.rows <= EXPERT_ROWS; work.rows *= work.rows == 1 ? 8 : 4) {
+        char what[96];
+        snprintf(what, sizeof what, "router and experts, %s, %d rows", shape->name, work.rows);
+        const double seconds = cuda_seconds(experts_work, &work) / GPU_SETS;
+        gpu_line(bench, what, seconds, (double)each * picked_experts(&work) / GPU_SETS + (double)shared);
+    }
+    free(usual);
     free(experts);
     cuda_backend.give_back(weights, MEMORY_DEVICE);
     cuda_backend.give_back(table, MEMORY_DEVICE);
+}
+
+static void gpu_experts(GpuBench *bench) {
+    static const ExpertShape shapes[] = {{"GLM-5.3, e4m3", 256, 8, 6144, 2048, DTYPE_F8_E4M3},
+                                         {"DeepSeek-V4-Flash, e2m1", 256, 6, 4096, 2048, DTYPE_F4_E2M1},
+                                         {"tide's model", 8, 2, 320, 256, DTYPE_F8_E4M3}};
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) gpu_expert_shape(bench, &shapes[i]);
 }
 
 /* ---- index scores and top-k; latent attention over a selection */
@@ -2399,6 +2429,7 @@ static bool bench_gpu(const BenchOptions *options, EngineOptions engine, Error *
                       .y = on_gpu((size_t)GPU_VECTORS * 4),
                       .ints = on_gpu((size_t)GPU_VECTORS * 4),
                       .sum = on_gpu(64),
+                      .zeros = on_gpu(MAX_EXPERTS * sizeof(float)),
                       .csv = figure.csv,
                       .markdown = options->markdown};
     fill_gpu(bench.pool, (size_t)GPU_POOL * 1024, false);
@@ -2410,7 +2441,7 @@ static bool bench_gpu(const BenchOptions *options, EngineOptions engine, Error *
     gpu_ceilings(&bench);
     for (int i = 1; i < GPU_SECTIONS; i++)
         if (section == i || section == GPU_SECTIONS) gpu_sections[i].run(&bench);
-    void *taken[] = {bench.pool, bench.x, bench.y, bench.ints, bench.sum};
+    void *taken[] = {bench.pool, bench.x, bench.y, bench.ints, bench.sum, bench.zeros};
     for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) cuda_backend.give_back(taken[i], MEMORY_DEVICE);
     return end_figure(&figure, NULL, true, error);
 }
@@ -2965,6 +2996,74 @@ static bool time_first(Runner *runner, double *seconds, Error *error) {
     return ok;
 }
 
+#ifdef TIDE_CUDA
+
+/* ---- batch: the same prompts on this machine's GPU and on its cores */
+
+enum { BATCH_PROMPTS = 256, BATCH_SLOTS = 64, BATCH_PROMPT = 48, BATCH_ANSWER = 128, BATCH_TURNS = 3 };
+
+/* The next prompts take the places of those that are through. Returns how many sessions share the next round. */
+static int fill_slots(Runner *runner, Session *sessions, Session **active, const HeldPrompt *prompts, int *next) {
+    int n = 0;
+    for (int s = 0; s < BATCH_SLOTS; s++) {
+        Session *session = &sessions[s];
+        if (!session->ids && *next < BATCH_PROMPTS) {
+            const int *ids = prompts[*next % (int)arrlen(prompts)].ids;
+            *session = (Session){.slot = s, .stream = (uint64_t)*next, .max_new = BATCH_ANSWER, .sampling = held_sampling(0)};
+            for (int i = 0; i < BATCH_PROMPT && i < (int)arrlen(ids); i++) arrput(session->ids, ids[i]);
+            session->ids[arrlen(session->ids) - 1] = 1000 + *next;      /* no two are the same */
+            session_begin(session, &runner->engine);
+            ++*next;
+        }
+        if (session->ids && session_admit(runner, session)) active[n++] = session;
+    }
+    return n;
+}
+
+/* Answers all of them in their whole length; tokens a second. */
+static bool time_batch(EngineOptions options, const Backend *backend, const HeldPrompt *prompts, double *rate, Error *error) {
+    Session sessions[BATCH_SLOTS] = {0}, *active[BATCH_SLOTS];
+    Runner runner;
+    bool ok = true;
+    options.backend = backend;
+    options.sessions = BATCH_SLOTS;
+    options.context = BATCH_PROMPT + BATCH_ANSWER + PAGE_ROWS;
+    if (!runner_open(&runner, &options, false, NULL, error)) return false;
+    runner.engine.config.n_eos = 0;
+    for (int next = 0, n; ok && (n = fill_slots(&runner, sessions, active, prompts, &next));) {
+        run_round(&runner, active, n);
+        for (int i = 0; i < n; i++) {
+            if (active[i]->finish == RUNNING) continue;
+            if (active[i]->finish == FINISH_ERROR) ok = fail(error, "%s", active[i]->error.text);
+            cache_release(&runner.engine.cache, active[i]->slot);
+            session_free(active[i]);
+        }
+        if (interrupted) ok = fail(error, "interrupted");
+    }
+    *rate = (double)runner.tokens / runner.seconds;
+    for (int s = 0; s < BATCH_SLOTS; s++) session_free(&sessions[s]);
+    runner_close(&runner);
+    return ok;
+}
+
+static bool bench_batch(const BenchOptions *bench, EngineOptions options, Error *error) {
+    HeldPrompt *prompts = NULL;
+    double gpu[BATCH_TURNS], cores[BATCH_TURNS];
+    bool ok = cuda_backend.start(&options.device, error) && read_prompts(options.model, &prompts, error);
+    (void)bench;
+    if (!ok) return false;
+    for (int i = 0; i < BATCH_TURNS && ok; i++)
+        ok = time_batch(options, &cuda_backend, prompts, &gpu[i], error) && time_batch(options, &c_backend, prompts, &cores[i], error);
+    free_prompts(prompts);
+    if (!ok) return false;
+    const double fast = median(gpu, BATCH_TURNS), slow = median(cores, BATCH_TURNS);
+    printf("batch            %d prompts of %d ids, %d tokens each, %d at a time: %.0f tokens/s on the GPU, %.0f on %d cores: %.1f times\n",
+           BATCH_PROMPTS, BATCH_PROMPT, BATCH_ANSWER, BATCH_SLOTS, fast, slow, omp_get_max_threads(), fast / slow);
+    return true;
+}
+
+#endif
+
 static bool bench_first(const BenchOptions *bench, EngineOptions options, Error *error) {
     double seconds[BENCH_REPEATS];
     Runner runner;
@@ -3006,6 +3105,7 @@ static const struct {
     {"first", bench_first, false},
 #ifdef TIDE_CUDA
     {"gpu", bench_gpu, false},
+    {"batch", bench_batch, false},
 #endif
 };
 

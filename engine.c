@@ -1096,8 +1096,9 @@ static void lay_out_state(State *state, const Config *config, const Cache *cache
     state->router_logits = carve_floats(arena, rows, config->n_routed_experts);
     state->expert_picks = carve(arena, (size_t)rows, (size_t)config->num_experts_per_tok, sizeof(int));
     state->expert_weights = carve_floats(arena, rows, config->num_experts_per_tok);
-    state->expert_scratch = carve_floats(arena, rows, larger(2 * (hidden + config->moe_intermediate_size),
-                                                             config->num_experts_per_tok * config->moe_intermediate_size));
+    state->expert_scratch = carve_floats(arena, rows,
+                                         larger(2 * (hidden + config->moe_intermediate_size * larger(config->n_shared_experts, 1)),
+                                                (config->num_experts_per_tok + 1) * config->moe_intermediate_size));
 }
 
 /* The drafter's activations; its logits are the target's. */
@@ -2276,8 +2277,7 @@ static void mixture_of_experts(Engine *engine, const LayerWeights *layer, int n)
     State *state = &engine->state;
     const Config *config = &engine->config;
     size_t hidden = (size_t)config->hidden_size, experts = (size_t)config->n_routed_experts;
-    if (layer->gate_proj.rows) mlp(engine, layer, n);
-    else backend->zero(state->branch, (size_t)n * hidden);
+    if (!layer->gate_proj.rows) backend->zero(state->branch, (size_t)n * hidden);
     backend->linear(state->router_logits, experts, state->normed, hidden, n, &layer->router);
     backend->route(state->expert_picks, state->expert_weights, state->router_logits, layer->e_score_correction_bias, n, config);
     backend->experts(state->branch, state->normed, state->expert_picks, state->expert_weights, n, layer, config,

@@ -418,8 +418,8 @@ static void locate_rows(DeviceRow *kv_rows, DeviceRow *index_rows, const Cache *
 
 /* ---- measurements */
 
-/* A work that is measured only puts operations on the stream. It is captured once, so that what is timed are the replays of a
- * graph; the median of several, in seconds. */
+/* A work that is measured only puts operations on the stream. It is captured once, so that what is timed are the replays of a graph;
+ * the median of several, in seconds. */
 extern "C" double cuda_seconds(void (*work)(void *), void *user) {
     enum { WARM = 3, REPLAYS = 11 };
     cudaGraph_t graph;
@@ -1438,6 +1438,7 @@ static __device__ inline void store_four(float *p, float4 v, int count) {
 template <DType D, int TILES, int TERMS>
 static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_kernel(const __grid_constant__ Product p) {
     extern __shared__ __align__(128) uint8_t shared[];
+    let_next_start();
     const int along = power_of(p.cut.along), group_rows = STRIP * WARPS >> along, first_row = (int)blockIdx.z * group_rows;
     const int head = (int)blockIdx.x >> power_of(p.cut.cluster), rank = (int)blockIdx.x & p.cut.cluster - 1;
     const int from = (rank << along) * batch_values(D);
@@ -1456,7 +1457,6 @@ static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_ke
                          .count = min(TILES * 8, p.n_rows - first), .cols = w.cols, .aligned = p.aligned};
     multiply_segment<D, TILES, TERMS>(ring, scales, strip, input, p.cut, from, shared + WARPS * RING_BYTES);
 
-    let_next_start();           /* only now: blocks that wait take the place of others, and are spread unevenly */
     if (p.cut.cluster > 1) cluster_barrier();
     else __syncthreads();
     const int power = power_of(group_rows / 4);
@@ -1496,31 +1496,33 @@ static int cluster_slots(int cluster) {
 }
 
 /* About the microseconds that a product with n rows of x takes with that cut, as measured on an H200. A round takes as long as
- * its bytes at the memory's rate, but not less than its instructions do; x that a thread cannot have on its way beforehand
- * makes all wait; and the blocks of a cluster wait for each other. */
+ * its bytes at the memory's rate, but not less than its instructions do; x that a thread cannot have on its way beforehand makes
+ * all wait; blocks that come later begin anew; and the blocks of a cluster wait for each other. */
 static double cut_cost(const Cut &cut, DType dtype, int rows, int heads, int n) {
-    const double bytes = 1.9, instructions = dtype == DTYPE_F4_E2M1 ? 1.6 : dtype == DTYPE_F8_E4M3 ? 1 : 0.55, wait = 0.7;
-    const int blocks = divide_up(rows, STRIP * (WARPS / cut.along)) * heads * cut.cluster, slots = cluster_slots(cut.cluster);
-    const int columns = n < 16 ? n : 16, tiles = divide_up(columns, 8);
-    const int late = divide_up(columns * cut.along * batch_values(dtype) / 8, THREADS) - tiles;
+    const double bytes = 1.9, instructions = dtype == DTYPE_F4_E2M1 ? 1.6 : dtype == DTYPE_F8_E4M3 ? 1 : 0.55;
+    const double wait = 0.45, begin = 1.3, cluster = cut.cluster > 1 ? 0.6 + 0.15 * cut.cluster : 0, segment = 0.02;
+    const int columns = n < 16 ? n : 16, share = 2 * product_shared(dtype, cut, columns, 2) <= (int)gpu.shared_per_block ? 1 : 2;
+    const int blocks = divide_up(rows, STRIP * (WARPS / cut.along)) * heads * cut.cluster;
+    const int slots = cluster_slots(cut.cluster) / share, waves = divide_up(blocks, slots);
+    const int late = divide_up(columns * cut.along * batch_values(dtype) / 8, THREADS) - divide_up(columns, 8);
     const double busy = (double)(blocks < slots ? blocks : slots) / (2 * gpu.multiprocessors);
     const double round = fmax(bytes * busy, instructions + bytes * busy / 2) + (late > 0 ? late * wait : 0);
-    return divide_up(blocks, slots) * cut.rounds * round + (cut.cluster > 1 ? 0.2 + 0.15 * cut.cluster : 0);
+    return waves * (cut.rounds * round + begin) + cluster + segment * cut.cluster * cut.along;
 }
 
-/* The cut of a matrix. The number of segments is its shape's, what is best for one row; how they lie in warps and blocks
- * changes no sum, and may follow the number of rows. */
+/* The cut of a matrix. The number of segments is its shape's, what is best for one row; how they lie in warps and blocks changes
+ * no sum, and may follow the number of rows. */
 static Cut choose_cut(int rows, int cols, int heads, DType dtype, int n) {
     const int most = gpu.major == 9 ? MAX_CLUSTER : 1;
     Cut best = {}, cut;
     for (int segments = 2; segments <= WARPS * most; segments *= 2) {
         cut = cut_of(segments > WARPS ? segments / WARPS : 1, segments > WARPS ? WARPS : segments, cols, dtype);
-        if (!best.rounds || cut_cost(cut, dtype, rows, heads, 1) < 0.97 * cut_cost(best, dtype, rows, heads, 1)) best = cut;
+        if (!best.rounds || cut_cost(cut, dtype, rows, heads, 1) < cut_cost(best, dtype, rows, heads, 1)) best = cut;
     }
     const int segments = best.cluster * best.along;
     for (int cluster = 2 * best.cluster; cluster <= most && cluster <= segments; cluster *= 2) {
         cut = cut_of(cluster, segments / cluster, cols, dtype);
-        if (cut_cost(cut, dtype, rows, heads, n) < 0.97 * cut_cost(best, dtype, rows, heads, n)) best = cut;
+        if (cut_cost(cut, dtype, rows, heads, n) < cut_cost(best, dtype, rows, heads, n)) best = cut;
     }
     return best;
 }
@@ -2122,13 +2124,15 @@ static void expand_value(float *y, const float *z, int n_rows, const Matrix *kv_
               .n_rows = n_rows, .heads = heads, .head_rows = nope + v, .x_head = lora, .y_head = v, .aligned = false, .cut = {}});
 }
 
-/* ---- absorb_query: the same matrices from their other side. A thread takes four columns, a quarter of the rows and eight rows
- * of q, in f32: few multiplications for each weight, which is read once for eight rows. */
+/* ---- absorb_query: the same matrices from their other side. A thread takes four columns, an eighth of the rows and eight rows
+ * of q, in f32: few multiplications for each weight, which is read once for eight rows. What a warp reads of a row is 128
+ * values, so that there are blocks enough for all of the GPU, and each thread's rows are soon on their way. */
 
 enum {
-    ABSORB_LANES = 128, ABSORB_PARTS = 4, ABSORB_THREADS = ABSORB_LANES * ABSORB_PARTS,
+    ABSORB_LANES = 32, ABSORB_PARTS = 8, ABSORB_THREADS = ABSORB_LANES * ABSORB_PARTS,
     ABSORB_COLUMNS = 4 * ABSORB_LANES, ABSORB_ROWS = 8,
 };
+static_assert((int)ABSORB_PARTS == (int)ABSORB_ROWS, "in the end each part adds up one row of q");
 
 /* Four neighbouring weights of a row as f32. EXACT: one by one, zeros past the last of `count`. */
 template <DType D> static __device__ inline float4 load_four(const uint8_t *data, size_t i, int count, DType dtype) {
@@ -2156,14 +2160,12 @@ struct Absorb {
  * others to the end of y. Idle rows repeat the last one. */
 static __device__ void stage_query(float *q_shared, const Absorb &a, int head, int first, int rows) {
     const size_t q_width = (size_t)(a.nope + a.rope), y_width = (size_t)(a.kv_b.cols + a.rope);
-    for (int i = (int)threadIdx.x; i < a.nope * ABSORB_ROWS; i += ABSORB_THREADS) {
-        const int r = min(i / a.nope, rows - 1);
-        q_shared[i % a.nope * ABSORB_ROWS + i / a.nope] =
-            a.q[((size_t)(first + r) * (size_t)a.heads + (size_t)head) * q_width + (size_t)(i % a.nope)];
-    }
-    for (int i = (int)threadIdx.x; i < rows * a.rope && blockIdx.x == 0; i += ABSORB_THREADS) {
-        const size_t vector = (size_t)(first + i / a.rope) * (size_t)a.heads + (size_t)head;
-        a.y[vector * y_width + (size_t)(a.kv_b.cols + i % a.rope)] = a.q[vector * q_width + (size_t)(a.nope + i % a.rope)];
+    for (int r = 0; r < ABSORB_ROWS; r++) {
+        const size_t vector = (size_t)(first + min(r, rows - 1)) * (size_t)a.heads + (size_t)head;
+        for (int i = (int)threadIdx.x; i < a.nope; i += ABSORB_THREADS)
+            q_shared[i * ABSORB_ROWS + r] = a.q[vector * q_width + (size_t)i];
+        for (int i = (int)threadIdx.x; i < a.rope && r < rows && blockIdx.x == 0; i += ABSORB_THREADS)
+            a.y[vector * y_width + (size_t)(a.kv_b.cols + i)] = a.q[vector * q_width + (size_t)(a.nope + i)];
     }
 }
 
@@ -2171,7 +2173,9 @@ static __device__ void stage_query(float *q_shared, const Absorb &a, int head, i
 template <DType D>
 static __global__ void __launch_bounds__(ABSORB_THREADS, 2) absorb_kernel(const __grid_constant__ Absorb a) {
     extern __shared__ float4 q_shared[];
-    __shared__ float4 sums[ABSORB_PARTS - 1][ABSORB_ROWS][ABSORB_LANES];
+    __shared__ float4 sums[ABSORB_PARTS][ABSORB_ROWS][ABSORB_LANES];
+    let_next_start();
+    wait_for_previous();
     const int head = (int)blockIdx.y, first = (int)blockIdx.z * ABSORB_ROWS, rows = min(ABSORB_ROWS, a.n_rows - first);
     const int lane = (int)threadIdx.x % ABSORB_LANES, part = (int)threadIdx.x / ABSORB_LANES, lora = a.kv_b.cols;
     stage_query((float *)q_shared, a, head, first, rows);
@@ -2193,22 +2197,16 @@ static __global__ void __launch_bounds__(ABSORB_THREADS, 2) absorb_kernel(const 
                                    fmaf(w.w, q[r], total[r].w));
     }
 #pragma unroll
-    for (int r = 0; r < ABSORB_ROWS; r++)
-        if (part) sums[part - 1][r][lane] = total[r];
+    for (int r = 0; r < ABSORB_ROWS; r++) sums[part][r][lane] = total[r];
     __syncthreads();
-    if (part) return;
-#pragma unroll
-    for (int r = 0; r < ABSORB_ROWS; r++) {
-        float *y = a.y + ((size_t)(first + r) * (size_t)a.heads + (size_t)head) * (size_t)(lora + a.rope) + (size_t)column;
-        for (int p = 0; p < ABSORB_PARTS - 1; p++) {
-            const float4 other = sums[p][r][lane];
-            total[r] = make_float4(total[r].x + other.x, total[r].y + other.y, total[r].z + other.z, total[r].w + other.w);
-        }
-        const float out[4] = {total[r].x, total[r].y, total[r].z, total[r].w};
-#pragma unroll
-        for (int c = 0; c < 4; c++)
-            if (r < rows && c < count) y[c] = out[c];
+    if (part >= rows) return;                       /* from here on, a part is a row of q */
+    float4 sum = sums[0][part][lane];
+    for (int p = 1; p < ABSORB_PARTS; p++) {
+        const float4 other = sums[p][part][lane];
+        sum = make_float4(sum.x + other.x, sum.y + other.y, sum.z + other.z, sum.w + other.w);
     }
+    store_four(a.y + ((size_t)(first + part) * (size_t)a.heads + (size_t)head) * (size_t)(lora + a.rope)
+                   + (size_t)column, sum, count);
 }
 
 template <DType D> static void launch_absorb(const Absorb &absorb) {
@@ -2216,8 +2214,7 @@ template <DType D> static void launch_absorb(const Absorb &absorb) {
                     (unsigned)divide_up(absorb.n_rows, ABSORB_ROWS));
     const size_t shared = (size_t)absorb.nope * ABSORB_ROWS * sizeof(float);
     CUDA(cudaFuncSetAttribute(absorb_kernel<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
-    absorb_kernel<D><<<grid, ABSORB_THREADS, shared, gpu.stream>>>(absorb);
-    LAUNCHED();
+    launch_early(absorb_kernel<D>, grid, ABSORB_THREADS, shared, 1, absorb);
 }
 
 static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Matrix *kv_b, const Config *config) {
@@ -2233,26 +2230,65 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
 /* =====================================================================================================================
  * Mixture of experts (DeepSeek-V3, 2.1.2)
  *
- * Owns: the router, and the experts' products. Rows are gathered by expert on the device, so each expert's weights are read once
- * for 8 or 16 rows that chose it, and the host never learns who was chosen. Gate and up share a strip, 16 rows of each, so
- * their product is gated before it is written; down takes all experts of the pass one after the other in each block, so a row's
- * experts are added in ascending order, without a second buffer.
+ *     route -> route_kernel -> limit_groups, take_best
+ *     experts -> experts_kernel -> list_works -> multiply_work (load_rows, fetch_tile, multiply_tile) -> add_gate_up, add_down
+ *
+ * Owns: the router, and the experts' products. An expert's weights are read once for up to eight rows that chose it, and the host never
+ * learns who was chosen. All of a layer's experts run in one launch of as many blocks as there are multiprocessors, the shared one
+ * too: to all rows it is one more, the first, with weight 1. Blocks share out the strips of gate and up of all experts that were chosen,
+ * wait for each other, and share out the strips of down. A strip of down is one block's for all experts, so a row's experts are
+ * added in ascending order.
+ *
+ * Each warp has a ring of tiles in shared memory, which it fills some tiles ahead of what it multiplies: from strip to strip, from expert
+ * to expert, and from the first phase into the second, so that memory is busy while sums are added and while blocks wait for each
+ * other; and the shared expert's are on their way before the router has ended. The warps of a team each sum up some of the columns of
+ * a strip, and their sums are added in order. How many they are depends on the shape alone, so a row's sums do too.
  */
 
-/* The best of n values in shared memory, found by one warp; equal values: the lower index. Takes it out by setting it to -inf. */
-static __device__ int take_best(float *values, int n) {
-    float best = -INFINITY;
-    int at = INT_MAX;
-    for (int i = lane_id(); i < n; i += 32)
-        if (values[i] > best || at == INT_MAX) best = values[i], at = i;
-    for (int distance = 16; distance; distance /= 2) {
-        const float other = __shfl_xor_sync(~0u, best, distance);
-        const int other_at = __shfl_xor_sync(~0u, at, distance);
-        if (other > best || (other == best && other_at < at)) best = other, at = other_at;
+/* A launch whose blocks may come before the kernel before it has ended, where that lets them: it must wait_for_previous(). */
+template <typename Arguments>
+static void launch_early(void (*kernel)(Arguments), int blocks, int threads, size_t shared, const Arguments &arguments) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t launch = {};
+    launch.gridDim = dim3((unsigned)blocks);
+    launch.blockDim = dim3((unsigned)threads);
+    launch.dynamicSmemBytes = shared;
+    launch.stream = gpu.stream;
+    launch.attrs = &attribute;
+    launch.numAttrs = gpu.major >= 9;
+    allow_shared(kernel, shared);
+    CUDA(cudaLaunchKernelEx(&launch, kernel, arguments));
+}
+
+/* Integers in the order of the floats. */
+static __device__ inline uint32_t in_order(float x) {
+    const uint32_t bits = __float_as_uint(x);
+    return bits >> 31 ? ~bits : bits | 0x80000000;
+}
+
+/* A lane's best of n values in shared memory, of which it looks at every 32nd; equal values: the lower index. */
+struct Best { uint32_t value; int at; };
+
+static __device__ inline Best find_best(const float *values, int n) {
+    Best best = {.value = 0, .at = INT_MAX};
+#pragma unroll 8
+    for (int i = lane_id(); i < n; i += 32) {
+        const uint32_t value = in_order(values[i]);
+        if (value > best.value) best = {.value = value, .at = i};
     }
-    __syncwarp();
-    if (lane_id() == 0) values[at] = -INFINITY;
-    __syncwarp();
+    return best;
+}
+
+/* The best of all lanes' values, which is taken out by setting it to -inf. */
+static __device__ inline int take_best(Best *best, float *values, int n) {
+    const uint32_t value = __reduce_max_sync(~0u, best->value);
+    const int at = __reduce_min_sync(~0u, best->value == value ? best->at : INT_MAX);
+    if (best->at == at) {
+        values[at] = -INFINITY;
+        *best = find_best(values, n);
+    }
     return at;
 }
 
@@ -2272,8 +2308,9 @@ static __device__ void limit_groups(float *choice, float *group, int experts, in
     uint32_t *marks = (uint32_t *)(group + groups);
     for (int g = lane_id(); g < groups; g += 32) marks[g] = 0;
     __syncwarp();
+    Best best = find_best(group, groups);
     for (int i = 0; i < kept; i++) {
-        const int g = take_best(group, groups);
+        const int g = take_best(&best, group, groups);
         if (lane_id() == 0) marks[g] = 1;
     }
     __syncwarp();
@@ -2297,6 +2334,9 @@ static __global__ void route_kernel(const Router router) {
     float *score = shared_scores, *choice = score + router.experts, total = 0;
     int *picks = router.picks + (size_t)blockIdx.x * (size_t)router.per_token;
     float *weights = router.weights + (size_t)blockIdx.x * (size_t)router.per_token;
+    let_next_start();
+    wait_for_previous();
+#pragma unroll 8
     for (int e = lane_id(); e < router.experts; e += 32) {
         score[e] = 1 / (1 + expf(-router.logits[(size_t)blockIdx.x * (size_t)router.experts + (size_t)e]));
         choice[e] = score[e] + router.bias[e];      /* the bias balances the load: it chooses, it does not weigh */
@@ -2305,10 +2345,11 @@ static __global__ void route_kernel(const Router router) {
     }
     __syncwarp();
     if (router.groups > 1) limit_groups(choice, choice + router.experts, router.experts, router.groups, router.kept);
+    Best best = find_best(choice, router.experts);
     for (int i = 0; i < router.per_token; i++) {
-        const int best = take_best(choice, router.experts);
-        total += score[best];
-        if (lane_id() == 0) picks[i] = best, weights[i] = score[best];
+        const int pick = take_best(&best, choice, router.experts);
+        total += score[pick];
+        if (lane_id() == 0) picks[i] = pick, weights[i] = score[pick];
     }
     __syncwarp();
     for (int i = lane_id(); i < router.per_token; i += 32)
@@ -2322,176 +2363,753 @@ static void route(int *picks, float *weights, const float *logits, const float *
                            .groups = config->n_group, .kept = config->topk_group, .factor = config->routed_scaling_factor,
                            .normalise = config->norm_topk_prob};
     const size_t shared = 2 * ((size_t)router.experts + (size_t)router.groups) * sizeof(float);
-    allow_shared(route_kernel, shared);
-    route_kernel<<<(unsigned)n_rows, 32, shared, gpu.stream>>>(router);
-    LAUNCHED();
+    launch_early(route_kernel, n_rows, 32, shared, router);
 }
 
-enum { MAX_LISTED = 16 * MAX_PASS_ROWS, LIST_THREADS = 1024, EXPERTS_EACH = MAX_EXPERTS / LIST_THREADS };
+/* ---- experts: one launch, whose blocks all stay until its end
+ *
+ *     experts -> experts_kernel -> list_works -> multiply_work (fetch_tile, load_rows, multiply_tile) -> add_gate_up, add_down
+ */
 
-/* Who chose whom: a pick is row * per_token + its number. Written by list_kernel for the two that follow it. */
-static __device__ struct ExpertLists {
-    int n;                      /* experts that were chosen */
-    int expert[MAX_EXPERTS];    /* [n] ascending */
-    int begin[MAX_EXPERTS + 1]; /* [n + 1] where the picks of each begin */
-    int picks[MAX_LISTED];
-} expert_lists;
-
-/* Counts the picks of each expert, adds up the counts, and deals the picks out. One block. In which order the picks of one expert
- * come is left to chance: it only decides which column of an instruction a row has. */
-static __global__ void __launch_bounds__(LIST_THREADS) list_kernel(const int *picks, int n) {
-    __shared__ int place[MAX_EXPERTS];
-    __shared__ unsigned of_warp[LIST_THREADS / 32];
-    const int first = (int)threadIdx.x * EXPERTS_EACH;
-    for (int i = 0; i < EXPERTS_EACH; i++) place[first + i] = 0;
-    __syncthreads();
-    for (int i = (int)threadIdx.x; i < n; i += LIST_THREADS) atomicAdd(&place[picks[i]], 1);
-    __syncthreads();
-    unsigned own = 0, before = 0;                   /* picks, and chosen experts << 16 */
-    for (int i = 0; i < EXPERTS_EACH; i++) own += (unsigned)place[first + i] + (place[first + i] ? 1u << 16 : 0);
-    unsigned sum = own;
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const unsigned other = __shfl_up_sync(~0u, sum, (unsigned)distance);
-        if (lane_id() >= distance) sum += other;
-    }
-    if (lane_id() == 31) of_warp[warp_id()] = sum;
-    __syncthreads();
-    for (int w = 0; w < warp_id(); w++) before += of_warp[w];
-    before += sum - own;
-    for (int i = 0; i < EXPERTS_EACH; i++) {
-        const int count = place[first + i];
-        place[first + i] = (int)(before & 0xffff);
-        if (!count) continue;
-        expert_lists.expert[before >> 16] = first + i;
-        expert_lists.begin[before >> 16] = (int)(before & 0xffff);
-        before += (unsigned)count + (1u << 16);
-    }
-    if (threadIdx.x == LIST_THREADS - 1) {
-        expert_lists.n = (int)(before >> 16);
-        expert_lists.begin[before >> 16] = (int)(before & 0xffff);
-    }
-    __syncthreads();
-    for (int i = (int)threadIdx.x; i < n; i += LIST_THREADS) expert_lists.picks[atomicAdd(&place[picks[i]], 1)] = i;
-}
+enum {
+    EXPERT_WARPS = 16, EXPERT_THREADS = 32 * EXPERT_WARPS,
+    CHUNK = 256,                /* columns that a warp multiplies one after the other; the segments take chunks in turns */
+    MAX_SEGMENT_BITS = 3,
+    TILE_ROWS = 16,             /* of weights in a tile: of one matrix, or eight each of gate and up */
+    TILE_BYTES = 128,           /* of each of its rows */
+    TILE_COLUMNS = 8,           /* rows of x that meet a tile */
+    MIN_STAGES = 3, MAX_STAGES = 6,                 /* tiles that a warp has on their way; two where shared memory is small */
+    RUN = 4,                    /* units after which the next columns of the same expert have their turn, while L2 has its weights */
+    MAX_SUMS = 192,             /* columns of sums, of one segment, that wait in shared memory to be added up */
+    MAX_LISTED = 16 * MAX_PASS_ROWS, MAX_MASKS = 64 << 10,      /* of a launch: picks; bytes of masks */
+    NOBODY = 0xffff,
+};
+enum { GATE, UP, DOWN };        /* an expert's matrices; the first and the last also name the phases */
 
 struct Experts {
-    const Matrix *gate, *up, *down;                 /* [experts], on the device */
+    const Matrix *table[3];     /* [experts], on the device */
+    Matrix shared[3];           /* of the shared expert, where it runs with the others */
+    const int *picks;
     const float *x, *weights;
-    float *gated;               /* [picks, inter] */
+    void *gated;                /* [rows * slots, inter] */
     float *y;
-    int n_rows, per_token, hidden, inter;
-    bool aligned;               /* x and gated allow loads of 16 bytes */
-    Cut gate_cut, down_cut;
+    int n_rows, experts, per_token, hidden, inter;
+    int slots;                  /* picks of a row; with the shared expert, which then is the last */
+    bool aligned;               /* x allows loads of 16 bytes */
+    DType dtype[2];             /* how the experts' weights are multiplied, and the shared one's */
+    int segment_bits[3];        /* 2^bits warps share the columns of a strip, in either phase: a team */
+    int columns;                /* rows of x that meet a tile at a time */
+    int most_chosen, stages, slot_bytes, x_bytes;   /* what lay_out_experts() has found room for */
 };
 
-/* The rows of x that a block multiplies next: some of those that chose one expert. */
-static __device__ Input chosen_rows(int expert, int first, int columns) {
-    const int begin = expert_lists.begin[expert];
-    return {.x = NULL, .list = expert_lists.picks + begin, .stride = 0, .first = first,
-            .count = min(columns, expert_lists.begin[expert + 1] - begin - first), .divisor = 1, .cols = 0, .aligned = false};
+/* An expert that was chosen. Scales: of its row 0. */
+struct Chosen { const uint8_t *data[3]; const void *scale[3]; };
+
+/* Up to `columns` rows that chose the same expert: order[begin] to order[begin of the next]. */
+struct Work { uint16_t chosen, begin; };
+
+/* A block's shared memory. */
+struct ExpertMemory {
+    uint8_t *ring, *x;
+    float *sums;                /* [column, segment, TILE_ROWS] */
+    int *strip, *pick;          /* [column] whose sums these are; a pick is row << 16 | number */
+    uint8_t *next, *leads;      /* [column]: see link_columns() */
+    Chosen *chosen;
+    Work *works;
+    int *order;                 /* [picks] by expert */
+};
+
+/* What a block does. The first phase is a list of units, works * units of them, dealt out in runs: a unit is a strip for each of the
+ * block's teams of warps. In the second phase a block has every strip that it has for all works, and its teams take pairs of work and
+ * strip in turns. A round is a unit, or a pair for each team. The shared expert's units come first: they are known beforehand. */
+struct Rounds { int shared, gate, down, units, strips, works, shared_works, first_shared, first_routed; };
+
+/* A team's place in them. work == works: nothing to do. */
+struct Cursor { int round, work, unit; };
+
+/* Values of a row in a tile. */
+static __host__ __device__ inline int tile_values(DType D) { return D == DTYPE_F4_E2M1 ? 256 : D == DTYPE_F8_E4M3 ? 128 : 64; }
+
+/* Bytes of the scales of a row in a tile. */
+static __host__ __device__ inline int scale_bytes(DType D) { return D == DTYPE_F4_E2M1 ? 8 : D == DTYPE_F8_E4M3 ? 4 : 0; }
+
+static __device__ inline int row_of(int pick) { return pick >> 16; }
+static __device__ inline int number_of(int pick) { return pick & 0xffff; }
+static __device__ inline bool is_shared(const Experts &e, int pick) { return number_of(pick) == e.per_token; }
+static __device__ inline size_t gated_row(const Experts &e, int pick) {
+    return (size_t)(row_of(pick) * e.slots + number_of(pick)) * (size_t)e.inter;
+}
+static __device__ inline DType type_of(const Experts &e, const Rounds &rounds, int work) {
+    return e.dtype[work < rounds.shared_works];
+}
+static __device__ inline int count_of(const ExpertMemory &m, int work) { return m.works[work + 1].begin - m.works[work].begin; }
+static __device__ inline int bits_of(const Experts &e, bool down) { return e.segment_bits[down ? DOWN : GATE]; }
+static __device__ inline int segments_of(const Experts &e, bool down) { return 1 << bits_of(e, down); }
+static __device__ inline int teams_of(const Experts &e, bool down) { return EXPERT_WARPS >> bits_of(e, down); }
+static __device__ inline int team_of(const Experts &e, bool down) { return warp_id() >> bits_of(e, down); }
+static __device__ inline int segment_of(const Experts &e, bool down) { return warp_id() & (segments_of(e, down) - 1); }
+
+/* ---- rounds */
+
+/* Where the share of a block begins, of n things that are dealt out in runs. */
+static __device__ inline int share_begin(int n, int block) { return (int)((unsigned)n * (unsigned)block / gridDim.x); }
+
+static __device__ void count_shared_rounds(Rounds *rounds, const Experts &e) {
+    const int block = (int)blockIdx.x;
+    rounds->units = divide_up(e.inter, teams_of(e, false) * TILE_ROWS / 2);
+    rounds->shared_works = e.slots > e.per_token ? divide_up(e.n_rows, e.columns) : 0;
+    rounds->works = rounds->shared_works;
+    rounds->first_shared = share_begin(rounds->shared_works * rounds->units, block);
+    rounds->gate = rounds->shared = share_begin(rounds->shared_works * rounds->units, block + 1) - rounds->first_shared;
 }
 
-/* gated = silu(gate x) * up x, 16 values of one expert. Grid: groups of 16, experts that may have been chosen. */
-template <DType D, int TILES>
-static __global__ void __launch_bounds__(THREADS, 2) gate_up_kernel(const __grid_constant__ Experts e) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    const int expert = (int)blockIdx.y, row = (int)blockIdx.x * 16, columns = TILES * 8;
-    if (expert >= expert_lists.n) return;
-    const int id = expert_lists.expert[expert], members = expert_lists.begin[expert + 1] - expert_lists.begin[expert];
-    Strip strip;
-    set_fragment<D>(&strip, 0, e.gate[id], row);
-    set_fragment<D>(&strip, 1, e.up[id], row);
-    float *sums = (float *)(shared + staged_bytes(D, e.gate_cut, min(columns, e.n_rows)));
-    for (int first = 0; first < members; first += columns) {
-        Batch batch;
-        fetch_batch<D>(batch, strip, first_batch<D>(e.gate_cut, 0));
-        Input input = chosen_rows(expert, first, columns);
-        input.x = e.x, input.stride = (size_t)e.hidden, input.cols = e.hidden;
-        input.divisor = e.per_token, input.aligned = e.aligned;
-        multiply_segment<D, TILES>(sums + warp_id() * columns * SUM_STRIDE, batch, strip, input, e.gate_cut, 0, shared);
-        __syncthreads();
-        for (int i = (int)threadIdx.x; i < 16 * input.count; i += THREADS) {
-            const int r = i % 16, column = i / 16;
-            if (row + r >= e.inter) continue;
-            const float gate = sum_segments<TILES>(sums, e.gate_cut, r, column);
-            e.gated[(size_t)input.list[first + column] * (size_t)e.inter + (size_t)(row + r)] =
-                silu(gate) * sum_segments<TILES>(sums, e.gate_cut, 16 + r, column);
+/* The other way round than the shared expert's, so that the blocks with one more of these have one less of those. */
+static __device__ void count_rounds(Rounds *rounds, const Experts &e, int works) {
+    const int block = (int)blockIdx.x, last = (int)gridDim.x - 1, shared = rounds->shared_works * rounds->units,
+              routed = works * rounds->units - shared;
+    rounds->works = works;
+    rounds->first_routed = shared + share_begin(routed, last - block);
+    rounds->gate = rounds->shared + shared + share_begin(routed, last - block + 1) - rounds->first_routed;
+    rounds->strips = divide_up(divide_up(e.hidden, TILE_ROWS) - block, (int)gridDim.x);
+    rounds->down = divide_up(rounds->strips * works, teams_of(e, true));
+}
+
+static __device__ inline int first_work(const ExpertMemory &m, int work) {
+    while (work && m.works[work - 1].chosen == m.works[work].chosen) work--;
+    return work;
+}
+
+/* Units of an expert come in runs, each for all of its works. */
+static __device__ void find_unit(Cursor *cursor, const ExpertMemory &m, int units, int index) {
+    const int first = first_work(m, index / units);
+    int n = 1;
+    while (m.works[first + n].chosen == m.works[first].chosen) n++;
+    const int offset = index - first * units, run = offset / (RUN * n), rest = offset % (RUN * n), length = min((int)RUN, units - run * RUN);
+    cursor->work = first + rest / length;
+    cursor->unit = run * RUN + rest % length;
+}
+
+static __device__ void next_unit(Cursor *cursor, const ExpertMemory &m, int units) {
+    if (++cursor->unit % RUN && cursor->unit < units) return;
+    const int chosen = m.works[cursor->work].chosen;
+    if (m.works[cursor->work + 1].chosen == chosen) cursor->work++, cursor->unit = (cursor->unit - 1) / RUN * RUN;
+    else if (cursor->unit < units) cursor->work = first_work(m, cursor->work);
+    else cursor->work++, cursor->unit = 0;
+}
+
+static __device__ void step(Cursor *cursor, const Experts &e, const ExpertMemory &m, const Rounds &rounds, int team) {
+    const int round = ++cursor->round;
+    if (round < rounds.gate) {
+        if (round == rounds.shared) find_unit(cursor, m, rounds.units, rounds.first_routed);
+        else if (round == 0) find_unit(cursor, m, rounds.units, rounds.first_shared);
+        else next_unit(cursor, m, rounds.units);
+        return;
+    }
+    if (round == rounds.gate) cursor->work = 0, cursor->unit = team;
+    else cursor->unit += teams_of(e, true);
+    while (cursor->work < rounds.works && cursor->unit >= rounds.strips) cursor->unit -= rounds.strips, cursor->work++;
+}
+
+/* The strip of that team, in strips of eight rows of gate and up, or of sixteen of down. */
+static __device__ inline int strip_of(const Experts &e, const Cursor &cursor, bool down, int team) {
+    return down ? (int)blockIdx.x + cursor.unit * (int)gridDim.x : cursor.unit * teams_of(e, false) + team;
+}
+
+/* ---- the lists */
+
+static __device__ inline const void *first_scale(const Matrix &w) {
+    return w.exponents ? (const void *)(w.exponents + (size_t)w.first_row * (size_t)w.scale_cols) : row_scales(&w, 0);
+}
+
+static __device__ inline Chosen chosen_matrices(const Matrix &gate, const Matrix &up, const Matrix &down) {
+    return {.data = {gate.data, up.data, down.data}, .scale = {first_scale(gate), first_scale(up), first_scale(down)}};
+}
+
+/* The sum over the threads before this one; *sum: over all. */
+static __device__ uint64_t sum_before(uint64_t own, uint64_t *sum) {
+    __shared__ uint64_t of_warp[EXPERT_WARPS];
+    uint64_t until = own;
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const uint64_t other = __shfl_up_sync(~0u, until, (unsigned)distance);
+        if (lane_id() >= distance) until += other;
+    }
+    __syncthreads();                                /* the sums before these have been read */
+    if (lane_id() == 31) of_warp[warp_id()] = until;
+    __syncthreads();
+    uint64_t before = until - own;
+    *sum = 0;
+    for (int w = 0; w < EXPERT_WARPS; w++) {
+        if (w == warp_id()) before += *sum;
+        *sum += of_warp[w];
+    }
+    return before;
+}
+
+/* The expert of a pick as the lists number them: the shared one first. */
+static __device__ inline int listed_expert(const Experts &e, int pick) {
+    return is_shared(e, pick) ? 0 : e.picks[row_of(pick) * e.per_token + number_of(pick)] + (e.slots > e.per_token);
+}
+
+/* An expert and its place among those that were chosen, among the works and among the picks. */
+static __device__ void put_expert(const Experts &e, const ExpertMemory &m, int expert, int chosen, int work, int begin, int count) {
+    const int shared = e.slots > e.per_token, id = expert - shared;
+    if (id < 0) m.chosen[chosen] = chosen_matrices(e.shared[GATE], e.shared[UP], e.shared[DOWN]);
+    else m.chosen[chosen] = chosen_matrices(e.table[GATE][id], e.table[UP][id], e.table[DOWN][id]);
+#pragma unroll 1
+    for (int i = 0; i < count; i += e.columns)
+        m.works[work++] = {.chosen = (uint16_t)chosen, .begin = (uint16_t)(begin + i)};
+}
+
+/* Who chose whom, which every block finds out for itself: a mask of rows for each expert, sums over the experts, and the picks
+ * dealt out, by row. Returns the number of works. */
+static __device__ int list_works(const Experts &e, const ExpertMemory &m) {
+    const int experts = e.experts + e.slots - e.per_token, picks = e.n_rows * e.slots, words = divide_up(e.n_rows, 32);
+    uint32_t *mask = (uint32_t *)m.x;               /* [experts, words], and then [experts], until x is needed there */
+    uint16_t *begin = (uint16_t *)(mask + experts * words);
+#pragma unroll 1
+    for (int i = (int)threadIdx.x; i < experts * words; i += EXPERT_THREADS) mask[i] = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int i = (int)threadIdx.x; i < picks; i += EXPERT_THREADS) {
+        const int row = i / e.slots;
+        atomicOr(&mask[listed_expert(e, row << 16 | i % e.slots) * words + row / 32], 1u << row % 32);
+    }
+    __syncthreads();
+    uint64_t all = 0, part;                         /* chosen experts, works << 20, picks << 40 */
+#pragma unroll 1
+    for (int base = 0; base < experts; base += EXPERT_THREADS, all += part) {
+        const int expert = base + (int)threadIdx.x;
+        int count = 0;
+#pragma unroll 1
+        for (int i = 0; i < words && expert < experts; i++) count += __popc(mask[expert * words + i]);
+        const uint64_t own = (uint64_t)(count > 0) | (uint64_t)divide_up(count, e.columns) << 20 | (uint64_t)count << 40;
+        const uint64_t before = all + sum_before(own, &part);
+        if (!count) continue;
+        begin[expert] = (uint16_t)(before >> 40);
+        put_expert(e, m, expert, (int)(before & 0xfffff), (int)(before >> 20 & 0xfffff), (int)(before >> 40), count);
+    }
+    const int works = (int)(all >> 20 & 0xfffff);
+    if (threadIdx.x == 0) m.works[works] = {.chosen = NOBODY, .begin = (uint16_t)picks};
+    __syncthreads();
+#pragma unroll 1
+    for (int i = (int)threadIdx.x; i < picks; i += EXPERT_THREADS) {
+        const int row = i / e.slots, pick = row << 16 | i % e.slots, expert = listed_expert(e, pick);
+        int place = begin[expert] + __popc(mask[expert * words + row / 32] & ((1u << row % 32) - 1));
+#pragma unroll 1
+        for (int w = 0; w < row / 32; w++) place += __popc(mask[expert * words + w]);
+        m.order[place] = pick;
+    }
+    __syncthreads();
+    return works;
+}
+
+/* ---- weights on their way */
+
+static __device__ inline void copy_scales_to_shared(uint8_t *to, const uint8_t *from, int bytes) {
+    const uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
+    if (bytes == 4) asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(at), "l"(from) : "memory");
+    else asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" :: "r"(at), "l"(from) : "memory");
+}
+static __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+/* Waits until fewer than `n` of this thread's groups of copies are on their way. */
+static __device__ inline void wait_for_copies(int n) {
+    switch (n) {
+    case 2: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
+    case 3: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
+    case 4: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
+    case 5: asm volatile("cp.async.wait_group 4;" ::: "memory"); break;
+    default: asm volatile("cp.async.wait_group 5;" ::: "memory"); break;
+    }
+}
+
+/* What a warp reads, tile by tile, `stages` ahead of what it multiplies. */
+struct Stream {
+    Cursor cursor;
+    int limit;                  /* the rounds that are known */
+    int at, end;                /* bytes into a row */
+    int chunk_bytes, skipped;   /* of a chunk; from its end to the segment's next */
+    const uint8_t *data[2];     /* of the tile's upper and lower eight rows */
+    uint32_t row[4];            /* offsets of four of the tile's rows, for this lane's 16 bytes */
+    const uint8_t *scale;       /* of row `lane`, scale_bytes for each tile */
+    int scale_bytes, stage;
+};
+
+static __device__ void open_work(Stream *stream, const Experts &e, const ExpertMemory &m, const Rounds &rounds) {
+    const bool down = stream->cursor.round >= rounds.gate;
+    if (stream->cursor.work >= rounds.works) return;            /* at is behind the end still */
+    const DType D = type_of(e, rounds, stream->cursor.work);
+    const Chosen &chosen = m.chosen[m.works[stream->cursor.work].chosen];
+    const int cols = down ? e.inter : e.hidden, rows = down ? e.hidden : e.inter, lane = lane_id(),
+              first = strip_of(e, stream->cursor, down, team_of(e, down)) * (down ? TILE_ROWS : TILE_ROWS / 2);
+    stream->end = (int)weight_bytes(D, (size_t)cols);
+    stream->chunk_bytes = (int)weight_bytes(D, CHUNK);
+    stream->scale_bytes = scale_bytes(D);
+    stream->skipped = (segments_of(e, down) - 1) * stream->chunk_bytes;
+    stream->at = segment_of(e, down) * stream->chunk_bytes;
+    stream->data[0] = chosen.data[down ? DOWN : GATE], stream->data[1] = chosen.data[down ? DOWN : UP];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int row = min(first + lane / 8 + i % 2 * 4 + (down ? i / 2 * 8 : 0), rows - 1);
+        stream->row[i] = (uint32_t)row * (uint32_t)stream->end + (uint32_t)(lane % 8 * 16);
+    }
+    const int row = min(first + lane % (down ? TILE_ROWS : TILE_ROWS / 2), rows - 1);
+    const int blocks = divide_up(cols, tile_values(D)), scale_row = D == DTYPE_F4_E2M1 ? row : row / SCALE_BLOCK;
+    stream->scale = (const uint8_t *)chosen.scale[down ? DOWN : lane % TILE_ROWS < 8 ? GATE : UP]
+                    + (size_t)scale_row * (size_t)(blocks * stream->scale_bytes);
+}
+
+/* Starts to read this warp's next tile into its place in the ring. False: there is none that is known. */
+static __device__ bool fetch_tile(Stream *stream, const Experts &e, const ExpertMemory &m, const Rounds &rounds) {
+    while (stream->at >= stream->end) {
+        if (stream->cursor.round + 1 >= stream->limit) return false;
+        step(&stream->cursor, e, m, rounds, team_of(e, true));
+        open_work(stream, e, m, rounds);
+    }
+    const int lane = lane_id();
+    uint8_t *slot = m.ring + (warp_id() * e.stages + stream->stage) * e.slot_bytes;
+    uint8_t *to = slot + lane / 8 * TILE_BYTES + (lane % 8 ^ lane / 8 % 2 * 4) * 16;
+    const bool there = stream->at + lane % 8 * 16 < stream->end;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        start_copy_to_shared(to + i * 4 * TILE_BYTES, stream->data[i / 2] + (stream->row[i] + (uint32_t)(there ? stream->at : 0)),
+                             there);
+    if (stream->scale_bytes && lane < TILE_ROWS)
+        copy_scales_to_shared(slot + TILE_ROWS * TILE_BYTES + lane * stream->scale_bytes,
+                              stream->scale + stream->at / TILE_BYTES * stream->scale_bytes, stream->scale_bytes);
+    stream->at += TILE_BYTES;
+    if (stream->at % stream->chunk_bytes == 0) stream->at += stream->skipped;
+    stream->stage = stream->stage + 1 == e.stages ? 0 : stream->stage + 1;
+    return true;
+}
+
+/* ---- x as the tensor cores want it */
+
+/* A thread multiplies 64 values of a chunk, eight at a time, and four threads each their own. Of the chunk's 32 eights, which is the
+ * i-th of thread t: as many as 16 bytes of weights hold follow each other. */
+static __device__ inline int eight_of(DType D, int t, int i) {
+    const int each = D == DTYPE_F4_E2M1 ? 4 : D == DTYPE_F8_E4M3 ? 2 : 1;
+    return i / each * 4 * each + t * each + i % each;
+}
+/* The same backwards, as i * 4 + t. */
+static __device__ inline int eight_place(DType D, int eight) {
+    const int each = D == DTYPE_F4_E2M1 ? 4 : D == DTYPE_F8_E4M3 ? 2 : 1;
+    return eight / (4 * each) * 4 * each + eight % each * 4 + eight / each % 4;
+}
+
+/* Place of value i of an eight among them, in the order of narrow_eight(). */
+static __device__ inline int value_place(DType D, int i) {
+    return D == DTYPE_F4_E2M1 ? i % 4 * 2 + i / 4 : D == DTYPE_F8_E4M3 ? i / 4 * 4 + i % 2 * 2 + i % 4 / 2 : i;
+}
+
+static __device__ inline uint4 narrow_for(DType D, const float v[8]) {
+    if (D == DTYPE_F4_E2M1) return narrow_eight<DTYPE_F4_E2M1>(v);
+    if (D == DTYPE_F8_E4M3) return narrow_eight<DTYPE_F8_E4M3>(v);
+    if (D == DTYPE_BF16) return narrow_eight<DTYPE_BF16>(v);
+    return narrow_eight<DTYPE_F16>(v);
+}
+
+/* Bytes of a row of x, whole chunks, in shared memory. */
+static __host__ __device__ inline int x_stride(int cols) { return divide_up(cols, CHUNK) * CHUNK * 2 + STAGED_PAD; }
+
+/* The rows of a work, for the whole block. */
+static __device__ void stage_rows(const Experts &e, const ExpertMemory &m, int work, DType D) {
+    const int begin = m.works[work].begin, count = count_of(m, work), stride = x_stride(e.hidden), eights = (stride - STAGED_PAD) / 16;
+#pragma unroll 2
+    for (int i = (int)threadIdx.x; i < count * eights; i += EXPERT_THREADS) {
+        const int column = i / eights, eight = i % eights;
+        const float *from = e.x + (size_t)(row_of(m.order[begin + column])) * (size_t)e.hidden + eight * 8;
+        float v[8];
+        load_eight(v, from, e.hidden - eight * 8, e.aligned);
+        *(uint4 *)(m.x + column * stride + (eight / 32 * 32 + eight_place(D, eight % 32)) * 16) = narrow_for(D, v);
+    }
+}
+
+/* This thread's 64 values of a chunk, of its row of x or of gated; idle columns of the instruction repeat one. */
+static __device__ inline void load_rows(uint4 x[8], const Experts &e, const ExpertMemory &m, bool down, int work, int count, int chunk,
+                                        DType D) {
+    const int column = min(lane_id() / 4, count - 1), t = lane_id() % 4;
+    if (!down) {
+        const uint8_t *from = m.x + column * x_stride(e.hidden) + chunk * CHUNK * 2 + t * 16;
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i] = *(const uint4 *)(from + i * 64);
+        return;
+    }
+    const uint16_t *from = (const uint16_t *)e.gated + gated_row(e, m.order[m.works[work].begin + column]);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const int k = chunk * CHUNK + eight_of(D, t, i) * 8;
+        x[i] = k < e.inter ? __ldcg((const uint4 *)(from + k)) : make_uint4(0, 0, 0, 0);
+    }
+}
+
+/* ---- products */
+
+/* A tile as a thread has it: two pieces of 16 bytes of row g = lane / 4, two of row g + 8. */
+struct Tile { uint4 piece[2][2]; uint32_t scale[2][2]; };
+
+static __device__ inline void load_tile(Tile *tile, const uint8_t *slot, int scale_bytes) {
+    const int g = lane_id() / 4;
+    const uint8_t *from = slot + g * TILE_BYTES + lane_id() % 4 * 16, *scales = slot + TILE_ROWS * TILE_BYTES;
+#pragma unroll
+    for (int u = 0; u < 2; u++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            tile->piece[u][i] = *(const uint4 *)(from + (u ^ g % 2) * 64 + i * 8 * TILE_BYTES);
+            if (scale_bytes) tile->scale[u][i] = *(const uint32_t *)(scales + (g + i * 8) * scale_bytes + u * (scale_bytes - 4));
+        }
+}
+
+/* total += a tile times x. Of e4m3 the sum is scaled, of e2m1 each value, but for 2^E2M1_SHIFT. */
+template <DType D> static __device__ inline void multiply_tile(float total[4], const Tile &tile, const uint4 *x) {
+    constexpr int parts = D == DTYPE_F4_E2M1 ? 4 : D == DTYPE_F8_E4M3 ? 2 : 1;
+    float sum[4] = {};
+    float *into = D == DTYPE_F8_E4M3 ? sum : total;
+#pragma unroll
+    for (int u = 0; u < 2; u++) {
+        const uint32_t upper = D == DTYPE_F4_E2M1 ? e2m1_factor(tile.scale[u][0]) : 0,
+                       lower = D == DTYPE_F4_E2M1 ? e2m1_factor(tile.scale[u][1]) : 0;
+#pragma unroll
+        for (int part = 0; part < parts; part++) {
+            const uint4 a = widen_part<D>(tile.piece[u][0], part, upper), c = widen_part<D>(tile.piece[u][1], part, lower),
+                        b = x[u * parts + part];
+            multiply_fragment<D>(into, a.x, c.x, a.y, c.y, b.x, b.y);
+            multiply_fragment<D>(into, a.z, c.z, a.w, c.w, b.z, b.w);
+        }
+    }
+    if (D == DTYPE_F8_E4M3)
+#pragma unroll
+        for (int i = 0; i < 4; i++) total[i] = fmaf(__uint_as_float(tile.scale[0][i / 2]), sum[i], total[i]);
+}
+
+/* The tile of that number in a chunk. */
+template <DType D> static __device__ inline void multiply_numbered(float total[4], const Tile &tile, const uint4 x[8], int number) {
+    constexpr int tiles = D == DTYPE_F4_E2M1 ? 1 : D == DTYPE_F8_E4M3 ? 2 : 4;
+#pragma unroll
+    for (int i = 0; i < tiles; i++)
+        if (number == i) multiply_tile<D>(total, tile, x + i * (8 / tiles));
+}
+
+/* This warp's segment of one strip times the rows of one work, whose first chunk of x may be there already. As soon as a tile is in
+ * registers, the stream's next one takes its place. */
+static __device__ inline void multiply_work(float total[4], uint4 x[8], bool held, Stream *stream, int *stage, const Experts &e,
+                                            const ExpertMemory &m, const Rounds &rounds, bool down, int work) {
+    const DType D = type_of(e, rounds, work);
+    const int cols = down ? e.inter : e.hidden, count = count_of(m, work), segments = segments_of(e, down);
+    for (int chunk = segment_of(e, down); chunk * CHUNK < cols; chunk += segments) {
+        if (!held || segments * CHUNK < cols) load_rows(x, e, m, down, work, count, chunk, D);
+        const int tiles = divide_up(min((int)CHUNK, cols - chunk * CHUNK), tile_values(D));
+#pragma unroll 1
+        for (int i = 0; i < tiles; i++) {
+            Tile tile = {};
+            wait_for_copies(e.stages);
+            __syncwarp();
+            load_tile(&tile, m.ring + (warp_id() * e.stages + *stage) * e.slot_bytes, scale_bytes(D));
+            __syncwarp();
+            fetch_tile(stream, e, m, rounds);
+            commit_copies();
+            if (D == DTYPE_F4_E2M1) multiply_numbered<DTYPE_F4_E2M1>(total, tile, x, i);
+            else if (D == DTYPE_F8_E4M3) multiply_numbered<DTYPE_F8_E4M3>(total, tile, x, i);
+            else if (D == DTYPE_BF16) multiply_numbered<DTYPE_BF16>(total, tile, x, i);
+            else multiply_numbered<DTYPE_F16>(total, tile, x, i);
+            *stage = *stage + 1 == e.stages ? 0 : *stage + 1;
+        }
+    }
+    if (D == DTYPE_F4_E2M1)
+#pragma unroll
+        for (int i = 0; i < 4; i++) total[i] *= 0x1p32f;
+}
+
+/* The same in plain f32, for weights of any type at any address: a lane has one row and half of the columns of x. */
+static __device__ void multiply_exactly(float total[4], const Experts &e, const ExpertMemory &m, const Rounds &rounds, bool down,
+                                        int work, int strip) {
+    const int cols = down ? e.inter : e.hidden, rows = down ? e.hidden : e.inter, lane = lane_id(), high = down ? TILE_ROWS : TILE_ROWS / 2,
+              begin = m.works[work].begin, last = count_of(m, work) - 1,
+              which = down ? DOWN : lane % TILE_ROWS < 8 ? GATE : UP;
+    const DType stored = (work < rounds.shared_works ? e.shared[which] : e.table[which][0]).dtype;
+    const Chosen &chosen = m.chosen[m.works[work].chosen];
+    const int row = min(strip * high + lane % high, rows - 1);
+    const uint8_t *data = chosen.data[which] + (size_t)row * weight_bytes(stored, (size_t)cols);
+    const float *scale = (const float *)chosen.scale[which] + row / SCALE_BLOCK * divide_up(cols, SCALE_BLOCK), *x[4];
+    const uint8_t *exponents = (const uint8_t *)chosen.scale[which] + row * divide_up(cols, EXPONENT_BLOCK);
+    for (int c = 0; c < 4; c++) {
+        const int pick = m.order[begin + min(lane / 16 * 4 + c, last)];
+        x[c] = down ? (const float *)e.gated + gated_row(e, pick) : e.x + (size_t)row_of(pick) * (size_t)e.hidden;
+    }
+    for (int chunk = segment_of(e, down); chunk * CHUNK < cols; chunk += segments_of(e, down))
+#pragma unroll 1
+        for (int k = chunk * CHUNK; k < min(chunk * CHUNK + CHUNK, cols); k++) {
+            float weight = load_stored(data, (size_t)k, stored);
+            if (stored == DTYPE_F8_E4M3) weight *= scale[k / SCALE_BLOCK];
+            if (stored == DTYPE_F4_E2M1) weight *= widen_e8m0(exponents[k / EXPONENT_BLOCK]);
+            for (int c = 0; c < 4; c++) total[c] = fmaf(weight, __ldcg(x[c] + k), total[c]);
+        }
+}
+
+/* ---- sums */
+
+/* A warp's sums to columns [first, first + count) of those that wait. */
+static __device__ inline void put_columns(const Experts &e, const ExpertMemory &m, const float total[4], bool down, int work, int strip,
+                                          int first, int count) {
+    const int lane = lane_id(), segments = segments_of(e, down), segment = segment_of(e, down);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const bool exact = e.dtype[0] == EXACT;
+        const int column = exact ? lane / 16 * 4 + i : lane % 4 * 2 + i % 2, row = exact ? lane % 16 : lane / 4 + i / 2 * 8;
+        if (column < count) m.sums[((first + column) * segments + segment) * TILE_ROWS + row] = total[i];
+    }
+    if (segment == 0 && lane < count) {
+        m.strip[first + lane] = strip;
+        m.pick[first + lane] = m.order[m.works[work].begin + lane];
+    }
+}
+
+static __device__ inline float add_segments(const ExpertMemory &m, int segments, int column, int row) {
+    float sum = 0;
+#pragma unroll 4
+    for (int i = 0; i < segments; i++) sum += m.sums[(column * segments + i) * TILE_ROWS + row];
+    return sum;
+}
+
+/* gated = silu(gate x) * up x for the columns that wait. */
+static __device__ void add_gate_up(const Experts &e, const ExpertMemory &m, int columns) {
+    const int segments = segments_of(e, false);
+#pragma unroll 1
+    for (int i = (int)threadIdx.x; i < columns * 8; i += EXPERT_THREADS) {
+        const int column = i / 8, r = i % 8, out = m.strip[column] * 8 + r, pick = m.pick[column];
+        if (out >= e.inter) continue;
+        const DType D = e.dtype[is_shared(e, pick)];
+        const float value = silu(add_segments(m, segments, column, r)) * add_segments(m, segments, column, 8 + r);
+        const size_t row = gated_row(e, pick);
+        if (D == EXACT) ((float *)e.gated)[row + (size_t)out] = value;
+        else {
+            const uint32_t pair = D == DTYPE_F16 ? narrow_pair<DTYPE_F16>(value, 0) : narrow_pair<DTYPE_BF16>(value, 0);
+            ((uint16_t *)e.gated)[row + (size_t)(out - r + value_place(D, r))] = (uint16_t)pair;
         }
     }
 }
 
-/* y += weight * down gated for 32 values of every row, over all experts that were chosen, in ascending order. */
-template <DType D, int TILES>
-static __global__ void __launch_bounds__(THREADS, 2) down_kernel(const __grid_constant__ Experts e) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    const int row = (int)blockIdx.x * STRIP, columns = TILES * 8, k = first_batch<D>(e.down_cut, 0);
-    float *sums = (float *)(shared + staged_bytes(D, e.down_cut, min(columns, e.n_rows)));
-    Strip strip;
-    Batch batch;
-    set_strip<D>(&strip, e.down[expert_lists.expert[0]], row);
-    fetch_batch<D>(batch, strip, k);
-    for (int expert = 0, first = 0; expert < expert_lists.n;) {
-        Input input = chosen_rows(expert, first, columns);
-        input.x = e.gated, input.stride = (size_t)e.inter, input.cols = e.inter, input.aligned = e.aligned;
-        multiply_segment<D, TILES>(sums + warp_id() * columns * SUM_STRIDE, batch, strip, input, e.down_cut, 0, shared);
-        first += columns;
-        if (first >= expert_lists.begin[expert + 1] - expert_lists.begin[expert]) first = 0, expert++;
-        if (expert < expert_lists.n) {                     /* the next weights are on their way while these sums are added */
-            set_strip<D>(&strip, e.down[expert_lists.expert[expert]], row);
-            fetch_batch<D>(batch, strip, k);
+/* Which columns that wait belong to the same row and strip: next[c] is the next one, leads[c] says that there is none before. */
+static __device__ void link_columns(const ExpertMemory &m, int columns) {
+    const int c = (int)threadIdx.x;
+    if (c < columns) {
+        const int row = row_of(m.pick[c]), strip = m.strip[c];
+        int before = c - 1, after = c + 1;
+        while (before >= 0 && (m.strip[before] != strip || row_of(m.pick[before]) != row)) before--;
+        while (after < columns && (m.strip[after] != strip || row_of(m.pick[after]) != row)) after++;
+        m.next[c] = after;
+        m.leads[c] = before < 0;
+    }
+    __syncthreads();
+}
+
+/* y += weight * down gated for the columns that wait: the first one of a row of y takes its others along, in order. */
+static __device__ void add_down(const Experts &e, const ExpertMemory &m, int columns) {
+    link_columns(m, columns);
+#pragma unroll 1
+    for (int i = (int)threadIdx.x; i < columns * TILE_ROWS; i += EXPERT_THREADS) {
+        const int first = i / TILE_ROWS, r = i % TILE_ROWS, out = m.strip[first] * TILE_ROWS + r, row = row_of(m.pick[first]);
+        if (out >= e.hidden || !m.leads[first]) continue;
+        float *y = e.y + (size_t)row * (size_t)e.hidden + (size_t)out;
+        float sum = is_shared(e, m.pick[first]) ? 0 : *y;
+#pragma unroll 1
+        for (int c = first; c < columns; c = m.next[c]) {
+            const float weight = is_shared(e, m.pick[c]) ? 1 : e.weights[row * e.per_token + number_of(m.pick[c])];
+            sum = fmaf(weight, add_segments(m, segments_of(e, true), c, r), sum);
         }
-        __syncthreads();
-        for (int i = (int)threadIdx.x; i < STRIP * input.count; i += THREADS) {
-            const int r = i % STRIP, column = i / STRIP, pick = input.list[input.first + column];
-            if (row + r >= e.hidden) continue;
-            float *y = e.y + (size_t)(pick / e.per_token) * (size_t)e.hidden + (size_t)(row + r);
-            *y = fmaf(e.weights[pick], sum_segments<TILES>(sums, e.down_cut, r, column), *y);
-        }
+        *y = sum;
     }
 }
 
-template <DType D, int TILES> static void launch_experts(Experts e, int most) {
-    const int columns = e.n_rows < TILES * 8 ? e.n_rows : TILES * 8;
-    e.gate_cut = cut_of(1, WARPS, e.hidden, D);
-    e.down_cut = cut_of(1, WARPS, e.inter, D);
-    const size_t gate_shared = (size_t)(staged_bytes(D, e.gate_cut, columns) + sums_bytes(TILES));
-    const size_t down_shared = (size_t)(staged_bytes(D, e.down_cut, columns) + sums_bytes(TILES));
-    allow_shared(gate_up_kernel<D, TILES>, gate_shared);
-    gate_up_kernel<D, TILES><<<dim3((unsigned)divide_up(e.inter, 16), (unsigned)most), THREADS, gate_shared, gpu.stream>>>(e);
-    LAUNCHED();
-    allow_shared(down_kernel<D, TILES>, down_shared);
-    down_kernel<D, TILES><<<(unsigned)divide_up(e.hidden, STRIP), THREADS, down_shared, gpu.stream>>>(e);
-    LAUNCHED();
+static __device__ inline void add_waiting(const Experts &e, const ExpertMemory &m, bool down, int columns) {
+    __syncthreads();
+    if (down) add_down(e, m, columns);
+    else add_gate_up(e, m, columns);
+    __syncthreads();
 }
 
-template <DType D> static void launch_expert_tiles(const Experts &e, int most) {
-    if (D == EXACT || e.n_rows <= 8) launch_experts<D, 1>(e, most);
-    else if constexpr (D != EXACT) launch_experts<D, 2>(e, most);
+/* ---- the kernel */
+
+/* Waits until all blocks have come here; what they wrote before is seen behind it. They all fit on the GPU at once. */
+static __device__ struct Gate { unsigned arrived, opened; } expert_gate;
+
+static __device__ void wait_for_all_blocks() {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        volatile unsigned *opened = &expert_gate.opened;
+        const unsigned before = *opened;
+        __threadfence();
+        if (atomicAdd(&expert_gate.arrived, 1) == gridDim.x - 1) {
+            expert_gate.arrived = 0;
+            __threadfence();
+            *opened = before + 1;
+        } else
+            while (*opened == before) {}
+        __threadfence();
+    }
+    __syncthreads();
 }
 
-/* As many rows at a time as the lists hold: all, unless a token has more than 16 experts. */
+static __device__ ExpertMemory expert_memory(const Experts &e, uint8_t *shared) {
+    ExpertMemory m;
+    m.ring = shared;
+    m.x = m.ring + EXPERT_WARPS * e.stages * e.slot_bytes;
+    m.sums = (float *)(m.x + e.x_bytes);
+    m.strip = (int *)(m.sums + MAX_SUMS * TILE_ROWS);
+    m.pick = m.strip + MAX_SUMS;
+    m.next = (uint8_t *)(m.pick + MAX_SUMS);
+    m.leads = m.next + MAX_SUMS;
+    m.chosen = (Chosen *)(m.leads + MAX_SUMS);
+    m.works = (Work *)(m.chosen + e.most_chosen);
+    m.order = (int *)(m.works + e.most_chosen + divide_up(e.n_rows * e.slots, e.columns) + 1);
+    return m;
+}
+
+/* Weights may be read before it is known who is chosen: those of the shared expert. Returns how many tiles are on their way. */
+static __device__ int fetch_shared(Stream *stream, const Experts &e, const ExpertMemory &m, const Rounds &rounds) {
+    if (threadIdx.x == 0) m.chosen[0] = chosen_matrices(e.shared[GATE], e.shared[UP], e.shared[DOWN]);
+    for (int i = (int)threadIdx.x; i <= rounds.shared_works; i += EXPERT_THREADS)
+        m.works[i].chosen = i < rounds.shared_works ? 0 : NOBODY;
+    __syncthreads();
+    int ahead = 0;
+    for (; ahead < e.stages && fetch_tile(stream, e, m, rounds); ahead++) commit_copies();
+    return ahead;
+}
+
+static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const __grid_constant__ Experts e) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    const ExpertMemory m = expert_memory(e, shared);
+    const bool exact = e.dtype[0] == EXACT;
+    const int lane = lane_id();
+    Rounds rounds = {};
+    count_shared_rounds(&rounds, e);
+    Stream stream = {};
+    stream.cursor.round = -1;
+    stream.limit = rounds.shared;
+    int ahead = 0, stage = 0;
+    if (!exact && rounds.shared) ahead = fetch_shared(&stream, e, m, rounds);
+    wait_for_previous();
+    count_rounds(&rounds, e, list_works(e, m));
+    stream.limit = rounds.gate + rounds.down;
+    for (; ahead < e.stages && !exact; ahead++) {
+        fetch_tile(&stream, e, m, rounds);
+        commit_copies();
+    }
+
+    Cursor cursor = {.round = -1, .work = 0, .unit = 0};        /* of team `lane` */
+    uint4 x[8];
+    int staged = -1, used = 0;                      /* the work whose rows are at hand; columns that wait */
+    for (int round = 0; round < rounds.gate + rounds.down; round++) {
+        const bool down = round >= rounds.gate;
+        const int segments = segments_of(e, down), teams = teams_of(e, down), team = team_of(e, down);
+        if (round == rounds.gate) {
+            add_waiting(e, m, false, used);
+            used = 0, staged = -1;
+            wait_for_all_blocks();
+            let_next_start();
+        }
+        step(&cursor, e, m, rounds, min(lane, teams - 1));
+        const int own_count = lane < teams && cursor.work < rounds.works ? count_of(m, cursor.work) : 0;
+        int until = own_count;                      /* columns of the teams up to `lane` */
+        for (int distance = 1; distance < EXPERT_WARPS; distance *= 2) {
+            const int other = __shfl_up_sync(~0u, until, (unsigned)distance);
+            if (lane >= distance) until += other;
+        }
+        const int columns = __shfl_sync(~0u, until, EXPERT_WARPS - 1), count = __shfl_sync(~0u, own_count, team),
+                  first = __shfl_sync(~0u, until, team) - count, work = __shfl_sync(~0u, cursor.work, team),
+                  strip = strip_of(e, {.round = round, .work = work, .unit = __shfl_sync(~0u, cursor.unit, team)}, down, team);
+        if (!down && !exact && work != staged) {
+            __syncthreads();
+            stage_rows(e, m, work, type_of(e, rounds, work));
+            __syncthreads();
+        }
+        float total[4] = {};
+        if (count && exact) multiply_exactly(total, e, m, rounds, down, work, strip);
+        else if (count) multiply_work(total, x, down && work == staged, &stream, &stage, e, m, rounds, down, work);
+        staged = work;
+        if ((used + columns) * segments > MAX_SUMS) {
+            add_waiting(e, m, down, used);
+            used = 0;
+        }
+        if (count) put_columns(e, m, total, down, work, strip, used + first, count);
+        used += columns;
+    }
+    if (rounds.down) add_waiting(e, m, true, used);
+    else {                                          /* the others wait for this block's rows of gated */
+        add_waiting(e, m, false, used);
+        wait_for_all_blocks();
+    }
+}
+
+/* How an expert's matrices are multiplied. */
+static DType streamed_type(const Matrix *gate, const Matrix *up, const Matrix *down) {
+    const bool same = gate->dtype == up->dtype && up->dtype == down->dtype;
+    return same && rows_aligned(gate->dtype, gate->cols) && rows_aligned(down->dtype, down->cols) ? gate->dtype : EXACT;
+}
+
+/* Cuts up a block's shared memory: as many rows of x beside a tile as there are, and as many stages as there is room for. */
+static size_t lay_out_experts(Experts *e) {
+    const int picks = e->n_rows * e->slots, experts = e->experts + e->slots - e->per_token;
+    const int lists = experts * (divide_up(e->n_rows, 32) * (int)sizeof(uint32_t) + (int)sizeof(uint16_t));
+    e->slot_bytes = TILE_ROWS * (TILE_BYTES + max(scale_bytes(e->dtype[0]), scale_bytes(e->dtype[1])));
+    for (int least = MIN_STAGES; least >= 2; least--)
+        for (e->columns = min(e->n_rows, (int)TILE_COLUMNS); e->columns; e->columns--)
+            for (e->stages = MAX_STAGES; e->stages >= least; e->stages--) {
+                e->x_bytes = (max(e->columns * x_stride(e->hidden), lists) + 15) / 16 * 16;
+                const size_t works = (size_t)(e->most_chosen + divide_up(picks, e->columns) + 1),
+                             bytes = (size_t)(EXPERT_WARPS * e->stages * e->slot_bytes + e->x_bytes)
+                                     + MAX_SUMS * ((TILE_ROWS + 2) * sizeof(float) + 2) + (size_t)e->most_chosen * sizeof(Chosen)
+                                     + works * sizeof(Work) + (size_t)picks * sizeof(int);
+                if (bytes + 1024 <= gpu.shared_per_block) return bytes;
+            }
+    return 0;
+}
+
+/* As many segments as there are chunks, or the next lower power of two. */
+static int count_segment_bits(int cols) {
+    int bits = 0;
+    while (bits < MAX_SEGMENT_BITS && 2 << bits <= divide_up(cols, CHUNK)) bits++;
+    return bits;
+}
+
+static void launch_experts(Experts e) {
+    e.segment_bits[GATE] = e.segment_bits[UP] = count_segment_bits(e.hidden);
+    e.segment_bits[DOWN] = count_segment_bits(e.inter);
+    const size_t shared = lay_out_experts(&e);
+    const int units = divide_up(e.inter, (EXPERT_WARPS >> e.segment_bits[GATE]) * TILE_ROWS / 2), strips = divide_up(e.hidden, TILE_ROWS);
+    launch_early(experts_kernel, min(gpu.multiprocessors, max(e.n_rows * e.slots * units, strips)), EXPERT_THREADS, shared, e);
+}
+
+/* The shared expert runs with the others where its matrices are like theirs, and by itself before them where not. As many rows at a
+ * time as the lists hold. */
 static void experts(float *y, const float *x, const int *picks, const float *weights, int n_rows, const LayerWeights *layer,
                     const Config *config, float *scratch) {
     const int per_token = config->num_experts_per_tok, hidden = config->hidden_size, inter = config->moe_intermediate_size;
-    const DType dtype = layer->expert_dtype;
-    const bool aligned = rows_aligned(dtype, hidden) && rows_aligned(dtype, inter);
+    const Matrix gate = {.dtype = layer->expert_dtype, .cols = hidden}, down = {.dtype = layer->expert_dtype, .cols = inter};
+    const DType dtype = streamed_type(&gate, &gate, &down),
+                shared_dtype = streamed_type(&layer->gate_proj, &layer->up_proj, &layer->down_proj);
+    const bool merged = layer->gate_proj.rows == inter && (dtype == EXACT) == (shared_dtype == EXACT);
+    const int slots = per_token + merged, experts = config->n_routed_experts + merged;
+    const int most = min(MAX_LISTED / slots, MAX_MASKS / experts / (int)sizeof(uint32_t) * 32);
+    if (layer->gate_proj.rows && !merged) {
+        const size_t inner = (size_t)layer->gate_proj.rows;
+        float *up = scratch + (size_t)n_rows * inner;
+        linear(scratch, inner, x, (size_t)hidden, n_rows, &layer->gate_proj);
+        linear(up, inner, x, (size_t)hidden, n_rows, &layer->up_proj);
+        swiglu(scratch, scratch, up, (size_t)n_rows * inner);
+        linear(y, (size_t)hidden, scratch, inner, n_rows, &layer->down_proj);
+    }
     for (int first = 0, n; first < n_rows; first += n) {
-        n = n_rows - first < MAX_LISTED / per_token ? n_rows - first : MAX_LISTED / per_token;
+        n = min(n_rows - first, most);
         const size_t row = (size_t)first;
         const float *in = x + row * (size_t)hidden;
-        const Experts e = {.gate = layer->expert_gate, .up = layer->expert_up, .down = layer->expert_down, .x = in,
-                           .weights = weights + row * (size_t)per_token, .gated = scratch, .y = y + row * (size_t)hidden,
-                           .n_rows = n, .per_token = per_token, .hidden = hidden, .inter = inter,
-                           .aligned = floats_aligned(in, (size_t)hidden) && floats_aligned(scratch, (size_t)inter),
-                           .gate_cut = {}, .down_cut = {}};
-        const int most = n * per_token < config->n_routed_experts ? n * per_token : config->n_routed_experts;
-        list_kernel<<<1, LIST_THREADS, 0, gpu.stream>>>(picks + row * (size_t)per_token, n * per_token);
-        LAUNCHED();
-        if (!aligned) launch_expert_tiles<EXACT>(e, most);
-        else if (dtype == DTYPE_BF16) launch_expert_tiles<DTYPE_BF16>(e, most);
-        else if (dtype == DTYPE_F16) launch_expert_tiles<DTYPE_F16>(e, most);
-        else if (dtype == DTYPE_F4_E2M1) launch_expert_tiles<DTYPE_F4_E2M1>(e, most);
-        else launch_expert_tiles<DTYPE_F8_E4M3>(e, most);
+        launch_experts({.table = {layer->expert_gate, layer->expert_up, layer->expert_down},
+                        .shared = {layer->gate_proj, layer->up_proj, layer->down_proj}, .picks = picks + row * (size_t)per_token,
+                        .x = in, .weights = weights + row * (size_t)per_token, .gated = scratch, .y = y + row * (size_t)hidden,
+                        .n_rows = n, .experts = config->n_routed_experts, .per_token = per_token, .hidden = hidden, .inter = inter,
+                        .slots = slots, .aligned = floats_aligned(in, (size_t)hidden), .dtype = {dtype, merged ? shared_dtype : dtype},
+                        .segment_bits = {}, .columns = 0, .most_chosen = min(n * per_token, config->n_routed_experts) + merged, .stages = 0,
+                        .slot_bytes = 0, .x_bytes = 0});
     }
 }
 
@@ -3148,8 +3766,7 @@ static __device__ const uint8_t *row_at(const RowPool &pool, size_t stride, Devi
     return row.id < pool.n_rows ? pool.rows + (size_t)row.id * stride : pool.staging + (size_t)(row.id - pool.n_rows) * stride;
 }
 
-/* ---- lists of keys: of(r) is row r's, with `length` keys; value j of a key, and of what it stands for, are of a key/value
- * head */
+/* ---- lists of keys: of(r) is row r's, with `length` keys; value j of a key, and of what it stands for, are of a key/value head */
 
 struct SelectedKeys {
     RowPool pool;
@@ -3354,8 +3971,7 @@ template <bool FP8> struct LatentShared {
     DeviceRow ids[SPLIT_KEYS];
 };
 
-/* n rows of the selection, from id `first` of the chunk on, begin their way into shared memory; the others of the tile are
- * zeros. */
+/* n rows of the selection, from id `first` of the chunk on, begin their way into shared memory; the others of the tile are zeros. */
 template <bool FP8>
 static __device__ void start_tile(LatentShared<FP8> *shared, const SelectedKeys &keys, int turn, int first, int n) {
     for (int i = threadIdx.x; i < TILE_KEYS * StoredRow<FP8>::PIECES; i += LATENT_THREADS) {
@@ -4949,8 +5565,7 @@ extern "C" void cuda_allocate(int *lengths, const float *scores, const int *limi
     LAUNCHED();
 }
 
-/* ---- the list of operations; the last ones but one work on lists in host memory, where the pipeline wants their results at
- * once */
+/* ---- the list of operations; the last ones but one work on lists in host memory, where the pipeline wants their results at once */
 
 extern "C" const Backend cuda_backend = {
     .name = "cuda",

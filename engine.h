@@ -853,8 +853,8 @@ typedef struct Drafter {
  * row r's inputs alone and sums in an order fixed by the shapes, never by the number of rows or threads.
  */
 
-/* Where memory lies, as the operations need it. What the pipeline itself reads or writes is MEMORY_HOST, and operations may
- * use it too, for what is small: on a GPU each access crosses the link. In C there is no difference. */
+/* Where memory lies, as the operations need it. What the pipeline itself reads or writes is MEMORY_HOST, and operations may use it
+ * too, for what is small: on a GPU each access crosses the link. In C there is no difference. */
 typedef enum Memory { MEMORY_DEVICE, MEMORY_HOST } Memory;
 
 typedef struct DeviceOptions {  /* how operations run; a backend that has no choice runs as if all were false */
@@ -1012,8 +1012,8 @@ struct Backend {
     /* Sigmoid router with group limit (DeepSeek-V3, 2.1.2). logits: [rows, experts]; picks, weights: [rows, per_token]. */
     void (*route)(int *picks, float *weights, const float *logits, const float *bias, int n_rows, const Config *config);
 
-    /* y[r] += sum over r's picks of weight * down(silu(gate x) * up x), experts in ascending order.
-     * scratch: as State.expert_scratch. */
+    /* y[r] = the layer's shared expert of x[r], or y[r] as it is where the layer has none, plus the sum over r's picks of weight *
+     * down(silu(gate x) * up x), experts in ascending order. scratch: as State.expert_scratch. */
     void (*experts)(float *y, const float *x, const int *picks, const float *weights, int n_rows,
                     const LayerWeights *layer, const Config *config, float *scratch);
 
@@ -1125,8 +1125,8 @@ typedef struct State {          /* [rows] stands for max_rows; everything lies i
     float *router_logits;       /* [rows, n_routed_experts] f32 */
     int *expert_picks;          /* [rows, num_experts_per_tok] */
     float *expert_weights;      /* [rows, num_experts_per_tok] f32 */
-    float *expert_scratch;      /* [rows, the larger of 2 * (hidden_size + moe_intermediate_size) and num_experts_per_tok *
-                                 * moe_intermediate_size] f32 */
+    float *expert_scratch;      /* [rows, the larger of 2 * (hidden_size + an expert's width, the shared one's too) and
+                                 * (num_experts_per_tok + 1) * moe_intermediate_size] f32 */
     float *cosine, *sine;       /* [rows, rope dim / 2] f32 */
     float *inverse_frequency;   /* [rope dim / 2] f32 */
     DeviceRow *kv_rows, *index_rows;    /* [rows] where each row of the pass is stored */

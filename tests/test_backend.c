@@ -838,7 +838,8 @@ static void test_route_with_bad_numbers(void) {
             }
 }
 
-static void test_experts(DType dtype) {
+/* shared: rows of the shared expert's gate; 0: there is none, and the experts are added to what y holds. */
+static void test_experts(DType dtype, int shared) {
     enum { EXPERTS = 5, PER_TOKEN = 2, HIDDEN = 52, INTER = 37, ROWS = 21 };
     const Config config = {
         .n_routed_experts = EXPERTS, .num_experts_per_tok = PER_TOKEN, .hidden_size = HIDDEN, .moe_intermediate_size = INTER};
@@ -849,10 +850,16 @@ static void test_experts(DType dtype) {
         views[1][e] = (up[e] = make_matrix(dtype, INTER, HIDDEN)).view;
         views[2][e] = (down[e] = make_matrix(dtype, HIDDEN, INTER)).view;
     }
-    const LayerWeights layer = {.expert_gate = views[0], .expert_up = views[1], .expert_down = views[2]};
+    LayerWeights layer = {.expert_gate = views[0], .expert_up = views[1], .expert_down = views[2]};
+    TestMatrix common[3];
+    if (shared) {
+        layer.gate_proj = (common[0] = make_matrix(dtype, shared, HIDDEN)).view;
+        layer.up_proj = (common[1] = make_matrix(dtype, shared, HIDDEN)).view;
+        layer.down_proj = (common[2] = make_matrix(dtype, HIDDEN, shared)).view;
+    }
     float *x = random_floats(ROWS * HIDDEN), *start = random_floats(ROWS * HIDDEN),
           *y = allocate_zeroed(ROWS * HIDDEN, sizeof(float));
-    float *scratch = allocate_zeroed(ROWS * 2 * (HIDDEN + INTER), sizeof(float)), weights[ROWS * PER_TOKEN];
+    float *scratch = allocate_zeroed(ROWS * 2 * (HIDDEN + 2 * INTER), sizeof(float)), weights[ROWS * PER_TOKEN];
     int picks[ROWS * PER_TOKEN];
     random_fill(weights, ROWS * PER_TOKEN);
     for (int i = 0; i < ROWS * HIDDEN; i++) x[i] *= dtype == DTYPE_F8_E4M3 ? 0.1f : 3;
@@ -865,18 +872,23 @@ static void test_experts(DType dtype) {
     int wrong = 0;
     for (int r = 0; r < ROWS; r++)
         for (int o = 0; o < HIDDEN; o++) {
-            double sum = start[r * HIDDEN + o], terms = fabs(sum);
-            for (int i = 0; i < PER_TOKEN; i++)
-                for (int k = 0, e = picks[r * PER_TOKEN + i]; k < INTER; k++) {
+            double sum = shared ? 0 : start[r * HIDDEN + o], terms = fabs(sum);
+            for (int i = shared ? -1 : 0; i < PER_TOKEN; i++) {
+                const int e = i < 0 ? 0 : picks[r * PER_TOKEN + i], inner = i < 0 ? shared : INTER;
+                const TestMatrix *matrices[3] = {i < 0 ? &common[0] : &gate[e], i < 0 ? &common[1] : &up[e],
+                                                 i < 0 ? &common[2] : &down[e]};
+                for (int k = 0; k < inner; k++) {
                     double g = 0, u = 0;
                     for (int j = 0; j < HIDDEN; j++) {
-                        g += gate[e].values[k * HIDDEN + j] * x[r * HIDDEN + j];
-                        u += up[e].values[k * HIDDEN + j] * x[r * HIDDEN + j];
+                        g += matrices[0]->values[k * HIDDEN + j] * x[r * HIDDEN + j];
+                        u += matrices[1]->values[k * HIDDEN + j] * x[r * HIDDEN + j];
                     }
-                    double term = weights[r * PER_TOKEN + i] * down[e].values[o * INTER + k] * (g / (1 + exp(-g)) * u);
+                    double term = (i < 0 ? 1 : weights[r * PER_TOKEN + i]) * matrices[2]->values[o * inner + k]
+                                  * (g / (1 + exp(-g)) * u);
                     sum += term;
                     terms += fabs(term);
                 }
+            }
             wrong += !near(y[r * HIDDEN + o], sum, terms, 1e-5);
         }
     CHECK(!wrong, "experts %s: %d values are off", dtype_names[dtype], wrong);
@@ -887,6 +899,7 @@ static void test_experts(DType dtype) {
         CHECK(!memcmp(alone, y + r * HIDDEN, sizeof alone), "row %d's experts give alone what they give in company", r);
     }
     for (int e = 0; e < EXPERTS; e++) free_matrix(&gate[e]), free_matrix(&up[e]), free_matrix(&down[e]);
+    for (int i = 0; i < 3 && shared; i++) free_matrix(&common[i]);
     free(x), free(start), free(y), free(scratch);
 }
 
@@ -921,7 +934,7 @@ int main(void) {
         test_latent_space(dtypes[d], 4, 24, 16, 32, 32);
         test_latent_space(dtypes[d], 3, 13, 10, 11, 37);
         test_latent_space(dtypes[d], 2, 192, 64, 256, 512);
-        test_experts(dtypes[d]);
+        for (int shared = 0; shared <= 74; shared += 37) test_experts(dtypes[d], shared);
     }
     for (int level = -3; level <= 3; level += 3) {              /* negative everywhere, none, positive everywhere */
         test_route(8, 1, 1, 2, (float)level, true);

@@ -734,27 +734,36 @@ static void make_experts(Matrix **host, const Matrix **device, DType dtype, int 
     *host = malloc((size_t)n * sizeof **host);
     for (int e = 0; e < n; e++) {
         const int pitch = (rows + SCALE_BLOCK - 1) / SCALE_BLOCK * SCALE_BLOCK;
-        const size_t offset = (size_t)(e * pitch) * (size_t)cols * dtype_size(dtype),
+        const size_t offset = (size_t)(e * pitch) * stored_bytes(dtype, (size_t)cols),
                      scales = (size_t)(e * pitch / SCALE_BLOCK) * (size_t)whole->scale_cols;
         (*host)[e] = *whole, list[e] = copy;
         (*host)[e].rows = list[e].rows = rows;
         (*host)[e].data += offset, list[e].data += offset;
         if (whole->scale) (*host)[e].scale += scales, list[e].scale += scales;
+        if (whole->exponents) (*host)[e].first_row = list[e].first_row = e * pitch;
     }
     *device = on_device(list, (size_t)n * sizeof *list);
     free(list);
 }
 
-static void check_experts(DType dtype, const char *type, Config config, int n) {
+/* shared: the width of the shared expert, of that type; 0: there is none. */
+static void check_experts(DType dtype, const char *type, Config config, int n, int shared, DType shared_type) {
     const int experts = config.n_routed_experts, k = config.num_experts_per_tok, hidden = config.hidden_size,
               inter = config.moe_intermediate_size;
-    const int each = 2 * (hidden + inter) > k * inter ? 2 * (hidden + inter) : k * inter;
+    const int each = larger(2 * (hidden + larger(inter, shared)), (k + 1) * inter);
     const size_t values = (size_t)n * (size_t)hidden, width = (size_t)hidden;
     char name[128];
-    snprintf(name, sizeof name, "experts %s [%d of %d, %d, %d], %d rows", type, k, experts, inter, hidden, n);
+    snprintf(name, sizeof name, "experts %s [%d of %d, %d, %d], shared %d, %d rows", type, k, experts, inter, hidden, shared, n);
     LayerWeights host, device;
-    Matrix whole[3], *lists[3];
+    Matrix whole[3], *lists[3], common[3];
     memset(&host, 0, sizeof host);
+    memset(&device, 0, sizeof device);
+    for (int i = 0; i < 3 && shared; i++) common[i] = random_matrix(shared_type, i < 2 ? shared : hidden, i < 2 ? hidden : shared, 0);
+    if (shared) {
+        host.gate_proj = common[0], host.up_proj = common[1], host.down_proj = common[2];
+        device.gate_proj = matrix_on_device(&common[0]), device.up_proj = matrix_on_device(&common[1]);
+        device.down_proj = matrix_on_device(&common[2]);
+    }
     make_experts(&lists[0], &device.expert_gate, dtype, experts, inter, hidden, &whole[0]);
     make_experts(&lists[1], &device.expert_up, dtype, experts, inter, hidden, &whole[1]);
     make_experts(&lists[2], &device.expert_down, dtype, experts, hidden, inter, &whole[2]);
@@ -772,7 +781,7 @@ static void check_experts(DType dtype, const char *type, Config config, int n) {
     c_backend.experts(y, x, picks, weights, n, &host, &config, scratch);
     cuda_backend.experts(dy, dx, dp, dw, n, &device, &config, ds);
     float *out = from_device(dy, values * 4);
-    compare(name, out, y, values, dtype == DTYPE_F32 ? 1e-5 : 1e-2);
+    compare(name, out, y, values, dtype == DTYPE_F32 && (!shared || shared_type == DTYPE_F32) ? 1e-5 : 1e-2);
     for (int take = 1; take < n; take = take * 3 + 1) { /* in order, so many at a time */
         float *before = from_device(dz, values * 4);
         for (int first = n % take; first < n; first += take)
@@ -786,22 +795,28 @@ static void check_experts(DType dtype, const char *type, Config config, int n) {
     }
     free(x), free(y), free(weights), free(scratch), free(picks), free(out);
     for (int i = 0; i < 3; i++) free(lists[i]), free_weights(&whole[i]);
+    for (int i = 0; i < 3 && shared; i++) free_weights(&common[i]);
     free_kept();
 }
 
+/* Without a shared expert; with one like the others, which runs with them; with one of another type, or another width. */
 static void test_experts(void) {
-    static const int shapes[][4] = {{4, 2, 8, 12},     {6, 3, 20, 8},     {8, 2, 64, 48},
-                                    {16, 4, 256, 128}, {12, 4, 528, 272}, {32, 8, 1024, 256}};
+    static const int shapes[][4] = {{4, 2, 8, 12},      {6, 3, 20, 8},      {8, 2, 64, 48},    {8, 2, 256, 320},
+                                    {16, 4, 256, 128}, {12, 4, 528, 272}, {32, 8, 1024, 256}, {8, 2, 512, 2304}};
     static const int rows[] = {0, 1, 2, 9, 17, 60, 130};
-    for (int t = 0; t < 4; t++)
-        for (int s = 0; s < 6; s++)
+    for (int t = 0; t < 5; t++)
+        for (int s = 0; s < 8; s++)
             for (int r = 0; r < 7; r++) {
                 Config config;
                 memset(&config, 0, sizeof config);
                 config.n_routed_experts = shapes[s][0], config.num_experts_per_tok = shapes[s][1],
                 config.hidden_size = shapes[s][2];
                 config.moe_intermediate_size = shapes[s][3];
-                check_experts(weight_types[t], weight_names[t], config, rows[r]);
+                const int inter = config.moe_intermediate_size;
+                check_experts(weight_types[t], weight_names[t], config, rows[r], 0, weight_types[t]);
+                check_experts(weight_types[t], weight_names[t], config, rows[r], inter, weight_types[t]);
+                check_experts(weight_types[t], weight_names[t], config, rows[r], inter, DTYPE_F8_E4M3);
+                if (r % 3 == 0) check_experts(weight_types[t], weight_names[t], config, rows[r], 2 * inter, weight_types[t]);
             }
 }
 
