@@ -1548,8 +1548,8 @@ template <DType D, int TILES, int TERMS> static void launch_product(const Produc
  * up as mma.sync does, which takes its place before sm_90; the tests compare every bit. */
 
 enum {
-    TILE_ROWS = 64,             /* of weights, of the four warps that share a wgmma */
-    TILE_THREADS = 128,
+    WIDE_ROWS = 64,             /* of weights, of the four warps that share a wgmma */
+    WIDE_THREADS = 128,
     WIDE_STEP = 64,             /* columns */
     WIDE_BYTES = 2 * WIDE_STEP, /* of a row and term of x in a step */
     WIDE_STAGES = 4,            /* steps in shared memory at most */
@@ -1566,8 +1566,8 @@ typedef struct Wide {
 } Wide;
 
 /* A tile of N rows of x. stage, rounded: bytes of a step of weights and of x. slot: floats of one segment's sums. */
-template <DType D, int TERMS, int N, int GROUPS> struct Tile {
-    static constexpr int rows = GROUPS * TILE_ROWS, threads = GROUPS * TILE_THREADS;
+template <DType D, int TERMS, int N, int GROUPS> struct WideTile {
+    static constexpr int rows = GROUPS * WIDE_ROWS, threads = GROUPS * WIDE_THREADS;
     static constexpr int chunk = D == DTYPE_F4_E2M1 ? 8 : 16;       /* bytes that a thread copies at a time, */
     static constexpr int chunks = chunk_values(D) == 8 ? 4 : 2;     /* and how often in a step, half of them for either row */
     static constexpr int stage = threads * chunks * chunk, rounded = TERMS * N * WIDE_BYTES;
@@ -1623,14 +1623,14 @@ static __global__ void __launch_bounds__(THREADS) round_kernel(const __grid_cons
 
 /* ---- barriers in shared memory, for which others arrive than those that wait */
 
-static __device__ inline uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+static __device__ inline uint32_t in_shared(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
 static __device__ inline void set_barrier(uint64_t *barrier, int count) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(count) : "memory");
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(in_shared(barrier)), "r"(count) : "memory");
 }
 
 static __device__ inline void arrive_at(uint64_t *barrier) {
-    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" :: "r"(shared_address(barrier)) : "memory");
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" :: "r"(in_shared(barrier)) : "memory");
 }
 
 /* Until round `round` of it is complete. */
@@ -1638,7 +1638,7 @@ static __device__ inline void wait_at(uint64_t *barrier, int round) {
     uint32_t done = 0;
     while (!done)
         asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.shared.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
-                     : "=r"(done) : "r"(shared_address(barrier)), "r"(round % 2) : "memory");
+                     : "=r"(done) : "r"(in_shared(barrier)), "r"(round % 2) : "memory");
 }
 
 /* One warp copies a step of x. Its first thread does, and the barrier counts the bytes; before sm_90, all do. from: the first
@@ -1648,12 +1648,12 @@ static __device__ inline void copy_rounded(uint8_t *to, uint64_t *filled, const 
 #if __CUDA_ARCH__ >= 900
     if (lane_id()) return;
     asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}"
-                 :: "r"(shared_address(filled)), "r"(TERMS * N * WIDE_BYTES) : "memory");
+                 :: "r"(in_shared(filled)), "r"(TERMS * N * WIDE_BYTES) : "memory");
 #pragma unroll
     for (int term = 0; term < TERMS; term++)
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                     :: "r"(shared_address(to + term * N * WIDE_BYTES)), "l"(from + (size_t)term * term_bytes),
-                        "r"(N * WIDE_BYTES), "r"(shared_address(filled)) : "memory");
+                     :: "r"(in_shared(to + term * N * WIDE_BYTES)), "l"(from + (size_t)term * term_bytes),
+                        "r"(N * WIDE_BYTES), "r"(in_shared(filled)) : "memory");
 #else
     for (int i = lane_id() * 16; i < TERMS * N * WIDE_BYTES; i += 32 * 16)
         *(uint4 *)(to + i) = *(const uint4 *)(from + (size_t)(i / (N * WIDE_BYTES)) * term_bytes + i % (N * WIDE_BYTES));
@@ -1686,7 +1686,7 @@ template <DType D> static __device__ inline void set_pair(Pair *pair, const Matr
 /* Starts to copy a step of weights; zeros where there are none. */
 template <DType D, typename T>
 static __device__ inline void copy_weights(uint8_t *stage, const Pair &pair, int step, int cols) {
-    const uint32_t to = shared_address(stage) + threadIdx.x * T::chunk;
+    const uint32_t to = in_shared(stage) + threadIdx.x * T::chunk;
 #pragma unroll
     for (int i = 0; i < T::chunks; i++) {
         const int at = step_column<D>(step) + i % (T::chunks / 2) * 32;
@@ -1702,10 +1702,10 @@ static __device__ inline void copy_weights(uint8_t *stage, const Pair &pair, int
     }
 }
 
-static __device__ inline void commit_copies(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
+static __device__ inline void close_step(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 /* Until all have come but those of the last `ahead` steps. */
-static __device__ inline void wait_for_copies(int ahead) {
+static __device__ inline void wait_for_steps(int ahead) {
     static_assert(WIDE_STAGES - 2 <= 2);
     if (ahead == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
     else if (ahead == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
@@ -1765,7 +1765,7 @@ template <DType D, int N> static __device__ inline void multiply_tile(float sum[
 template <DType D, int TERMS, int N>
 static __device__ inline void multiply_step(float sum[N / 8][4], uint32_t a[2][2][4], const uint8_t *rounded) {
     const uint64_t layout = 1ull << 62 | (uint64_t)(8 * WIDE_BYTES >> 4) << 32 | 1 << 16;   /* rows of 128 bytes, exchanged */
-    const uint32_t low = shared_address(rounded) >> 4;
+    const uint32_t low = in_shared(rounded) >> 4;
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int i = 0; i < 4 * TERMS; i++) {
@@ -1885,7 +1885,7 @@ template <int TERMS, int N, typename T> static __device__ inline void copy_x(con
 template <DType D, int TERMS, int N, typename T>
 static __device__ inline Walk start_copies(const Job &job, const Pair &pair, const Walk &start, int n, int cols) {
     Walk walk = start;
-    for (int i = 0; i < n; i++, commit_copies())
+    for (int i = 0; i < n; i++, close_step())
         if (walk.segment < job.end) {
             copy_weights<D, T>(job.ring + i * T::stage, pair, walk.step, cols);
             next_step<D>(&walk, job.segments, job.n_steps);
@@ -1932,10 +1932,10 @@ template <DType D, int TERMS, int N, typename T> static __device__ void multiply
         next_step<D>(&next, job.segments, job.n_steps);
         const bool more = ahead.segment < job.end, ends = next.segment != now.segment;
         if (next.segment < job.end) fetch_pair_scales<D>(next_scale, pair, next.step, cols);
-        wait_for_copies(stages - 2);
+        wait_for_steps(stages - 2);
         load_fragments<D, T>(a, job.ring + get.stage * T::stage, scale);
         if (more) copy_weights<D, T>(job.ring + put.stage * T::stage, pair, ahead.step, cols);
-        commit_copies();
+        close_step();
         wait_at(&job.stages->filled[get.stage], get.round);
         multiply_step<D, TERMS, N>(sum, a, job.rounded + get.stage * T::rounded);
         __syncwarp();
@@ -1958,9 +1958,9 @@ template <DType D, int TERMS, int N, typename T> static __device__ void multiply
 
 /* Grid: blocks that share a tile's segments, tiles of rows of x, tiles of rows of weights of each head. */
 template <DType D, int TERMS, int N, int GROUPS>
-static __global__ void __launch_bounds__(GROUPS * TILE_THREADS, 4 / GROUPS) wide_kernel(const __grid_constant__ Wide wide) {
+static __global__ void __launch_bounds__(GROUPS * WIDE_THREADS, 4 / GROUPS) wide_kernel(const __grid_constant__ Wide wide) {
     extern __shared__ __align__(1024) uint8_t wide_shared[];
-    typedef Tile<D, TERMS, N, GROUPS> T;
+    typedef WideTile<D, TERMS, N, GROUPS> T;
     const Product &p = wide.p;
     const int segments = p.cut.cluster * p.cut.along, share = segments / wide.split, tiles = divide_up(p.w.rows, T::rows);
     Job job = {};
@@ -2003,14 +2003,14 @@ typedef struct Choice {
 } Choice;
 
 template <DType D, int TERMS, int N, int GROUPS> static size_t tile_shared(const Wide &wide) {
-    typedef Tile<D, TERMS, N, GROUPS> T;
+    typedef WideTile<D, TERMS, N, GROUPS> T;
     const int share = wide.p.cut.cluster * wide.p.cut.along / wide.split, slot = 4 * T::slot, ring = wide.stages * T::stage;
     const int sums = wide.split == 1 ? ring : (share - 1) * slot + (ring > slot ? ring : slot);
     return (size_t)wide.stages * T::rounded + sizeof(Stages) + (size_t)sums;
 }
 
 template <DType D, int TERMS, int N, int GROUPS> static void launch_wide(const Wide &wide) {
-    typedef Tile<D, TERMS, N, GROUPS> T;
+    typedef WideTile<D, TERMS, N, GROUPS> T;
     const Product &p = wide.p;
     const size_t shared = tile_shared<D, TERMS, N, GROUPS>(wide), eights = (size_t)(p.heads * divide_up(p.w.cols, WIDE_STEP)) * 8;
     launch_early(round_kernel<D, TERMS>, blocks_for((size_t)p.n_rows * eights), THREADS, 0, 1, p, wide.padded);
@@ -2032,7 +2032,7 @@ template <DType D, int TERMS, int N, int GROUPS> static void consider_tile(Choic
             wide.stages--;
         if (shared > gpu.shared_per_block) continue;
         const int fit = (int)(gpu.shared_per_block / shared), slots = gpu.multiprocessors * (fit < beside ? fit : beside);
-        const int blocks = divide_up(p.w.rows, GROUPS * TILE_ROWS) * p.heads * divide_up(p.n_rows, N) * split;
+        const int blocks = divide_up(p.w.rows, GROUPS * WIDE_ROWS) * p.heads * divide_up(p.n_rows, N) * split;
         const double rest = divide_up(blocks % slots, gpu.multiprocessors), all = slots / gpu.multiprocessors;
         const double step = blocks / slots * fmax(all * work, least) + (rest ? fmax(rest * work, least) : 0);
         const double cost = divide_up(divide_up(p.w.cols, WIDE_STEP), split) * step + (split > 1 ? 1 + 0.1 * split : 0);
