@@ -982,7 +982,7 @@ static void add_norm(float *y, float *x, const float *branch, const float *weigh
 /* =====================================================================================================================
  * Products
  *
- *     linear, expand_value -> multiply -> launch_tiles -> choose_cut, product_kernel
+ *     linear, expand_value -> multiply -> launch_tiles -> choose_cut, product_kernel or multiply_many
  *     product_kernel -> fetch_first, multiply_segment, sum_segments
  *     multiply_segment -> fetch_input and put_input (x), multiply_batch (weights), put_sums
  *
@@ -996,7 +996,8 @@ static void add_norm(float *y, float *x, const float *branch, const float *weigh
  * A sum over the columns is cut into segments, each the work of one warp, and their sums are added in order. Their number depends
  * on the matrix alone: as many as it takes to keep the GPU busy with one row of x. Those of a strip lie in the warps of a block
  * and in the blocks of a cluster, which add up through each other's shared memory; how they are spread over warps and blocks, and
- * how many columns of the instruction are in use, is all that the number of rows of x decides.
+ * how many columns of the instruction are in use, is all that the number of rows of x decides. Many rows have a kernel of their
+ * own, which takes the same steps in larger tiles.
  *
  * Weights are on their way into a ring in shared memory, 128 KB a multiprocessor, from before the kernel in front has ended. Four
  * threads fetch 64 neighbouring bytes of a row, and what a thread has fetched it uses as if it were the fragment it should have:
@@ -1168,7 +1169,7 @@ template <DType D> static __device__ inline uint32_t narrow_pair(float low, floa
 
 /* What rounding to that type has taken from v. */
 template <DType D> static __device__ inline float remainder_of(float v) {
-    return v - (D == DTYPE_F16 ? __half2float(__float2half_rn(v)) : __bfloat162float(__float2bfloat16_rn(v)));
+    return v - (D == DTYPE_F16 ? __half2float(__float2half_rn(v)) : __uint_as_float(narrow_pair<D>(0, v)));
 }
 
 /* Eight neighbouring values as pairs in the order in which widen_four and widen_eight give the weights they meet. */
@@ -1599,10 +1600,542 @@ template <DType D, int TILES, int TERMS> static void launch_product(const Produc
                  THREADS, shared, cut.cluster, product);
 }
 
+/* ---- many rows: a block multiplies a tile of 64 to 256 rows of weights by 64 or 128 rows of x, one segment after the other,
+ * each instruction with the same values as product_kernel's: a row has the same bits there and here, whatever the tile.
+ *
+ *     multiply_many -> consider_tile, round_kernel, wide_kernel -> multiply_segments -> finish_segment, add_slots
+ *
+ * x is rounded once for all blocks, in the layout that wgmma reads: 128 bytes of a row and term for each step of 64 columns,
+ * whose 16-byte parts are exchanged within eight rows, so that a column's lie in different banks. A tile's step is one copy for
+ * each term. Weights come through shared memory as well, but there each thread reads only what it has copied itself. wgmma adds
+ * up as mma.sync does, which takes its place before sm_90; the tests compare every bit. */
+
+enum {
+    WIDE_ROWS = 64,             /* of weights, of the four warps that share a wgmma */
+    WIDE_THREADS = 128,
+    WIDE_STEP = 64,             /* columns */
+    WIDE_BYTES = 2 * WIDE_STEP, /* of a row and term of x in a step */
+    WIDE_STAGES = 4,            /* steps in shared memory at most */
+    ROUNDED_BYTES = 32 << 20,
+};
+
+/* [heads, steps, terms, padded rows, WIDE_BYTES] */
+static __device__ __align__(1024) uint8_t rounded_rows[ROUNDED_BYTES];
+
+typedef struct Wide {
+    Product p;
+    int split, stages;          /* blocks of a cluster that share a tile's segments; steps in shared memory */
+    int padded;                 /* rows of x, up to whole tiles */
+} Wide;
+
+/* A tile of N rows of x. stage, rounded: bytes of a step of weights and of x. slot: floats of one segment's sums. */
+template <DType D, int TERMS, int N, int GROUPS> struct WideTile {
+    static constexpr int rows = GROUPS * WIDE_ROWS, threads = GROUPS * WIDE_THREADS;
+    static constexpr int chunk = D == DTYPE_F4_E2M1 ? 8 : 16;       /* bytes that a thread copies at a time, */
+    static constexpr int chunks = chunk_values(D) == 8 ? 4 : 2;     /* and how often in a step, half of them for either row */
+    static constexpr int stage = threads * chunks * chunk, rounded = TERMS * N * WIDE_BYTES;
+    static constexpr int stride = rows + 4, slot = N * stride;
+};
+
+/* Barriers in shared memory, for each stage: its x has come; all warps have done with it. */
+typedef struct Stages { uint64_t filled[WIDE_STAGES], used[WIDE_STAGES]; } Stages;
+
+/* The columns of a step: 64 neighbours; of e2m1, 16 neighbours for each of four threads. */
+template <DType D> static __device__ inline int step_column(int step) {
+    return D == DTYPE_F4_E2M1 ? step / 4 * 256 + step % 4 / 2 * 128 + step % 2 * 16 : step * WIDE_STEP;
+}
+
+/* Of them, the first of the eight that become word t of four of the 16-byte parts, those of stretch s. */
+template <DType D> static __device__ inline int eight_column(int s, int t) {
+    return chunk_values(D) == 8 ? s * 32 + t * 8 : t * chunk_values(D) + s * 8;
+}
+
+/* Where a block is: step `at` of a segment, step `step` of the matrix. Those past the last column are left out. */
+typedef struct Walk { int segment, at, step; } Walk;
+
+template <DType D> static __device__ inline void next_step(Walk *walk, int segments, int n_steps) {
+    constexpr int steps = batch_values(D) / WIDE_STEP;              /* of a batch */
+    const int at = walk->at + 1, step = (walk->segment + at / steps * segments) * steps + at % steps;
+    const bool there = step < n_steps;
+    walk->at = there ? at : 0;
+    walk->segment += !there;
+    walk->step = there ? step : walk->segment * steps;
+}
+
+template <DType D, int TERMS>
+static __global__ void __launch_bounds__(THREADS) round_kernel(const __grid_constant__ Product p, int padded) {
+    let_next_start();
+    wait_for_previous();
+    const int n_steps = divide_up(p.w.cols, WIDE_STEP), eights = p.heads * n_steps * 8, i = (int)thread_index();
+    const int row = i / eights, part = i % eights / 8, head = part / n_steps, s = i / 4 % 2, t = i % 4;
+    if (row >= p.n_rows) return;
+    const int column = step_column<D>(part % n_steps) + eight_column<D>(s, t);
+    float v[8];
+    load_eight(v, p.x + (size_t)row * p.x_stride + (size_t)(head * p.x_head + column), p.w.cols - column, p.aligned);
+    uint8_t *to = rounded_rows + ((size_t)part * TERMS * (size_t)padded + (size_t)row) * WIDE_BYTES + t * 4;
+#pragma unroll
+    for (int term = 0; term < TERMS; term++, to += (size_t)padded * WIDE_BYTES) {
+        const uint4 words = narrow_eight<D>(v);
+        const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int q = 0; q < 4; q++) *(uint32_t *)(to + ((s * 4 + q) ^ row % 8) * 16) = word[q];
+#pragma unroll
+        for (int j = 0; j < 8; j++) v[j] = remainder_of<D>(v[j]);
+    }
+}
+
+/* ---- barriers in shared memory, for which others arrive than those that wait */
+
+static __device__ inline uint32_t in_shared(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+static __device__ inline void set_barrier(uint64_t *barrier, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(in_shared(barrier)), "r"(count) : "memory");
+}
+
+static __device__ inline void arrive_at(uint64_t *barrier) {
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" :: "r"(in_shared(barrier)) : "memory");
+}
+
+/* Until round `round` of it is complete. */
+static __device__ inline void wait_at(uint64_t *barrier, int round) {
+    uint32_t done = 0;
+    while (!done)
+        asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.shared.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
+                     : "=r"(done) : "r"(in_shared(barrier)), "r"(round % 2) : "memory");
+}
+
+/* One warp copies a step of x. Its first thread does, and the barrier counts the bytes; before sm_90, all do. from: the first
+ * term, with so many bytes to the next. */
+template <int TERMS, int N>
+static __device__ inline void copy_rounded(uint8_t *to, uint64_t *filled, const uint8_t *from, size_t term_bytes) {
+#if __CUDA_ARCH__ >= 900
+    if (lane_id()) return;
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}"
+                 :: "r"(in_shared(filled)), "r"(TERMS * N * WIDE_BYTES) : "memory");
+#pragma unroll
+    for (int term = 0; term < TERMS; term++)
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                     :: "r"(in_shared(to + term * N * WIDE_BYTES)), "l"(from + (size_t)term * term_bytes),
+                        "r"(N * WIDE_BYTES), "r"(in_shared(filled)) : "memory");
+#else
+    for (int i = lane_id() * 16; i < TERMS * N * WIDE_BYTES; i += 32 * 16)
+        *(uint4 *)(to + i) = *(const uint4 *)(from + (size_t)(i / (N * WIDE_BYTES)) * term_bytes + i % (N * WIDE_BYTES));
+    __syncwarp();
+    if (lane_id() == 0) arrive_at(filled);
+#endif
+}
+
+/* ---- weights */
+
+/* Rows g and g + 8 of a warp's 16, from a thread's first chunk on. */
+typedef struct Pair {
+    const uint8_t *data;        /* of the first */
+    uint32_t apart;             /* bytes */
+    const uint8_t *scale[2];    /* e4m3: f32; e2m1: exponents */
+} Pair;
+
+/* first: the first row; top: how many rows of other heads come before. Rows past the end repeat the last one. */
+template <DType D> static __device__ inline void set_pair(Pair *pair, const Matrix &w, int first, int top) {
+    const size_t bytes = weight_bytes(D, (size_t)w.cols);
+    const int row[2] = {min(first, w.rows - 1) + top, min(first + 8, w.rows - 1) + top};
+    pair->data = w.data + (size_t)row[0] * bytes + lane_id() % 4 * 16;
+    pair->apart = (uint32_t)(row[1] - row[0]) * (uint32_t)bytes;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        pair->scale[i] = D == DTYPE_F4_E2M1 ? w.exponents + (size_t)(w.first_row + row[i]) * (size_t)w.scale_cols
+                                            : (const uint8_t *)row_scales(&w, row[i]);
+}
+
+/* Starts to copy a step of weights; zeros where there are none. */
+template <DType D, typename T>
+static __device__ inline void copy_weights(uint8_t *stage, const Pair &pair, int step, int cols) {
+    const uint32_t to = in_shared(stage) + threadIdx.x * T::chunk;
+#pragma unroll
+    for (int i = 0; i < T::chunks; i++) {
+        const int at = step_column<D>(step) + i % (T::chunks / 2) * 32;
+        const bool there = at + lane_id() % 4 * chunk_values(D) < cols;
+        const uint32_t offset = there ? (uint32_t)weight_bytes(D, (size_t)at) : 0;
+        const uint8_t *from = pair.data + (offset + i / (T::chunks / 2) * pair.apart);
+        if constexpr (T::chunk == 16)
+            asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                         :: "r"(to + i * T::threads * 16), "l"(from), "r"(there ? 16 : 0) : "memory");
+        else
+            asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8, %2;"
+                         :: "r"(to + i * T::threads * 8), "l"(from), "r"(there ? 8 : 0) : "memory");
+    }
+}
+
+static __device__ inline void close_step(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+/* Until all have come but those of the last `ahead` steps. */
+static __device__ inline void wait_for_steps(int ahead) {
+    static_assert(WIDE_STAGES - 2 <= 2);
+    if (ahead == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
+    else if (ahead == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
+    else asm volatile("cp.async.wait_group 0;" ::: "memory");
+}
+
+/* The scales of a step: of e4m3 its batch's, of e2m1 four threads'. */
+template <DType D> static __device__ inline void fetch_pair_scales(uint32_t scale[2], const Pair &pair, int step, int cols) {
+    const int column = step_column<D>(step);
+    if constexpr (D == DTYPE_F8_E4M3 || D == DTYPE_F4_E2M1)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int offset = D == DTYPE_F4_E2M1 ? column / EXPONENT_BLOCK : column / SCALE_BLOCK * (int)sizeof(float);
+            scale[i] = column < cols ? __ldg((const uint32_t *)(pair.scale[i] + offset)) : 0;
+        }
+}
+
+/* a[s][i]: the fragment of instruction i of stretch s. */
+template <DType D, typename T>
+static __device__ inline void load_fragments(uint32_t a[2][2][4], const uint8_t *stage, const uint32_t scale[2]) {
+    const uint8_t *at = stage + threadIdx.x * T::chunk;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int r = i / 2, s = i % 2;
+        uint4 v;
+        if constexpr (D == DTYPE_F4_E2M1) {
+            const uint2 chunk = *(const uint2 *)(at + r * T::threads * 8);
+            v = widen_eight(s ? chunk.y : chunk.x, e2m1_factor(scale[r]));
+        } else if constexpr (D == DTYPE_F8_E4M3) v = widen_part<D>(*(const uint4 *)(at + r * T::threads * 16), s, 0);
+        else v = *(const uint4 *)(at + i * T::threads * 16);
+        a[s][0][r] = v.x, a[s][0][2 + r] = v.y, a[s][1][r] = v.z, a[s][1][2 + r] = v.w;
+    }
+}
+
+/* ---- the multiplications of a step */
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define SUMS(i) "+f"(sum[i][0]), "+f"(sum[i][1]), "+f"(sum[i][2]), "+f"(sum[i][3])
+#define SUMS_8(i) SUMS(i), SUMS(i + 1), SUMS(i + 2), SUMS(i + 3), SUMS(i + 4), SUMS(i + 5), SUMS(i + 6), SUMS(i + 7)
+#define NAMES_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+                 "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_64 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA(N, TYPE, NAMES, A, B, ...) \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" NAMES "}, {" A "}, " B ", 1, 1, 1, 0;" \
+                 : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+/* sum += A B: 64 rows of weights, 16 values of k, N rows of x. */
+template <DType D, int N> static __device__ inline void multiply_tile(float sum[N / 8][4], const uint32_t a[4], uint64_t b) {
+    static_assert(N == 64 || N == 128);
+    if constexpr (D == DTYPE_F16 && N == 64) WGMMA("64", "f16", NAMES_32, "%32, %33, %34, %35", "%36", SUMS_8(0));
+    else if constexpr (D == DTYPE_F16) WGMMA("128", "f16", NAMES_64, "%64, %65, %66, %67", "%68", SUMS_8(0), SUMS_8(8));
+    else if constexpr (N == 64) WGMMA("64", "bf16", NAMES_32, "%32, %33, %34, %35", "%36", SUMS_8(0));
+    else WGMMA("128", "bf16", NAMES_64, "%64, %65, %66, %67", "%68", SUMS_8(0), SUMS_8(8));
+}
+
+template <DType D, int TERMS, int N>
+static __device__ inline void multiply_step(float sum[N / 8][4], uint32_t a[2][2][4], const uint8_t *rounded) {
+    const uint64_t layout = 1ull << 62 | (uint64_t)(8 * WIDE_BYTES >> 4) << 32 | 1 << 16;   /* rows of 128 bytes, exchanged */
+    const uint32_t low = in_shared(rounded) >> 4;
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < 4 * TERMS; i++) {
+        const int s = i / (2 * TERMS), term = i / 2 % TERMS, instruction = i % 2;
+        multiply_tile<D, N>(sum, a[s][instruction],
+                            layout | (low + (uint32_t)(term * N * WIDE_BYTES + (s * 2 + instruction) * 32 >> 4)));
+    }
+    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) asm volatile("" : "+f"(sum[i / 4][i % 4]) :: "memory");     /* not used before here */
+#pragma unroll
+    for (int i = 0; i < 16; i++) asm volatile("" : "+r"(a[i / 8][i / 4 % 2][i % 4]) :: "memory");
+}
+#else
+template <DType D, int TERMS, int N>
+static __device__ inline void multiply_step(float sum[N / 8][4], const uint32_t a[2][2][4], const uint8_t *rounded) {
+    const int g = lane_id() / 4;
+#pragma unroll
+    for (int i = 0; i < 4 * TERMS; i++) {
+        const int s = i / (2 * TERMS), term = i / 2 % TERMS, instruction = i % 2, part = s * 4 + instruction * 2;
+        const uint8_t *row = rounded + (term * N + g) * WIDE_BYTES + lane_id() % 4 * 4;
+        const uint32_t *w = a[s][instruction];
+#pragma unroll
+        for (int tile = 0; tile < N / 8; tile++, row += 8 * WIDE_BYTES)
+            multiply_fragment<D>(sum[tile], w[0], w[1], w[2], w[3], *(const uint32_t *)(row + (part ^ g) * 16),
+                                 *(const uint32_t *)(row + (part + 1 ^ g) * 16));
+    }
+}
+#endif
+
+/* ---- sums: sum[tile][part] of a thread is of these rows and columns of the block's tile */
+
+static __device__ inline int sum_row(int part) { return warp_id() * 16 + lane_id() / 4 + part / 2 * 8; }
+static __device__ inline int sum_column(int tile, int part) { return tile * 8 + lane_id() % 4 * 2 + part % 2; }
+
+/* A block that has all segments adds each one's sums to y at once: every y is of one thread. y: of the tile, which has so many
+ * rows and columns. */
+template <int N>
+static __device__ void add_segment(float *y, size_t y_stride, const float sum[N / 8][4], int rows, int columns, bool first) {
+    asm volatile("" : "+r"(rows), "+r"(columns));                   /* compared here, not in registers before the loop */
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) {
+        const int row = sum_row(i % 4), column = sum_column(i / 4, i % 4);
+        if (row >= rows || column >= columns) continue;
+        float *at = y + (size_t)column * y_stride + (size_t)row;
+        *at = first ? sum[i / 4][i % 4] : *at + sum[i / 4][i % 4];
+    }
+}
+
+/* Otherwise they wait in shared memory, [N, stride]. */
+template <int N> static __device__ void put_segment(float *slot, int stride, const float sum[N / 8][4]) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) slot[sum_column(i / 4, i % 4) * stride + sum_row(i % 4)] = sum[i / 4][i % 4];
+}
+
+/* and are added up in the end, `share` from each block of the cluster; four rows and four segments at a time. */
+template <typename T>
+static __device__ void add_slots(float *y, size_t y_stride, const float *sums, int split, int share, int rows, int columns) {
+    const int power = power_of(share), segments = split << power;
+    for (int i = (int)(blockIdx.x * blockDim.x + threadIdx.x); i < T::rows / 4 * columns; i += split * (int)blockDim.x) {
+        const int row = i % (T::rows / 4) * 4, column = i / (T::rows / 4);
+        const float *at = sums + column * T::stride + row;
+        float4 sum = {}, value[4];
+#pragma unroll 1
+        for (int begin = 0; begin < segments; begin += 4) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const int segment = min(begin + j, segments - 1);
+                load_from_block(&value[j], at + (segment & share - 1) * T::slot, segment >> power);
+            }
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                if (begin + j < segments)
+                    sum = make_float4(sum.x + value[j].x, sum.y + value[j].y, sum.z + value[j].z, sum.w + value[j].w);
+        }
+        if (row < rows) store_four(y + (size_t)column * y_stride + (size_t)row, sum, rows - row);
+    }
+}
+
+/* ---- the kernel */
+
+/* What a block has to do, and its shared memory. */
+typedef struct Job {
+    int head, first_row, first_column;              /* its tile's */
+    int n_steps, segments, first, end;              /* of the matrix; the block's segments */
+    const uint8_t *x;                               /* rounded, of the tile; term_bytes to the next term or step */
+    size_t term_bytes;
+    uint8_t *rounded, *ring;                        /* steps of x and of weights */
+    Stages *stages;
+    float *sums;                                    /* of segments, the last of which takes the place of the ring */
+    float *y;
+} Job;
+
+template <DType D, int N, typename T>
+static __device__ inline void finish_segment(float sum[N / 8][4], const Wide &wide, const Job &job, int segment) {
+#pragma unroll
+    for (int i = 0; D == DTYPE_F4_E2M1 && i < N / 2; i++) sum[i / 4][i % 4] *= 0x1p32f;
+    if (wide.split == 1)
+        add_segment<N>(job.y, wide.p.y_stride, sum, wide.p.w.rows - job.first_row, wide.p.n_rows - job.first_column,
+                       segment == 0);
+    else {
+        if (segment + 1 == job.end) __syncthreads();                /* nobody needs the ring any more */
+        put_segment<N>(job.sums + (segment - job.first) * T::slot, T::stride, sum);
+    }
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) sum[i / 4][i % 4] = 0;
+}
+
+/* Step `step` of x into that stage. */
+template <int TERMS, int N, typename T> static __device__ inline void copy_x(const Job &job, int stage, int step) {
+    if (warp_id() == 0)
+        copy_rounded<TERMS, N>(job.rounded + stage * T::rounded, &job.stages->filled[stage],
+                               job.x + (size_t)(step * TERMS) * job.term_bytes, job.term_bytes);
+}
+
+/* Fills all stages but one; weights, while the kernel before this one may be running. Returns the step after them. */
+template <DType D, int TERMS, int N, typename T>
+static __device__ inline Walk start_copies(const Job &job, const Pair &pair, const Walk &start, int n, int cols) {
+    Walk walk = start;
+    for (int i = 0; i < n; i++, close_step())
+        if (walk.segment < job.end) {
+            copy_weights<D, T>(job.ring + i * T::stage, pair, walk.step, cols);
+            next_step<D>(&walk, job.segments, job.n_steps);
+        }
+    wait_for_previous();
+    walk = start;
+    for (int i = 0; i < n && walk.segment < job.end; i++, next_step<D>(&walk, job.segments, job.n_steps))
+        copy_x<TERMS, N, T>(job, i, walk.step);
+    return walk;
+}
+
+/* A batch of e4m3 weights has one scale. */
+template <int N> static __device__ inline void add_batch(float total[N / 8][4], float sum[N / 8][4], const uint32_t scale[2]) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) {
+        total[i / 4][i % 4] = fmaf(__uint_as_float(scale[i % 4 / 2]), sum[i / 4][i % 4], total[i / 4][i % 4]);
+        sum[i / 4][i % 4] = 0;
+    }
+}
+
+/* A stage, and how often it has been used before. */
+typedef struct Turn { int stage, round; } Turn;
+
+static __device__ inline void next_turn(Turn *turn, int stages) {
+    if (++turn->stage == stages) turn->stage = 0, turn->round++;
+}
+
+/* All warps walk through the steps of the block's segments; what they copy is for as many steps ahead as there are stages, less
+ * one. */
+template <DType D, int TERMS, int N, typename T> static __device__ void multiply_segments(const Wide &wide, const Job &job) {
+    constexpr bool scaled = D == DTYPE_F8_E4M3;
+    constexpr int steps = batch_values(D) / WIDE_STEP;
+    const int cols = wide.p.w.cols, stages = wide.stages;
+    Pair pair;
+    set_pair<D>(&pair, wide.p.w, job.first_row + sum_row(0), job.head * wide.p.head_rows);
+    Walk now = {job.first, 0, job.first * steps}, ahead = start_copies<D, TERMS, N, T>(job, pair, now, stages - 1, cols);
+    Turn get = {0, 0}, put = {stages - 1, 0};
+    uint32_t a[2][2][4], scale[2] = {}, next_scale[2] = {};
+    float sum[N / 8][4] = {}, total[scaled ? N / 8 : 1][4] = {};
+    fetch_pair_scales<D>(scale, pair, now.step, cols);
+#pragma unroll 1
+    while (now.segment < job.end) {
+        Walk next = now;
+        next_step<D>(&next, job.segments, job.n_steps);
+        const bool more = ahead.segment < job.end, ends = next.segment != now.segment;
+        if (next.segment < job.end) fetch_pair_scales<D>(next_scale, pair, next.step, cols);
+        wait_for_steps(stages - 2);
+        load_fragments<D, T>(a, job.ring + get.stage * T::stage, scale);
+        if (more) copy_weights<D, T>(job.ring + put.stage * T::stage, pair, ahead.step, cols);
+        close_step();
+        wait_at(&job.stages->filled[get.stage], get.round);
+        multiply_step<D, TERMS, N>(sum, a, job.rounded + get.stage * T::rounded);
+        __syncwarp();
+        if (lane_id() == 0) arrive_at(&job.stages->used[get.stage]);
+        if (more) {                                 /* in the stage of the step before this one */
+            if (warp_id() == 0 && put.round) wait_at(&job.stages->used[put.stage], put.round - 1);
+            copy_x<TERMS, N, T>(job, put.stage, ahead.step);
+            next_step<D>(&ahead, job.segments, job.n_steps);
+        }
+        if constexpr (scaled) {
+            if (ends || next.at % steps == 0) add_batch<N>(total, sum, scale);
+            if (ends) finish_segment<D, N, T>(total, wide, job, now.segment);
+        } else if (ends) finish_segment<D, N, T>(sum, wide, job, now.segment);
+        next_turn(&get, stages);
+        next_turn(&put, stages);
+        now = next;
+        scale[0] = next_scale[0], scale[1] = next_scale[1];
+    }
+}
+
+/* Grid: blocks that share a tile's segments, tiles of rows of x, tiles of rows of weights of each head. */
+template <DType D, int TERMS, int N, int GROUPS>
+static __global__ void __launch_bounds__(GROUPS * WIDE_THREADS, 4 / GROUPS) wide_kernel(const __grid_constant__ Wide wide) {
+    extern __shared__ __align__(1024) uint8_t wide_shared[];
+    typedef WideTile<D, TERMS, N, GROUPS> T;
+    const Product &p = wide.p;
+    const int segments = p.cut.cluster * p.cut.along, share = segments / wide.split, tiles = divide_up(p.w.rows, T::rows);
+    Job job = {};
+    job.head = p.heads == 1 ? 0 : (int)blockIdx.z / tiles;
+    job.first_row = ((int)blockIdx.z - job.head * tiles) * T::rows;
+    job.first_column = (int)blockIdx.y * N;
+    job.n_steps = divide_up(p.w.cols, WIDE_STEP);
+    job.segments = segments;
+    job.first = (int)blockIdx.x * share;
+    job.end = job.first + share;
+    job.term_bytes = (size_t)wide.padded * WIDE_BYTES;
+    job.x = rounded_rows + (size_t)(job.head * job.n_steps * TERMS) * job.term_bytes + (size_t)job.first_column * WIDE_BYTES;
+    job.rounded = wide_shared;
+    job.stages = (Stages *)(wide_shared + wide.stages * T::rounded);
+    job.sums = (float *)(job.stages + 1);
+    job.ring = (uint8_t *)(job.sums + (wide.split > 1 ? share - 1 : 0) * T::slot);
+    job.y = p.y + (size_t)job.first_column * p.y_stride + (size_t)(job.head * p.y_head + job.first_row);
+    let_next_start();
+    if ((int)threadIdx.x < wide.stages) {
+        set_barrier(&job.stages->filled[threadIdx.x], 1);
+        set_barrier(&job.stages->used[threadIdx.x], T::threads / 32);
+    }
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");    /* copies see the barriers */
+#endif
+    __syncthreads();
+    multiply_segments<D, TERMS, N, T>(wide, job);
+    if (wide.split == 1) return;
+    cluster_barrier();
+    add_slots<T>(job.y, p.y_stride, job.sums, wide.split, share, p.w.rows - job.first_row, min(N, p.n_rows - job.first_column));
+    cluster_barrier();                              /* the others may still be reading this block's sums */
+}
+
+/* ---- the choice of a tile */
+
+typedef struct Choice {
+    Wide wide;
+    double cost;
+    void (*launch)(const Wide &);
+} Choice;
+
+template <DType D, int TERMS, int N, int GROUPS> static size_t tile_shared(const Wide &wide) {
+    typedef WideTile<D, TERMS, N, GROUPS> T;
+    const int share = wide.p.cut.cluster * wide.p.cut.along / wide.split, slot = 4 * T::slot, ring = wide.stages * T::stage;
+    const int sums = wide.split == 1 ? ring : (share - 1) * slot + (ring > slot ? ring : slot);
+    return (size_t)wide.stages * T::rounded + sizeof(Stages) + (size_t)sums;
+}
+
+template <DType D, int TERMS, int N, int GROUPS> static void launch_wide(const Wide &wide) {
+    typedef WideTile<D, TERMS, N, GROUPS> T;
+    const Product &p = wide.p;
+    const size_t shared = tile_shared<D, TERMS, N, GROUPS>(wide), eights = (size_t)(p.heads * divide_up(p.w.cols, WIDE_STEP)) * 8;
+    launch_early(round_kernel<D, TERMS>, blocks_for((size_t)p.n_rows * eights), THREADS, 0, 1, p, wide.padded);
+    allow_shared(wide_kernel<D, TERMS, N, GROUPS>, shared);
+    launch_early(wide_kernel<D, TERMS, N, GROUPS>,
+                 dim3((unsigned)wide.split, (unsigned)divide_up(p.n_rows, N), (unsigned)(divide_up(p.w.rows, T::rows) * p.heads)),
+                 T::threads, shared, wide.split, wide);
+}
+
+/* Takes that tile if it is the best so far, by about the microseconds that it takes on an H200: a step keeps a multiprocessor
+ * busy for `work`, and takes `least`. */
+template <DType D, int TERMS, int N, int GROUPS> static void consider_tile(Choice *best, const Product &p, double work) {
+    const int segments = p.cut.cluster * p.cut.along, most = gpu.major == 9 ? MAX_CLUSTER : 1, beside = 4 / GROUPS;
+    const double least = 0.75;
+    for (int split = 1; split <= most && split <= segments; split *= 2) {
+        Wide wide = {.p = p, .split = split, .stages = WIDE_STAGES, .padded = divide_up(p.n_rows, N) * N};
+        size_t shared;
+        while ((shared = tile_shared<D, TERMS, N, GROUPS>(wide)) > gpu.shared_per_block / (beside > 1 ? 2 : 1) && wide.stages > 2)
+            wide.stages--;
+        if (shared > gpu.shared_per_block) continue;
+        const int fit = (int)(gpu.shared_per_block / shared), slots = gpu.multiprocessors * (fit < beside ? fit : beside);
+        const int blocks = divide_up(p.w.rows, GROUPS * WIDE_ROWS) * p.heads * divide_up(p.n_rows, N) * split;
+        const double rest = divide_up(blocks % slots, gpu.multiprocessors), all = slots / gpu.multiprocessors;
+        const double step = blocks / slots * fmax(all * work, least) + (rest ? fmax(rest * work, least) : 0);
+        const double cost = divide_up(divide_up(p.w.cols, WIDE_STEP), split) * step + (split > 1 ? 1 + 0.1 * split : 0);
+        if (!best->launch || cost < best->cost) *best = {wide, cost, launch_wide<D, TERMS, N, GROUPS>};
+    }
+}
+
+static size_t rounded_row(const Product &product, int terms) {
+    return (size_t)(product.heads * divide_up(product.w.cols, WIDE_STEP) * terms) * WIDE_BYTES;
+}
+
+/* As many rows at a time as there is room for when they are rounded. */
+template <DType D, int TERMS> static void multiply_many(Product product) {
+    const int all = product.n_rows, most = (int)(ROUNDED_BYTES / rounded_row(product, TERMS) / 128 * 128);
+    for (int first = 0; first < all; first += most) {
+        Choice best = {};
+        product.n_rows = all - first < most ? all - first : most;
+        consider_tile<D, TERMS, 64, 1>(&best, product, 0.32);
+        consider_tile<D, TERMS, 64, 2>(&best, product, 0.58);
+        if constexpr (chunk_values(D) == 8) consider_tile<D, TERMS, 128, 4>(&best, product, 1.87);
+        best.launch(best.wide);
+        product.x += (size_t)most * product.x_stride;
+        product.y += (size_t)most * product.y_stride;
+    }
+}
+
+/* Whether rows are worth the rounding and the second launch, and there is room for 128 of them. */
+static bool are_many(const Product &product, int terms) {
+    const double products = (double)product.n_rows * product.w.rows * product.w.cols * product.heads;
+    if (rounded_row(product, terms) * 128 > ROUNDED_BYTES) return false;
+    return product.n_rows > 16 && (product.n_rows > 64 || products >= 1 << 28);
+}
+
+/* ---- launches */
+
 /* Eight rows of x for each tile, as few tiles as hold all rows, if their shared memory is there. */
 template <DType D, int TERMS> static void launch_tiles(Product product) {
     product.cut = choose_cut(product.w.rows, product.w.cols, product.heads, D, product.n_rows);
     if constexpr (D != EXACT) {
+        if (are_many(product, TERMS)) return multiply_many<D, TERMS>(product);
         if (product.n_rows > 16 && product_shared(D, product.cut, 32, TERMS) <= (int)gpu.shared_per_block)
             return launch_product<D, 4, TERMS>(product);
         if (product.n_rows > 8 && product_shared(D, product.cut, 16, TERMS) <= (int)gpu.shared_per_block)

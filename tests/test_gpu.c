@@ -556,6 +556,48 @@ static void test_linear(void) {
         }
 }
 
+/* Passes of many rows, which go another way: each row has the bits that it has alone. x begins between multiples of 16 bytes, and
+ * neither the matrix nor the pass is a multiple of a tile. */
+static void check_many_rows(DType dtype, const char *type, int rows, int cols, int shift, int first_row) {
+    static const int counts[] = {9, 15, 16, 17, 33, 63, 64, 65, 200, 512};
+    enum { MOST = 512 };
+    const size_t x_stride = (size_t)(cols + shift), y_stride = (size_t)(rows + shift);
+    Matrix w = random_matrix(dtype, rows, cols, first_row), device = matrix_on_device(&w);
+    float *x = random_floats(MOST * x_stride + 1, 1), *dx = on_device(x, (MOST * x_stride + 1) * 4);
+    float *one = output_on_device(MOST * y_stride), *many = output_on_device(MOST * y_stride), *wanted = calloc(MOST * y_stride, 4);
+    for (int r = 0; r < MOST; r++)
+        cuda_backend.linear(one + (size_t)r * y_stride, y_stride, dx + shift % 2 + (size_t)r * x_stride, x_stride, 1, &device);
+    float *alone = from_device(one, MOST * y_stride * 4);
+    c_backend.linear(wanted, y_stride, x + shift % 2, x_stride, MOST, &w);
+    for (size_t i = 0; i < MOST * y_stride; i++)
+        if (i % y_stride >= (size_t)rows) alone[i] = wanted[i] = 0;
+    char name[128];
+    snprintf(name, sizeof name, "linear %s [%d, %d] at row %d, gap %d", type, rows, cols, first_row, shift);
+    compare(name, alone, wanted, MOST * y_stride, product_bound(dtype));
+    for (int c = 0; c < (int)(sizeof counts / sizeof *counts); c++) {
+        const int n = counts[c], first = draw_between(0, MOST - n);
+        cuda_backend.linear(many, y_stride, dx + shift % 2 + (size_t)first * x_stride, x_stride, n, &device);
+        float *y = from_device(many, MOST * y_stride * 4);
+        int different = 0;
+        for (int r = 0; r < n; r++)
+            different += memcmp(y + (size_t)r * y_stride, alone + (size_t)(first + r) * y_stride, (size_t)rows * 4) != 0;
+        CHECK(!different, "%s: %d of %d rows from %d on have other bits than alone", name, different, n, first);
+        free(y);
+    }
+    free(x), free(alone), free(wanted);
+    free_weights(&w);
+    free_kept();
+}
+
+static void test_many_rows(void) {
+    static const int shapes[][2] = {{100, 144}, {130, 256}, {320, 160}, {257, 400}, {40, 4096}, {2049, 512}};
+    for (int t = 0; t < 5; t++)
+        for (int s = 0; s < 6; s++) {
+            check_many_rows(weight_types[t], weight_names[t], shapes[s][0], shapes[s][1], 0, 0);
+            check_many_rows(weight_types[t], weight_names[t], shapes[s][0], shapes[s][1], draw_between(1, 9), draw_between(0, 300));
+        }
+}
+
 /* A NaN in one row must not reach the others, and must show in its own. */
 static void test_linear_bad_row(void) {
     for (int t = 0; t < 5; t++) {
@@ -623,7 +665,7 @@ static void test_latent_products(void) {
     }
     for (int t = 0; t < 4; t++)
         for (int i = 0; i < 4; i++)
-            for (int n = 0; n < (i < 2 ? 6 : 5); n++) check_latent(weight_types[t], weight_names[t], shapes[i], rows[n]);
+            for (int n = 0; n < 6; n++) check_latent(weight_types[t], weight_names[t], shapes[i], rows[n]);
 }
 
 /* ---- mixture of experts */
@@ -792,6 +834,7 @@ static void test_products(void) {
     test_take_tokens();
     test_convolve();
     test_linear();
+    test_many_rows();
     test_linear_bad_row();
     test_latent_products();
     test_route();
