@@ -24,8 +24,6 @@ extern "C" {
 #include <type_traits>
 #include <unistd.h>
 
-#include <type_traits>
-
 /* =====================================================================================================================
  * The device
  *
@@ -95,6 +93,18 @@ static void launch_early(void (*kernel)(Parameters...), dim3 grid, unsigned thre
         attributes[launch.numAttrs++].val.clusterDim = {.x = (unsigned)cluster, .y = 1, .z = 1};
     }
     CUDA(cudaLaunchKernelEx(&launch, kernel, arguments...));
+}
+
+/* The first statement of a kernel that has nothing to do beforehand. */
+static __device__ inline void begin_kernel() {
+    wait_for_previous();
+    let_next_start();
+}
+
+template <typename... Parameters>
+static void launch(void (*kernel)(Parameters...), dim3 grid, unsigned threads, size_t shared,
+                   std::type_identity_t<Parameters>... arguments) {
+    launch_early(kernel, grid, threads, shared, 1, arguments...);
 }
 
 /* ---- memory and copies */
@@ -370,6 +380,7 @@ static const void *import_weights(const void *data, size_t bytes, Error *error) 
 /* As backend.c makes them: four values are the four 16-bit pieces of one hash. */
 template <DType dtype>
 __global__ void make_weights_kernel(void *to, size_t count, float low, float step, uint64_t seed) {
+    begin_kernel();
     const size_t four = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     uint64_t hash = seed + four;
     hash = (hash ^ hash >> 33) * 0xff51afd7ed558ccdu;
@@ -390,8 +401,7 @@ static const void *make_weights(void *space, DType dtype, size_t count, float lo
     auto kernel = dtype == DTYPE_F32    ? make_weights_kernel<DTYPE_F32>
                   : dtype == DTYPE_BF16 ? make_weights_kernel<DTYPE_BF16>
                                         : make_weights_kernel<DTYPE_F8_E4M3>;
-    kernel<<<(unsigned)((count + 1023) / 1024), 256, 0, gpu.stream>>>(to, count, low, (high - low) / 65536, seed);
-    LAUNCHED();
+    launch(kernel, (unsigned)((count + 1023) / 1024), 256, 0, to, count, low, (high - low) / 65536, seed);
     return to;
 }
 
@@ -464,6 +474,7 @@ struct TableView {              /* what locate_rows needs of a Cache, as kernels
 };
 
 __global__ void locate_rows_kernel(DeviceRow *kv_rows, DeviceRow *index_rows, TableView view, const Row *rows, int n_rows) {
+    begin_kernel();
     int r = blockIdx.x * blockDim.x + threadIdx.x;
     if (r >= n_rows) return;
     const Row row = rows[r];
@@ -475,8 +486,7 @@ __global__ void locate_rows_kernel(DeviceRow *kv_rows, DeviceRow *index_rows, Ta
 static void locate_rows(DeviceRow *kv_rows, DeviceRow *index_rows, const Cache *cache, const Row *rows, int n_rows) {
     if (!n_rows) return;
     TableView view = {cache->seen.tail, cache->seen.index, cache->tail_ring, cache->context_pages};
-    locate_rows_kernel<<<divide_up(n_rows, 128), 128, 0, gpu.stream>>>(kv_rows, index_rows, view, rows, n_rows);
-    LAUNCHED();
+    launch(locate_rows_kernel, divide_up(n_rows, 128), 128, 0, kv_rows, index_rows, view, rows, n_rows);
 }
 
 /* ---- measurements */
@@ -522,6 +532,7 @@ extern "C" void cuda_begin_copy(void *to, const void *from, size_t bytes) {
 }
 
 __global__ void read_kernel(const uint4 *data, size_t n, unsigned *sum) {
+    begin_kernel();
     unsigned total = 0;
     const size_t step = (size_t)gridDim.x * blockDim.x;
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -533,11 +544,11 @@ __global__ void read_kernel(const uint4 *data, size_t n, unsigned *sum) {
     if (total == 0xdeadbeef) *sum = total;          /* hardly ever: so that the reads are made */
 }
 
-__global__ void empty_kernel() {}
+__global__ void empty_kernel() {
+    begin_kernel();}
 
 extern "C" void cuda_empty(void) {
-    empty_kernel<<<1, 32, 0, gpu.stream>>>();
-    LAUNCHED();
+    launch(empty_kernel, 1, 32, 0);
 }
 
 extern "C" long cuda_graph_kernels(void) { return works.kernels; }
@@ -571,8 +582,7 @@ extern "C" double cuda_between(int first, int second) {
 
 /* Reads the bytes and does nothing with them. */
 extern "C" void cuda_read(const void *data, size_t bytes, unsigned *sum) {
-    read_kernel<<<gpu.multiprocessors * 16, 256, 0, gpu.stream>>>((const uint4 *)data, bytes / sizeof(uint4), sum);
-    LAUNCHED();
+    launch(read_kernel, gpu.multiprocessors * 16, 256, 0, (const uint4 *)data, bytes / sizeof(uint4), sum);
 }
 
 /* ---- cuBLASLt's product, as a measure of tide's own; looked for when it is first asked for, since tide does without it */
@@ -703,6 +713,7 @@ static __device__ const float *row_scales(const Matrix *w, int row) {
 
 /* Grid: groups of columns, rows. */
 static __global__ void embed_kernel(float *y, const Matrix embedding, const Row *rows) {
+    begin_kernel();
     const int token = rows[blockIdx.y].token, i = (int)thread_index();
     const float *scale = row_scales(&embedding, token);
     if (i >= embedding.cols) return;
@@ -712,12 +723,12 @@ static __global__ void embed_kernel(float *y, const Matrix embedding, const Row 
 
 static void embed(float *y, const Matrix *embedding, const Row *rows, int n_rows) {
     if (n_rows <= 0) return;
-    embed_kernel<<<dim3((unsigned)divide_up(embedding->cols, THREADS), (unsigned)n_rows), THREADS, 0, gpu.stream>>>(y, *embedding, rows);
-    LAUNCHED();
+    launch(embed_kernel, dim3((unsigned)divide_up(embedding->cols, THREADS), (unsigned)n_rows), THREADS, 0, y, *embedding, rows);
 }
 
 template <int N> static __global__ void rms_norm_kernel(float *y, size_t y_stride, const float *x, size_t x_stride,
                                                         const float *weight, int n, int dim, float eps) {
+    begin_kernel();
     const size_t i = thread_index() / N;
     const int lane = (int)threadIdx.x % N;
     if (i >= (size_t)n) return;                     /* a whole group, so nobody waits for it */
@@ -733,17 +744,16 @@ template <int N> static __global__ void rms_norm_kernel(float *y, size_t y_strid
 static void rms_norm(float *y, size_t y_stride, const float *x, size_t x_stride, const float *weight, int n, int dim, float eps) {
     if (n <= 0) return;
     if (dim <= SMALL_VECTOR)
-        rms_norm_kernel<32><<<blocks_for((size_t)n * 32), THREADS, 0, gpu.stream>>>(y, y_stride, x, x_stride, weight, n, dim,
-                                                                                    eps);
+        launch(rms_norm_kernel<32>, blocks_for((size_t)n * 32), THREADS, 0, y, y_stride, x, x_stride, weight, n, dim, eps);
     else if (dim <= MIDDLE_VECTOR)
-        rms_norm_kernel<THREADS><<<(unsigned)n, THREADS, 0, gpu.stream>>>(y, y_stride, x, x_stride, weight, n, dim, eps);
-    else rms_norm_kernel<1024><<<(unsigned)n, 1024, 0, gpu.stream>>>(y, y_stride, x, x_stride, weight, n, dim, eps);
-    LAUNCHED();
+        launch(rms_norm_kernel<THREADS>, (unsigned)n, THREADS, 0, y, y_stride, x, x_stride, weight, n, dim, eps);
+    else launch(rms_norm_kernel<1024>, (unsigned)n, 1024, 0, y, y_stride, x, x_stride, weight, n, dim, eps);
 }
 
 /* The angle is rounded to f32 before the cosine, as in the reference. */
 static __global__ void rotations_kernel(float *cosine, float *sine, const Row *rows, size_t n, const float *inverse_frequency,
                                         int half, float factor) {
+    begin_kernel();
     const size_t i = thread_index();
     if (i >= n) return;
     float angle = (float)rows[i / (size_t)half].position * inverse_frequency[i % (size_t)half];
@@ -755,13 +765,13 @@ static void rotations(float *cosine, float *sine, const Row *rows, int n_rows, c
                       float factor) {
     const size_t n = (size_t)n_rows * (size_t)(dim / 2);
     if (!n) return;
-    rotations_kernel<<<blocks_for(n), THREADS, 0, gpu.stream>>>(cosine, sine, rows, n, inverse_frequency, dim / 2, factor);
-    LAUNCHED();
+    launch(rotations_kernel, blocks_for(n), THREADS, 0, cosine, sine, rows, n, inverse_frequency, dim / 2, factor);
 }
 
 /* A thread turns one pair. */
 static __global__ void rope_kernel(float *x, size_t n, int heads, int head_stride, int offset, int half, bool interleaved,
                                    const float *cosine, const float *sine) {
+    begin_kernel();
     const size_t pair = thread_index(), head = pair / (size_t)half;
     if (pair >= n) return;
     const int i = (int)(pair % (size_t)half), near = interleaved ? 2 : 1, far = interleaved ? 1 : half;
@@ -775,13 +785,13 @@ static void rope(float *x, int n_rows, int heads, int head_stride, int offset, i
                  const float *sine) {
     const size_t n = (size_t)n_rows * (size_t)heads * (size_t)(dim / 2);
     if (!n) return;
-    rope_kernel<<<blocks_for(n), THREADS, 0, gpu.stream>>>(x, n, heads, head_stride, offset, dim / 2, interleaved, cosine, sine);
-    LAUNCHED();
+    launch(rope_kernel, blocks_for(n), THREADS, 0, x, n, heads, head_stride, offset, dim / 2, interleaved, cosine, sine);
 }
 
 /* A warp takes one head of one row. What its lanes write they read again in other places. */
 static __global__ void norm_heads_kernel(float *x, size_t stride, int n, int heads, int dim, const float *weight, float eps,
                                          const float *cosine, const float *sine) {
+    begin_kernel();
     const int vector = (int)(thread_index() / 32), lane = (int)threadIdx.x % 32, row = vector / heads, half = dim / 2;
     if (vector >= n * heads) return;
     float *v = x + (size_t)row * stride + (size_t)(vector % heads * dim), sum = 0;
@@ -803,22 +813,20 @@ static __global__ void norm_heads_kernel(float *x, size_t stride, int n, int hea
 static void norm_heads(float *x, size_t stride, int n_rows, int heads, int dim, const float *weight, float eps, const float *cosine,
                        const float *sine) {
     if (n_rows <= 0 || heads <= 0) return;
-    norm_heads_kernel<<<blocks_for((size_t)n_rows * (size_t)heads * 32), THREADS, 0, gpu.stream>>>(x, stride, n_rows, heads, dim,
-                                                                                                  weight, eps, cosine, sine);
-    LAUNCHED();
+    launch(norm_heads_kernel, blocks_for((size_t)n_rows * (size_t)heads * 32), THREADS, 0, x, stride, n_rows, heads, dim, weight, eps, cosine, sine);
 }
 
 static __device__ inline float silu(float x) { return x / (1 + expf(-x)); }
 
 static __global__ void swiglu_kernel(float *y, const float *gate, const float *up, size_t n) {
+    begin_kernel();
     const size_t i = thread_index();
     if (i < n) y[i] = silu(gate[i]) * up[i];
 }
 
 static void swiglu(float *y, const float *gate, const float *up, size_t n) {
     if (!n) return;
-    swiglu_kernel<<<blocks_for(n), THREADS, 0, gpu.stream>>>(y, gate, up, n);
-    LAUNCHED();
+    launch(swiglu_kernel, blocks_for(n), THREADS, 0, y, gate, up, n);
 }
 
 static void zero(float *y, size_t n) {
@@ -826,19 +834,20 @@ static void zero(float *y, size_t n) {
 }
 
 static __global__ void add_kernel(float *y, const float *x, size_t n) {
+    begin_kernel();
     const size_t i = thread_index();
     if (i < n) y[i] += x[i];
 }
 
 static void add(float *y, const float *x, size_t n) {
     if (!n) return;
-    add_kernel<<<blocks_for(n), THREADS, 0, gpu.stream>>>(y, x, n);
-    LAUNCHED();
+    launch(add_kernel, blocks_for(n), THREADS, 0, y, x, n);
 }
 
 /* y[r] = x[indices ? indices[r] : r] * factor. */
 static __global__ void copy_rows_kernel(float *y, size_t y_stride, const float *x, size_t x_stride, const int *indices, size_t n,
                                         size_t dim, float factor) {
+    begin_kernel();
     const size_t i = thread_index();
     if (i >= n) return;
     const size_t to = i / dim, from = indices ? (size_t)indices[to] : to;
@@ -848,53 +857,52 @@ static __global__ void copy_rows_kernel(float *y, size_t y_stride, const float *
 static void copy_rows(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, int dim, float factor) {
     const size_t width = (size_t)dim, n = (size_t)n_rows * width;
     if (!n) return;
-    copy_rows_kernel<<<blocks_for(n), THREADS, 0, gpu.stream>>>(y, y_stride, x, x_stride, NULL, n, width, factor);
-    LAUNCHED();
+    launch(copy_rows_kernel, blocks_for(n), THREADS, 0, y, y_stride, x, x_stride, NULL, n, width, factor);
 }
 
 static void gather_rows(float *y, const float *x, const int *indices, int n, int dim) {
     const size_t width = (size_t)dim, values = (size_t)n * width;
     if (!values) return;
-    copy_rows_kernel<<<blocks_for(values), THREADS, 0, gpu.stream>>>(y, width, x, width, indices, values, width, 1);
-    LAUNCHED();
+    launch(copy_rows_kernel, blocks_for(values), THREADS, 0, y, width, x, width, indices, values, width, 1);
 }
 
 static __global__ void add_bias_kernel(float *y, size_t stride, float bias, int n) {
+    begin_kernel();
     const size_t i = thread_index();
     if (i < (size_t)n) y[i * stride] += bias;
 }
 
 static void add_bias(float *y, size_t stride, float bias, int n) {
     if (n <= 0) return;
-    add_bias_kernel<<<blocks_for((size_t)n), THREADS, 0, gpu.stream>>>(y, stride, bias, n);
-    LAUNCHED();
+    launch(add_bias_kernel, blocks_for((size_t)n), THREADS, 0, y, stride, bias, n);
 }
 
 static __global__ void cap_logits_kernel(float *y, size_t n, float multiplier, float softcap) {
+    begin_kernel();
     const size_t i = thread_index();
     if (i < n) y[i] = softcap > 0 ? softcap * tanhf(y[i] * multiplier / softcap) : y[i] * multiplier;
 }
 
 static void cap_logits(float *y, size_t n, float multiplier, float softcap) {
     if (!n) return;
-    cap_logits_kernel<<<blocks_for(n), THREADS, 0, gpu.stream>>>(y, n, multiplier, softcap);
-    LAUNCHED();
+    launch(cap_logits_kernel, blocks_for(n), THREADS, 0, y, n, multiplier, softcap);
 }
 
 static __global__ void take_tokens_kernel(Row *rows, const DraftBlock *blocks, int slot, int n) {
+    begin_kernel();
     const size_t i = thread_index();
     if (i < (size_t)n) rows[i].token = blocks[i].ids[blocks[i].position + slot];
 }
 
 static void take_tokens(Row *rows, const DraftBlock *blocks, int slot, int n) {
     if (n <= 0) return;
-    take_tokens_kernel<<<blocks_for((size_t)n), THREADS, 0, gpu.stream>>>(rows, blocks, slot, n);
-    LAUNCHED();
+    launch(take_tokens_kernel, blocks_for((size_t)n), THREADS, 0, rows, blocks, slot, n);
 }
 
 /* A thread takes one channel of one block, the last row first: a row needs those before it as they were. */
 static __global__ void convolve_kernel(float *z, const float *base, const float *delta, size_t delta_stride, size_t n,
                                        int block_size, int taps, int group, int dim) {
+    begin_kernel();
     const size_t thread = thread_index(), width = (size_t)dim, groups = (size_t)(dim / group);
     if (thread >= n) return;
     const size_t channel = thread % width, first = thread / width * (size_t)block_size;
@@ -911,8 +919,7 @@ static void convolve(float *z, const float *base, const float *delta, size_t del
                      int group, int dim) {
     const size_t n = (size_t)(n_rows / block_size) * (size_t)dim;
     if (!n) return;
-    convolve_kernel<<<blocks_for(n), THREADS, 0, gpu.stream>>>(z, base, delta, delta_stride, n, block_size, taps, group, dim);
-    LAUNCHED();
+    launch(convolve_kernel, blocks_for(n), THREADS, 0, z, base, delta, delta_stride, n, block_size, taps, group, dim);
 }
 
 /* ---- looking for numbers that are not finite */
@@ -936,6 +943,7 @@ static __device__ void finish_check(PassReport *report, int place, bool bad, uns
 }
 
 static __global__ void check_finite_kernel(PassReport *report, int place, const float *x, size_t n, size_t dim) {
+    begin_kernel();
     for (size_t i = thread_index(); i < n; i += (size_t)gridDim.x * THREADS)
         if (!is_finite(x[i])) atomicMin(&first_bad_row, (unsigned)(i / dim));
     __syncthreads();
@@ -945,13 +953,13 @@ static __global__ void check_finite_kernel(PassReport *report, int place, const 
 static void check_finite(PassReport *report, int place, const float *x, int n_rows, int dim) {
     const size_t n = (size_t)n_rows * (size_t)dim, most = 4 * (size_t)gpu.multiprocessors, blocks = (n + THREADS - 1) / THREADS;
     if (!n) return;
-    check_finite_kernel<<<(unsigned)(blocks < most ? blocks : most), THREADS, 0, gpu.stream>>>(report, place, x, n, (size_t)dim);
-    LAUNCHED();
+    launch(check_finite_kernel, (unsigned)(blocks < most ? blocks : most), THREADS, 0, report, place, x, n, (size_t)dim);
 }
 
 /* A block of N threads takes a row. */
 template <int N> static __global__ void add_norm_kernel(float *y, float *x, const float *branch, const float *weight, int dim,
                                                         float eps, PassReport *report, int place) {
+    begin_kernel();
     const size_t row = (size_t)blockIdx.x * (size_t)dim;
     float sum = 0;
     bool bad = false;
@@ -974,9 +982,8 @@ static void add_norm(float *y, float *x, const float *branch, const float *weigh
                      int place) {
     if (n <= 0) return;
     if (dim <= MIDDLE_VECTOR)
-        add_norm_kernel<THREADS><<<(unsigned)n, THREADS, 0, gpu.stream>>>(y, x, branch, weight, dim, eps, report, place);
-    else add_norm_kernel<1024><<<(unsigned)n, 1024, 0, gpu.stream>>>(y, x, branch, weight, dim, eps, report, place);
-    LAUNCHED();
+        launch(add_norm_kernel<THREADS>, (unsigned)n, THREADS, 0, y, x, branch, weight, dim, eps, report, place);
+    else launch(add_norm_kernel<1024>, (unsigned)n, 1024, 0, y, x, branch, weight, dim, eps, report, place);
 }
 
 /* =====================================================================================================================
@@ -1611,7 +1618,7 @@ template <DType D, int TILES, int TERMS> static void launch_product(const Produc
  * up as mma.sync does, which takes its place before sm_90; the tests compare every bit. */
 
 enum {
-    WIDE_ROWS = 64,             /* of weights, of the four warps that share a wgmma */
+    GROUP_ROWS = 64,             /* of weights, of the four warps that share a wgmma */
     WIDE_THREADS = 128,
     WIDE_STEP = 64,             /* columns */
     WIDE_BYTES = 2 * WIDE_STEP, /* of a row and term of x in a step */
@@ -1630,7 +1637,7 @@ typedef struct Wide {
 
 /* A tile of N rows of x. stage, rounded: bytes of a step of weights and of x. slot: floats of one segment's sums. */
 template <DType D, int TERMS, int N, int GROUPS> struct WideTile {
-    static constexpr int rows = GROUPS * WIDE_ROWS, threads = GROUPS * WIDE_THREADS;
+    static constexpr int rows = GROUPS * GROUP_ROWS, threads = GROUPS * WIDE_THREADS;
     static constexpr int chunk = D == DTYPE_F4_E2M1 ? 8 : 16;       /* bytes that a thread copies at a time, */
     static constexpr int chunks = chunk_values(D) == 8 ? 4 : 2;     /* and how often in a step, half of them for either row */
     static constexpr int stage = threads * chunks * chunk, rounded = TERMS * N * WIDE_BYTES;
@@ -2022,6 +2029,7 @@ template <DType D, int TERMS, int N, typename T> static __device__ void multiply
 /* Grid: blocks that share a tile's segments, tiles of rows of x, tiles of rows of weights of each head. */
 template <DType D, int TERMS, int N, int GROUPS>
 static __global__ void __launch_bounds__(GROUPS * WIDE_THREADS, 4 / GROUPS) wide_kernel(const __grid_constant__ Wide wide) {
+    begin_kernel();
     extern __shared__ __align__(1024) uint8_t wide_shared[];
     typedef WideTile<D, TERMS, N, GROUPS> T;
     const Product &p = wide.p;
@@ -2095,7 +2103,7 @@ template <DType D, int TERMS, int N, int GROUPS> static void consider_tile(Choic
             wide.stages--;
         if (shared > gpu.shared_per_block) continue;
         const int fit = (int)(gpu.shared_per_block / shared), slots = gpu.multiprocessors * (fit < beside ? fit : beside);
-        const int blocks = divide_up(p.w.rows, GROUPS * WIDE_ROWS) * p.heads * divide_up(p.n_rows, N) * split;
+        const int blocks = divide_up(p.w.rows, GROUPS * GROUP_ROWS) * p.heads * divide_up(p.n_rows, N) * split;
         const double rest = divide_up(blocks % slots, gpu.multiprocessors), all = slots / gpu.multiprocessors;
         const double step = blocks / slots * fmax(all * work, least) + (rest ? fmax(rest * work, least) : 0);
         const double cost = divide_up(divide_up(p.w.cols, WIDE_STEP), split) * step + (split > 1 ? 1 + 0.1 * split : 0);
@@ -2294,6 +2302,7 @@ static __device__ void split_query(__nv_bfloat16 *terms, const Absorb &a, int he
 
 /* Grid: groups of columns, heads, groups of rows of q. */
 template <DType D> static __global__ void __launch_bounds__(ABSORB_THREADS, 2) absorb_kernel(const __grid_constant__ Absorb a) {
+    begin_kernel();
     extern __shared__ __align__(128) uint8_t absorb_shared[];
     const int head = (int)blockIdx.y, first = (int)blockIdx.z * ABSORB_ROWS, rows = min((int)ABSORB_ROWS, a.n_rows - first);
     const int lane = lane_id(), depth = absorb_depth(a), pitch = depth + 8, tiles = divide_up(rows, 16), lora = a.kv_b.cols;
@@ -2338,6 +2347,7 @@ template <DType D> static __global__ void __launch_bounds__(ABSORB_THREADS, 2) a
 
 /* Any type and shape, in f32: a thread for each value. */
 static __global__ void absorb_exact_kernel(const __grid_constant__ Absorb a) {
+    begin_kernel();
     const int lora = a.kv_b.cols, width = lora + a.rope, column = (int)(blockIdx.x * blockDim.x + threadIdx.x),
               head = (int)blockIdx.y, top = head * (a.nope + a.v);
     const size_t vector = (size_t)blockIdx.z * (size_t)a.heads + (size_t)head;
@@ -2356,9 +2366,7 @@ template <DType D> static void launch_absorb(const Absorb &absorb) {
     const int tiles = absorb.n_rows < ABSORB_ROWS ? divide_up(absorb.n_rows, 16) : ABSORB_ROWS / 16;
     const size_t shared = (size_t)absorb_bytes(absorb, tiles);
     allow_shared(absorb_kernel<D>, shared);
-    absorb_kernel<D><<<dim3((unsigned)divide_up(absorb.kv_b.cols, ABSORB_COLUMNS), (unsigned)absorb.heads,
-                            (unsigned)divide_up(absorb.n_rows, ABSORB_ROWS)), ABSORB_THREADS, shared, gpu.stream>>>(absorb);
-    LAUNCHED();
+    launch(absorb_kernel<D>, dim3((unsigned)divide_up(absorb.kv_b.cols, ABSORB_COLUMNS), (unsigned)absorb.heads, (unsigned)divide_up(absorb.n_rows, ABSORB_ROWS)), ABSORB_THREADS, shared, absorb);
 }
 
 static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Matrix *kv_b, const Config *config) {
@@ -2372,8 +2380,7 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
     if (aligned && kv_b->dtype == DTYPE_BF16) return launch_absorb<DTYPE_BF16>(absorb);
     if (aligned && kv_b->dtype == DTYPE_F8_E4M3) return launch_absorb<DTYPE_F8_E4M3>(absorb);
     const dim3 grid((unsigned)divide_up(kv_b->cols + absorb.rope, 128), (unsigned)absorb.heads, (unsigned)n_rows);
-    absorb_exact_kernel<<<grid, 128, 0, gpu.stream>>>(absorb);
-    LAUNCHED();
+    launch(absorb_exact_kernel, grid, 128, 0, absorb);
 }
 
 /* =====================================================================================================================
@@ -3351,14 +3358,14 @@ static __device__ void store_row(uint8_t *row, const RowFormat &format, const fl
 /* A block writes a row. */
 static __global__ void store_rows_kernel(uint8_t *base, RowFormat format, const DeviceRow *ids, const float *a, size_t a_stride,
                                          const float *b, size_t b_stride) {
+    begin_kernel();
     store_row(base + (size_t)ids[blockIdx.x].id * format.stride, format, a + blockIdx.x * a_stride, b + blockIdx.x * b_stride);
 }
 
 static void store_rows(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, const float *a, size_t a_stride,
                        const float *b, size_t b_stride) {
     if (!n_rows) return;
-    store_rows_kernel<<<n_rows, THREADS, 0, gpu.stream>>>(base, *format, ids, a, a_stride, b, b_stride);
-    LAUNCHED();
+    launch(store_rows_kernel, n_rows, THREADS, 0, base, *format, ids, a, a_stride, b, b_stride);
 }
 
 /* By a whole block: rotates pairs of the first `dim` values of v. */
@@ -3375,6 +3382,7 @@ static __device__ void rotate_pairs(float *v, int dim, bool interleaved, const f
 /* A block takes a row. */
 static __global__ void store_latents_kernel(uint8_t *base, RowFormat format, const DeviceRow *ids, float *kv, int lora, int tail,
                                             const float *weight, float eps, const float *cosine, const float *sine) {
+    begin_kernel();
     float *row = kv + (size_t)blockIdx.x * (size_t)(lora + tail), sum = 0;
 #pragma unroll 4
     for (int j = (int)threadIdx.x; j < lora; j += THREADS) sum += row[j] * row[j];
@@ -3389,13 +3397,13 @@ static __global__ void store_latents_kernel(uint8_t *base, RowFormat format, con
 static void store_latents(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *kv, int lora, int tail,
                           const float *weight, float eps, const float *cosine, const float *sine) {
     if (!n_rows) return;
-    store_latents_kernel<<<n_rows, THREADS, 0, gpu.stream>>>(base, *format, ids, kv, lora, tail, weight, eps, cosine, sine);
-    LAUNCHED();
+    launch(store_latents_kernel, n_rows, THREADS, 0, base, *format, ids, kv, lora, tail, weight, eps, cosine, sine);
 }
 
 static __global__ void store_index_keys_kernel(uint8_t *base, RowFormat format, const DeviceRow *ids, float *k, int dim,
                                                const float *weight, const float *bias, int turned, bool interleaved,
                                                const float *cosine, const float *sine, PassReport *report, int place) {
+    begin_kernel();
     float *row = k + (size_t)blockIdx.x * (size_t)dim, sum = 0, squares = 0;
     bool bad = false;
     for (int j = (int)threadIdx.x; j < dim; j += THREADS) sum += row[j];
@@ -3417,9 +3425,7 @@ static void store_index_keys(uint8_t *base, const RowFormat *format, const Devic
                              const float *weight, const float *bias, int turned, bool interleaved, const float *cosine,
                              const float *sine, PassReport *report, int place) {
     if (!n_rows) return;
-    store_index_keys_kernel<<<n_rows, THREADS, 0, gpu.stream>>>(base, *format, ids, k, dim, weight, bias, turned, interleaved, cosine,
-                                                                sine, report, place);
-    LAUNCHED();
+    launch(store_index_keys_kernel, n_rows, THREADS, 0, base, *format, ids, k, dim, weight, bias, turned, interleaved, cosine, sine, report, place);
 }
 
 /* ---- index scores */
@@ -4259,7 +4265,8 @@ static int columns_of(int heads) {
 
 static void launch_scores(float *scores, const float *q, const float *head_weights, const uint8_t *keys, const DevicePage *pages,
                           const Row *rows, int n_rows, IndexShape shape) {
-    const int room = (int)gpu.shared_per_block - (int)sizeof(ScorePlan) - SCORE_THREADS / 128 * MAX_DEPTH * (int)sizeof(uint64_t);
+    const int fixed = (int)sizeof(ScorePlan) + SCORE_THREADS / 128 * MAX_DEPTH * (int)sizeof(uint64_t),
+              room = (int)gpu.shared_per_block - divide_up(fixed, 1024) * 1024;     /* the compiler may align what is fixed */
     shape.columns = columns_of(shape.heads);
     shape.together = min(min(n_rows, SHARED_QUERIES), max(SCORE_COLUMNS / shape.columns, 1));
     while (shape.together > 1 && room_of_read(shape) > room) shape.together--;
@@ -4535,6 +4542,7 @@ static __device__ float fold_value(float total, float next, float2 shares) {
 /* ---- any shape: a warp for each head, a lane for each key of a tile, then for each value */
 
 template <typename Keys> static __global__ void attend_kernel(Keys lists, Attend a, int key_dim, int value_dim) {
+    begin_kernel();
     extern __shared__ float attend_shared[];
     const int r = a.first_row + blockIdx.x, group = a.heads / a.kv_heads, tiles = divide_up(group, ATTEND_WARPS),
               kv = blockIdx.y / tiles, warp = threadIdx.x / 32, lane = threadIdx.x % 32,
@@ -4602,6 +4610,7 @@ template <typename Keys> static __global__ void attend_kernel(Keys lists, Attend
 /* The chunks of one row and head, in their order. */
 template <typename Keys>
 static __global__ void merge_kernel(Keys lists, float *y, float *parts, int first_row, int heads, int value_dim, int chunks) {
+    begin_kernel();
     const int r = first_row + blockIdx.x, head = blockIdx.y, used = divide_up(lists.of(r).length, SPLIT_KEYS);
     for (int j = threadIdx.x; j < value_dim; j += blockDim.x) {
         float maximum = -FLT_MAX, sum = 0, total = 0;
@@ -4778,6 +4787,7 @@ static __device__ void add_tile(float (&total)[LATENT_TILES][4], const LatentSha
 template <bool FP8>
 static __global__ void __launch_bounds__(LATENT_THREADS, 1)
 latent_kernel(SelectedKeys lists, float *parts, const float *q, int first_row, int heads, float scale, int chunks) {
+    begin_kernel();
     extern __shared__ __align__(16) uint8_t latent_shared[];
     LatentShared<FP8> *shared = (LatentShared<FP8> *)latent_shared;
     const int r = first_row + blockIdx.x;
@@ -5354,6 +5364,7 @@ static __device__ void attend_middle(MiddleShared<Keys, KEY, VALUE, FP8> *shared
 template <typename Keys, int KEY, int VALUE, bool FP8>
 static __global__ void __launch_bounds__(32 * NARROW_WARPS, 2)
 short_runs(Keys lists, const __grid_constant__ Attend a, int longest_run, int side) {
+    begin_kernel();
     extern __shared__ __align__(128) uint8_t runs_shared[];
     __shared__ TilePlan plan;
     __shared__ Keys found;
@@ -5469,6 +5480,7 @@ static __device__ void attend_wide(WideShared<Keys, KEY, VALUE, FP8> *shared, co
 /* Thread blocks take tiles of long runs and key/value heads in turns, always whole lists. */
 template <typename Keys, int KEY, int VALUE, bool FP8>
 static __global__ void __launch_bounds__(32 * WIDE_WARPS, 1) long_runs(Keys lists, const __grid_constant__ Attend a) {
+    begin_kernel();
     extern __shared__ __align__(128) uint8_t wide_shared[];
     __shared__ TilePlan plan;
     const int each = WIDE_ROWS / (a.heads / a.kv_heads), items = lists.tiles(&plan, a, each, WIDE_RUN, INT_MAX) * a.kv_heads;
@@ -5924,6 +5936,7 @@ template <bool FP8>
 static __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1)
 hopper_kernel(SelectedKeys lists, float *z, float *parts, const float *q, int first_row, int heads, float scale, int kept,
               int each) {
+    begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t hopper_shared[];
     HopperShared *shared = (HopperShared *)hopper_shared;
@@ -5961,6 +5974,7 @@ hopper_kernel(SelectedKeys lists, float *z, float *parts, const float *q, int fi
 /* Joins the parts of single chunks, as a block does that has the whole list. Grid: rows, groups of 64 heads, and which four of
  * the values that a thread holds. */
 static __global__ void join_kernel(const int *count, float *z, const float *parts, int heads, int chunks) {
+    begin_kernel();
     const int used = divide_up(count[blockIdx.x], CHUNK_KEYS), thread = threadIdx.x, head = thread / 32 * 16 + thread % 32 / 4;
     const float *part = parts + (size_t)(blockIdx.x * gridDim.y + blockIdx.y) * chunks * PART_FLOATS,
                 *sums = part + LATENT_HEADS * LATENT;
@@ -5997,8 +6011,7 @@ static void attend_in_groups(const Keys &keys, float *y, int n_rows, int heads, 
     for (int first = 0; first < n_rows; first += most) {
         const int n = n_rows - first < most ? n_rows - first : most;
         work(first, n, chunks);
-        merge_kernel<<<dim3(n, heads), 128, 0, gpu.stream>>>(keys, y, partials, first, heads, value_dim, chunks);
-        LAUNCHED();
+        launch(merge_kernel<Keys>, dim3(n, heads), 128, 0, keys, y, partials, first, heads, value_dim, chunks);
     }
 }
 
@@ -6021,8 +6034,7 @@ template <typename Keys> static void attend(const Keys &keys, const Attend &a, i
               side = chunks < 64 ? chunks : 64;
     attend_split(a, value_dim, longest, side, [&](const Attend &part) {
         allow_shared(attend_kernel<Keys>, bytes);
-        attend_kernel<<<dim3(part.n_rows, blocks, side), 32 * ATTEND_WARPS, bytes, gpu.stream>>>(keys, part, key_dim, value_dim);
-        LAUNCHED();
+        launch(attend_kernel<Keys>, dim3(part.n_rows, blocks, side), 32 * ATTEND_WARPS, bytes, keys, part, key_dim, value_dim);
     });
 }
 
@@ -6039,18 +6051,13 @@ static void attend_tiles(const Keys &keys, const Attend &a, int most_tiles, int 
     attend_split(a, VALUE, longest, side, [&](const Attend &part) {
         const int items = most_tiles * a.kv_heads * side;
         allow_shared(short_runs<Keys, KEY, VALUE, FP8>, shared);
-        short_runs<Keys, KEY, VALUE, FP8>
-            <<<items < slots ? items : slots, 32 * NARROW_WARPS, shared, gpu.stream>>>(
-                keys, part, wide_tiles ? WIDE_RUN - 1 : INT_MAX, side);
-        LAUNCHED();
+        launch(short_runs<Keys, KEY, VALUE, FP8>, items < slots ? items : slots, 32 * NARROW_WARPS, shared, keys, part, wide_tiles ? WIDE_RUN - 1 : INT_MAX, side);
     });
     if (!wide_tiles) return;
     if constexpr (std::is_same_v<Keys, HistoryKeys>) {
         const int items = divide_up(a.n_rows, WIDE_RUN) * divide_up(WIDE_RUN, WIDE_ROWS / (a.heads / a.kv_heads)) * a.kv_heads;
         allow_shared(long_runs<Keys, KEY, VALUE, FP8>, wide);
-        long_runs<Keys, KEY, VALUE, FP8>
-            <<<items < gpu.multiprocessors ? items : gpu.multiprocessors, 32 * WIDE_WARPS, wide, gpu.stream>>>(keys, a);
-        LAUNCHED();
+        launch(long_runs<Keys, KEY, VALUE, FP8>, items < gpu.multiprocessors ? items : gpu.multiprocessors, 32 * WIDE_WARPS, wide, keys, a);
     }
 }
 
@@ -6070,13 +6077,10 @@ static void attend_on_hopper(float *z, const float *q, const SelectedKeys &keys,
     allow_shared(kernel, sizeof(HopperShared));
     for (int first = 0; first < n_rows; first += most) {
         const dim3 grid(min(n_rows - first, most), groups, apart ? divide_up(chunks, each) : 1);
-        kernel<<<grid, CONSUMERS + PRODUCERS, sizeof(HopperShared), gpu.stream>>>(keys, z, partials, q, first, heads, scale,
-                                                                                apart ? chunks : 1, apart ? each : chunks);
-        LAUNCHED();
+        launch(kernel, grid, CONSUMERS + PRODUCERS, sizeof(HopperShared), keys, z, partials, q, first, heads, scale, apart ? chunks : 1, apart ? each : chunks);
     }
     if (!apart) return;
-    join_kernel<<<dim3(n_rows, groups, LATENT / 8), 128, 0, gpu.stream>>>(keys.count, z, partials, heads, chunks);
-    LAUNCHED();
+    launch(join_kernel, dim3(n_rows, groups, LATENT / 8), 128, 0, keys.count, z, partials, heads, chunks);
 }
 
 static void sparse_attention(float *z, const float *q, const RowPool *pool, const RowFormat *format, const DeviceRow *locations,
@@ -6096,9 +6100,7 @@ static void sparse_attention(float *z, const float *q, const RowPool *pool, cons
         auto kernel = format->dtype == KV_F8 ? latent_kernel<true> : latent_kernel<false>;
         const size_t bytes = format->dtype == KV_F8 ? sizeof(LatentShared<true>) : sizeof(LatentShared<false>);
         allow_shared(kernel, bytes);
-        kernel<<<dim3(n, divide_up(heads, LATENT_HEADS), chunks), LATENT_THREADS, bytes, gpu.stream>>>(
-            keys, partials, q, first, heads, scale, chunks);
-        LAUNCHED();
+        launch(kernel, dim3(n, divide_up(heads, LATENT_HEADS), chunks), LATENT_THREADS, bytes, keys, partials, q, first, heads, scale, chunks);
     });
 }
 
@@ -6637,6 +6639,7 @@ static __device__ int place_missing(const Resolver &cache, const Search &search,
  * are found nowhere. */
 static __global__ void __launch_bounds__(1024) resolve_blocks(Resolver cache, Selection selection, const Row *rows, int begin,
                                                               int end, DeviceRow *locations, MissPlan plan, PassReport *report) {
+    begin_kernel();
     extern __shared__ uint4 bitmap[];
     __shared__ ResolveShared shared;
     const int row = begin + blockIdx.x, session = rows[row].session;
@@ -6674,6 +6677,7 @@ static __global__ void __launch_bounds__(1024) resolve_blocks(Resolver cache, Se
 /* Without hot caches everything is on the device, so each selected row is looked up by itself. */
 static __global__ void locate_resident(Resolver cache, Selection selection, const Row *rows, int begin, DeviceRow *locations,
                                        PassReport *report) {
+    begin_kernel();
     const int row = begin + blockIdx.y, session = rows[row].session, i = blockIdx.x * blockDim.x + threadIdx.x;
     const size_t at = (size_t)row * selection.capacity;
     const int position = i < selection.capacity && session >= 0 ? selection.ids[at + i] : -1;
@@ -6693,9 +6697,7 @@ static void resolve(Cache *cache, int group, const Selection *selection, const R
     if (n <= 0) return;
     Resolver resolver = resolver_of(cache, group);
     if (!cache->hot_rows) {
-        locate_resident<<<dim3(divide_up(selection->capacity, 256), n), 256, 0, gpu.stream>>>(resolver, *selection, rows, begin,
-                                                                                              locations, report);
-        LAUNCHED();
+        launch(locate_resident, dim3(divide_up(selection->capacity, 256), n), 256, 0, resolver, *selection, rows, begin, locations, report);
         return;
     }
     const size_t quad = QUAD / 32 * (sizeof(uint32_t) + sizeof(int)), quads = (gpu.shared_per_block - 2 * sizeof(ResolveShared)) / quad,
@@ -6704,8 +6706,7 @@ static void resolve(Cache *cache, int group, const Selection *selection, const R
     const size_t bytes = (size_t)resolver.range / QUAD * quad;
     allow_shared(resolve_blocks, bytes);
     const int threads = n > gpu.multiprocessors ? 512 : 1024;           /* two thread blocks fit a multiprocessor, or one */
-    resolve_blocks<<<n, threads, bytes, gpu.stream>>>(resolver, *selection, rows, begin, end, locations, *plan, report);
-    LAUNCHED();
+    launch(resolve_blocks, n, threads, bytes, resolver, *selection, rows, begin, end, locations, *plan, report);
 }
 
 /* 16 bytes a piece: 512 KB under way, which fills the link. It brings whole sectors. */
@@ -6740,6 +6741,7 @@ static __device__ void find_piece(const Fetch &fetch, const MissPlan &plan, cons
 /* Host memory is read a link's round trip away, so every thread asks for several pieces before it waits for any. */
 static __global__ void __launch_bounds__(FETCH_THREADS) copy_missing(Fetch fetch, MissPlan plan, int begin, int end,
                                                                      PassReport *report) {
+    begin_kernel();
     __shared__ int starts[MAX_PASS_ROWS], sums[WARP];
     const int n = end - begin;
     int total;
@@ -6961,6 +6963,7 @@ static_assert(sizeof(DraftBlock) / sizeof(int) <= WARP, "a warp loads a block");
 
 /* Copies the blocks to the device and says whose each row is. */
 static __global__ void prepare_blocks(Scratch scratch, const DraftBlock *blocks) {
+    begin_kernel();
     __shared__ DraftBlock block;
     load_block(&block, &blocks[blockIdx.x]);
     __syncwarp();
@@ -6979,6 +6982,7 @@ static __device__ bool find_owner(const Scratch &scratch, int row, int n, int *o
 /* Every id of the history changes its logit once, however often it occurs: whoever sets its bit first does it. */
 static __global__ void __launch_bounds__(ROW_THREADS) penalise_rows(Scratch scratch, float *logits, int vocab, int n_rows, int n,
                                                                     const Sampler *samplers) {
+    begin_kernel();
     uint32_t *seen = (uint32_t *)samplers[blockIdx.x].seen;
     for (int row = blockIdx.x, owner; row < n_rows; row += gridDim.x) {
         if (!find_owner(scratch, row, n, &owner)) continue;
@@ -7001,6 +7005,7 @@ static __global__ void __launch_bounds__(ROW_THREADS) penalise_rows(Scratch scra
 
 /* The best of each segment: grid (SEGMENTS, rows), one pass over the logits. */
 static __global__ void __launch_bounds__(SEGMENT_THREADS) find_best(uint64_t *keys, const float *logits, int vocab) {
+    begin_kernel();
     __shared__ uint64_t shared[SEGMENT_THREADS / WARP];
     const float *row = logits + (size_t)blockIdx.y * vocab;
     const bool wide = loads_wide(logits, vocab);
@@ -7128,6 +7133,7 @@ static __device__ uint64_t find_filters(FilterShared *shared, const FilterRow &r
 /* The law of every row: a thread block each, as many at a time as there are samplers. */
 static __global__ void __launch_bounds__(ROW_THREADS)
     find_laws(Scratch scratch, const float *logits, int vocab, int n_rows, int n, AcceptRule rule, const Sampler *samplers) {
+    begin_kernel();
     __shared__ FilterShared shared;
     __shared__ double sums[WARP];
     for (int row = blockIdx.x, owner; row < n_rows; row += gridDim.x) {
@@ -7191,6 +7197,7 @@ static __device__ double residual_mass(const Law &law, const float *row, float t
 /* Acceptance by rejection (Leviathan et al. 2023): a lane tries each draft of the block. The first that is refused decides which
  * row is drawn from, and how. */
 static __global__ void try_drafts(Scratch scratch, const float *logits, int vocab, Drafts drafts) {
+    begin_kernel();
     const DraftBlock block = scratch.blocks[blockIdx.x];
     const Sampling &sampling = block.sampling;
     const int j = threadIdx.x, row = block.first + j;
@@ -7223,6 +7230,7 @@ static_assert((int)MAX_BLOCK <= (int)WARP, "a warp tries the drafts of a block")
  * be ahead of value v if 1 - u <= weight * e^-v, which spares nearly all of them their logarithms and many their noise. */
 static __global__ void __launch_bounds__(SEGMENT_THREADS, 4) draw_tokens(Scratch scratch, const float *logits, int vocab, int n,
                                                                          Drafts drafts) {
+    begin_kernel();
     __shared__ Pick shared[SEGMENT_THREADS / WARP];
     const int row = blockIdx.y, end = segment_begin(blockIdx.x + 1, vocab);
     int owner;
@@ -7268,6 +7276,7 @@ static __global__ void __launch_bounds__(SEGMENT_THREADS, 4) draw_tokens(Scratch
 /* Combines the segments of a block's rows, a warp for each row, and counts the drafts that were right. */
 static __global__ void __launch_bounds__(SEGMENT_THREADS)
     finish_blocks(int *choices, int *accepted, Scratch scratch, Drafts drafts, AcceptRule rule) {
+    begin_kernel();
     __shared__ int chosen[MAX_BLOCK];
     const DraftBlock block = scratch.blocks[blockIdx.x];
     const bool greedy = is_greedy(block.sampling), rejection = rule == ACCEPT_REJECTION && !greedy && block.count > 1;
@@ -7303,28 +7312,21 @@ static void accept(int *choices, int *accepted, float *logits, int vocab, const 
     REQUIRE(n <= MAX_PASS_ROWS && n_rows <= MAX_PASS_ROWS);
     const int busy = n_rows < n_samplers ? n_rows : n_samplers;
     const dim3 parts(SEGMENTS, n_rows);
-    prepare_blocks<<<n, WARP, 0, gpu.stream>>>(scratch, blocks);
-    LAUNCHED();
+    launch(prepare_blocks, n, WARP, 0, scratch, blocks);
     if (penalised) {
-        penalise_rows<<<busy, ROW_THREADS, 0, gpu.stream>>>(scratch, logits, vocab, n_rows, n, samplers);
-        LAUNCHED();
+        launch(penalise_rows, busy, ROW_THREADS, 0, scratch, logits, vocab, n_rows, n, samplers);
     }
-    find_best<<<parts, SEGMENT_THREADS, 0, gpu.stream>>>(scratch.keys, logits, vocab);
-    LAUNCHED();
+    launch(find_best, parts, SEGMENT_THREADS, 0, scratch.keys, logits, vocab);
     if (drawn) {
-        find_laws<<<busy, ROW_THREADS, 0, gpu.stream>>>(scratch, logits, vocab, n_rows, n, rule, samplers);
-        LAUNCHED();
+        launch(find_laws, busy, ROW_THREADS, 0, scratch, logits, vocab, n_rows, n, rule, samplers);
     }
     if (drawn && rule == ACCEPT_REJECTION) {
-        try_drafts<<<n, WARP, 0, gpu.stream>>>(scratch, logits, vocab, *drafts);
-        LAUNCHED();
+        launch(try_drafts, n, WARP, 0, scratch, logits, vocab, *drafts);
     }
     if (drawn) {
-        draw_tokens<<<parts, SEGMENT_THREADS, 0, gpu.stream>>>(scratch, logits, vocab, n, *drafts);
-        LAUNCHED();
+        launch(draw_tokens, parts, SEGMENT_THREADS, 0, scratch, logits, vocab, n, *drafts);
     }
-    finish_blocks<<<n, SEGMENT_THREADS, 0, gpu.stream>>>(choices, accepted, scratch, *drafts, rule);
-    LAUNCHED();
+    launch(finish_blocks, n, SEGMENT_THREADS, 0, choices, accepted, scratch, *drafts, rule);
 }
 
 /* =====================================================================================================================
@@ -7373,6 +7375,7 @@ static __device__ uint64_t last_of_best(uint64_t key) {
 /* The best CANDIDATES of each segment: grid (SEGMENTS, rows). A first look finds the best of each of the columns that lanes make; the
  * CANDIDATES-th of these bests lies below as many logits, so that a second look has to offer hardly more than the best. */
 static __global__ void __launch_bounds__(SEGMENT_THREADS) segment_candidates(uint64_t *keys, const float *logits, int vocab) {
+    begin_kernel();
     __shared__ uint64_t shared[SEGMENT_THREADS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, end = segment_begin(blockIdx.x + 1, vocab),
               begin = segment_begin(blockIdx.x, vocab) + 4 * threadIdx.x;
@@ -7410,6 +7413,7 @@ static __global__ void __launch_bounds__(SEGMENT_THREADS) segment_candidates(uin
 /* The best of a row's segments, by a warp: a lane has a segment's best in front of it. */
 static __global__ void merge_candidates(int *ids, float *values, size_t stride, const uint64_t *keys, const float *logits,
                                         int vocab, const int *target_ids) {
+    begin_kernel();
     const int row = blockIdx.x, lane = threadIdx.x, count = min(vocab, (int)CANDIDATES);
     const uint64_t *own = keys + (size_t)row * SEGMENTS * CANDIDATES;
     const uint64_t least = last_of_best(own[lane * CANDIDATES]);
@@ -7427,17 +7431,15 @@ static void candidates(int *ids, float *values, size_t stride, const float *logi
     for (int first = 0, rows; first < n; first += rows) {
         rows = n - first < MAX_PASS_ROWS ? n - first : MAX_PASS_ROWS;
         const float *own = logits + (size_t)first * vocab;
-        segment_candidates<<<dim3(SEGMENTS, rows), SEGMENT_THREADS, 0, gpu.stream>>>(scratch.keys, own, vocab);
-        LAUNCHED();
-        merge_candidates<<<rows, WARP, 0, gpu.stream>>>(ids + first * stride, values + first * stride, stride, scratch.keys, own,
-                                                        vocab, target_ids);
-        LAUNCHED();
+        launch(segment_candidates, dim3(SEGMENTS, rows), SEGMENT_THREADS, 0, scratch.keys, own, vocab);
+        launch(merge_candidates, rows, WARP, 0, ids + first * stride, values + first * stride, stride, scratch.keys, own, vocab, target_ids);
     }
 }
 
 /* Of each segment: the sums of e^below and of e^below * below, for logits that lie that much below the best. */
 static __global__ void __launch_bounds__(SEGMENT_THREADS)
     segment_moments(double2 *sums, const float *values, size_t values_stride, const float *logits, int vocab) {
+    begin_kernel();
     __shared__ double shared[2][WARP];
     const float *row = logits + (size_t)blockIdx.y * vocab, best = values[blockIdx.y * values_stride];
     const int end = segment_begin(blockIdx.x + 1, vocab);
@@ -7453,6 +7455,7 @@ static __global__ void __launch_bounds__(SEGMENT_THREADS)
 
 static __global__ void write_features(float *features, size_t stride, const float *values, size_t values_stride,
                                       const double2 *sums) {
+    begin_kernel();
     const int row = blockIdx.x, lane = threadIdx.x;
     const double2 part = sums[row * SEGMENTS + lane];
     const double sum = sum_of_warp(part.x), mean = sum_of_warp(part.y);
@@ -7468,17 +7471,15 @@ static void length_features(float *features, size_t stride, const float *values,
     for (int first = 0, rows; first < n; first += rows) {
         rows = n - first < MAX_PASS_ROWS ? n - first : MAX_PASS_ROWS;
         const float *best = values + first * values_stride;
-        segment_moments<<<dim3(SEGMENTS, rows), SEGMENT_THREADS, 0, gpu.stream>>>(scratch.sums, best, values_stride,
-                                                                                  logits + (size_t)first * vocab, vocab);
-        LAUNCHED();
-        write_features<<<rows, WARP, 0, gpu.stream>>>(features + first * stride, stride, best, values_stride, scratch.sums);
-        LAUNCHED();
+        launch(segment_moments, dim3(SEGMENTS, rows), SEGMENT_THREADS, 0, scratch.sums, best, values_stride, logits + (size_t)first * vocab, vocab);
+        launch(write_features, rows, WARP, 0, features + first * stride, stride, best, values_stride, scratch.sums);
     }
 }
 
 /* The whole network for one block of drafts: a warp for each output, layers in shared memory. */
 static __global__ void __launch_bounds__(PATH_THREADS)
     run_predictor(float *scores, const float *features, LengthPredictor predictor) {
+    begin_kernel();
     __shared__ float activations[2][MAX_PREDICTOR_WIDTH];
     const int lane = threadIdx.x % WARP, width = predictor.weight[0].cols;
     for (int i = threadIdx.x; i < width; i += PATH_THREADS) activations[0][i] = features[(size_t)blockIdx.x * width + i];
@@ -7507,8 +7508,7 @@ static __global__ void __launch_bounds__(PATH_THREADS)
 static void predict_lengths(float *scores, const float *features, int n, const LengthPredictor *predictor, float *scratch_rows) {
     (void)scratch_rows;                             /* shared memory is enough */
     if (n <= 0 || !predictor->layers) return;
-    run_predictor<<<n, PATH_THREADS, 0, gpu.stream>>>(scores, features, *predictor);
-    LAUNCHED();
+    launch(run_predictor, n, PATH_THREADS, 0, scores, features, *predictor);
 }
 
 /* A slot's candidates while one is drawn. */
@@ -7599,6 +7599,7 @@ static __device__ void draw_slot(SlotShared *shared, const Drafts &drafts, int s
 /* Slots [slot, end) of every block, a thread block each: a draft counts as a repeat for those behind it. */
 static __global__ void __launch_bounds__(PATH_THREADS)
     draw_slots(Drafts drafts, int slot, int end, const DraftBlock *blocks, AcceptRule rule) {
+    begin_kernel();
     __shared__ SlotShared shared;
     load_block(&shared.block, &blocks[blockIdx.x]);
     for (; slot < end; slot++) {
@@ -7614,13 +7615,13 @@ static __global__ void __launch_bounds__(PATH_THREADS)
 
 static void draw_drafts(Drafts *drafts, int slot, int end, const DraftBlock *blocks, int n, AcceptRule rule) {
     if (n <= 0 || slot >= end) return;
-    draw_slots<<<n, PATH_THREADS, 0, gpu.stream>>>(*drafts, slot, end, blocks, rule);
-    LAUNCHED();
+    launch(draw_slots, n, PATH_THREADS, 0, *drafts, slot, end, blocks, rule);
 }
 
 /* The selector's walk of one block: a warp scores each candidate, S(a, b) += <Pred[a] * e, Succ[b]>, then one draws. */
 static __global__ void __launch_bounds__(PATH_THREADS)
     walk_path(Drafts drafts, const float *e, Matrix predecessor, Matrix successor, const DraftBlock *blocks, AcceptRule rule) {
+    begin_kernel();
     __shared__ SlotShared shared;
     const int candidate = threadIdx.x / WARP, lane = threadIdx.x % WARP, rank = predecessor.cols;
     load_block(&shared.block, &blocks[blockIdx.x]);
@@ -7646,8 +7647,7 @@ static __global__ void __launch_bounds__(PATH_THREADS)
 static void select_path(Drafts *drafts, const float *e, const Matrix *predecessor, const Matrix *successor,
                         const DraftBlock *blocks, int n, AcceptRule rule) {
     if (n <= 0 || drafts->slots <= 0) return;
-    walk_path<<<n, PATH_THREADS, 0, gpu.stream>>>(*drafts, e, *predecessor, *successor, blocks, rule);
-    LAUNCHED();
+    launch(walk_path, n, PATH_THREADS, 0, *drafts, e, *predecessor, *successor, blocks, rule);
 }
 
 /* Algorithm 1's seed: 1 + the rounded sum of a session's scores, within its limit. */
@@ -7662,6 +7662,7 @@ static __device__ int seed_length(const float *scores, int slots, int limit) {
  * that are open, [low, high) of each session: those behind the seed to grow, those before it to shrink. */
 static __global__ void __launch_bounds__(ROW_THREADS) divide_budget(int *lengths, const float *scores, const int *limits, int n,
                                                                     int slots, int budget, bool seeded, uint64_t *keys) {
+    begin_kernel();
     __shared__ KeyBins bins;
     __shared__ int sums[WARP], low[MAX_PASS_ROWS], high[MAX_PASS_ROWS];
     const int session = threadIdx.x;
@@ -7692,8 +7693,7 @@ static_assert(MAX_BLOCK <= 32 && MAX_PASS_ROWS <= 512, "a draft's key has 5 bits
 /* Puts allocate() or allocate_seeded() on the stream. */
 extern "C" void cuda_allocate(int *lengths, const float *scores, const int *limits, int n, int slots, int budget, bool seeded) {
     if (n <= 0) return;
-    divide_budget<<<1, ROW_THREADS, 0, gpu.stream>>>(lengths, scores, limits, n, slots, budget, seeded, scratch.keys);
-    LAUNCHED();
+    launch(divide_budget, 1, ROW_THREADS, 0, lengths, scores, limits, n, slots, budget, seeded, scratch.keys);
 }
 
 /* ---- the list of operations; the last ones but one work on lists in host memory, where the pipeline wants their results at once */
