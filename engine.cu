@@ -3431,7 +3431,7 @@ static void store_index_keys(uint8_t *base, const RowFormat *format, const Devic
 /* ---- index scores */
 
 enum {
-    SCORE_THREADS = 384,            /* one block to a processor */
+    SCORE_THREADS = 512,            /* one block to a processor */
     SCORE_ROWS = 512,               /* query rows of one launch at most */
     SHARED_QUERIES = 8,             /* of them, that share one read of the keys at most */
     SCORE_WIDTH = 128,              /* of a key on the tensor cores; narrower ones count as filled up with zeros */
@@ -3496,25 +3496,23 @@ static __device__ int members_of(const ScorePlan &plan, int r, int n_rows, int t
 }
 
 static __device__ void make_plan(ScorePlan &plan, const Row *rows, int n_rows, const IndexShape &shape) {
-    const int thread = (int)threadIdx.x, lane = thread % 32, whole = divide_up(n_rows, 32) * 32;
-    for (int r = thread; r < n_rows; r += SCORE_THREADS) {
+    const int r = (int)threadIdx.x, lane = r % 32;
+    if (r < n_rows) {
         plan.session[r] = rows[r].session;
         plan.last[r] = rows[r].position >= shape.capacity ? rows[r].position : -1;
     }
     __syncthreads();
-    for (int r = thread; r < whole; r += SCORE_THREADS) {
-        uint32_t starts = __ballot_sync(~0u, r < n_rows && (r == 0 || plan.session[r] != plan.session[r - 1]));
-        if (lane == 0) plan.starts[r / 32] = starts;
-    }
+    uint32_t starts = __ballot_sync(~0u, r < n_rows && (r == 0 || plan.session[r] != plan.session[r - 1]));
+    if (lane == 0) plan.starts[r / 32] = starts;
     __syncthreads();
-    for (int r = thread; r < n_rows; r += SCORE_THREADS) {
+    if (r < n_rows) {
         plan.members[r] = members_of(plan, r, n_rows, shape.together);
         plan.ends[r] = pages_of(plan, r, plan.members[r]);
     }
     __syncthreads();
-    for (int r = thread, before = 0; r < whole && thread < 32; r += 32) {
-        before += warp_prefix_sum(r < n_rows ? plan.ends[r] : 0);
-        if (r < n_rows) plan.ends[r] = before;
+    for (int i = lane, before = 0; i < divide_up(n_rows, 32) * 32 && r < 32; i += 32) {
+        before += warp_prefix_sum(i < n_rows ? plan.ends[i] : 0);
+        if (i < n_rows) plan.ends[i] = before;
         before = __shfl_sync(~0u, before, 31);
     }
     __syncthreads();
@@ -3691,7 +3689,7 @@ static __device__ void stage_queries(uint4 *queries, float *weights, const Score
     }
 }
 
-/* begin_multiply: sums = keys (64 x 128) times 64 columns, which end_multiply waits for. */
+/* sums = keys (64 x 128) times 64 columns. */
 #if defined __CUDA_ARCH_FEAT_SM90_ALL
 #define FOUR(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
 #define SUMS(x) FOUR(x, 0), FOUR(x, 4), FOUR(x, 8), FOUR(x, 12), FOUR(x, 16), FOUR(x, 20), FOUR(x, 24), FOUR(x, 28)
@@ -3707,22 +3705,18 @@ static __device__ inline void begin_step(float (&sums)[4 * SCORE_TILES], const u
                    "n"(STEP), "n"(256 / 16));
 }
 
-static __device__ inline void begin_multiply(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[SCORE_STEPS][4],
-                                             const uint4 *queries) {
+static __device__ inline void multiply_keys(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[SCORE_STEPS][4],
+                                            const uint4 *queries) {
     const uint32_t b = (uint32_t)__cvta_generic_to_shared(queries) / 16 | 128 / 16 << 16;
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
     begin_step<0>(sums, a[0], b), begin_step<1>(sums, a[1], b), begin_step<2>(sums, a[2], b), begin_step<3>(sums, a[3], b);
     begin_step<4>(sums, a[4], b), begin_step<5>(sums, a[5], b), begin_step<6>(sums, a[6], b), begin_step<7>(sums, a[7], b);
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" : SUMS(sums) : : "memory");
 }
 
-/* The sums of LATER products that were begun since need not be complete. */
-template <int LATER> static __device__ inline void end_multiply(float (&sums)[4 * SCORE_TILES]) {
-    asm volatile("wgmma.wait_group.sync.aligned %32;" : SUMS(sums) : "n"(LATER) : "memory");
-}
 #else
-static __device__ inline void begin_multiply(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[SCORE_STEPS][4],
-                                             const uint4 *queries) {
+static __device__ inline void multiply_keys(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[SCORE_STEPS][4],
+                                            const uint4 *queries) {
     const uint32_t *b = (const uint32_t *)queries + threadIdx.x % 32;
 #pragma unroll
     for (int tile = 0; tile < SCORE_TILES; tile++) {
@@ -3736,8 +3730,6 @@ static __device__ inline void begin_multiply(float (&sums)[4 * SCORE_TILES], con
                   "r"(b[(step * SCORE_TILES + tile) * 64]), "r"(b[(step * SCORE_TILES + tile) * 64 + 32]));
     }
 }
-
-template <int LATER> static __device__ inline void end_multiply(float (&)[4 * SCORE_TILES]) {}
 #endif
 
 /* A NaN stays one. */
@@ -3768,60 +3760,33 @@ static __device__ inline float sum_lanes(float a, float b, float c, float d) {
     return (odd ? y : x) + __shfl_xor_sync(~0u, odd ? x : y, 1);
 }
 
-/* What has been summed up of a page's scores. A row has TILES tiles of columns, or 8 and then more batches. */
-template <int TILES> struct Weighing {
-    static constexpr int ROWS = SCORE_TILES / TILES;                        /* of a batch */
-    float total[ROWS < 2 ? 2 : ROWS][2];
-    int part, row;                  /* batches of the row so far; the batch's first row */
-
-    /* Takes 64 columns in, and puts the scores of the rows that are complete. s: the lane's key. */
-    __device__ void take(const float (&sums)[4 * SCORE_TILES], const float *weights, const ScoreRead &read, int s, float scale,
-                         const IndexShape &shape) {
-        const int lane = (int)threadIdx.x % 32;
+/* Scores of a page, 64 columns after the other. A row has TILES tiles of columns, or 8 and then more batches. */
+template <int TILES, bool F8>
+static __device__ inline void score_page(const ScoreRead &read, int page, const KeyPart<F8> &keys, const uint4 *queries,
+                                         const float *weights, const IndexShape &shape) {
+    constexpr int ROWS = SCORE_TILES / TILES;       /* of a batch */
+    const int lane = (int)threadIdx.x % 32, s = page * PAGE_ROWS + (int)threadIdx.x / 32 % 4 * 16 + lane / 4 + lane % 2 * 8;
+    const int columns = read.members * shape.columns;
+    const int of_row = TILES < SCORE_TILES ? 1 : shape.columns / (8 * SCORE_TILES);     /* batches */
+    uint32_t a[SCORE_STEPS][4];
+    float total[ROWS < 2 ? 2 : ROWS][2] = {};
+    widen_keys(a, keys);
+    for (int first = 0, part = 0, row = 0; first < columns; first += 8 * SCORE_TILES) {
+        float sums[4 * SCORE_TILES];
+        multiply_keys(sums, a, queries + first * (BATCH_QUERIES / (8 * SCORE_TILES)));
 #pragma unroll
         for (int i = 0; i < ROWS; i++)
-            if (ROWS == 1 || row + i < read.members) weigh_heads<TILES>(total[i], sums + 4 * TILES * i, weights + 8 * TILES * i);
-        if (ROWS == 1 && ++part < shape.columns / (8 * SCORE_TILES)) return;
+            if (ROWS == 1 || row + i < read.members)
+                weigh_heads<TILES>(total[i], sums + 4 * TILES * i, weights + first + 8 * TILES * i);
+        if (++part < of_row) continue;
 #pragma unroll
         for (int i = 0; i < ROWS && row + i < read.members; i += 2) {
             const float score = sum_lanes(total[i][0], total[i][1], total[i + 1][0], total[i + 1][1]);
-            if (ROWS > 1 || lane % 4 < 2) read.put(row + i + lane / 2 % 2, s, score * scale);
+            if (ROWS > 1 || lane % 4 < 2) read.put(row + i + lane / 2 % 2, s, score * keys.scale);
             total[i][0] = total[i][1] = total[i + 1][0] = total[i + 1][1] = 0;
         }
         part = 0;
         row += ROWS;
-    }
-};
-
-/* Scores of a page, 64 columns after the other: the tensor cores work on the next while one is weighed. */
-template <int TILES, bool F8>
-static __device__ inline void score_page(const ScoreRead &read, int page, const KeyPart<F8> &keys, const uint4 *queries,
-                                         const float *weights, const IndexShape &shape) {
-    constexpr int BATCH = 8 * SCORE_TILES, QUERIES = BATCH_QUERIES / BATCH;
-    const int lane = (int)threadIdx.x % 32, s = page * PAGE_ROWS + (int)threadIdx.x / 32 % 4 * 16 + lane / 4 + lane % 2 * 8;
-    const int columns = read.members * shape.columns;
-    uint32_t a[SCORE_STEPS][4];
-    float even[4 * SCORE_TILES], odd[4 * SCORE_TILES];
-    Weighing<TILES> done = {};
-    widen_keys(a, keys);
-    begin_multiply(even, a, queries);
-    for (int first = 0;; first += 2 * BATCH) {
-        if (first + BATCH >= columns) {
-            end_multiply<0>(even);
-            done.take(even, weights + first, read, s, keys.scale, shape);
-            break;
-        }
-        begin_multiply(odd, a, queries + (first + BATCH) * QUERIES);
-        end_multiply<1>(even);
-        done.take(even, weights + first, read, s, keys.scale, shape);
-        if (first + 2 * BATCH >= columns) {
-            end_multiply<0>(odd);
-            done.take(odd, weights + first + BATCH, read, s, keys.scale, shape);
-            break;
-        }
-        begin_multiply(even, a, queries + (first + 2 * BATCH) * QUERIES);
-        end_multiply<1>(odd);
-        done.take(odd, weights + first + BATCH, read, s, keys.scale, shape);
     }
 }
 
