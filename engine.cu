@@ -1592,7 +1592,7 @@ static Cut choose_cut(int rows, int cols, int heads, DType dtype, int n) {
     const int segments = best.cluster * best.along;
     for (int cluster = 2 * best.cluster; cluster <= most && cluster <= segments; cluster *= 2) {
         cut = cut_of(cluster, segments / cluster, cols, dtype);
-        if (cut_cost(cut, dtype, rows, heads, n) < cut_cost(best, dtype, rows, heads, n)) best = cut;
+        if (cut_cost(cut, dtype, rows, heads, n) < 0.97 * cut_cost(best, dtype, rows, heads, n)) best = cut;
     }
     return best;
 }
