@@ -2516,9 +2516,10 @@ static void note_operation(const char *name, double bytes) {
     set_mark(i, bytes);
 }
 
-static double stored_bytes(const Matrix *w) {
+static double matrix_bytes(const Matrix *w) {
     double scales = w->scale ? 4.0 * ((w->rows + SCALE_BLOCK - 1) / SCALE_BLOCK) * w->scale_cols : 0;
-    return (double)w->rows * w->cols * (double)dtype_size(w->dtype) + scales;
+    if (w->exponents) scales = (double)w->rows * w->scale_cols;
+    return (double)w->rows * (double)stored_bytes(w->dtype, (size_t)w->cols) + scales;
 }
 
 /* One operation that is called as it is and then noted: its name, the bytes it must read, its parameters and its arguments. */
@@ -2566,13 +2567,13 @@ WATCHED(resolve, 0,
 WATCHED(fetch_rows, 0,
         (Cache *cache, SourceId source, const MissPlan *plan, const Row *rows, int begin, int end, int run, PassReport *report),
         cache, source, plan, rows, begin, end, run, report)
-WATCHED(absorb_query, stored_bytes(w) * config->qk_nope_head_dim / (config->qk_nope_head_dim + config->v_head_dim),
+WATCHED(absorb_query, matrix_bytes(w) * config->qk_nope_head_dim / (config->qk_nope_head_dim + config->v_head_dim),
         (float *y, const float *q, int n, const Matrix *w, const Config *config), y, q, n, w, config)
 WATCHED(sparse_attention, watch.row_bytes * fmin(capacity, watch.positions) * n,
         (float *z, const float *q, const RowPool *pool, const RowFormat *format, const DeviceRow *locations, const int *count,
          int capacity, int n, int heads, float scale),
         z, q, pool, format, locations, count, capacity, n, heads, scale)
-WATCHED(expand_value, stored_bytes(w) * config->v_head_dim / (config->qk_nope_head_dim + config->v_head_dim),
+WATCHED(expand_value, matrix_bytes(w) * config->v_head_dim / (config->qk_nope_head_dim + config->v_head_dim),
         (float *y, const float *z, int n, const Matrix *w, const Config *config), y, z, n, w, config)
 WATCHED(dense_attention, watch.row_bytes * watch.positions * n,
         (float *y, const float *q, const RowPool *pool, const RowFormat *format, const DevicePage *pages, int context_pages,
@@ -2599,7 +2600,7 @@ static void watched_linear(float *y, size_t y_stride, const float *x, size_t x_s
              : w->dtype == DTYPE_BF16  ? "bf16"
                                        : "");
     watch.real->linear(y, y_stride, x, x_stride, n, w);
-    note_operation(name, stored_bytes(w));
+    note_operation(name, matrix_bytes(w));
 }
 
 /* Its own works, so that those without marks stay as they are. */
@@ -2828,7 +2829,7 @@ static StepBytes step_bytes(const Decode *decode, int n) {
     const Engine *engine = &decode->runner.engine;
     const Config *config = &engine->config;
     const Cache *cache = &engine->cache;
-    StepBytes bytes = {.head = stored_bytes(&engine->weights.lm_head)};
+    StepBytes bytes = {.head = matrix_bytes(&engine->weights.lm_head)};
     double seen = decode->rows + 1, selected = cache->groups ? fmin(seen, cache->index_topk) : seen;
     for (int i = 0; i < config->num_hidden_layers; i++) {
         const LayerWeights *layer = &engine->weights.layers[i];
@@ -2837,11 +2838,11 @@ static StepBytes step_bytes(const Decode *decode, int n) {
             &layer->kv_a_proj, &layer->kv_b_proj, &layer->indexer_wq_b, &layer->indexer_wk, &layer->indexer_weights_proj,
             &layer->o_proj,    &layer->gate_proj, &layer->up_proj,      &layer->down_proj,  &layer->router};
         for (size_t j = 0; j < sizeof all / sizeof *all; j++)
-            if (all[j]->rows) bytes.weights += stored_bytes(all[j]);
+            if (all[j]->rows) bytes.weights += matrix_bytes(all[j]);
         if (!layer->expert_gate) continue;
         Matrix gate;
         engine->backend->copy_bytes(&gate, layer->expert_gate, sizeof gate);
-        bytes.experts += 3 * stored_bytes(&gate) * (double)decode->picked / (double)decode->passes;
+        bytes.experts += 3 * matrix_bytes(&gate) * (double)decode->picked / (double)decode->passes;
     }
     bytes.keys = (double)n * cache->groups * seen * (double)cache->index_format.bytes;
     bytes.rows = (double)n * cache->sources * selected * (double)cache->format.bytes;

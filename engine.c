@@ -264,7 +264,7 @@ static const char *const dtype_names[DTYPE_COUNT] = {
     [DTYPE_U16] = "U16",          [DTYPE_I16] = "I16",           [DTYPE_U32] = "U32",         [DTYPE_I32] = "I32",
     [DTYPE_U64] = "U64",          [DTYPE_I64] = "I64",           [DTYPE_F8_E4M3] = "F8_E4M3", [DTYPE_F8_E5M2] = "F8_E5M2",
     [DTYPE_F8_E8M0] = "F8_E8M0",  [DTYPE_F16] = "F16",           [DTYPE_BF16] = "BF16",       [DTYPE_F32] = "F32",
-    [DTYPE_F64] = "F64",          [DTYPE_F4_E2M1] = "F4",
+    [DTYPE_F64] = "F64",          [DTYPE_F4_E2M1] = "F4_E2M1",
 };
 
 enum { SAFETENSORS_MAX_HEADER = 100 << 20 };
@@ -294,7 +294,7 @@ static bool tensor_parse(Tensor *tensor, const cJSON *entry, size_t data_size, s
         return fail(error, "%s: tensor %.200s: needs dtype, shape and two data_offsets", path, name);
     snprintf(tensor->dtype_name, sizeof tensor->dtype_name, "%s", dtype->valuestring);
     tensor->dtype = dtype_by_name(dtype->valuestring);
-    size_t size = tensor->dtype == DTYPE_F4_E2M1 ? 1 : dtype_size(tensor->dtype);
+    size_t size = dtype_size(tensor->dtype);
     cJSON_ArrayForEach(dim, shape) {
         size_t extent;
         if (tensor->rank == TENSOR_MAX_RANK || !json_size(dim, &extent))
@@ -306,7 +306,6 @@ static bool tensor_parse(Tensor *tensor, const cJSON *entry, size_t data_size, s
         return fail(error, "%s: tensor %.200s: data_offsets lie outside the %zu bytes of data, or are reversed", path, name,
                     data_size);
     tensor->size = *end - *begin;
-    if (tensor->dtype == DTYPE_F4_E2M1) size = stored_bytes(DTYPE_F4_E2M1, size);
     char text[128];
     if (tensor->dtype != DTYPE_UNKNOWN && size != tensor->size)
         return fail(error, "%s: tensor %.200s: found %zu bytes, wanted %zu for %s %s", path, name, tensor->size, size,

@@ -1495,8 +1495,8 @@ static int cluster_slots(int cluster) {
 }
 
 /* About the microseconds that a product with n rows of x takes with that cut, as measured on an H200. A round takes as long as
- * its bytes at the memory's rate, but not less than its instructions do; x that a thread cannot have on its way beforehand makes all
- * wait; blocks that come later begin anew; and the blocks of a cluster wait for each other. */
+ * its bytes at the memory's rate, but not less than its instructions do; x that a thread cannot have on its way beforehand makes
+ * all wait; blocks that come later begin anew; and the blocks of a cluster wait for each other. */
 static double cut_cost(const Cut &cut, DType dtype, int rows, int heads, int n) {
     const double bytes = 1.9, instructions = dtype == DTYPE_F4_E2M1 ? 1.6 : dtype == DTYPE_F8_E4M3 ? 1 : 0.55;
     const double wait = 0.45, begin = 1.3, cluster = cut.cluster > 1 ? 0.6 + 0.15 * cut.cluster : 0, segment = 0.02;
@@ -1521,7 +1521,7 @@ static Cut choose_cut(int rows, int cols, int heads, DType dtype, int n) {
     const int segments = best.cluster * best.along;
     for (int cluster = 2 * best.cluster; cluster <= most && cluster <= segments; cluster *= 2) {
         cut = cut_of(cluster, segments / cluster, cols, dtype);
-        if (cut_cost(cut, dtype, rows, heads, n) < cut_cost(best, dtype, rows, heads, n)) best = cut;
+        if (cut_cost(cut, dtype, rows, heads, n) < 0.97 * cut_cost(best, dtype, rows, heads, n)) best = cut;
     }
     return best;
 }
@@ -1591,13 +1591,15 @@ static void expand_value(float *y, const float *z, int n_rows, const Matrix *kv_
               .n_rows = n_rows, .heads = heads, .head_rows = nope + v, .x_head = lora, .y_head = v, .aligned = false, .cut = {}});
 }
 
-/* ---- absorb_query: the same matrices from their other side. A thread takes four columns, a quarter of the rows and eight rows
- * of q, in f32: few multiplications for each weight, which is read once for eight rows. */
+/* ---- absorb_query: the same matrices from their other side. A thread takes four columns, an eighth of the rows and eight rows
+ * of q, in f32: few multiplications for each weight, which is read once for eight rows. What a warp reads of a row is 128
+ * values, so that there are blocks enough for all of the GPU, and each thread's rows are soon on their way. */
 
 enum {
-    ABSORB_LANES = 128, ABSORB_PARTS = 4, ABSORB_THREADS = ABSORB_LANES * ABSORB_PARTS,
+    ABSORB_LANES = 32, ABSORB_PARTS = 8, ABSORB_THREADS = ABSORB_LANES * ABSORB_PARTS,
     ABSORB_COLUMNS = 4 * ABSORB_LANES, ABSORB_ROWS = 8,
 };
+static_assert((int)ABSORB_PARTS == (int)ABSORB_ROWS, "in the end each part adds up one row of q");
 
 /* Four neighbouring weights of a row as f32. EXACT: one by one, zeros past the last of `count`. */
 template <DType D> static __device__ inline float4 load_four(const uint8_t *data, size_t i, int count, DType dtype) {
@@ -1625,14 +1627,12 @@ struct Absorb {
  * others to the end of y. Idle rows repeat the last one. */
 static __device__ void stage_query(float *q_shared, const Absorb &a, int head, int first, int rows) {
     const size_t q_width = (size_t)(a.nope + a.rope), y_width = (size_t)(a.kv_b.cols + a.rope);
-    for (int i = (int)threadIdx.x; i < a.nope * ABSORB_ROWS; i += ABSORB_THREADS) {
-        const int r = min(i / a.nope, rows - 1);
-        q_shared[i % a.nope * ABSORB_ROWS + i / a.nope] =
-            a.q[((size_t)(first + r) * (size_t)a.heads + (size_t)head) * q_width + (size_t)(i % a.nope)];
-    }
-    for (int i = (int)threadIdx.x; i < rows * a.rope && blockIdx.x == 0; i += ABSORB_THREADS) {
-        const size_t vector = (size_t)(first + i / a.rope) * (size_t)a.heads + (size_t)head;
-        a.y[vector * y_width + (size_t)(a.kv_b.cols + i % a.rope)] = a.q[vector * q_width + (size_t)(a.nope + i % a.rope)];
+    for (int r = 0; r < ABSORB_ROWS; r++) {
+        const size_t vector = (size_t)(first + min(r, rows - 1)) * (size_t)a.heads + (size_t)head;
+        for (int i = (int)threadIdx.x; i < a.nope; i += ABSORB_THREADS)
+            q_shared[i * ABSORB_ROWS + r] = a.q[vector * q_width + (size_t)i];
+        for (int i = (int)threadIdx.x; i < a.rope && r < rows && blockIdx.x == 0; i += ABSORB_THREADS)
+            a.y[vector * y_width + (size_t)(a.kv_b.cols + i)] = a.q[vector * q_width + (size_t)(a.nope + i)];
     }
 }
 
@@ -1640,7 +1640,9 @@ static __device__ void stage_query(float *q_shared, const Absorb &a, int head, i
 template <DType D>
 static __global__ void __launch_bounds__(ABSORB_THREADS, 2) absorb_kernel(const __grid_constant__ Absorb a) {
     extern __shared__ float4 q_shared[];
-    __shared__ float4 sums[ABSORB_PARTS - 1][ABSORB_ROWS][ABSORB_LANES];
+    __shared__ float4 sums[ABSORB_PARTS][ABSORB_ROWS][ABSORB_LANES];
+    let_next_start();
+    wait_for_previous();
     const int head = (int)blockIdx.y, first = (int)blockIdx.z * ABSORB_ROWS, rows = min(ABSORB_ROWS, a.n_rows - first);
     const int lane = (int)threadIdx.x % ABSORB_LANES, part = (int)threadIdx.x / ABSORB_LANES, lora = a.kv_b.cols;
     stage_query((float *)q_shared, a, head, first, rows);
@@ -1662,22 +1664,16 @@ static __global__ void __launch_bounds__(ABSORB_THREADS, 2) absorb_kernel(const 
                                    fmaf(w.w, q[r], total[r].w));
     }
 #pragma unroll
-    for (int r = 0; r < ABSORB_ROWS; r++)
-        if (part) sums[part - 1][r][lane] = total[r];
+    for (int r = 0; r < ABSORB_ROWS; r++) sums[part][r][lane] = total[r];
     __syncthreads();
-    if (part) return;
-#pragma unroll
-    for (int r = 0; r < ABSORB_ROWS; r++) {
-        float *y = a.y + ((size_t)(first + r) * (size_t)a.heads + (size_t)head) * (size_t)(lora + a.rope) + (size_t)column;
-        for (int p = 0; p < ABSORB_PARTS - 1; p++) {
-            const float4 other = sums[p][r][lane];
-            total[r] = make_float4(total[r].x + other.x, total[r].y + other.y, total[r].z + other.z, total[r].w + other.w);
-        }
-        const float out[4] = {total[r].x, total[r].y, total[r].z, total[r].w};
-#pragma unroll
-        for (int c = 0; c < 4; c++)
-            if (r < rows && c < count) y[c] = out[c];
+    if (part >= rows) return;                       /* from here on, a part is a row of q */
+    float4 sum = sums[0][part][lane];
+    for (int p = 1; p < ABSORB_PARTS; p++) {
+        const float4 other = sums[p][part][lane];
+        sum = make_float4(sum.x + other.x, sum.y + other.y, sum.z + other.z, sum.w + other.w);
     }
+    store_four(a.y + ((size_t)(first + part) * (size_t)a.heads + (size_t)head) * (size_t)(lora + a.rope)
+                   + (size_t)column, sum, count);
 }
 
 template <DType D> static void launch_absorb(const Absorb &absorb) {
@@ -1685,8 +1681,7 @@ template <DType D> static void launch_absorb(const Absorb &absorb) {
                     (unsigned)divide_up(absorb.n_rows, ABSORB_ROWS));
     const size_t shared = (size_t)absorb.nope * ABSORB_ROWS * sizeof(float);
     CUDA(cudaFuncSetAttribute(absorb_kernel<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
-    absorb_kernel<D><<<grid, ABSORB_THREADS, shared, gpu.stream>>>(absorb);
-    LAUNCHED();
+    launch_early(absorb_kernel<D>, grid, ABSORB_THREADS, shared, 1, absorb);
 }
 
 static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Matrix *kv_b, const Config *config) {
