@@ -2387,36 +2387,20 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
  * Mixture of experts (DeepSeek-V3, 2.1.2)
  *
  *     route -> route_kernel -> limit_groups, take_best
- *     experts -> experts_kernel -> list_works -> multiply_work (load_rows, fetch_tile, multiply_tile) -> add_gate_up, add_down
+ *     experts -> experts_kernel -> list_works -> multiply_strips (load_rows, fetch_tile, multiply_tile) -> add_gate_up, add_down
  *
- * Owns: the router, and the experts' products. An expert's weights are read once for up to eight rows that chose it, and the host never
- * learns who was chosen. All of a layer's experts run in one launch of as many blocks as there are multiprocessors, the shared one
- * too: to all rows it is one more, the first, with weight 1. Blocks share out the strips of gate and up of all experts that were chosen,
- * wait for each other, and share out the strips of down. A strip of down is one block's for all experts, so a row's experts are
- * added in ascending order.
+ * Owns: the router, and the experts' products. An expert's weights are read once for up to eight rows that chose it, and the
+ * host never learns who was chosen. All experts of a layer run in one launch of as many blocks as there are multiprocessors, the
+ * shared one too: to all rows it is one more, the first, with weight 1. Blocks share out the strips of gate and up of all experts
+ * that were chosen, wait for each other, and share out the strips of down. A strip of down is one block's for all experts, so a
+ * row's experts are added in ascending order.
  *
- * Each warp has a ring of tiles in shared memory, which it fills some tiles ahead of what it multiplies: from strip to strip, from expert
- * to expert, and from the first phase into the second, so that memory is busy while sums are added and while blocks wait for each
- * other; and the shared expert's are on their way before the router has ended. The warps of a team each sum up some of the columns of
- * a strip, and their sums are added in order. How many they are depends on the shape alone, so a row's sums do too.
+ * Each warp has a ring of tiles in shared memory, which it fills some tiles ahead of what it multiplies: from strip to strip,
+ * from expert to expert and from the first phase into the second, so that memory is busy while sums are added and while blocks
+ * wait for each other; and the shared expert's tiles are on their way before the router has ended. The warps of a team each sum
+ * up some of the columns of a strip, and their sums are added in order. How the columns are cut depends on the shape alone. x
+ * meets the weights as one number of 16 bits, and stands in shared memory; gated is written as such a number, and comes out of L2.
  */
-
-/* A launch whose blocks may come before the kernel before it has ended, where that lets them: it must wait_for_previous(). */
-template <typename Arguments>
-static void launch_early(void (*kernel)(Arguments), int blocks, int threads, size_t shared, const Arguments &arguments) {
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t launch = {};
-    launch.gridDim = dim3((unsigned)blocks);
-    launch.blockDim = dim3((unsigned)threads);
-    launch.dynamicSmemBytes = shared;
-    launch.stream = gpu.stream;
-    launch.attrs = &attribute;
-    launch.numAttrs = gpu.major >= 9;
-    allow_shared(kernel, shared);
-    CUDA(cudaLaunchKernelEx(&launch, kernel, arguments));
-}
 
 /* Integers in the order of the floats. */
 static __device__ inline uint32_t in_order(float x) {
@@ -2519,7 +2503,8 @@ static void route(int *picks, float *weights, const float *logits, const float *
                            .groups = config->n_group, .kept = config->topk_group, .factor = config->routed_scaling_factor,
                            .normalise = config->norm_topk_prob};
     const size_t shared = 2 * ((size_t)router.experts + (size_t)router.groups) * sizeof(float);
-    launch_early(route_kernel, n_rows, 32, shared, router);
+    allow_shared(route_kernel, shared);
+    launch_early(route_kernel, dim3((unsigned)n_rows), 32, shared, 1, router);
 }
 
 /* ---- experts: one launch, whose blocks all stay until its end
@@ -2534,10 +2519,13 @@ enum {
     TILE_ROWS = 16,             /* of weights in a tile: of one matrix, or eight each of gate and up */
     TILE_BYTES = 128,           /* of each of its rows */
     TILE_COLUMNS = 8,           /* rows of x that meet a tile */
-    MIN_STAGES = 3, MAX_STAGES = 6,                 /* tiles that a warp has on their way; two where shared memory is small */
-    RUN = 4,                    /* units after which the next columns of the same expert have their turn, while L2 has its weights */
-    MAX_SUMS = 192,             /* columns of sums, of one segment, that wait in shared memory to be added up */
+    ENOUGH_STAGES = 3, MAX_STAGES = 4,              /* tiles that a warp has on their way; fewer where shared memory is small */
+    RUN = 4,                    /* units after which the next columns of the same expert have their turn: L2 has its weights */
+    STRIPS = 3,                 /* of down, that a team multiplies by the same rows */
+    MAX_SUMS = 192, MAX_DOWN_SUMS = 384,            /* columns of one segment's sums that wait in shared memory to be added up */
+    COLUMN_BYTES = 11,          /* of strip, pick, next and leads */
     MAX_LISTED = 16 * MAX_PASS_ROWS, MAX_MASKS = 64 << 10,      /* of a launch: picks; bytes of masks */
+    SMALL_SHARED = 1024,        /* bytes at most of what is declared in functions */
     NOBODY = 0xffff,
 };
 enum { GATE, UP, DOWN };        /* an expert's matrices; the first and the last also name the phases */
@@ -2564,27 +2552,31 @@ struct Chosen { const uint8_t *data[3]; const void *scale[3]; };
 /* Up to `columns` rows that chose the same expert: order[begin] to order[begin of the next]. */
 struct Work { uint16_t chosen, begin; };
 
+/* What a block does. The first phase is a list of units, `units` for each work, dealt out in runs: a unit is a strip for each
+ * team of warps. In the second phase a block has some strips and takes all works for each; a unit there is a work and a group of
+ * up to STRIPS strips, and the teams take units in turns. A round is a unit for all teams together, or then one for each. The
+ * shared expert's units come first: they are known beforehand. */
+struct Rounds { int shared, gate, down, units, strips, groups, works, shared_works, first_shared, first_routed; };
+
 /* A block's shared memory. */
 struct ExpertMemory {
-    uint8_t *ring, *x;
-    float *sums;                /* [column, segment, TILE_ROWS] */
+    uint8_t *ring, *x;          /* ring: this warp's */
+    Rounds *rounds;
+    float *sums, *down_sums;    /* [column, segment, TILE_ROWS], of either phase: the second's lie where x was */
     int *strip, *pick;          /* [column] whose sums these are; a pick is row << 16 | number */
-    uint8_t *next, *leads;      /* [column]: see link_columns() */
+    uint16_t *next;             /* [column]: see link_columns() */
+    uint8_t *leads;             /* [column] */
     Chosen *chosen;
     Work *works;
     int *order;                 /* [picks] by expert */
 };
 
-/* What a block does. The first phase is a list of units, works * units of them, dealt out in runs: a unit is a strip for each of the
- * block's teams of warps. In the second phase a block has every strip that it has for all works, and its teams take pairs of work and
- * strip in turns. A round is a unit, or a pair for each team. The shared expert's units come first: they are known beforehand. */
-struct Rounds { int shared, gate, down, units, strips, works, shared_works, first_shared, first_routed; };
-
 /* A team's place in them. work == works: nothing to do. */
 struct Cursor { int round, work, unit; };
 
-/* Values of a row in a tile. */
-static __host__ __device__ inline int tile_values(DType D) { return D == DTYPE_F4_E2M1 ? 256 : D == DTYPE_F8_E4M3 ? 128 : 64; }
+/* Values of a row in a tile: 2^tile_bits. */
+static __host__ __device__ inline int tile_bits(DType D) { return D == DTYPE_F4_E2M1 ? 8 : D == DTYPE_F8_E4M3 ? 7 : 6; }
+static __host__ __device__ inline int tiles_of(DType D, int cols) { return (cols + (1 << tile_bits(D)) - 1) >> tile_bits(D); }
 
 /* Bytes of the scales of a row in a tile. */
 static __host__ __device__ inline int scale_bytes(DType D) { return D == DTYPE_F4_E2M1 ? 8 : D == DTYPE_F8_E4M3 ? 4 : 0; }
@@ -2612,6 +2604,7 @@ static __device__ inline int share_begin(int n, int block) { return (int)((unsig
 
 static __device__ void count_shared_rounds(Rounds *rounds, const Experts &e) {
     const int block = (int)blockIdx.x;
+    *rounds = {};
     rounds->units = divide_up(e.inter, teams_of(e, false) * TILE_ROWS / 2);
     rounds->shared_works = e.slots > e.per_token ? divide_up(e.n_rows, e.columns) : 0;
     rounds->works = rounds->shared_works;
@@ -2627,7 +2620,8 @@ static __device__ void count_rounds(Rounds *rounds, const Experts &e, int works)
     rounds->first_routed = shared + share_begin(routed, last - block);
     rounds->gate = rounds->shared + shared + share_begin(routed, last - block + 1) - rounds->first_routed;
     rounds->strips = divide_up(divide_up(e.hidden, TILE_ROWS) - block, (int)gridDim.x);
-    rounds->down = divide_up(rounds->strips * works, teams_of(e, true));
+    rounds->groups = divide_up(rounds->strips, STRIPS);
+    rounds->down = divide_up(rounds->groups * works, teams_of(e, true));
 }
 
 static __device__ inline int first_work(const ExpertMemory &m, int work) {
@@ -2640,7 +2634,8 @@ static __device__ void find_unit(Cursor *cursor, const ExpertMemory &m, int unit
     const int first = first_work(m, index / units);
     int n = 1;
     while (m.works[first + n].chosen == m.works[first].chosen) n++;
-    const int offset = index - first * units, run = offset / (RUN * n), rest = offset % (RUN * n), length = min((int)RUN, units - run * RUN);
+    const int offset = index - first * units, run = offset / (RUN * n), rest = offset % (RUN * n);
+    const int length = min((int)RUN, units - run * RUN);
     cursor->work = first + rest / length;
     cursor->unit = run * RUN + rest % length;
 }
@@ -2653,7 +2648,8 @@ static __device__ void next_unit(Cursor *cursor, const ExpertMemory &m, int unit
     else cursor->work++, cursor->unit = 0;
 }
 
-static __device__ void step(Cursor *cursor, const Experts &e, const ExpertMemory &m, const Rounds &rounds, int team) {
+static __device__ void step(Cursor *cursor, const Experts &e, const ExpertMemory &m, int team) {
+    const Rounds &rounds = *m.rounds;
     const int round = ++cursor->round;
     if (round < rounds.gate) {
         if (round == rounds.shared) find_unit(cursor, m, rounds.units, rounds.first_routed);
@@ -2663,12 +2659,15 @@ static __device__ void step(Cursor *cursor, const Experts &e, const ExpertMemory
     }
     if (round == rounds.gate) cursor->work = 0, cursor->unit = team;
     else cursor->unit += teams_of(e, true);
-    while (cursor->work < rounds.works && cursor->unit >= rounds.strips) cursor->unit -= rounds.strips, cursor->work++;
+    while (cursor->work < rounds.works && cursor->unit >= rounds.groups) cursor->unit -= rounds.groups, cursor->work++;
 }
 
-/* The strip of that team, in strips of eight rows of gate and up, or of sixteen of down. */
-static __device__ inline int strip_of(const Experts &e, const Cursor &cursor, bool down, int team) {
-    return down ? (int)blockIdx.x + cursor.unit * (int)gridDim.x : cursor.unit * teams_of(e, false) + team;
+/* The first strip of that team, in strips of eight rows of gate and up, or of sixteen of down, and how many there are. */
+static __device__ inline int strip_of(const Experts &e, int unit, bool down, int team) {
+    return down ? (int)blockIdx.x + unit * STRIPS * (int)gridDim.x : unit * teams_of(e, false) + team;
+}
+static __device__ inline int strips_of(const Rounds &rounds, int unit, bool down) {
+    return down ? min((int)STRIPS, rounds.strips - unit * STRIPS) : 1;
 }
 
 /* ---- the lists */
@@ -2707,7 +2706,8 @@ static __device__ inline int listed_expert(const Experts &e, int pick) {
 }
 
 /* An expert and its place among those that were chosen, among the works and among the picks. */
-static __device__ void put_expert(const Experts &e, const ExpertMemory &m, int expert, int chosen, int work, int begin, int count) {
+static __device__ void put_expert(const Experts &e, const ExpertMemory &m, int expert, int chosen, int work, int begin,
+                                  int count) {
     const int shared = e.slots > e.per_token, id = expert - shared;
     if (id < 0) m.chosen[chosen] = chosen_matrices(e.shared[GATE], e.shared[UP], e.shared[DOWN]);
     else m.chosen[chosen] = chosen_matrices(e.table[GATE][id], e.table[UP][id], e.table[DOWN][id]);
@@ -2766,83 +2766,105 @@ static __device__ inline void copy_scales_to_shared(uint8_t *to, const uint8_t *
     if (bytes == 4) asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(at), "l"(from) : "memory");
     else asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" :: "r"(at), "l"(from) : "memory");
 }
+/* The place of the tile behind the one at `slot`, in a warp's part of the ring. */
+static __device__ inline int next_slot(const Experts &e, int slot) {
+    return slot == (e.stages - 1) * e.slot_bytes ? 0 : slot + e.slot_bytes;
+}
 static __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 /* Waits until fewer than `n` of this thread's groups of copies are on their way. */
 static __device__ inline void wait_for_copies(int n) {
-    switch (n) {
-    case 2: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
-    case 3: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
-    case 4: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
-    case 5: asm volatile("cp.async.wait_group 4;" ::: "memory"); break;
-    default: asm volatile("cp.async.wait_group 5;" ::: "memory"); break;
-    }
+    if (n == 3) asm volatile("cp.async.wait_group 2;" ::: "memory");
+    else if (n == 4) asm volatile("cp.async.wait_group 3;" ::: "memory");
+    else if (n == 2) asm volatile("cp.async.wait_group 1;" ::: "memory");
+    else asm volatile("cp.async.wait_group 0;" ::: "memory");
 }
 
 /* What a warp reads, tile by tile, `stages` ahead of what it multiplies. */
 struct Stream {
     Cursor cursor;
     int limit;                  /* the rounds that are known */
+    int strip, strips;          /* the one being read; those that follow it */
     int at, end;                /* bytes into a row */
-    int chunk_bytes, skipped;   /* of a chunk; from its end to the segment's next */
+    int chunk, skipped;         /* bytes of a chunk; of those of the other segments that follow it */
     const uint8_t *data[2];     /* of the tile's upper and lower eight rows */
     uint32_t row[4];            /* offsets of four of the tile's rows, for this lane's 16 bytes */
-    const uint8_t *scale;       /* of row `lane`, scale_bytes for each tile */
-    int scale_bytes, stage;
+    const uint8_t *scale;       /* of row `lane`, of the next tile */
+    int scale_bytes;            /* of a row in a tile */
+    int slot;                   /* of the ring, in bytes from the warp's first */
 };
 
-static __device__ void open_work(Stream *stream, const Experts &e, const ExpertMemory &m, const Rounds &rounds) {
-    const bool down = stream->cursor.round >= rounds.gate;
-    if (stream->cursor.work >= rounds.works) return;            /* at is behind the end still */
-    const DType D = type_of(e, rounds, stream->cursor.work);
+/* Everything that changes from strip to strip of the same matrices. */
+static __device__ inline void open_strip(Stream *stream, const Experts &e, const ExpertMemory &m, bool down) {
     const Chosen &chosen = m.chosen[m.works[stream->cursor.work].chosen];
-    const int cols = down ? e.inter : e.hidden, rows = down ? e.hidden : e.inter, lane = lane_id(),
-              first = strip_of(e, stream->cursor, down, team_of(e, down)) * (down ? TILE_ROWS : TILE_ROWS / 2);
-    stream->end = (int)weight_bytes(D, (size_t)cols);
-    stream->chunk_bytes = (int)weight_bytes(D, CHUNK);
-    stream->scale_bytes = scale_bytes(D);
-    stream->skipped = (segments_of(e, down) - 1) * stream->chunk_bytes;
-    stream->at = segment_of(e, down) * stream->chunk_bytes;
-    stream->data[0] = chosen.data[down ? DOWN : GATE], stream->data[1] = chosen.data[down ? DOWN : UP];
+    const int lane = lane_id(), high = down ? TILE_ROWS : TILE_ROWS / 2, last = (down ? e.hidden : e.inter) - 1;
+    const int first = stream->strip * high;
+    stream->at = segment_of(e, down) * stream->chunk;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int row = min(first + lane / 8 + i % 2 * 4 + (down ? i / 2 * 8 : 0), rows - 1);
+        const int row = min(first + lane / 8 + i % 2 * 4 + (down ? i / 2 * 8 : 0), last);
         stream->row[i] = (uint32_t)row * (uint32_t)stream->end + (uint32_t)(lane % 8 * 16);
     }
-    const int row = min(first + lane % (down ? TILE_ROWS : TILE_ROWS / 2), rows - 1);
-    const int blocks = divide_up(cols, tile_values(D)), scale_row = D == DTYPE_F4_E2M1 ? row : row / SCALE_BLOCK;
+    const int row = min(first + lane % high, last), scale_row = stream->scale_bytes == 8 ? row : row / SCALE_BLOCK;
     stream->scale = (const uint8_t *)chosen.scale[down ? DOWN : lane % TILE_ROWS < 8 ? GATE : UP]
-                    + (size_t)scale_row * (size_t)(blocks * stream->scale_bytes);
+                    + (size_t)scale_row * (size_t)(divide_up(stream->end, TILE_BYTES) * stream->scale_bytes)
+                    + stream->at / TILE_BYTES * stream->scale_bytes;
+}
+
+/* The next strip, or the first one of the next round in which this warp has any. False: there is none that is known. */
+static __device__ bool next_strip(Stream *stream, const Experts &e, const ExpertMemory &m) {
+    const Rounds &rounds = *m.rounds;
+    if (stream->strips == 0) {
+        do {
+            if (stream->cursor.round + 1 >= rounds.gate + rounds.down) return false;
+            step(&stream->cursor, e, m, team_of(e, true));
+        } while (stream->cursor.work >= rounds.works);
+        const bool down = stream->cursor.round >= rounds.gate;
+        const Chosen &chosen = m.chosen[m.works[stream->cursor.work].chosen];
+        const DType D = type_of(e, rounds, stream->cursor.work);
+        stream->strip = strip_of(e, stream->cursor.unit, down, team_of(e, down));
+        stream->strips = strips_of(rounds, stream->cursor.unit, down) - 1;
+        stream->end = (int)weight_bytes(D, (size_t)(down ? e.inter : e.hidden));
+        stream->chunk = (int)weight_bytes(D, CHUNK);
+        stream->skipped = (segments_of(e, down) - 1) * stream->chunk;
+        stream->scale_bytes = scale_bytes(D);
+        stream->data[0] = chosen.data[down ? DOWN : GATE], stream->data[1] = chosen.data[down ? DOWN : UP];
+    } else stream->strip += (int)gridDim.x, stream->strips--;
+    open_strip(stream, e, m, stream->cursor.round >= rounds.gate);
+    return true;
 }
 
 /* Starts to read this warp's next tile into its place in the ring. False: there is none that is known. */
-static __device__ bool fetch_tile(Stream *stream, const Experts &e, const ExpertMemory &m, const Rounds &rounds) {
-    while (stream->at >= stream->end) {
-        if (stream->cursor.round + 1 >= stream->limit) return false;
-        step(&stream->cursor, e, m, rounds, team_of(e, true));
-        open_work(stream, e, m, rounds);
-    }
+static __device__ bool fetch_tile(Stream *stream, const Experts &e, const ExpertMemory &m) {
+    while (stream->at >= stream->end)
+        if (!next_strip(stream, e, m)) return false;
     const int lane = lane_id();
-    uint8_t *slot = m.ring + (warp_id() * e.stages + stream->stage) * e.slot_bytes;
-    uint8_t *to = slot + lane / 8 * TILE_BYTES + (lane % 8 ^ lane / 8 % 2 * 4) * 16;
+    uint8_t *slot = m.ring + stream->slot, *to = slot + lane / 8 * TILE_BYTES + (lane % 8 ^ lane / 8 % 2 * 4) * 16;
     const bool there = stream->at + lane % 8 * 16 < stream->end;
+    const uint32_t at = there ? (uint32_t)stream->at : 0;
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        start_copy_to_shared(to + i * 4 * TILE_BYTES, stream->data[i / 2] + (stream->row[i] + (uint32_t)(there ? stream->at : 0)),
-                             there);
+        start_copy_to_shared(to + i * 4 * TILE_BYTES, stream->data[i / 2] + (stream->row[i] + at), there);
     if (stream->scale_bytes && lane < TILE_ROWS)
-        copy_scales_to_shared(slot + TILE_ROWS * TILE_BYTES + lane * stream->scale_bytes,
-                              stream->scale + stream->at / TILE_BYTES * stream->scale_bytes, stream->scale_bytes);
+        copy_scales_to_shared(slot + TILE_ROWS * TILE_BYTES + lane * stream->scale_bytes, stream->scale, stream->scale_bytes);
     stream->at += TILE_BYTES;
-    if (stream->at % stream->chunk_bytes == 0) stream->at += stream->skipped;
-    stream->stage = stream->stage + 1 == e.stages ? 0 : stream->stage + 1;
+    stream->scale += stream->scale_bytes;
+    if ((stream->at & (stream->chunk - 1)) == 0) {
+        stream->at += stream->skipped;
+        stream->scale += stream->skipped / TILE_BYTES * stream->scale_bytes;
+    }
+    stream->slot = next_slot(e, stream->slot);
     return true;
 }
 
 /* ---- x as the tensor cores want it */
 
-/* A thread multiplies 64 values of a chunk, eight at a time, and four threads each their own. Of the chunk's 32 eights, which is the
- * i-th of thread t: as many as 16 bytes of weights hold follow each other. */
+/* e4m3 weights are only shifted into bf16's place, which leaves them 2^-120 of what they are: x is 2^64 of what it is instead
+ * (from 2^63 on it becomes infinite, and shows), and the scale makes up for the rest. */
+static constexpr float E4M3_LIFT = 0x1p64f, E4M3_REPAIR = 0x1p56f;
+
+/* A thread multiplies 64 values of a chunk, eight at a time, and four threads each their own. Of the chunk's 32 eights, which is
+ * the i-th of thread t: as many as 16 bytes of weights hold follow each other. */
 static __device__ inline int eight_of(DType D, int t, int i) {
     const int each = D == DTYPE_F4_E2M1 ? 4 : D == DTYPE_F8_E4M3 ? 2 : 1;
     return i / each * 4 * each + t * each + i % each;
@@ -2858,11 +2880,13 @@ static __device__ inline int value_place(DType D, int i) {
     return D == DTYPE_F4_E2M1 ? i % 4 * 2 + i / 4 : D == DTYPE_F8_E4M3 ? i / 4 * 4 + i % 2 * 2 + i % 4 / 2 : i;
 }
 
-static __device__ inline uint4 narrow_for(DType D, const float v[8]) {
+static __device__ inline uint4 narrow_for(DType D, float v[8]) {
     if (D == DTYPE_F4_E2M1) return narrow_eight<DTYPE_F4_E2M1>(v);
-    if (D == DTYPE_F8_E4M3) return narrow_eight<DTYPE_F8_E4M3>(v);
     if (D == DTYPE_BF16) return narrow_eight<DTYPE_BF16>(v);
-    return narrow_eight<DTYPE_F16>(v);
+    if (D == DTYPE_F16) return narrow_eight<DTYPE_F16>(v);
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] *= E4M3_LIFT;
+    return narrow_eight<DTYPE_F8_E4M3>(v);
 }
 
 /* Bytes of a row of x, whole chunks, in shared memory. */
@@ -2870,7 +2894,8 @@ static __host__ __device__ inline int x_stride(int cols) { return divide_up(cols
 
 /* The rows of a work, for the whole block. */
 static __device__ void stage_rows(const Experts &e, const ExpertMemory &m, int work, DType D) {
-    const int begin = m.works[work].begin, count = count_of(m, work), stride = x_stride(e.hidden), eights = (stride - STAGED_PAD) / 16;
+    const int begin = m.works[work].begin, count = count_of(m, work), stride = x_stride(e.hidden);
+    const int eights = (stride - STAGED_PAD) / 16;
 #pragma unroll 2
     for (int i = (int)threadIdx.x; i < count * eights; i += EXPERT_THREADS) {
         const int column = i / eights, eight = i % eights;
@@ -2882,8 +2907,8 @@ static __device__ void stage_rows(const Experts &e, const ExpertMemory &m, int w
 }
 
 /* This thread's 64 values of a chunk, of its row of x or of gated; idle columns of the instruction repeat one. */
-static __device__ inline void load_rows(uint4 x[8], const Experts &e, const ExpertMemory &m, bool down, int work, int count, int chunk,
-                                        DType D) {
+static __device__ inline void load_rows(uint4 x[8], const Experts &e, const ExpertMemory &m, bool down, int work, int count,
+                                        int chunk, DType D) {
     const int column = min(lane_id() / 4, count - 1), t = lane_id() % 4;
     if (!down) {
         const uint8_t *from = m.x + column * x_stride(e.hidden) + chunk * CHUNK * 2 + t * 16;
@@ -2902,18 +2927,27 @@ static __device__ inline void load_rows(uint4 x[8], const Experts &e, const Expe
 /* ---- products */
 
 /* A tile as a thread has it: two pieces of 16 bytes of row g = lane / 4, two of row g + 8. */
-struct Tile { uint4 piece[2][2]; uint32_t scale[2][2]; };
+struct Tile { uint4 piece[2][2]; uint2 scale[2]; };
 
 static __device__ inline void load_tile(Tile *tile, const uint8_t *slot, int scale_bytes) {
     const int g = lane_id() / 4;
-    const uint8_t *from = slot + g * TILE_BYTES + lane_id() % 4 * 16, *scales = slot + TILE_ROWS * TILE_BYTES;
+    const uint8_t *from = slot + g * TILE_BYTES + lane_id() % 4 * 16, *scale = slot + TILE_ROWS * TILE_BYTES + g * scale_bytes;
 #pragma unroll
-    for (int u = 0; u < 2; u++)
+    for (int i = 0; i < 2; i++) {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            tile->piece[u][i] = *(const uint4 *)(from + (u ^ g % 2) * 64 + i * 8 * TILE_BYTES);
-            if (scale_bytes) tile->scale[u][i] = *(const uint32_t *)(scales + (g + i * 8) * scale_bytes + u * (scale_bytes - 4));
-        }
+        for (int u = 0; u < 2; u++) tile->piece[u][i] = *(const uint4 *)(from + (u ^ g % 2) * 64 + i * 8 * TILE_BYTES);
+        if (scale_bytes == 4) tile->scale[i].x = *(const uint32_t *)(scale + i * 8 * 4);
+        if (scale_bytes == 8) tile->scale[i] = *(const uint2 *)(scale + i * 8 * 8);
+    }
+}
+
+/* Eight weights as four pairs of the type that x has. */
+template <DType D> static __device__ inline uint4 shift_part(const uint4 &piece, int part, uint32_t factor) {
+    if constexpr (D == DTYPE_F8_E4M3) {
+        const uint32_t low = part ? piece.z : piece.x, high = part ? piece.w : piece.y;
+        return make_uint4((low << 8 & 0x80008000) | (low << 4 & 0x07f007f0), (low & 0x80008000) | (low >> 4 & 0x07f007f0),
+                          (high << 8 & 0x80008000) | (high << 4 & 0x07f007f0), (high & 0x80008000) | (high >> 4 & 0x07f007f0));
+    } else return widen_part<D>(piece, part, factor);
 }
 
 /* total += a tile times x. Of e4m3 the sum is scaled, of e2m1 each value, but for 2^E2M1_SHIFT. */
@@ -2923,11 +2957,11 @@ template <DType D> static __device__ inline void multiply_tile(float total[4], c
     float *into = D == DTYPE_F8_E4M3 ? sum : total;
 #pragma unroll
     for (int u = 0; u < 2; u++) {
-        const uint32_t upper = D == DTYPE_F4_E2M1 ? e2m1_factor(tile.scale[u][0]) : 0,
-                       lower = D == DTYPE_F4_E2M1 ? e2m1_factor(tile.scale[u][1]) : 0;
+        const uint32_t upper = D == DTYPE_F4_E2M1 ? e2m1_factor(u ? tile.scale[0].y : tile.scale[0].x) : 0,
+                       lower = D == DTYPE_F4_E2M1 ? e2m1_factor(u ? tile.scale[1].y : tile.scale[1].x) : 0;
 #pragma unroll
         for (int part = 0; part < parts; part++) {
-            const uint4 a = widen_part<D>(tile.piece[u][0], part, upper), c = widen_part<D>(tile.piece[u][1], part, lower),
+            const uint4 a = shift_part<D>(tile.piece[u][0], part, upper), c = shift_part<D>(tile.piece[u][1], part, lower),
                         b = x[u * parts + part];
             multiply_fragment<D>(into, a.x, c.x, a.y, c.y, b.x, b.y);
             multiply_fragment<D>(into, a.z, c.z, a.w, c.w, b.z, b.w);
@@ -2935,40 +2969,41 @@ template <DType D> static __device__ inline void multiply_tile(float total[4], c
     }
     if (D == DTYPE_F8_E4M3)
 #pragma unroll
-        for (int i = 0; i < 4; i++) total[i] = fmaf(__uint_as_float(tile.scale[0][i / 2]), sum[i], total[i]);
+        for (int i = 0; i < 4; i++) total[i] = fmaf(__uint_as_float(tile.scale[i / 2].x) * E4M3_REPAIR, sum[i], total[i]);
 }
 
 /* The tile of that number in a chunk. */
-template <DType D> static __device__ inline void multiply_numbered(float total[4], const Tile &tile, const uint4 x[8], int number) {
+template <DType D>
+static __device__ inline void multiply_numbered(float total[4], const Tile &tile, const uint4 x[8], int number) {
     constexpr int tiles = D == DTYPE_F4_E2M1 ? 1 : D == DTYPE_F8_E4M3 ? 2 : 4;
 #pragma unroll
     for (int i = 0; i < tiles; i++)
         if (number == i) multiply_tile<D>(total, tile, x + i * (8 / tiles));
 }
 
-/* This warp's segment of one strip times the rows of one work, whose first chunk of x may be there already. As soon as a tile is in
- * registers, the stream's next one takes its place. */
-static __device__ inline void multiply_work(float total[4], uint4 x[8], bool held, Stream *stream, int *stage, const Experts &e,
-                                            const ExpertMemory &m, const Rounds &rounds, bool down, int work) {
-    const DType D = type_of(e, rounds, work);
-    const int cols = down ? e.inter : e.hidden, count = count_of(m, work), segments = segments_of(e, down);
+/* This warp's segment of one strip times the rows of one work, whose first chunk of x may be held already. As soon as a tile is
+ * in registers, the stream's next one takes its place. slot: where its first one lies. */
+static __device__ inline void multiply_work(float total[4], uint4 x[8], bool held, Stream *stream, int *slot, const Experts &e,
+                                            const ExpertMemory &m, bool down, int work, DType D) {
+    const int cols = down ? e.inter : e.hidden, count = count_of(m, work), segments = segments_of(e, down),
+              scales = scale_bytes(D), stages = e.stages;
     for (int chunk = segment_of(e, down); chunk * CHUNK < cols; chunk += segments) {
         if (!held || segments * CHUNK < cols) load_rows(x, e, m, down, work, count, chunk, D);
-        const int tiles = divide_up(min((int)CHUNK, cols - chunk * CHUNK), tile_values(D));
+        const int tiles = tiles_of(D, min((int)CHUNK, cols - chunk * CHUNK));
 #pragma unroll 1
         for (int i = 0; i < tiles; i++) {
-            Tile tile = {};
-            wait_for_copies(e.stages);
+            Tile tile;
+            wait_for_copies(stages);
             __syncwarp();
-            load_tile(&tile, m.ring + (warp_id() * e.stages + *stage) * e.slot_bytes, scale_bytes(D));
+            load_tile(&tile, m.ring + *slot, scales);
             __syncwarp();
-            fetch_tile(stream, e, m, rounds);
+            fetch_tile(stream, e, m);
             commit_copies();
-            if (D == DTYPE_F4_E2M1) multiply_numbered<DTYPE_F4_E2M1>(total, tile, x, i);
-            else if (D == DTYPE_F8_E4M3) multiply_numbered<DTYPE_F8_E4M3>(total, tile, x, i);
+            if (D == DTYPE_F8_E4M3) multiply_numbered<DTYPE_F8_E4M3>(total, tile, x, i);
+            else if (D == DTYPE_F4_E2M1) multiply_numbered<DTYPE_F4_E2M1>(total, tile, x, i);
             else if (D == DTYPE_BF16) multiply_numbered<DTYPE_BF16>(total, tile, x, i);
             else multiply_numbered<DTYPE_F16>(total, tile, x, i);
-            *stage = *stage + 1 == e.stages ? 0 : *stage + 1;
+            *slot = next_slot(e, *slot);
         }
     }
     if (D == DTYPE_F4_E2M1)
@@ -2977,12 +3012,12 @@ static __device__ inline void multiply_work(float total[4], uint4 x[8], bool hel
 }
 
 /* The same in plain f32, for weights of any type at any address: a lane has one row and half of the columns of x. */
-static __device__ void multiply_exactly(float total[4], const Experts &e, const ExpertMemory &m, const Rounds &rounds, bool down,
+static __device__ void multiply_exactly(float total[4], const Experts &e, const ExpertMemory &m, bool down,
                                         int work, int strip) {
-    const int cols = down ? e.inter : e.hidden, rows = down ? e.hidden : e.inter, lane = lane_id(), high = down ? TILE_ROWS : TILE_ROWS / 2,
-              begin = m.works[work].begin, last = count_of(m, work) - 1,
+    const int cols = down ? e.inter : e.hidden, rows = down ? e.hidden : e.inter, lane = lane_id(),
+              high = down ? TILE_ROWS : TILE_ROWS / 2, begin = m.works[work].begin, last = count_of(m, work) - 1,
               which = down ? DOWN : lane % TILE_ROWS < 8 ? GATE : UP;
-    const DType stored = (work < rounds.shared_works ? e.shared[which] : e.table[which][0]).dtype;
+    const DType stored = (work < m.rounds->shared_works ? e.shared[which] : e.table[which][0]).dtype;
     const Chosen &chosen = m.chosen[m.works[work].chosen];
     const int row = min(strip * high + lane % high, rows - 1);
     const uint8_t *data = chosen.data[which] + (size_t)row * weight_bytes(stored, (size_t)cols);
@@ -3005,14 +3040,14 @@ static __device__ void multiply_exactly(float total[4], const Experts &e, const 
 /* ---- sums */
 
 /* A warp's sums to columns [first, first + count) of those that wait. */
-static __device__ inline void put_columns(const Experts &e, const ExpertMemory &m, const float total[4], bool down, int work, int strip,
-                                          int first, int count) {
+static __device__ inline void put_columns(const Experts &e, const ExpertMemory &m, const float total[4], bool down, int work,
+                                          int strip, int first, int count) {
     const int lane = lane_id(), segments = segments_of(e, down), segment = segment_of(e, down);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const bool exact = e.dtype[0] == EXACT;
         const int column = exact ? lane / 16 * 4 + i : lane % 4 * 2 + i % 2, row = exact ? lane % 16 : lane / 4 + i / 2 * 8;
-        if (column < count) m.sums[((first + column) * segments + segment) * TILE_ROWS + row] = total[i];
+        if (column < count) (down ? m.down_sums : m.sums)[((first + column) * segments + segment) * TILE_ROWS + row] = total[i];
     }
     if (segment == 0 && lane < count) {
         m.strip[first + lane] = strip;
@@ -3020,10 +3055,25 @@ static __device__ inline void put_columns(const Experts &e, const ExpertMemory &
     }
 }
 
-static __device__ inline float add_segments(const ExpertMemory &m, int segments, int column, int row) {
+/* One team's part of a round, its sums into columns from `first` on. x: the first chunk of the rows, where it is held already. */
+static __device__ inline void multiply_strips(uint4 x[8], bool held, Stream *stream, int *slot, const Experts &e,
+                                              const ExpertMemory &m, bool down, int work, int unit, int first) {
+    const int strip = strip_of(e, unit, down, team_of(e, down)), strips = strips_of(*m.rounds, unit, down);
+    const int count = count_of(m, work);
+    const DType D = type_of(e, *m.rounds, work);
+#pragma unroll 1
+    for (int i = 0; i < strips; i++, held = true) {
+        float total[4] = {};
+        if (D == EXACT) multiply_exactly(total, e, m, down, work, strip + i * (int)gridDim.x);
+        else multiply_work(total, x, held, stream, slot, e, m, down, work, D);
+        put_columns(e, m, total, down, work, strip + i * (int)gridDim.x, first + i * count, count);
+    }
+}
+
+static __device__ inline float add_segments(const float *sums, int segments, int column, int row) {
     float sum = 0;
 #pragma unroll 4
-    for (int i = 0; i < segments; i++) sum += m.sums[(column * segments + i) * TILE_ROWS + row];
+    for (int i = 0; i < segments; i++) sum += sums[(column * segments + i) * TILE_ROWS + row];
     return sum;
 }
 
@@ -3035,11 +3085,12 @@ static __device__ void add_gate_up(const Experts &e, const ExpertMemory &m, int 
         const int column = i / 8, r = i % 8, out = m.strip[column] * 8 + r, pick = m.pick[column];
         if (out >= e.inter) continue;
         const DType D = e.dtype[is_shared(e, pick)];
-        const float value = silu(add_segments(m, segments, column, r)) * add_segments(m, segments, column, 8 + r);
+        const float value = silu(add_segments(m.sums, segments, column, r)) * add_segments(m.sums, segments, column, 8 + r);
         const size_t row = gated_row(e, pick);
         if (D == EXACT) ((float *)e.gated)[row + (size_t)out] = value;
         else {
-            const uint32_t pair = D == DTYPE_F16 ? narrow_pair<DTYPE_F16>(value, 0) : narrow_pair<DTYPE_BF16>(value, 0);
+            const float lifted = D == DTYPE_F8_E4M3 ? value * E4M3_LIFT : value;
+            const uint32_t pair = D == DTYPE_F16 ? narrow_pair<DTYPE_F16>(value, 0) : narrow_pair<DTYPE_BF16>(lifted, 0);
             ((uint16_t *)e.gated)[row + (size_t)(out - r + value_place(D, r))] = (uint16_t)pair;
         }
     }
@@ -3071,7 +3122,7 @@ static __device__ void add_down(const Experts &e, const ExpertMemory &m, int col
 #pragma unroll 1
         for (int c = first; c < columns; c = m.next[c]) {
             const float weight = is_shared(e, m.pick[c]) ? 1 : e.weights[row * e.per_token + number_of(m.pick[c])];
-            sum = fmaf(weight, add_segments(m, segments_of(e, true), c, r), sum);
+            sum = fmaf(weight, add_segments(m.down_sums, segments_of(e, true), c, r), sum);
         }
         *y = sum;
     }
@@ -3108,89 +3159,96 @@ static __device__ void wait_for_all_blocks() {
 
 static __device__ ExpertMemory expert_memory(const Experts &e, uint8_t *shared) {
     ExpertMemory m;
-    m.ring = shared;
-    m.x = m.ring + EXPERT_WARPS * e.stages * e.slot_bytes;
+    m.ring = shared + warp_id() * e.stages * e.slot_bytes;
+    m.x = shared + EXPERT_WARPS * e.stages * e.slot_bytes;
     m.sums = (float *)(m.x + e.x_bytes);
+    m.down_sums = (float *)m.x;
+    m.rounds = NULL;
     m.strip = (int *)(m.sums + MAX_SUMS * TILE_ROWS);
-    m.pick = m.strip + MAX_SUMS;
-    m.next = (uint8_t *)(m.pick + MAX_SUMS);
-    m.leads = m.next + MAX_SUMS;
-    m.chosen = (Chosen *)(m.leads + MAX_SUMS);
+    m.pick = m.strip + MAX_DOWN_SUMS;
+    m.next = (uint16_t *)(m.pick + MAX_DOWN_SUMS);
+    m.leads = (uint8_t *)(m.next + MAX_DOWN_SUMS);
+    m.chosen = (Chosen *)(m.leads + MAX_DOWN_SUMS);
     m.works = (Work *)(m.chosen + e.most_chosen);
     m.order = (int *)(m.works + e.most_chosen + divide_up(e.n_rows * e.slots, e.columns) + 1);
     return m;
 }
 
 /* Weights may be read before it is known who is chosen: those of the shared expert. Returns how many tiles are on their way. */
-static __device__ int fetch_shared(Stream *stream, const Experts &e, const ExpertMemory &m, const Rounds &rounds) {
+static __device__ int fetch_shared(Stream *stream, const Experts &e, const ExpertMemory &m) {
+    const int works = m.rounds->shared_works;
     if (threadIdx.x == 0) m.chosen[0] = chosen_matrices(e.shared[GATE], e.shared[UP], e.shared[DOWN]);
-    for (int i = (int)threadIdx.x; i <= rounds.shared_works; i += EXPERT_THREADS)
-        m.works[i].chosen = i < rounds.shared_works ? 0 : NOBODY;
+    for (int i = (int)threadIdx.x; i <= works; i += EXPERT_THREADS) m.works[i].chosen = i < works ? 0 : NOBODY;
     __syncthreads();
     int ahead = 0;
-    for (; ahead < e.stages && fetch_tile(stream, e, m, rounds); ahead++) commit_copies();
+    for (; ahead < e.stages && fetch_tile(stream, e, m); ahead++) commit_copies();
     return ahead;
 }
 
 static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const __grid_constant__ Experts e) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    const ExpertMemory m = expert_memory(e, shared);
+    extern __shared__ __align__(128) uint8_t expert_shared[];
+    ExpertMemory m = expert_memory(e, expert_shared);
     const bool exact = e.dtype[0] == EXACT;
     const int lane = lane_id();
-    Rounds rounds = {};
-    count_shared_rounds(&rounds, e);
+    __shared__ Rounds rounds;
+    m.rounds = &rounds;
+    if (threadIdx.x == 0) count_shared_rounds(&rounds, e);
+    __syncthreads();
     Stream stream = {};
     stream.cursor.round = -1;
-    stream.limit = rounds.shared;
-    int ahead = 0, stage = 0;
-    if (!exact && rounds.shared) ahead = fetch_shared(&stream, e, m, rounds);
+    int ahead = 0, slot = 0;
+    if (!exact && rounds.shared) ahead = fetch_shared(&stream, e, m);
     wait_for_previous();
-    count_rounds(&rounds, e, list_works(e, m));
-    stream.limit = rounds.gate + rounds.down;
+    const int works = list_works(e, m);
+    if (threadIdx.x == 0) count_rounds(&rounds, e, works);
+    __syncthreads();
     for (; ahead < e.stages && !exact; ahead++) {
-        fetch_tile(&stream, e, m, rounds);
+        fetch_tile(&stream, e, m);
         commit_copies();
     }
 
     Cursor cursor = {.round = -1, .work = 0, .unit = 0};        /* of team `lane` */
     uint4 x[8];
     int staged = -1, used = 0;                      /* the work whose rows are at hand; columns that wait */
-    for (int round = 0; round < rounds.gate + rounds.down; round++) {
-        const bool down = round >= rounds.gate;
+    const int first_down = rounds.gate, end = first_down + rounds.down;
+    for (int round = 0; round < end; round++) {
+        const bool down = round >= first_down;
         const int segments = segments_of(e, down), teams = teams_of(e, down), team = team_of(e, down);
-        if (round == rounds.gate) {
+        if (round == first_down) {
             add_waiting(e, m, false, used);
             used = 0, staged = -1;
             wait_for_all_blocks();
             let_next_start();
         }
-        step(&cursor, e, m, rounds, min(lane, teams - 1));
-        const int own_count = lane < teams && cursor.work < rounds.works ? count_of(m, cursor.work) : 0;
-        int until = own_count;                      /* columns of the teams up to `lane` */
-        for (int distance = 1; distance < EXPERT_WARPS; distance *= 2) {
-            const int other = __shfl_up_sync(~0u, until, (unsigned)distance);
-            if (lane >= distance) until += other;
+        step(&cursor, e, m, min(lane, teams - 1));
+        int columns, before, work = cursor.work, unit = cursor.unit;
+        if (!down) columns = teams * count_of(m, work), before = team * count_of(m, work);
+        else {
+            const bool busy = lane < teams && cursor.work < works;
+            const int own_columns = busy ? count_of(m, work) * strips_of(rounds, unit, true) : 0;
+            int until = own_columns;                /* of the teams up to `lane` */
+            for (int distance = 1; distance < teams; distance *= 2) {
+                const int other = __shfl_up_sync(~0u, until, (unsigned)distance);
+                if (lane >= distance) until += other;
+            }
+            columns = __shfl_sync(~0u, until, teams - 1), before = __shfl_sync(~0u, until - own_columns, team);
+            work = __shfl_sync(~0u, work, team), unit = __shfl_sync(~0u, unit, team);
         }
-        const int columns = __shfl_sync(~0u, until, EXPERT_WARPS - 1), count = __shfl_sync(~0u, own_count, team),
-                  first = __shfl_sync(~0u, until, team) - count, work = __shfl_sync(~0u, cursor.work, team),
-                  strip = strip_of(e, {.round = round, .work = work, .unit = __shfl_sync(~0u, cursor.unit, team)}, down, team);
+        if ((used + columns) * segments > (down ? MAX_DOWN_SUMS : MAX_SUMS)) {
+            add_waiting(e, m, down, used);
+            used = 0;
+        }
         if (!down && !exact && work != staged) {
             __syncthreads();
             stage_rows(e, m, work, type_of(e, rounds, work));
             __syncthreads();
         }
-        float total[4] = {};
-        if (count && exact) multiply_exactly(total, e, m, rounds, down, work, strip);
-        else if (count) multiply_work(total, x, down && work == staged, &stream, &stage, e, m, rounds, down, work);
+        if (work < works)
+            multiply_strips(x, down && work == staged, &stream, &slot, e, m, down, work, unit, used + before);
         staged = work;
-        if ((used + columns) * segments > MAX_SUMS) {
-            add_waiting(e, m, down, used);
-            used = 0;
-        }
-        if (count) put_columns(e, m, total, down, work, strip, used + first, count);
         used += columns;
     }
-    if (rounds.down) add_waiting(e, m, true, used);
+    if (end > first_down) add_waiting(e, m, true, used);
     else {                                          /* the others wait for this block's rows of gated */
         add_waiting(e, m, false, used);
         wait_for_all_blocks();
@@ -3206,17 +3264,19 @@ static DType streamed_type(const Matrix *gate, const Matrix *up, const Matrix *d
 /* Cuts up a block's shared memory: as many rows of x beside a tile as there are, and as many stages as there is room for. */
 static size_t lay_out_experts(Experts *e) {
     const int picks = e->n_rows * e->slots, experts = e->experts + e->slots - e->per_token;
+    const int down_sums = MAX_DOWN_SUMS * TILE_ROWS * (int)sizeof(float);
     const int lists = experts * (divide_up(e->n_rows, 32) * (int)sizeof(uint32_t) + (int)sizeof(uint16_t));
     e->slot_bytes = TILE_ROWS * (TILE_BYTES + max(scale_bytes(e->dtype[0]), scale_bytes(e->dtype[1])));
-    for (int least = MIN_STAGES; least >= 2; least--)
+    for (int least = ENOUGH_STAGES; least; least--)
         for (e->columns = min(e->n_rows, (int)TILE_COLUMNS); e->columns; e->columns--)
             for (e->stages = MAX_STAGES; e->stages >= least; e->stages--) {
-                e->x_bytes = (max(e->columns * x_stride(e->hidden), lists) + 15) / 16 * 16;
+                e->x_bytes = (max(max(e->columns * x_stride(e->hidden), lists), down_sums) + 15) / 16 * 16;
                 const size_t works = (size_t)(e->most_chosen + divide_up(picks, e->columns) + 1),
                              bytes = (size_t)(EXPERT_WARPS * e->stages * e->slot_bytes + e->x_bytes)
-                                     + MAX_SUMS * ((TILE_ROWS + 2) * sizeof(float) + 2) + (size_t)e->most_chosen * sizeof(Chosen)
-                                     + works * sizeof(Work) + (size_t)picks * sizeof(int);
-                if (bytes + 1024 <= gpu.shared_per_block) return bytes;
+                                     + MAX_SUMS * TILE_ROWS * sizeof(float) + MAX_DOWN_SUMS * COLUMN_BYTES
+                                     + (size_t)e->most_chosen * sizeof(Chosen) + works * sizeof(Work)
+                                     + (size_t)picks * sizeof(int);
+                if (bytes + SMALL_SHARED <= gpu.shared_per_block) return bytes;
             }
     return 0;
 }
@@ -3232,12 +3292,15 @@ static void launch_experts(Experts e) {
     e.segment_bits[GATE] = e.segment_bits[UP] = count_segment_bits(e.hidden);
     e.segment_bits[DOWN] = count_segment_bits(e.inter);
     const size_t shared = lay_out_experts(&e);
-    const int units = divide_up(e.inter, (EXPERT_WARPS >> e.segment_bits[GATE]) * TILE_ROWS / 2), strips = divide_up(e.hidden, TILE_ROWS);
-    launch_early(experts_kernel, min(gpu.multiprocessors, max(e.n_rows * e.slots * units, strips)), EXPERT_THREADS, shared, e);
+    const int units = divide_up(e.inter, (EXPERT_WARPS >> e.segment_bits[GATE]) * TILE_ROWS / 2);
+    const int strips = divide_up(e.hidden, TILE_ROWS);
+    const int blocks = min(gpu.multiprocessors, max(e.n_rows * e.slots * units, strips));
+    allow_shared(experts_kernel, shared);
+    launch_early(experts_kernel, dim3((unsigned)blocks), EXPERT_THREADS, shared, 1, e);
 }
 
-/* The shared expert runs with the others where its matrices are like theirs, and by itself before them where not. As many rows at a
- * time as the lists hold. */
+/* The shared expert runs with the others where its matrices have their shape, and by itself before them where not. As many rows
+ * at a time as the lists hold. */
 static void experts(float *y, const float *x, const int *picks, const float *weights, int n_rows, const LayerWeights *layer,
                     const Config *config, float *scratch) {
     const int per_token = config->num_experts_per_tok, hidden = config->hidden_size, inter = config->moe_intermediate_size;
@@ -3262,10 +3325,11 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
         launch_experts({.table = {layer->expert_gate, layer->expert_up, layer->expert_down},
                         .shared = {layer->gate_proj, layer->up_proj, layer->down_proj}, .picks = picks + row * (size_t)per_token,
                         .x = in, .weights = weights + row * (size_t)per_token, .gated = scratch, .y = y + row * (size_t)hidden,
-                        .n_rows = n, .experts = config->n_routed_experts, .per_token = per_token, .hidden = hidden, .inter = inter,
-                        .slots = slots, .aligned = floats_aligned(in, (size_t)hidden), .dtype = {dtype, merged ? shared_dtype : dtype},
-                        .segment_bits = {}, .columns = 0, .most_chosen = min(n * per_token, config->n_routed_experts) + merged, .stages = 0,
-                        .slot_bytes = 0, .x_bytes = 0});
+                        .n_rows = n, .experts = config->n_routed_experts, .per_token = per_token, .hidden = hidden,
+                        .inter = inter, .slots = slots, .aligned = floats_aligned(in, (size_t)hidden),
+                        .dtype = {dtype, merged ? shared_dtype : dtype}, .segment_bits = {}, .columns = 0,
+                        .most_chosen = min(n * per_token, config->n_routed_experts) + merged, .stages = 0, .slot_bytes = 0,
+                        .x_bytes = 0});
     }
 }
 
