@@ -2938,6 +2938,74 @@ static bool time_first(Runner *runner, double *seconds, Error *error) {
     return ok;
 }
 
+#ifdef TIDE_CUDA
+
+/* ---- batch: the same prompts on this machine's GPU and on its cores */
+
+enum { BATCH_PROMPTS = 256, BATCH_SLOTS = 64, BATCH_PROMPT = 48, BATCH_ANSWER = 128, BATCH_TURNS = 3 };
+
+/* The next prompts take the places of those that are through. Returns how many sessions share the next round. */
+static int fill_slots(Runner *runner, Session *sessions, Session **active, const HeldPrompt *prompts, int *next) {
+    int n = 0;
+    for (int s = 0; s < BATCH_SLOTS; s++) {
+        Session *session = &sessions[s];
+        if (!session->ids && *next < BATCH_PROMPTS) {
+            const int *ids = prompts[*next % (int)arrlen(prompts)].ids;
+            *session = (Session){.slot = s, .stream = (uint64_t)*next, .max_new = BATCH_ANSWER, .sampling = held_sampling(0)};
+            for (int i = 0; i < BATCH_PROMPT && i < (int)arrlen(ids); i++) arrput(session->ids, ids[i]);
+            session->ids[arrlen(session->ids) - 1] = 1000 + *next;      /* no two are the same */
+            session_begin(session, &runner->engine);
+            ++*next;
+        }
+        if (session->ids && session_admit(runner, session)) active[n++] = session;
+    }
+    return n;
+}
+
+/* Answers all of them in their whole length; tokens a second. */
+static bool time_batch(EngineOptions options, const Backend *backend, const HeldPrompt *prompts, double *rate, Error *error) {
+    Session sessions[BATCH_SLOTS] = {0}, *active[BATCH_SLOTS];
+    Runner runner;
+    bool ok = true;
+    options.backend = backend;
+    options.sessions = BATCH_SLOTS;
+    options.context = BATCH_PROMPT + BATCH_ANSWER + PAGE_ROWS;
+    if (!runner_open(&runner, &options, false, NULL, error)) return false;
+    runner.engine.config.n_eos = 0;
+    for (int next = 0, n; ok && (n = fill_slots(&runner, sessions, active, prompts, &next));) {
+        run_round(&runner, active, n);
+        for (int i = 0; i < n; i++) {
+            if (active[i]->finish == RUNNING) continue;
+            if (active[i]->finish == FINISH_ERROR) ok = fail(error, "%s", active[i]->error.text);
+            cache_release(&runner.engine.cache, active[i]->slot);
+            session_free(active[i]);
+        }
+        if (interrupted) ok = fail(error, "interrupted");
+    }
+    *rate = (double)runner.tokens / runner.seconds;
+    for (int s = 0; s < BATCH_SLOTS; s++) session_free(&sessions[s]);
+    runner_close(&runner);
+    return ok;
+}
+
+static bool bench_batch(const BenchOptions *bench, EngineOptions options, Error *error) {
+    HeldPrompt *prompts = NULL;
+    double gpu[BATCH_TURNS], cores[BATCH_TURNS];
+    bool ok = cuda_backend.start(&options.device, error) && read_prompts(options.model, &prompts, error);
+    (void)bench;
+    if (!ok) return false;
+    for (int i = 0; i < BATCH_TURNS && ok; i++)
+        ok = time_batch(options, &cuda_backend, prompts, &gpu[i], error) && time_batch(options, &c_backend, prompts, &cores[i], error);
+    free_prompts(prompts);
+    if (!ok) return false;
+    const double fast = median(gpu, BATCH_TURNS), slow = median(cores, BATCH_TURNS);
+    printf("batch            %d prompts of %d ids, %d tokens each, %d at a time: %.0f tokens/s on the GPU, %.0f on %d cores: %.1f times\n",
+           BATCH_PROMPTS, BATCH_PROMPT, BATCH_ANSWER, BATCH_SLOTS, fast, slow, omp_get_max_threads(), fast / slow);
+    return true;
+}
+
+#endif
+
 static bool bench_first(const BenchOptions *bench, EngineOptions options, Error *error) {
     double seconds[BENCH_REPEATS];
     Runner runner;
@@ -2979,6 +3047,7 @@ static const struct {
     {"first", bench_first, false},
 #ifdef TIDE_CUDA
     {"gpu", bench_gpu, false},
+    {"batch", bench_batch, false},
 #endif
 };
 
