@@ -5560,6 +5560,26 @@ struct LatentTask {
     bool whole;                 /* the list: the result is written. Otherwise a part for each chunk is */
 };
 
+static __device__ float join(float before, float own, const Joining &joining) {
+    return __fmaf_rn(before, joining.before, __fmul_rn(own, joining.own));
+}
+
+/* Four values as a thread holds them: two of a head, two of the head eight rows below. */
+static __device__ float4 join(float4 before, float4 own, const Joining &above, const Joining &below) {
+    return make_float4(join(before.x, own.x, above), join(before.y, own.y, above), join(before.z, own.z, below),
+                       join(before.w, own.w, below));
+}
+
+/* A chunk with this maximum and sum joins those before, whose maximum and sum become those of all. */
+static __device__ Joining join_sums(float *maximum, float *sum, float own_maximum, float own_sum) {
+    const float larger = fmaxf(*maximum, own_maximum), before = expf(*maximum - larger), own = expf(own_maximum - larger);
+    *sum = __fmaf_rn(*sum, before, __fmul_rn(own_sum, own));
+    *maximum = larger;
+    return {before, own};
+}
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
 static __device__ void barrier_start(uint64_t *barrier, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
@@ -5827,24 +5847,6 @@ static __device__ void weigh_scores(uint32_t (&weights)[16], float (&shrink)[2],
     for (int i = 0; i < 16; i++) weights[i] = pair_bf16(scores[2 * i], scores[2 * i + 1]);
 }
 
-static __device__ float join(float before, float own, const Joining &joining) {
-    return __fmaf_rn(before, joining.before, __fmul_rn(own, joining.own));
-}
-
-/* Four values as a thread holds them: two of a head, two of the head eight rows below. */
-static __device__ float4 join(float4 before, float4 own, const Joining &above, const Joining &below) {
-    return make_float4(join(before.x, own.x, above), join(before.y, own.y, above), join(before.z, own.z, below),
-                       join(before.w, own.w, below));
-}
-
-/* A chunk with this maximum and sum joins those before, whose maximum and sum become those of all. */
-static __device__ Joining join_sums(float *maximum, float *sum, float own_maximum, float own_sum) {
-    const float larger = fmaxf(*maximum, own_maximum), before = expf(*maximum - larger), own = expf(own_maximum - larger);
-    *sum = __fmaf_rn(*sum, before, __fmul_rn(own_sum, own));
-    *maximum = larger;
-    return {before, own};
-}
-
 /* The end of the chunk that tile t is the last of, for one head; the four threads that share it come together. */
 static __device__ void end_chunk(HopperShared *shared, const LatentTask &task, int t, int head, float maximum, float sum) {
     sum += __shfl_xor_sync(~0u, sum, 1);
@@ -5901,8 +5903,8 @@ static __device__ void put_result(const float (&total)[128], HopperShared *share
                     "n"(LATENT * 4) : "memory");
 }
 
-/* The warpgroup that scores and weighs tiles, and adds up the first half of the values. A chunk's sums are put away while the next tile
- * is scored; the last tile is scored twice, since a branch around products would make each of them wait.
+/* The warpgroup that scores and weighs tiles, and adds up the first half of the values. A chunk's sums are put away while the
+ * next tile is scored; the last tile is scored twice, since a branch around products would make each of them wait.
  */
 static __device__ void score_tiles(HopperShared *shared, const LatentTask &task) {
     const int thread = threadIdx.x, head = thread / 32 * 16 + thread % 32 / 4;
@@ -5959,6 +5961,8 @@ static __device__ void add_tiles(HopperShared *shared, const LatentTask &task) {
     }
     if (task.whole) put_result(total, shared, task);
 }
+
+#endif
 
 /* Grid: rows, groups of 64 heads, groups of `each` chunks, or the whole list. kept: parts of a row and 64 heads. */
 template <bool FP8>
