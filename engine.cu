@@ -2399,7 +2399,7 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
  * from expert to expert and from the first phase into the second, so that memory is busy while sums are added and while blocks
  * wait for each other; and the shared expert's tiles are on their way before the router has ended. The warps of a team each sum
  * up some of the columns of a strip, and their sums are added in order. How the columns are cut depends on the shape alone. x
- * meets the weights as one number of 16 bits, and stands in shared memory; gated is written as such a number, and comes out of L2.
+ * meets the weights as one number of 16 bits, and stands in shared memory; gated is written as such a number, and read from L2.
  */
 
 /* Integers in the order of the floats. */
