@@ -5555,7 +5555,7 @@ struct LatentTask {
     SelectedKeys keys;          /* the row's */
     const float *q;             /* [n_heads, LATENT_WIDTH] */
     float *z, *parts;           /* [n_heads, LATENT] the result; [PART_FLOATS] of the first chunk, or of those so far */
-    int n_heads, begin, end, tiles;
+    int n_heads, begin, end, tiles, chunk;         /* chunk: tiles of one */
     float scale;
     bool whole;                 /* the list: the result is written. Otherwise a part for each chunk is */
 };
@@ -5854,17 +5854,17 @@ static __device__ void end_chunk(HopperShared *shared, const LatentTask &task, i
     maximum = __fmul_rn(maximum, task.scale);
     if (threadIdx.x % 4) return;
     if (!task.whole) {
-        float *sums = task.parts + (size_t)(t / CHUNK_TILES) * PART_FLOATS + LATENT_HEADS * LATENT;
+        float *sums = task.parts + (size_t)(t / task.chunk) * PART_FLOATS + LATENT_HEADS * LATENT;
         sums[head] = maximum, sums[LATENT_HEADS + head] = sum;
-    } else if (t < CHUNK_TILES) shared->maximum[head] = maximum, shared->sum[head] = sum, shared->joining[head] = {0, 1};
+    } else if (t < task.chunk) shared->maximum[head] = maximum, shared->sum[head] = sum, shared->joining[head] = {0, 1};
     else shared->joining[head] = join_sums(&shared->maximum[head], &shared->sum[head], maximum, sum);
 }
 
 /* The sums of the chunk that tile t is the last of go to scratch, as its part, or joined with those of the chunks before;
  * those of a whole list's last chunk stay where they are. */
 static __device__ void put_chunk(float (&total)[128], const LatentTask &task, int t, const Joining &above, const Joining &below) {
-    const bool joins = task.whole && t >= CHUNK_TILES, stays = task.whole && t + 1 == task.tiles;
-    float4 *at = (float4 *)(task.parts + (task.whole ? 0 : (size_t)(t / CHUNK_TILES) * PART_FLOATS))
+    const bool joins = task.whole && t >= task.chunk, stays = task.whole && t + 1 == task.tiles;
+    float4 *at = (float4 *)(task.parts + (task.whole ? 0 : (size_t)(t / task.chunk) * PART_FLOATS))
                  + threadIdx.x / 128 * 32 * 128 + threadIdx.x % 128;
 #pragma unroll
     for (int i = 0; i < 32; i += AT_ONCE) {
@@ -5915,7 +5915,7 @@ static __device__ void score_tiles(HopperShared *shared, const LatentTask &task)
     wait_for_products<0>();
     int t = 0;
     do {
-        const bool last = t + 1 == task.tiles, ends = last || (t + 1) % CHUNK_TILES == 0, fresh = t % CHUNK_TILES == 0;
+        const bool last = t + 1 == task.tiles, ends = last || (t + 1) % task.chunk == 0, fresh = t % task.chunk == 0;
         weigh_scores(weights, shrink, &softmax, scores, task.end - task.begin - t * HOPPER_KEYS,
                      task.scale * 1.4426950408889634f);
         if (t) consumers_wait(WEIGHTS_TAKEN);
@@ -5945,7 +5945,7 @@ static __device__ void add_tiles(HopperShared *shared, const LatentTask &task) {
     float total[128];
     uint32_t weights[16];
     for (int t = 0; t < task.tiles; t++) {
-        const bool last = t + 1 == task.tiles, ends = last || (t + 1) % CHUNK_TILES == 0, fresh = t % CHUNK_TILES == 0;
+        const bool last = t + 1 == task.tiles, ends = last || (t + 1) % task.chunk == 0, fresh = t % task.chunk == 0;
         consumers_wait(WEIGHTS_READY);
 #pragma unroll
         for (int k = 0; k < HOPPER_KEYS / 16; k++) *(uint4 *)(weights + 4 * k) = shared->weights[k][thread];
@@ -5968,7 +5968,7 @@ static __device__ void add_tiles(HopperShared *shared, const LatentTask &task) {
 template <bool FP8>
 static __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1)
 hopper_kernel(SelectedKeys lists, float *z, float *parts, const float *q, int first_row, int heads, float scale, int kept,
-              int each) {
+              int each, int chunk) {
     begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t hopper_shared[];
@@ -5978,7 +5978,7 @@ hopper_kernel(SelectedKeys lists, float *z, float *parts, const float *q, int fi
     LatentTask task = {.keys = lists.of(first_row + blockIdx.x), .q = q + row_head * LATENT_WIDTH, .z = z + row_head * LATENT,
                        .parts = parts + ((size_t)(blockIdx.x * gridDim.y + blockIdx.y) * kept + blockIdx.z * each) * PART_FLOATS,
                        .n_heads = min(heads - first_head, (int)LATENT_HEADS), .begin = (int)blockIdx.z * each * CHUNK_KEYS,
-                       .end = 0, .tiles = 0, .scale = scale, .whole = gridDim.z == 1};
+                       .end = 0, .tiles = 0, .chunk = chunk, .scale = scale, .whole = gridDim.z == 1};
     task.end = min(task.keys.length, task.begin + each * CHUNK_KEYS), task.tiles = divide_up(task.end - task.begin, HOPPER_KEYS);
     if (task.whole && !task.keys.length)            /* a sum over nothing, divided by 0 */
         for (int i = threadIdx.x; i < task.n_heads * LATENT; i += blockDim.x) task.z[i] = __int_as_float(0x7fffffff);
@@ -6100,7 +6100,8 @@ static bool suits_tiles(const RowFormat *format, int heads, int kv_heads, int di
            && (format->dtype == KV_BF16 || (format->group % dim == 0 && format->quantised % 16 == 0));
 }
 
-/* As many blocks a row as there is room for on the device: a row's bits do not depend on it. */
+/* As many blocks a row as there is room for on the device: a row's bits do not depend on it, as long as they have to be exact.
+ * Otherwise a block that has a whole list to itself does not cut it. */
 static void attend_on_hopper(float *z, const float *q, const SelectedKeys &keys, int n_rows, int heads, float scale) {
     const int chunks = divide_up(keys.capacity, CHUNK_KEYS), groups = divide_up(heads, LATENT_HEADS),
               most = (int)PARTIAL_FLOATS / (int)PART_FLOATS / groups, room = gpu.multiprocessors / (n_rows * groups),
@@ -6110,7 +6111,8 @@ static void attend_on_hopper(float *z, const float *q, const SelectedKeys &keys,
     allow_shared(kernel, sizeof(HopperShared));
     for (int first = 0; first < n_rows; first += most) {
         const dim3 grid(min(n_rows - first, most), groups, apart ? divide_up(chunks, each) : 1);
-        launch(kernel, grid, CONSUMERS + PRODUCERS, sizeof(HopperShared), keys, z, partials, q, first, heads, scale, apart ? chunks : 1, apart ? each : chunks);
+        launch(kernel, grid, CONSUMERS + PRODUCERS, sizeof(HopperShared), keys, z, partials, q, first, heads, scale,
+               apart ? chunks : 1, apart ? each : chunks, apart || gpu.exact ? CHUNK_TILES : INT_MAX);
     }
     if (!apart) return;
     launch(join_kernel, dim3(n_rows, groups, LATENT / 8), 128, 0, keys.count, z, partials, heads, chunks);
