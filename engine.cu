@@ -1669,23 +1669,29 @@ template <DType D> static __device__ inline void next_step(Walk *walk, int segme
     walk->step = there ? step : walk->segment * steps;
 }
 
+/* A thread has a 16-byte part: of eight values of each of four threads a pair, in narrow_eight's order. */
 template <DType D, int TERMS>
 static __global__ void __launch_bounds__(THREADS) round_kernel(const __grid_constant__ Product p, int padded) {
     let_next_start();
     wait_for_previous();
-    const int n_steps = divide_up(p.w.cols, WIDE_STEP), eights = p.heads * n_steps * 8, i = (int)thread_index();
-    const int row = i / eights, part = i % eights / 8, head = part / n_steps, s = i / 4 % 2, t = i % 4;
+    constexpr int apart = D == DTYPE_F4_E2M1 ? 4 : D == DTYPE_F8_E4M3 ? 2 : 1;
+    const int n_steps = divide_up(p.w.cols, WIDE_STEP), parts = p.heads * n_steps * 8, i = (int)thread_index();
+    const int row = i / parts, stretch = i % parts / 4, head = stretch / 2 / n_steps, q = i % 4;
     if (row >= p.n_rows) return;
-    const int column = step_column<D>(part % n_steps) + eight_column<D>(s, t);
+    const int first = step_column<D>(stretch / 2 % n_steps) + q / apart * 2 * apart + q % apart;
+    const float *x = p.x + (size_t)row * p.x_stride + (size_t)(head * p.x_head);
     float v[8];
-    load_eight(v, p.x + (size_t)row * p.x_stride + (size_t)(head * p.x_head + column), p.w.cols - column, p.aligned);
-    uint8_t *to = rounded_rows + ((size_t)part * TERMS * (size_t)padded + (size_t)row) * WIDE_BYTES + t * 4;
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const int column = first + eight_column<D>(stretch % 2, j / 2) + j % 2 * apart;
+        v[j] = column < p.w.cols ? x[column] : 0;
+    }
+    uint8_t *to = rounded_rows + ((size_t)(stretch / 2) * TERMS * (size_t)padded + (size_t)row) * WIDE_BYTES
+                  + ((i % 8) ^ row % 8) * 16;
 #pragma unroll
     for (int term = 0; term < TERMS; term++, to += (size_t)padded * WIDE_BYTES) {
-        const uint4 words = narrow_eight<D>(v);
-        const uint32_t word[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-        for (int q = 0; q < 4; q++) *(uint32_t *)(to + ((s * 4 + q) ^ row % 8) * 16) = word[q];
+        *(uint4 *)to = make_uint4(narrow_pair<D>(v[0], v[1]), narrow_pair<D>(v[2], v[3]), narrow_pair<D>(v[4], v[5]),
+                                  narrow_pair<D>(v[6], v[7]));
 #pragma unroll
         for (int j = 0; j < 8; j++) v[j] = remainder_of<D>(v[j]);
     }
@@ -2106,7 +2112,8 @@ template <DType D, int TERMS, int N, int GROUPS> static void consider_tile(Choic
         const int blocks = divide_up(p.w.rows, GROUPS * GROUP_ROWS) * p.heads * divide_up(p.n_rows, N) * split;
         const double rest = divide_up(blocks % slots, gpu.multiprocessors), all = slots / gpu.multiprocessors;
         const double step = blocks / slots * fmax(all * work, least) + (rest ? fmax(rest * work, least) : 0);
-        const double cost = divide_up(divide_up(p.w.cols, WIDE_STEP), split) * step + (split > 1 ? 1 + 0.1 * split : 0);
+        const double adding = split > 1 ? 1 + 0.1 * split : 4.0 * (segments - 1) * divide_up(blocks, slots);
+        const double cost = divide_up(divide_up(p.w.cols, WIDE_STEP), split) * step + adding;
         if (!best->launch || cost < best->cost) *best = {wide, cost, launch_wide<D, TERMS, N, GROUPS>};
     }
 }
@@ -2134,7 +2141,7 @@ template <DType D, int TERMS> static void multiply_many(Product product) {
 static bool are_many(const Product &product, int terms) {
     const double products = (double)product.n_rows * product.w.rows * product.w.cols * product.heads;
     if (rounded_row(product, terms) * 128 > ROUNDED_BYTES) return false;
-    return product.n_rows > 16 && (product.n_rows > 64 || products >= 1 << 28);
+    return product.n_rows > 16 && products >= 1 << 27;
 }
 
 /* ---- launches */
