@@ -5517,12 +5517,12 @@ static __device__ void attend_wide(WideShared<Keys, KEY, VALUE, FP8> *shared, co
 template <typename Keys, int KEY, int VALUE, bool FP8>
 static __global__ void __launch_bounds__(32 * WIDE_WARPS, 1) long_runs(Keys lists, const __grid_constant__ Attend a) {
     begin_kernel();
-    extern __shared__ __align__(128) uint8_t wide_shared[];
+    extern __shared__ __align__(128) uint8_t long_shared[];
     __shared__ TilePlan plan;
     const int each = WIDE_ROWS / (a.heads / a.kv_heads), items = lists.tiles(&plan, a, each, WIDE_RUN, INT_MAX) * a.kv_heads;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
         __syncthreads();                            /* the tile before this one is done with */
-        attend_wide((WideShared<Keys, KEY, VALUE, FP8> *)wide_shared, lists, a, lists.tile(&plan, item / a.kv_heads, a, each),
+        attend_wide((WideShared<Keys, KEY, VALUE, FP8> *)long_shared, lists, a, lists.tile(&plan, item / a.kv_heads, a, each),
                     item % a.kv_heads);
     }
 }
