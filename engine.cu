@@ -1819,8 +1819,8 @@ static __device__ inline void load_fragments(uint32_t a[2][2][4], const uint8_t 
 /* ---- the multiplications of a step */
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define SUMS(i) "+f"(sum[i][0]), "+f"(sum[i][1]), "+f"(sum[i][2]), "+f"(sum[i][3])
-#define SUMS_8(i) SUMS(i), SUMS(i + 1), SUMS(i + 2), SUMS(i + 3), SUMS(i + 4), SUMS(i + 5), SUMS(i + 6), SUMS(i + 7)
+#define TILE_SUMS(i) "+f"(sum[i][0]), "+f"(sum[i][1]), "+f"(sum[i][2]), "+f"(sum[i][3])
+#define TILE_SUMS_8(i) TILE_SUMS(i), TILE_SUMS(i + 1), TILE_SUMS(i + 2), TILE_SUMS(i + 3), TILE_SUMS(i + 4), TILE_SUMS(i + 5), TILE_SUMS(i + 6), TILE_SUMS(i + 7)
 #define NAMES_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
                  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_64 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
@@ -1832,10 +1832,10 @@ static __device__ inline void load_fragments(uint32_t a[2][2][4], const uint8_t 
 /* sum += A B: 64 rows of weights, 16 values of k, N rows of x. */
 template <DType D, int N> static __device__ inline void multiply_tile(float sum[N / 8][4], const uint32_t a[4], uint64_t b) {
     static_assert(N == 64 || N == 128);
-    if constexpr (D == DTYPE_F16 && N == 64) WGMMA("64", "f16", NAMES_32, "%32, %33, %34, %35", "%36", SUMS_8(0));
-    else if constexpr (D == DTYPE_F16) WGMMA("128", "f16", NAMES_64, "%64, %65, %66, %67", "%68", SUMS_8(0), SUMS_8(8));
-    else if constexpr (N == 64) WGMMA("64", "bf16", NAMES_32, "%32, %33, %34, %35", "%36", SUMS_8(0));
-    else WGMMA("128", "bf16", NAMES_64, "%64, %65, %66, %67", "%68", SUMS_8(0), SUMS_8(8));
+    if constexpr (D == DTYPE_F16 && N == 64) WGMMA("64", "f16", NAMES_32, "%32, %33, %34, %35", "%36", TILE_SUMS_8(0));
+    else if constexpr (D == DTYPE_F16) WGMMA("128", "f16", NAMES_64, "%64, %65, %66, %67", "%68", TILE_SUMS_8(0), TILE_SUMS_8(8));
+    else if constexpr (N == 64) WGMMA("64", "bf16", NAMES_32, "%32, %33, %34, %35", "%36", TILE_SUMS_8(0));
+    else WGMMA("128", "bf16", NAMES_64, "%64, %65, %66, %67", "%68", TILE_SUMS_8(0), TILE_SUMS_8(8));
 }
 
 template <DType D, int TERMS, int N>
