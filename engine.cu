@@ -5557,12 +5557,12 @@ struct HopperShared {
     uint64_t full[2], empty[2];             /* barriers of the tiles */
 };
 
-/* What a thread block does: tiles of one row's list, for up to 64 heads. */
+/* What a thread block does: tiles of one row's list, for up to 64 heads. A chunk is CHUNK of them. */
 struct LatentTask {
     SelectedKeys keys;          /* the row's */
     const float *q;             /* [n_heads, LATENT_WIDTH] */
     float *z, *parts;           /* [n_heads, LATENT] the result; [PART_FLOATS] of the first chunk, or of those so far */
-    int n_heads, begin, end, tiles, chunk;         /* chunk: tiles of one */
+    int n_heads, begin, end, tiles;
     float scale;
     bool whole;                 /* the list: the result is written. Otherwise a part for each chunk is */
 };
@@ -5855,23 +5855,23 @@ static __device__ void weigh_scores(uint32_t (&weights)[16], float (&shrink)[2],
 }
 
 /* The end of the chunk that tile t is the last of, for one head; the four threads that share it come together. */
-static __device__ void end_chunk(HopperShared *shared, const LatentTask &task, int t, int head, float maximum, float sum) {
+template <int CHUNK> static __device__ void end_chunk(HopperShared *shared, const LatentTask &task, int t, int head, float maximum, float sum) {
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     maximum = __fmul_rn(maximum, task.scale);
     if (threadIdx.x % 4) return;
     if (!task.whole) {
-        float *sums = task.parts + (size_t)(t / task.chunk) * PART_FLOATS + LATENT_HEADS * LATENT;
+        float *sums = task.parts + (size_t)(t / CHUNK) * PART_FLOATS + LATENT_HEADS * LATENT;
         sums[head] = maximum, sums[LATENT_HEADS + head] = sum;
-    } else if (t < task.chunk) shared->maximum[head] = maximum, shared->sum[head] = sum, shared->joining[head] = {0, 1};
+    } else if (t < CHUNK) shared->maximum[head] = maximum, shared->sum[head] = sum, shared->joining[head] = {0, 1};
     else shared->joining[head] = join_sums(&shared->maximum[head], &shared->sum[head], maximum, sum);
 }
 
 /* The sums of the chunk that tile t is the last of go to scratch, as its part, or joined with those of the chunks before;
  * those of a whole list's last chunk stay where they are. */
-static __device__ void put_chunk(float (&total)[128], const LatentTask &task, int t, const Joining &above, const Joining &below) {
-    const bool joins = task.whole && t >= task.chunk, stays = task.whole && t + 1 == task.tiles;
-    float4 *at = (float4 *)(task.parts + (task.whole ? 0 : (size_t)(t / task.chunk) * PART_FLOATS))
+template <int CHUNK> static __device__ void put_chunk(float (&total)[128], const LatentTask &task, int t, const Joining &above, const Joining &below) {
+    const bool joins = task.whole && t >= CHUNK, stays = task.whole && t + 1 == task.tiles;
+    float4 *at = (float4 *)(task.parts + (task.whole ? 0 : (size_t)(t / CHUNK) * PART_FLOATS))
                  + threadIdx.x / 128 * 32 * 128 + threadIdx.x % 128;
 #pragma unroll
     for (int i = 0; i < 32; i += AT_ONCE) {
@@ -5913,7 +5913,7 @@ static __device__ void put_result(const float (&total)[128], HopperShared *share
 /* The warpgroup that scores and weighs tiles, and adds up the first half of the values. A chunk's sums are put away while the
  * next tile is scored; the last tile is scored twice, since a branch around products would make each of them wait.
  */
-static __device__ void score_tiles(HopperShared *shared, const LatentTask &task) {
+template <int CHUNK> static __device__ void score_tiles(HopperShared *shared, const LatentTask &task) {
     const int thread = threadIdx.x, head = thread / 32 * 16 + thread % 32 / 4;
     float scores[32], total[128], shrink[2];
     uint32_t weights[16];
@@ -5922,7 +5922,7 @@ static __device__ void score_tiles(HopperShared *shared, const LatentTask &task)
     wait_for_products<0>();
     int t = 0;
     do {
-        const bool last = t + 1 == task.tiles, ends = last || (t + 1) % task.chunk == 0, fresh = t % task.chunk == 0;
+        const bool last = t + 1 == task.tiles, ends = last || (t + 1) % CHUNK == 0, fresh = t % CHUNK == 0;
         weigh_scores(weights, shrink, &softmax, scores, task.end - task.begin - t * HOPPER_KEYS,
                      task.scale * 1.4426950408889634f);
         if (t) consumers_wait(WEIGHTS_TAKEN);
@@ -5930,7 +5930,7 @@ static __device__ void score_tiles(HopperShared *shared, const LatentTask &task)
         for (int k = 0; k < HOPPER_KEYS / 16; k++) shared->weights[k][thread] = *(const uint4 *)(weights + 4 * k);
         if (thread % 4 == 0) shared->shrink[head] = shrink[0], shared->shrink[head + 8] = shrink[1];
         for (int below = 0; below < 2 && ends; below++) {
-            end_chunk(shared, task, t, head + 8 * below, softmax.maximum[below], softmax.sum[below]);
+            end_chunk<CHUNK>(shared, task, t, head + 8 * below, softmax.maximum[below], softmax.sum[below]);
             softmax.maximum[below] = -FLT_MAX, softmax.sum[below] = 0;
         }
         consumers_tell(WEIGHTS_READY);
@@ -5940,19 +5940,19 @@ static __device__ void score_tiles(HopperShared *shared, const LatentTask &task)
         if (thread % 32 == 0) barrier_arrive(&shared->empty[t % 2]);
         __syncwarp();           /* end_chunk's joining is for the whole warp */
         start_scores(scores, shared, last ? t : t + 1);
-        if (ends) put_chunk(total, task, t, shared->joining[head], shared->joining[head + 8]);
+        if (ends) put_chunk<CHUNK>(total, task, t, shared->joining[head], shared->joining[head + 8]);
         wait_for_products<0>();
     } while (++t < task.tiles);
     if (task.whole) put_result(total, shared, task);
 }
 
 /* The warpgroup that adds up the other half. */
-static __device__ void add_tiles(HopperShared *shared, const LatentTask &task) {
+template <int CHUNK> static __device__ void add_tiles(HopperShared *shared, const LatentTask &task) {
     const int thread = threadIdx.x % 128, head = thread / 32 * 16 + thread % 32 / 4;
     float total[128];
     uint32_t weights[16];
     for (int t = 0; t < task.tiles; t++) {
-        const bool last = t + 1 == task.tiles, ends = last || (t + 1) % task.chunk == 0, fresh = t % task.chunk == 0;
+        const bool last = t + 1 == task.tiles, ends = last || (t + 1) % CHUNK == 0, fresh = t % CHUNK == 0;
         consumers_wait(WEIGHTS_READY);
 #pragma unroll
         for (int k = 0; k < HOPPER_KEYS / 16; k++) *(uint4 *)(weights + 4 * k) = shared->weights[k][thread];
@@ -5964,7 +5964,7 @@ static __device__ void add_tiles(HopperShared *shared, const LatentTask &task) {
         start_values(total, weights, shared, t, fresh);
         wait_for_products<0>();
         if (thread % 32 == 0) barrier_arrive(&shared->empty[t % 2]);
-        if (ends) put_chunk(total, task, t, above, below);
+        if (ends) put_chunk<CHUNK>(total, task, t, above, below);
     }
     if (task.whole) put_result(total, shared, task);
 }
@@ -5972,10 +5972,10 @@ static __device__ void add_tiles(HopperShared *shared, const LatentTask &task) {
 #endif
 
 /* Grid: rows, groups of 64 heads, groups of `each` chunks, or the whole list. kept: parts of a row and 64 heads. */
-template <bool FP8>
+template <bool FP8, int CHUNK>
 static __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1)
 hopper_kernel(SelectedKeys lists, float *z, float *parts, const float *q, int first_row, int heads, float scale, int kept,
-              int each, int chunk) {
+              int each) {
     begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t hopper_shared[];
@@ -5985,7 +5985,7 @@ hopper_kernel(SelectedKeys lists, float *z, float *parts, const float *q, int fi
     LatentTask task = {.keys = lists.of(first_row + blockIdx.x), .q = q + row_head * LATENT_WIDTH, .z = z + row_head * LATENT,
                        .parts = parts + ((size_t)(blockIdx.x * gridDim.y + blockIdx.y) * kept + blockIdx.z * each) * PART_FLOATS,
                        .n_heads = min(heads - first_head, (int)LATENT_HEADS), .begin = (int)blockIdx.z * each * CHUNK_KEYS,
-                       .end = 0, .tiles = 0, .chunk = chunk, .scale = scale, .whole = gridDim.z == 1};
+                       .end = 0, .tiles = 0, .scale = scale, .whole = gridDim.z == 1};
     task.end = min(task.keys.length, task.begin + each * CHUNK_KEYS), task.tiles = divide_up(task.end - task.begin, HOPPER_KEYS);
     if (task.whole && !task.keys.length)            /* a sum over nothing, divided by 0 */
         for (int i = threadIdx.x; i < task.n_heads * LATENT; i += blockDim.x) task.z[i] = __int_as_float(0x7fffffff);
@@ -6002,11 +6002,11 @@ hopper_kernel(SelectedKeys lists, float *z, float *parts, const float *q, int fi
     } else if (group == 0) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"((int)SCORE_REGISTERS));
         load_query(shared, task);
-        score_tiles(shared, task);
+        score_tiles<CHUNK>(shared, task);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"((int)VALUE_REGISTERS));
         load_query(shared, task);
-        add_tiles(shared, task);
+        add_tiles<CHUNK>(shared, task);
     }
 #endif
 }
@@ -6114,12 +6114,13 @@ static void attend_on_hopper(float *z, const float *q, const SelectedKeys &keys,
               most = (int)PARTIAL_FLOATS / (int)PART_FLOATS / groups, room = gpu.multiprocessors / (n_rows * groups),
               each = divide_up(chunks, room > 1 ? room : 1);
     const bool apart = each < chunks && n_rows * chunks <= most;
-    auto kernel = keys.format.dtype == KV_F8 ? hopper_kernel<true> : hopper_kernel<false>;
+    auto kernel = apart || gpu.exact ? (keys.format.dtype == KV_F8 ? hopper_kernel<true, CHUNK_TILES> : hopper_kernel<false, CHUNK_TILES>)
+                                     : (keys.format.dtype == KV_F8 ? hopper_kernel<true, INT_MAX> : hopper_kernel<false, INT_MAX>);
     allow_shared(kernel, sizeof(HopperShared));
     for (int first = 0; first < n_rows; first += most) {
         const dim3 grid(min(n_rows - first, most), groups, apart ? divide_up(chunks, each) : 1);
         launch(kernel, grid, CONSUMERS + PRODUCERS, sizeof(HopperShared), keys, z, partials, q, first, heads, scale,
-               apart ? chunks : 1, apart ? each : chunks, apart || gpu.exact ? CHUNK_TILES : INT_MAX);
+               apart ? chunks : 1, apart ? each : chunks);
     }
     if (!apart) return;
     launch(join_kernel, dim3(n_rows, groups, LATENT / 8), 128, 0, keys.count, z, partials, heads, chunks);

@@ -2266,7 +2266,7 @@ static double largest_difference(const float *a, const float *b, size_t n) {
 
 typedef struct Decision { int *ids, *count; float *weights; } Decision;    /* of one index_select() or route(): ids [rows, each] */
 
-static struct { Decision *all; int next; } decisions;      /* all: stb_ds, in the order in which a pass makes them */
+static struct { Decision all[64]; int n, next; } decisions;        /* in the order in which a pass makes them, where nothing may grow */
 
 static int *copied_ints(const void *from, size_t n) {
     return memcpy(malloc(n * sizeof(int) + 1), from, n * sizeof(int));
@@ -2279,7 +2279,7 @@ static void remember_selection(Selection *selection, const float *q, const float
                            scratch_rows);
     Decision made = {copied_ints(selection->ids, (size_t)(n_rows * selection->capacity)),
                      copied_ints(selection->count, (size_t)n_rows), NULL};
-    arrput(decisions.all, made);
+    decisions.all[decisions.n++] = made;
 }
 
 static void take_selection(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
@@ -2296,7 +2296,7 @@ static void remember_route(int *picks, float *weights, const float *logits, cons
     const size_t n = (size_t)(n_rows * config->num_experts_per_tok);
     c_backend.route(picks, weights, logits, bias, n_rows, config);
     Decision made = {copied_ints(picks, n), NULL, (float *)copied_ints(weights, n)};
-    arrput(decisions.all, made);
+    decisions.all[decisions.n++] = made;
 }
 
 static void take_route(int *picks, float *weights, const float *logits, const float *bias, int n_rows, const Config *config) {
@@ -2329,20 +2329,19 @@ static void compare_with_golden(const char *directory, const float *freely, cons
     const size_t size = (size_t)n * (size_t)vocab;
     remembering.index_select = remember_selection, remembering.route = remember_route;
     taking.index_select = take_selection, taking.route = take_route;
+    decisions.n = 0;
     float *exact = run_deciding(directory, &c_backend, &remembering, ids, n);
     decisions.next = 0;
     float *held = exact ? run_deciding(directory, &cuda_backend, &taking, ids, n) : NULL;
-    CHECK(held && decisions.next == (int)arrlen(decisions.all), "%s: %d decisions of %d", directory, decisions.next,
-          (int)arrlen(decisions.all));
+    CHECK(held && decisions.next == decisions.n, "%s: %d decisions of %d", directory, decisions.next, decisions.n);
     if (held) {
         double worst = largest_difference(held, golden, size);
         printf("%s: logits differ from the golden ones by %.1e at most; by %.1e with decisions of its own\n", directory, worst,
                largest_difference(freely, golden, size));
         CHECK(worst <= 2e-2, "%s: logits differ from the golden ones by %g", directory, worst);
     }
-    for (int i = 0; i < (int)arrlen(decisions.all); i++)
+    for (int i = 0; i < decisions.n; i++)
         free(decisions.all[i].ids), free(decisions.all[i].count), free(decisions.all[i].weights);
-    arrfree(decisions.all);
     free(exact), free(held);
 }
 
@@ -2530,7 +2529,7 @@ static void end_soaked(Runner *runner, Session *sessions, int *talk_of, int **an
 static void test_soak(long rounds) {
     int *answers[SOAK_TALKS] = {NULL}, talk_of[SOAK_SLOTS];
     EngineOptions options = {.backend = &cuda_backend, .model = "weights/mini", .draft = "weights/draft-dflash2", .sessions = SOAK_SLOTS,
-                             .context = SOAK_CONTEXT, .kv_dtype = KV_BF16, .kv_mode = MODE_ADAPTIVE, .kv_budget = 27 << 20};
+                             .context = SOAK_CONTEXT, .kv_dtype = KV_BF16, .kv_mode = MODE_ADAPTIVE, .kv_budget = 44 << 20};
     Runner runner;
     Error error;
     Session sessions[SOAK_SLOTS] = {0};
