@@ -710,8 +710,8 @@ static void add_norm(float *y, float *x, const float *branch, const float *weigh
     rms_norm(y, (size_t)dim, x, (size_t)dim, weight, n, dim, eps);
 }
 
-static void norm_heads(float *x, size_t stride, int n_rows, int heads, int dim, const float *weight, float eps, const float *cosine,
-                       const float *sine) {
+static void norm_heads(float *x, size_t stride, int n_rows, int heads, int dim, const float *weight, float eps,
+                       const float *cosine, const float *sine) {
     for (int h = 0; h < heads; h++) {
         rms_norm(x + h * dim, stride, x + h * dim, stride, weight, n_rows, dim, eps);
         rope(x, n_rows, 1, (int)stride, h * dim, dim, false, cosine, sine);
@@ -1351,7 +1351,8 @@ static void resolve(Cache *cache, int group, const Selection *selection, const R
     int so_far = planned;
     for (int first = begin, last, staging = 0; first < end; first = last) {
         for (last = first; last < end && rows[last].session == rows[first].session;) last++;
-        so_far = resolve_block(cache, group, selection, rows[first].session, first, last, staging, so_far, locations, plan, report);
+        so_far = resolve_block(cache, group, selection, rows[first].session, first, last, staging, so_far, locations, plan,
+                               report);
         staging += last - first > 1;
     }
     plan->count[run] = so_far - planned;

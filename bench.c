@@ -346,7 +346,7 @@ typedef struct Tally {          /* of a stretch of rounds */
     long firsts;                /* first tokens */
     double least_coverage, last_coverage;
     uint64_t picked[TIERS];
-    double *first, *wait;       /* stb_ds, of the requests that begin and end within it: seconds to the first token, to admission */
+    double *first, *wait; /* stb_ds, of the requests that begin and end within it: seconds to the first token, to admission */
     double *spacing;            /* stb_ds, of the same: from a token to the next */
 } Tally;
 
@@ -981,8 +981,15 @@ static bool import_history(Cache *cache, int rows, Error *error) {
 static bool open_bed(Bed *bed, int k, int hot_rows, int context, Error *error) {
     bed->engine = (Engine){.backend = &c_backend};
     Config *config = &bed->engine.config;
-    *config = (Config){.family = FAMILY_GLM_MOE_DSA, .model_type = "glm_moe_dsa", .num_hidden_layers = 1,
-                       .max_position_embeddings = context, .num_attention_heads = 1, .kv_lora_rank = 32, .index_n_heads = 1, .index_head_dim = 2, .index_topk = k};
+    *config = (Config){.family = FAMILY_GLM_MOE_DSA,
+                       .model_type = "glm_moe_dsa",
+                       .num_hidden_layers = 1,
+                       .max_position_embeddings = context,
+                       .num_attention_heads = 1,
+                       .kv_lora_rank = 32,
+                       .index_n_heads = 1,
+                       .index_head_dim = 2,
+                       .index_topk = k};
     config->indexer_full = allocate_zeroed(1, sizeof(bool));
     config->indexer_full[0] = true;
     EngineOptions options = {.model = "the synthetic history",
@@ -1016,7 +1023,8 @@ static double time_resolves(Bed *bed, Lookup lookup, bool moves) {
     for (int i = 0; i < RESOLVE_STEPS; i++) {
         if (moves && bed->step + 1 < bed->steps) bed->step++;
         selection.ids = bed->trace + (size_t)bed->step * RESOLVE_SESSIONS * (size_t)selection.capacity;
-        cache->backend->resolve(cache, 0, &selection, rows, 0, RESOLVE_SESSIONS, 0, state->locations, &state->plan, state->report);
+        cache->backend->resolve(cache, 0, &selection, rows, 0, RESOLVE_SESSIONS, 0, state->locations, &state->plan,
+                                state->report);
     }
     double seconds = now() - begin;
     bed->missed += (uint64_t)state->report->picked[TIER_HOST];
@@ -1752,7 +1760,9 @@ static bool planned_bytes(EngineOptions options, int sessions, int context, int 
            staged = (size_t)(cache->live_sources * QUERY_BLOCK * cache->index_topk);
     *bytes = (DraftBytes){cache->bytes, 0, staged * cache->format.stride};
     if (draft->architecture)
-        bytes->ring = pages_of((size_t)(draft->widest_window < context ? draft->widest_window : context) + PAGE_ROWS - 1 + (size_t)(draft->slots + 1 > QUERY_BLOCK ? draft->slots + 1 : QUERY_BLOCK)) * PAGE_ROWS * (size_t)backbone->num_hidden_layers * row;
+        bytes->ring = pages_of((size_t)(draft->widest_window < context ? draft->widest_window : context) + PAGE_ROWS - 1
+                               + (size_t)(draft->slots + 1 > QUERY_BLOCK ? draft->slots + 1 : QUERY_BLOCK))
+                      * PAGE_ROWS * (size_t)backbone->num_hidden_layers * row;
     engine_close(&engine);
     return ok;
 }
@@ -2123,9 +2133,12 @@ static void fill_gpu(void *to, size_t bytes, bool floats) {
         uint32_t bits = (uint32_t)draw(&seed);
         float value = ((float)(bits >> 8) * 0x1p-23f - 1) * 2;
         if (floats) memcpy(block + i, &value, 4);
-        else for (int j = 0; j < 4; j++) block[i + (size_t)j] = (uint8_t)((bits >> 8 * j & 0x87) | 0x38);    /* near 1 in bf16 and e4m3 */
+        else
+            for (int j = 0; j < 4; j++)
+                block[i + (size_t)j] = (uint8_t)((bits >> 8 * j & 0x87) | 0x38); /* near 1 in bf16 and e4m3 */
     }
-    for (size_t at = 0; at < bytes; at += BLOCK) cuda_backend.copy_bytes((uint8_t *)to + at, block, bytes - at < BLOCK ? bytes - at : BLOCK);
+    for (size_t at = 0; at < bytes; at += BLOCK)
+        cuda_backend.copy_bytes((uint8_t *)to + at, block, bytes - at < BLOCK ? bytes - at : BLOCK);
     free(block);
 }
 
@@ -2170,7 +2183,8 @@ typedef struct ProductWork { GpuBench *bench; Matrix w[GPU_SETS]; int rows, sets
 static void product_work(void *user) {
     const ProductWork *work = user;
     for (int i = 0; i < work->sets; i++)
-        cuda_backend.linear(work->bench->y, (size_t)work->w[i].rows, work->bench->x, (size_t)work->w[i].cols, work->rows, &work->w[i]);
+        cuda_backend.linear(work->bench->y, (size_t)work->w[i].rows, work->bench->x, (size_t)work->w[i].cols, work->rows,
+                            &work->w[i]);
 }
 
 static void library_work(void *user) {
@@ -2214,8 +2228,12 @@ static void gpu_products(GpuBench *bench) {
         const size_t bytes = values + (fp4 ? (size_t)cases[c].rows * (size_t)scale_cols : 0);
         ProductWork work = {.bench = bench, .sets = GPU_SETS};
         for (int i = 0; i < GPU_SETS; i++)
-            work.w[i] = (Matrix){.data = bench->pool + (size_t)i * bytes, .dtype = cases[c].dtype, .rows = cases[c].rows, .cols = cases[c].cols,
-                                 .scale = cases[c].dtype == DTYPE_F8_E4M3 ? bench->x : NULL, .scale_cols = scale_cols,
+            work.w[i] = (Matrix){.data = bench->pool + (size_t)i * bytes,
+                                 .dtype = cases[c].dtype,
+                                 .rows = cases[c].rows,
+                                 .cols = cases[c].cols,
+                                 .scale = cases[c].dtype == DTYPE_F8_E4M3 ? bench->x : NULL,
+                                 .scale_cols = scale_cols,
                                  .exponents = fp4 ? bench->pool + (size_t)i * bytes + values : NULL};
         for (size_t n = 0; n < sizeof counts / sizeof *counts; n++) {
             char what[96];
@@ -2241,7 +2259,8 @@ static void experts_work(void *user) {
     const ExpertsWork *work = user;
     GpuBench *bench = work->bench;
     const int rows = work->rows, experts = work->config.n_routed_experts;
-    float *branch = bench->y, *weights = branch + (size_t)rows * (size_t)work->config.hidden_size, *scratch = weights + rows * MOST_PICKS;
+    float *branch = bench->y, *weights = branch + (size_t)rows * (size_t)work->config.hidden_size,
+          *scratch = weights + rows * MOST_PICKS;
     for (int i = 0; i < GPU_SETS; i++) {
         int *picks = bench->ints + i * rows * work->config.num_experts_per_tok;
         cuda_backend.route(picks, weights, bench->x + (size_t)(i * rows * experts), bench->zeros, rows, &work->config);
@@ -2274,7 +2293,9 @@ static size_t expert_bytes(const ExpertShape *shape, DType dtype) {
 /* The matrix of that number, 0 to 2, of the expert at `data`. */
 static Matrix expert_matrix(GpuBench *bench, const ExpertShape *shape, DType dtype, const uint8_t *data, int number) {
     const size_t values = (size_t)shape->hidden * (size_t)shape->inner;
-    Matrix w = {.data = data + (size_t)number * stored_bytes(dtype, values), .dtype = dtype, .rows = number < 2 ? shape->inner : shape->hidden,
+    Matrix w = {.data = data + (size_t)number * stored_bytes(dtype, values),
+                .dtype = dtype,
+                .rows = number < 2 ? shape->inner : shape->hidden,
                 .cols = number < 2 ? shape->hidden : shape->inner};
     w.scale_cols = (w.cols + SCALE_BLOCK - 1) / SCALE_BLOCK;
     if (dtype != DTYPE_F4_E2M1) w.scale = bench->x;
@@ -2286,8 +2307,10 @@ static Matrix expert_matrix(GpuBench *bench, const ExpertShape *shape, DType dty
 }
 
 static void gpu_expert_shape(GpuBench *bench, const ExpertShape *shape) {
-    const size_t n = (size_t)shape->experts, each = expert_bytes(shape, shape->dtype), shared = expert_bytes(shape, DTYPE_F8_E4M3),
-                 exponents = shape->dtype == DTYPE_F4_E2M1 ? 3 * (size_t)shape->hidden * (size_t)shape->inner / EXPONENT_BLOCK : 0;
+    const size_t n = (size_t)shape->experts, each = expert_bytes(shape, shape->dtype),
+                 shared = expert_bytes(shape, DTYPE_F8_E4M3),
+                 exponents = shape->dtype == DTYPE_F4_E2M1 ? 3 * (size_t)shape->hidden * (size_t)shape->inner / EXPONENT_BLOCK
+                                                           : 0;
     uint8_t *weights = on_gpu(n * each + shared), *usual = allocate_zeroed(exponents + 1, 1);
     Matrix *experts = allocate_zeroed(3 * n, sizeof *experts), *table = on_gpu(3 * n * sizeof *table);
     fill_gpu(weights, n * each + shared, false);
@@ -2300,11 +2323,20 @@ static void gpu_expert_shape(GpuBench *bench, const ExpertShape *shape) {
     ExpertsWork work = {.bench = bench,
                         .layer = {.gate_proj = expert_matrix(bench, shape, DTYPE_F8_E4M3, weights + n * each, 0),
                                   .up_proj = expert_matrix(bench, shape, DTYPE_F8_E4M3, weights + n * each, 1),
-                                  .down_proj = expert_matrix(bench, shape, DTYPE_F8_E4M3, weights + n * each, 2), .expert_gate = table,
-                                  .expert_up = table + n, .expert_down = table + 2 * n, .expert_dtype = shape->dtype},
-                        .config = {.hidden_size = shape->hidden, .moe_intermediate_size = shape->inner, .n_routed_experts = shape->experts,
-                                   .num_experts_per_tok = shape->picks, .n_shared_experts = 1, .n_group = 1, .topk_group = 1,
-                                   .norm_topk_prob = true, .routed_scaling_factor = 1}};
+                                  .down_proj = expert_matrix(bench, shape, DTYPE_F8_E4M3, weights + n * each, 2),
+                                  .expert_gate = table,
+                                  .expert_up = table + n,
+                                  .expert_down = table + 2 * n,
+                                  .expert_dtype = shape->dtype},
+                        .config = {.hidden_size = shape->hidden,
+                                   .moe_intermediate_size = shape->inner,
+                                   .n_routed_experts = shape->experts,
+                                   .num_experts_per_tok = shape->picks,
+                                   .n_shared_experts = 1,
+                                   .n_group = 1,
+                                   .topk_group = 1,
+                                   .norm_topk_prob = true,
+                                   .routed_scaling_factor = 1}};
     for (work.rows = 1; work.rows <= EXPERT_ROWS; work.rows *= work.rows == 1 ? 8 : 4) {
         char what[96];
         snprintf(what, sizeof what, "router and experts, %s, %d rows", shape->name, work.rows);
@@ -2340,39 +2372,46 @@ typedef struct SelectWork {
 static void select_work(void *user) {
     SelectWork *work = user;
     for (int i = 0; i < work->sets; i++)
-        cuda_backend.index_select(&work->selection, work->bench->x, work->bench->x, work->bench->pool + (size_t)i * work->set_bytes,
-                                  &work->format, work->pages, work->context_pages, work->heads, work->dim, work->rows, work->n_rows,
-                                  work->bench->y, work->n_rows);
+        cuda_backend.index_select(
+            &work->selection, work->bench->x, work->bench->x, work->bench->pool + (size_t)i * work->set_bytes, &work->format,
+            work->pages, work->context_pages, work->heads, work->dim, work->rows, work->n_rows, work->bench->y, work->n_rows);
 }
 
 static void gpu_selection(GpuBench *bench) {
-    static const struct { int sessions, queries, context, heads, dim, topk; KvDtype dtype; } cases[] = {
-        {1, 1, 128 << 10, 32, 128, GLM_TOPK, KV_BF16}, {1, 8, 128 << 10, 32, 128, GLM_TOPK, KV_BF16}, {32, 1, 100000, 32, 128, GLM_TOPK, KV_BF16},
-        {32, 8, 100000, 32, 128, GLM_TOPK, KV_BF16}, {1, 1, 1 << 20, 32, 128, GLM_TOPK, KV_BF16}, {1, 1, 128 << 10, 32, 128, 512, KV_BF16},
-        {1, 1, 128 << 10, 32, 128, GLM_TOPK, KV_F8}, {1, 8, 128 << 10, 32, 128, GLM_TOPK, KV_F8}, {32, 1, 100000, 32, 128, GLM_TOPK, KV_F8},
-        {32, 8, 100000, 32, 128, GLM_TOPK, KV_F8}, {1, 1, 1 << 20, 32, 128, GLM_TOPK, KV_F8},
-        {1, 1, 2000, 8, 64, 128, KV_BF16}, {1, 1, 16 << 10, 8, 64, 128, KV_BF16}, {64, 1, 16 << 10, 8, 64, 128, KV_BF16}};
+    static const struct { int sessions, queries, context, heads, dim, topk; KvDtype dtype;
+    } cases[] = {{1, 1, 128 << 10, 32, 128, GLM_TOPK, KV_BF16}, {1, 8, 128 << 10, 32, 128, GLM_TOPK, KV_BF16},
+                 {32, 1, 100000, 32, 128, GLM_TOPK, KV_BF16},   {32, 8, 100000, 32, 128, GLM_TOPK, KV_BF16},
+                 {1, 1, 1 << 20, 32, 128, GLM_TOPK, KV_BF16},   {1, 1, 128 << 10, 32, 128, 512, KV_BF16},
+                 {1, 1, 128 << 10, 32, 128, GLM_TOPK, KV_F8},   {1, 8, 128 << 10, 32, 128, GLM_TOPK, KV_F8},
+                 {32, 1, 100000, 32, 128, GLM_TOPK, KV_F8},     {32, 8, 100000, 32, 128, GLM_TOPK, KV_F8},
+                 {1, 1, 1 << 20, 32, 128, GLM_TOPK, KV_F8},     {1, 1, 2000, 8, 64, 128, KV_BF16},
+                 {1, 1, 16 << 10, 8, 64, 128, KV_BF16},         {64, 1, 16 << 10, 8, 64, 128, KV_BF16}};
     for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
         const int sessions = cases[c].sessions, n = sessions * cases[c].queries, pages = cases[c].context / PAGE_ROWS;
         if ((size_t)n * (size_t)(pages * PAGE_ROWS) > GPU_VECTORS) continue;
         const bool f8 = cases[c].dtype == KV_F8;
-        SelectWork work = {.bench = bench, .format = row_format(cases[c].dtype, f8 ? cases[c].dim : 0, f8 ? 0 : cases[c].dim, 128), .n_rows = n,
-                           .context_pages = pages, .heads = cases[c].heads, .dim = cases[c].dim,
+        SelectWork work = {.bench = bench,
+                           .format = row_format(cases[c].dtype, f8 ? cases[c].dim : 0, f8 ? 0 : cases[c].dim, 128),
+                           .n_rows = n,
+                           .context_pages = pages,
+                           .heads = cases[c].heads,
+                           .dim = cases[c].dim,
                            .selection = {.ids = bench->ints, .count = bench->ints + (32 << 20), .capacity = cases[c].topk}};
         work.set_bytes = (size_t)sessions * (size_t)(pages * PAGE_ROWS) * work.format.stride;
         work.sets = (int)((size_t)GPU_POOL * 1024 / work.set_bytes);
         if (work.sets > GPU_SETS) work.sets = GPU_SETS;
         Row *rows = allocate_zeroed((size_t)n, sizeof *rows);
         DevicePage *table = allocate_zeroed((size_t)(sessions * pages), sizeof *table);
-        for (int r = 0; r < n; r++) rows[r] = (Row){r / cases[c].queries, pages * PAGE_ROWS - cases[c].queries + r % cases[c].queries, 0};
+        for (int r = 0; r < n; r++)
+            rows[r] = (Row){r / cases[c].queries, pages * PAGE_ROWS - cases[c].queries + r % cases[c].queries, 0};
         for (int i = 0; i < sessions * pages; i++) table[i].id = i;
         work.rows = on_gpu((size_t)n * sizeof *rows);
         work.pages = on_gpu((size_t)(sessions * pages) * sizeof *table);
         cuda_backend.copy_bytes(work.rows, rows, (size_t)n * sizeof *rows);
         cuda_backend.copy_bytes(work.pages, table, (size_t)(sessions * pages) * sizeof *table);
         char what[96];
-        snprintf(what, sizeof what, "index, %d heads x %d, top-%d, %s keys, %d x %d queries, %d rows", work.heads, work.dim, cases[c].topk,
-                 f8 ? "fp8" : "bf16", sessions, cases[c].queries, pages * PAGE_ROWS);
+        snprintf(what, sizeof what, "index, %d heads x %d, top-%d, %s keys, %d x %d queries, %d rows", work.heads, work.dim,
+                 cases[c].topk, f8 ? "fp8" : "bf16", sessions, cases[c].queries, pages * PAGE_ROWS);
         gpu_line(bench, what, cuda_seconds(select_work, &work) / work.sets, (double)work.set_bytes);
         cuda_backend.give_back(work.rows, MEMORY_DEVICE);
         cuda_backend.give_back(work.pages, MEMORY_DEVICE);
@@ -2381,12 +2420,18 @@ static void gpu_selection(GpuBench *bench) {
     }
 }
 
-typedef struct AttentionWork { GpuBench *bench; RowPool pool; RowFormat format; DeviceRow *locations; int *count, n_rows, heads; } AttentionWork;
+typedef struct AttentionWork {
+    GpuBench *bench;
+    RowPool pool;
+    RowFormat format;
+    DeviceRow *locations;
+    int *count, n_rows, heads;
+} AttentionWork;
 
 static void attention_work(void *user) {
     const AttentionWork *work = user;
-    cuda_backend.sparse_attention(work->bench->y, work->bench->x, &work->pool, &work->format, work->locations, work->count, GLM_TOPK, work->n_rows,
-                                  work->heads, 0.04f);
+    cuda_backend.sparse_attention(work->bench->y, work->bench->x, &work->pool, &work->format, work->locations, work->count,
+                                  GLM_TOPK, work->n_rows, work->heads, 0.04f);
 }
 
 static void gpu_attention(GpuBench *bench) {
@@ -2398,8 +2443,12 @@ static void gpu_attention(GpuBench *bench) {
     int *count = allocate_zeroed(512, sizeof *count);
     for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
         const int n = cases[c].rows;
-        AttentionWork work = {.bench = bench, .format = row_format(cases[c].dtype, 512, 64, 128), .n_rows = n, .heads = cases[c].heads,
-                              .locations = (DeviceRow *)bench->ints, .count = bench->ints + (32 << 20)};
+        AttentionWork work = {.bench = bench,
+                              .format = row_format(cases[c].dtype, 512, 64, 128),
+                              .n_rows = n,
+                              .heads = cases[c].heads,
+                              .locations = (DeviceRow *)bench->ints,
+                              .count = bench->ints + (32 << 20)};
         const int pool = (int)((size_t)GPU_POOL * 1024 / work.format.stride);
         uint64_t seed = 5;
         for (int i = 0; i < n * GLM_TOPK; i++) locations[i].id = (int)(draw(&seed) % (uint64_t)pool);
@@ -2412,8 +2461,8 @@ static void gpu_attention(GpuBench *bench) {
         cuda_backend.copy_bytes(work.count, count, (size_t)n * sizeof *count);
         char what[96];
         double seconds = cuda_seconds(attention_work, &work), operations = 2.0 * n * work.heads * GLM_TOPK * (576 + 512);
-        snprintf(what, sizeof what, "latent attention, %s rows, %d heads, %d queries x 2,048: %.0f TFLOP/s", cases[c].dtype == KV_F8 ? "fp8" : "bf16",
-                 work.heads, n, operations / seconds / 1e12);
+        snprintf(what, sizeof what, "latent attention, %s rows, %d heads, %d queries x 2,048: %.0f TFLOP/s",
+                 cases[c].dtype == KV_F8 ? "fp8" : "bf16", work.heads, n, operations / seconds / 1e12);
         gpu_line(bench, what, seconds, (double)n * GLM_TOPK * (double)work.format.bytes);
     }
     free(locations);
@@ -2481,10 +2530,22 @@ static GpuBed open_gpu_bed(uint8_t *host, int sessions, int context, int hot_row
     static int members[GPU_BED_SOURCES] = {0, 1, 2, 3};
     GpuBed bed = {.selection.capacity = k};
     Cache *cache = &bed.cache;
-    *cache = (Cache){.sessions = sessions, .context = context, .context_pages = context / PAGE_ROWS, .sources = sources, .groups = 1,
-                     .member_of = members, .index_topk = k, .hot_rows = hot_rows, .hot_pages = hot_rows / PAGE_ROWS, .tail_ring = 4,
-                     .live_sources = sources, .staging_blocks = sessions, .staging_rows = QUERY_BLOCK * k, .format = *format};
-    const size_t n = (size_t)sessions, pages = n * (size_t)cache->context_pages, slots = n * (size_t)hot_rows, most = n * QUERY_BLOCK;
+    *cache = (Cache){.sessions = sessions,
+                     .context = context,
+                     .context_pages = context / PAGE_ROWS,
+                     .sources = sources,
+                     .groups = 1,
+                     .member_of = members,
+                     .index_topk = k,
+                     .hot_rows = hot_rows,
+                     .hot_pages = hot_rows / PAGE_ROWS,
+                     .tail_ring = 4,
+                     .live_sources = sources,
+                     .staging_blocks = sessions,
+                     .staging_rows = QUERY_BLOCK * k,
+                     .format = *format};
+    const size_t n = (size_t)sessions, pages = n * (size_t)cache->context_pages, slots = n * (size_t)hot_rows,
+                 most = n * QUERY_BLOCK;
     int *tail_base = allocate_zeroed(n, sizeof(int)), *tags = allocate_zeroed(slots, sizeof(int));
     for (size_t i = 0; i < n; i++) tail_base[i] = context;
     memset(tags, 0xff, slots * sizeof(int));
@@ -2492,11 +2553,13 @@ static GpuBed open_gpu_bed(uint8_t *host, int sessions, int context, int hot_row
     cache->host_pages.n_pages = (int)pages;
     cache->seen = (CacheTables){gpu_copy(tail_base, n * sizeof(int)), gpu_pages(n * 4, -1), gpu_pages(pages, -1),
                                 gpu_pages(n * (size_t)cache->hot_pages, 1), NULL, gpu_pages(pages, 0)};
-    cache->slots = (HotTables){on_gpu(n * 4), gpu_copy(tags, slots * 4), on_gpu(slots * 4), on_gpu(pages * PAGE_ROWS * sizeof(uint16_t))};
+    cache->slots = (HotTables){on_gpu(n * 4), gpu_copy(tags, slots * 4), on_gpu(slots * 4),
+                               on_gpu(pages * PAGE_ROWS * sizeof(uint16_t))};
     cache->device = on_gpu((size_t)sources * (size_t)cache->device_pages.n_pages * PAGE_ROWS * format->stride);
     cache->staging = on_gpu((size_t)sources * most * (size_t)k * format->stride);
     cache->host = host;
-    bed.plan = (MissPlan){on_gpu(most * (size_t)k * sizeof(HostRow)), on_gpu(most * (size_t)k * sizeof(DeviceRow)), on_gpu(most * sizeof(int)), 0};
+    bed.plan = (MissPlan){on_gpu(most * (size_t)k * sizeof(HostRow)), on_gpu(most * (size_t)k * sizeof(DeviceRow)),
+                          on_gpu(most * sizeof(int)), 0};
     bed.locations = on_gpu(most * (size_t)k * sizeof(DeviceRow));
     bed.report = on_gpu(sizeof *bed.report);
     free(tail_base);
@@ -2511,9 +2574,10 @@ static void close_gpu_cycle(GpuBed *bed) {
 
 static void close_gpu_bed(GpuBed *bed) {
     Cache *cache = &bed->cache;
-    void *taken[] = {cache->seen.tail_base, cache->seen.tail, cache->seen.ready, cache->seen.hot, cache->seen.host, cache->slots.clock,
-                     cache->slots.tag, cache->slots.stamp, cache->slots.slot_of, cache->device, cache->staging, bed->plan.from, bed->plan.to,
-                     bed->plan.count, bed->locations, bed->report};
+    void *taken[] = {cache->seen.tail_base, cache->seen.tail,   cache->seen.ready, cache->seen.hot,
+                     cache->seen.host,      cache->slots.clock, cache->slots.tag,  cache->slots.stamp,
+                     cache->slots.slot_of,  cache->device,      cache->staging,    bed->plan.from,
+                     bed->plan.to,          bed->plan.count,    bed->locations,    bed->report};
     for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) cuda_backend.give_back(taken[i], MEMORY_DEVICE);
 }
 
@@ -2535,7 +2599,8 @@ static void select_from_order(int *ids, const int *order, int k, int missing, in
 /* Steps with `queries` rows a session, each of which misses `missing` rows, that are the same for all but `distinct` of them. */
 static void make_gpu_cycle(GpuBed *bed, int steps, int sessions, int queries, int missing, int distinct) {
     const int k = bed->selection.capacity, context = bed->cache.context, n = sessions * queries;
-    int *ids = allocate_zeroed((size_t)steps * (size_t)(n * k), sizeof *ids), *order = allocate_zeroed((size_t)context, sizeof *order);
+    int *ids = allocate_zeroed((size_t)steps * (size_t)(n * k), sizeof *ids),
+        *order = allocate_zeroed((size_t)context, sizeof *order);
     Row *rows = allocate_zeroed((size_t)n, sizeof *rows);
     for (int s = 0; s < sessions; s++) {
         uint64_t seed = (uint64_t)s;
@@ -2544,7 +2609,8 @@ static void make_gpu_cycle(GpuBed *bed, int steps, int sessions, int queries, in
             order[i] = order[other], order[other] = i;
         }
         for (int step = 0, next = k - missing; step < steps; step++)
-            select_from_order(ids + ((size_t)step * (size_t)n + (size_t)(s * queries)) * (size_t)k, order, k, missing, queries, distinct, &next);
+            select_from_order(ids + ((size_t)step * (size_t)n + (size_t)(s * queries)) * (size_t)k, order, k, missing, queries,
+                              distinct, &next);
         for (int i = 0; i < queries; i++) rows[s * queries + i] = (Row){s, context - 1, 0};
     }
     bed->rows = gpu_copy(rows, (size_t)n * sizeof *rows);
@@ -2571,18 +2637,21 @@ static double gpu_bed_line(GpuBench *bench, GpuBed *bed, const char *name, int s
 
 /* A source of DeepSeek-V4's selecting layers: k 512, rows of 288 bytes, one of which stands for four tokens of the context. */
 static void gpu_short_rows(GpuBench *bench, uint8_t *host) {
-    static const struct { int sessions, context, hot_rows, missing; } cases[] = {
-        {8, 32 << 10, 1024, 0}, {8, 32 << 10, 4096, 0}, {8, 32 << 10, 8192, 0}, {160, 32 << 10, 1024, 0}, {160, 32 << 10, 4096, 0},
-        {160, 32 << 10, 8192, 0}, {8, 8 << 10, 4096, 77}, {8, 32 << 10, 4096, 77}, {160, 8 << 10, 4096, 77}, {160, 32 << 10, 4096, 77}};
+    static const struct { int sessions, context, hot_rows, missing;
+    } cases[] = {{8, 32 << 10, 1024, 0},   {8, 32 << 10, 4096, 0},   {8, 32 << 10, 8192, 0}, {160, 32 << 10, 1024, 0},
+                 {160, 32 << 10, 4096, 0}, {160, 32 << 10, 8192, 0}, {8, 8 << 10, 4096, 77}, {8, 32 << 10, 4096, 77},
+                 {160, 8 << 10, 4096, 77}, {160, 32 << 10, 4096, 77}};
     enum { TOPK = 512, STEPS = 64 };                /* 63 * 77 other rows are more than B keeps */
     const RowFormat format = {.bytes = 288, .stride = 320};
     for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
         char name[96];
         GpuBed bed = open_gpu_bed(host, cases[c].sessions, cases[c].context, cases[c].hot_rows, TOPK, &format, 1);
         make_gpu_cycle(&bed, cases[c].missing ? STEPS : 8, cases[c].sessions, 1, cases[c].missing, 1);
-        snprintf(name, sizeof name, "resolve, k 512, B %d of %d, %d sessions", cases[c].hot_rows, cases[c].context, cases[c].sessions);
+        snprintf(name, sizeof name, "resolve, k 512, B %d of %d, %d sessions", cases[c].hot_rows, cases[c].context,
+                 cases[c].sessions);
         gpu_bed_line(bench, &bed, name, 0);
-        snprintf(name, sizeof name, "resolve and fetch, k 512, B %d of %d, %d sessions", cases[c].hot_rows, cases[c].context, cases[c].sessions);
+        snprintf(name, sizeof name, "resolve and fetch, k 512, B %d of %d, %d sessions", cases[c].hot_rows, cases[c].context,
+                 cases[c].sessions);
         gpu_bed_line(bench, &bed, name, 1);
         close_gpu_cycle(&bed);
         close_gpu_bed(&bed);
@@ -2612,13 +2681,15 @@ static void gpu_blocks(GpuBench *bench, uint8_t *host) {
         close_gpu_cycle(&bed);
         for (int distinct = 1; distinct <= QUERY_BLOCK; distinct++) {
             make_gpu_cycle(&bed, distinct > 1 ? 2 : STEPS, SESSIONS, QUERY_BLOCK, TOPK, distinct);
-            snprintf(name, sizeof name, "resolve and fetch, k 2,048, 32 x 8 queries, %zu bytes, %d different", formats[f].bytes, distinct);
+            snprintf(name, sizeof name, "resolve and fetch, k 2,048, 32 x 8 queries, %zu bytes, %d different", formats[f].bytes,
+                     distinct);
             seconds[distinct - 1] = gpu_bed_line(bench, &bed, name, 1);
             bytes[distinct - 1] = (double)distinct * SESSIONS * TOPK * (double)formats[f].bytes;
             if (distinct == 1 || distinct == QUERY_BLOCK) gpu_bed_line(bench, &bed, "    of that, resolve", 0);
             close_gpu_cycle(&bed);
         }
-        printf(bench->markdown ? "| seconds over bytes: R^2 %.5f | | | |\n" : "seconds over bytes: R^2 %.5f\n", line_fit(bytes, seconds, QUERY_BLOCK));
+        printf(bench->markdown ? "| seconds over bytes: R^2 %.5f | | | |\n" : "seconds over bytes: R^2 %.5f\n",
+               line_fit(bytes, seconds, QUERY_BLOCK));
         close_gpu_bed(&bed);
     }
 }
@@ -2626,7 +2697,14 @@ static void gpu_blocks(GpuBench *bench, uint8_t *host) {
 /* A producing layer of GLM-5.3 and three that follow it, 77 misses a session, over as many bytes of weights as keep the GPU busy for
  * some time a layer: what of the copies is left to see. */
 static void gpu_followers(GpuBench *bench, uint8_t *host) {
-    enum { CONTEXT = 16 << 10, TOPK = 2048, HOT = 4096, MISSING = 77, STEPS = 32, COMPUTE = 200 << 20 };     /* 31 * 77 are more than B - k */
+    enum {
+        CONTEXT = 16 << 10,
+        TOPK = 2048,
+        HOT = 4096,
+        MISSING = 77,
+        STEPS = 32,
+        COMPUTE = 200 << 20
+    }; /* 31 * 77 are more than B - k */
     static const int sessions[] = {8, 32};
     const RowFormat format = {.bytes = 656, .stride = 704};
     for (int s = 0; s < 2; s++) {
@@ -2634,7 +2712,8 @@ static void gpu_followers(GpuBench *bench, uint8_t *host) {
         GpuBed bed = open_gpu_bed(host, sessions[s], CONTEXT, HOT, TOPK, &format, GPU_BED_SOURCES);
         bed.weights = bench->pool, bed.compute = COMPUTE, bed.sum = bench->sum;
         for (int turn = 0; turn < 3; turn++) {
-            static const char *const names[] = {"nothing missed", "each copy in front of its layer", "copies beside the layers before"};
+            static const char *const names[] = {"nothing missed", "each copy in front of its layer",
+                                                "copies beside the layers before"};
             make_gpu_cycle(&bed, STEPS, sessions[s], 1, turn ? MISSING : 0, 1);
             bed.ahead = turn == 2;
             snprintf(name, sizeof name, "4 layers, k 2,048, %d sessions, %s", sessions[s], names[turn]);
@@ -2679,13 +2758,15 @@ typedef struct DraftWork {
 static void draft_candidates_work(void *user) {
     DraftWork *work = user;
     const Drafts *drafts = &work->drafts;
-    cuda_backend.candidates(drafts->ids, drafts->scores, CANDIDATES, work->bench->x, DRAFT_SESSIONS * DRAFT_SLOTS, DRAFT_VOCAB, NULL);
+    cuda_backend.candidates(drafts->ids, drafts->scores, CANDIDATES, work->bench->x, DRAFT_SESSIONS * DRAFT_SLOTS, DRAFT_VOCAB,
+                            NULL);
 }
 
 static void draft_features_work(void *user) {
     DraftWork *work = user;
     const Drafts *drafts = &work->drafts;
-    cuda_backend.length_features(drafts->features, DVL_FEATURES, drafts->scores, CANDIDATES, work->bench->x, DRAFT_SESSIONS * DRAFT_SLOTS, DRAFT_VOCAB);
+    cuda_backend.length_features(drafts->features, DVL_FEATURES, drafts->scores, CANDIDATES, work->bench->x,
+                                 DRAFT_SESSIONS * DRAFT_SLOTS, DRAFT_VOCAB);
 }
 
 static void draft_draws_work(void *user) {
@@ -2695,7 +2776,8 @@ static void draft_draws_work(void *user) {
 
 static void draft_path_work(void *user) {
     DraftWork *work = user;
-    cuda_backend.select_path(&work->drafts, work->bench->x, &work->predecessor, &work->successor, work->blocks, DRAFT_SESSIONS, ACCEPT_COUPLED);
+    cuda_backend.select_path(&work->drafts, work->bench->x, &work->predecessor, &work->successor, work->blocks, DRAFT_SESSIONS,
+                             ACCEPT_COUPLED);
 }
 
 static void draft_lengths_work(void *user) {
@@ -2706,12 +2788,17 @@ static void draft_lengths_work(void *user) {
 /* The products of `layers` layers of Qwen3-4B over n rows, and of its head over `finals` of them, with weights that follow each other
  * through the pool. */
 static void put_products(GpuBench *bench, int layers, int n, int finals, size_t *at) {
-    static const int shapes[][2] = {{4096, 2560}, {1024, 2560}, {1024, 2560}, {2560, 4096}, {9728, 2560}, {9728, 2560}, {2560, 9728}, {DRAFT_VOCAB, 2560}};
+    static const int shapes[][2] = {{4096, 2560}, {1024, 2560}, {1024, 2560}, {2560, 4096},
+                                    {9728, 2560}, {9728, 2560}, {2560, 9728}, {DRAFT_VOCAB, 2560}};
     for (int layer = 0; layer <= layers; layer++)
         for (int i = layer < layers ? 0 : 7; i < (layer < layers ? 7 : 8); i++) {
             const size_t bytes = 2 * (size_t)shapes[i][0] * (size_t)shapes[i][1];
             if (*at + bytes > (size_t)GPU_POOL * 1024) *at = 0;
-            const Matrix w = {.data = bench->pool + *at, .dtype = DTYPE_BF16, .rows = shapes[i][0], .cols = shapes[i][1], .scale_cols = shapes[i][1] / SCALE_BLOCK};
+            const Matrix w = {.data = bench->pool + *at,
+                              .dtype = DTYPE_BF16,
+                              .rows = shapes[i][0],
+                              .cols = shapes[i][1],
+                              .scale_cols = shapes[i][1] / SCALE_BLOCK};
             *at += bytes;
             cuda_backend.linear(bench->y, (size_t)w.rows, bench->x, (size_t)w.cols, i < 7 ? n : finals, &w);
         }
@@ -2733,7 +2820,8 @@ static double divide_seconds(DraftWork *work) {
     for (int i = 0; i < DRAFT_SESSIONS; i++) limits[i] = DRAFT_WIDTH;
     double start = now();
     for (int i = 0; i < TIMES; i++) {
-        cuda_backend.allocate(lengths, work->drafts.survival, limits, DRAFT_SESSIONS, DRAFT_SLOTS, DRAFT_SESSIONS * DRAFT_VERIFIED);
+        cuda_backend.allocate(lengths, work->drafts.survival, limits, DRAFT_SESSIONS, DRAFT_SLOTS,
+                              DRAFT_SESSIONS * DRAFT_VERIFIED);
         for (int j = 0; j < DRAFT_SESSIONS; j++) work->blocks[j].count = lengths[j];
         ends += cuda_backend.pack_blocks(rows, work->blocks, DRAFT_SESSIONS, DRAFT_SESSIONS * DRAFT_WIDTH);
     }
@@ -2749,14 +2837,23 @@ static void *pinned_block(size_t bytes) {
 
 static void gpu_drafts(GpuBench *bench) {
     enum { HISTORY = 2048, SLOTS = DRAFT_SESSIONS * DRAFT_SLOTS };
-    static const int widths[] = {DRAFT_SLOTS * DVL_FEATURES, 256, 160, DRAFT_SLOTS};     /* the spec's guess at 112 K parameters */
-    static const char *const names[] = {"candidates", "features of lengths", "draws", "DFlash 2's walk", "prediction of lengths", "division and packing (CPU)"};
-    static void (*const works[])(void *) = {draft_candidates_work, draft_features_work, draft_draws_work, draft_path_work, draft_lengths_work};
-    DraftWork work = {.bench = bench, .blocks = pinned_block(DRAFT_SESSIONS * sizeof *work.blocks), .predictor.layers = 3,
-                      .predecessor = {.data = bench->pool, .dtype = DTYPE_BF16, .rows = DRAFT_VOCAB, .cols = DRAFT_RANK, .scale_cols = 2},
-                      .drafts = {.slots = DRAFT_SLOTS, .blocks = DRAFT_SESSIONS, .ids = on_gpu(SLOTS * CANDIDATES * sizeof(int)),
-                                 .scores = on_gpu(SLOTS * CANDIDATES * sizeof(float)), .features = on_gpu(SLOTS * DVL_FEATURES * sizeof(float)),
-                                 .tokens = pinned_block(SLOTS * sizeof(int)), .survival = pinned_block(SLOTS * sizeof(float))}};
+    static const int widths[] = {DRAFT_SLOTS * DVL_FEATURES, 256, 160, DRAFT_SLOTS}; /* the spec's guess at 112 K parameters */
+    static const char *const names[] = {"candidates",      "features of lengths",   "draws",
+                                        "DFlash 2's walk", "prediction of lengths", "division and packing (CPU)"};
+    static void (*const works[])(void *) = {draft_candidates_work, draft_features_work, draft_draws_work, draft_path_work,
+                                            draft_lengths_work};
+    DraftWork work = {
+        .bench = bench,
+        .blocks = pinned_block(DRAFT_SESSIONS * sizeof *work.blocks),
+        .predictor.layers = 3,
+        .predecessor = {.data = bench->pool, .dtype = DTYPE_BF16, .rows = DRAFT_VOCAB, .cols = DRAFT_RANK, .scale_cols = 2},
+        .drafts = {.slots = DRAFT_SLOTS,
+                   .blocks = DRAFT_SESSIONS,
+                   .ids = on_gpu(SLOTS * CANDIDATES * sizeof(int)),
+                   .scores = on_gpu(SLOTS * CANDIDATES * sizeof(float)),
+                   .features = on_gpu(SLOTS * DVL_FEATURES * sizeof(float)),
+                   .tokens = pinned_block(SLOTS * sizeof(int)),
+                   .survival = pinned_block(SLOTS * sizeof(float))}};
     int *history = pinned_block(DRAFT_SESSIONS * HISTORY * sizeof *history);
     work.successor = work.predecessor;
     work.successor.data += (size_t)DRAFT_VOCAB * DRAFT_RANK * 2;
@@ -2764,13 +2861,15 @@ static void gpu_drafts(GpuBench *bench) {
         work.blocks[i] = (DraftBlock){.session = i, .position = HISTORY / 2, .ids = history + i * HISTORY, .stream = (uint64_t)i,
                                       .sampling = {.temperature = 0.7f, .top_p = 0.95f, .repeat_penalty = 1, .seed = 1}};
     for (int l = 0; l < 3; l++) {
-        work.predictor.weight[l] = (Matrix){.data = (const uint8_t *)bench->x, .dtype = DTYPE_F32, .rows = widths[l + 1], .cols = widths[l], .scale_cols = 3};
+        work.predictor.weight[l] = (Matrix){
+            .data = (const uint8_t *)bench->x, .dtype = DTYPE_F32, .rows = widths[l + 1], .cols = widths[l], .scale_cols = 3};
         work.predictor.bias[l] = bench->x;
     }
     double round = cuda_seconds(round_work, &work), seconds[6], sum = 0;
     for (int i = 0; i < 5; i++) seconds[i] = cuda_seconds(works[i], &work);
     seconds[5] = divide_seconds(&work);
-    const char *const line = bench->markdown ? "| %s | %.1f | | %.2f%% of the round |\n" : "%-72s %10.1f us %6.2f%% of the round\n";
+    const char *const line = bench->markdown ? "| %s | %.1f | | %.2f%% of the round |\n"
+                                             : "%-72s %10.1f us %6.2f%% of the round\n";
     for (int i = 0; i < 6; i++) {
         sum += i == 3 ? 0 : seconds[i];
         printf(line, names[i], 1e6 * seconds[i], 100 * seconds[i] / round);
@@ -2780,7 +2879,8 @@ static void gpu_drafts(GpuBench *bench) {
     printf(line, "products of a round of Qwen3-4B and its drafter, 8 sessions, 64 rows verified", 1e6 * round, 100.0);
     printf(line, "all of DFlash's, of a round with them", 1e6 * sum, 100 * sum / (round + sum));
     printf(line, "of these, what lengths cost", 1e6 * lengths, 100 * lengths / (round + sum));
-    void *taken[] = {work.drafts.ids, work.drafts.scores, work.drafts.features}, *pinned[] = {work.blocks, history, work.drafts.tokens, work.drafts.survival};
+    void *taken[] = {work.drafts.ids, work.drafts.scores, work.drafts.features},
+         *pinned[] = {work.blocks, history, work.drafts.tokens, work.drafts.survival};
     for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) cuda_backend.give_back(taken[i], MEMORY_DEVICE);
     for (size_t i = 0; i < sizeof pinned / sizeof *pinned; i++) cuda_backend.give_back(pinned[i], MEMORY_HOST);
 }
@@ -2800,7 +2900,16 @@ typedef struct DenseWork {
     Config config;
 } DenseWork;
 
-enum { QWEN_HEADS = 32, QWEN_KV_HEADS = 8, QWEN_DIM = 128, BLOCKS_AT_ONCE = 8, BLOCK_ROWS = 16, BLOCK_WINDOW = 1024, MINI_HEADS = 8, MINI_TOPK = 128 };
+enum {
+    QWEN_HEADS = 32,
+    QWEN_KV_HEADS = 8,
+    QWEN_DIM = 128,
+    BLOCKS_AT_ONCE = 8,
+    BLOCK_ROWS = 16,
+    BLOCK_WINDOW = 1024,
+    MINI_HEADS = 8,
+    MINI_TOPK = 128
+};
 
 static void dense_work(void *user) {
     const DenseWork *work = user;
@@ -2813,16 +2922,17 @@ static void block_work(void *user) {
     const DenseWork *work = user;
     const size_t ring = (size_t)(BLOCKS_AT_ONCE * (BLOCK_WINDOW + PAGE_ROWS)) * work->format.stride;
     for (int i = 0; i < work->sets; i++)
-        cuda_backend.block_attention(work->bench->y, work->bench->x, work->bench->x + (GPU_VECTORS / 2), work->bench->pool + (size_t)i * ring,
-                                     &work->format, BLOCK_WINDOW + PAGE_ROWS, work->blocks, BLOCKS_AT_ONCE, BLOCK_ROWS, BLOCK_WINDOW, false,
-                                     QWEN_HEADS, QWEN_KV_HEADS, QWEN_DIM, 0.09f);
+        cuda_backend.block_attention(work->bench->y, work->bench->x, work->bench->x + (GPU_VECTORS / 2),
+                                     work->bench->pool + (size_t)i * ring, &work->format, BLOCK_WINDOW + PAGE_ROWS, work->blocks,
+                                     BLOCKS_AT_ONCE, BLOCK_ROWS, BLOCK_WINDOW, false, QWEN_HEADS, QWEN_KV_HEADS, QWEN_DIM, 0.09f);
 }
 
 static void mini_work(void *user) {
     const DenseWork *work = user;
     for (int i = 0; i < work->sets; i++)
-        cuda_backend.sparse_attention(work->bench->y, work->bench->x, &work->pool, &work->format, work->locations + i * work->n_rows * MINI_TOPK,
-                                      work->bench->ints + (32 << 20), MINI_TOPK, work->n_rows, MINI_HEADS, 0.08f);
+        cuda_backend.sparse_attention(work->bench->y, work->bench->x, &work->pool, &work->format,
+                                      work->locations + i * work->n_rows * MINI_TOPK, work->bench->ints + (32 << 20), MINI_TOPK,
+                                      work->n_rows, MINI_HEADS, 0.08f);
 }
 
 static void absorb_work(void *user) {
@@ -2839,10 +2949,13 @@ static void dense_line(GpuBench *bench, const char *what, double seconds, double
 }
 
 static void gpu_histories(GpuBench *bench) {
-    static const struct { const char *what; int sessions, queries; } cases[] = {{"decode", 1, 1}, {"decode", 32, 1}, {"verification", 32, 8},
-                                                                             {"prefill", 1, MAX_PASS_ROWS}};
+    static const struct {
+        const char *what;
+        int sessions, queries;
+    } cases[] = {{"decode", 1, 1}, {"decode", 32, 1}, {"verification", 32, 8}, {"prefill", 1, MAX_PASS_ROWS}};
     enum { KEYS = 8192, PAGES = KEYS / PAGE_ROWS };
-    DenseWork work = {.bench = bench, .format = row_format(KV_BF16, 2 * QWEN_KV_HEADS * QWEN_DIM, 0, QWEN_DIM), .context_pages = PAGES};
+    DenseWork work = {
+        .bench = bench, .format = row_format(KV_BF16, 2 * QWEN_KV_HEADS * QWEN_DIM, 0, QWEN_DIM), .context_pages = PAGES};
     const int pool = (int)((size_t)GPU_POOL * 1024 / work.format.stride), pool_pages = pool / PAGE_ROWS;
     DevicePage *pages = allocate_zeroed((size_t)pool_pages, sizeof *pages);
     Row *rows = allocate_zeroed((size_t)GPU_SETS * MAX_PASS_ROWS, sizeof *rows);
@@ -2858,7 +2971,8 @@ static void gpu_histories(GpuBench *bench) {
             rows[i] = (Row){i / cases[c].queries, KEYS - cases[c].queries + i % cases[c].queries, 0};
         cuda_backend.copy_bytes(work.rows, rows, (size_t)(work.sets * n) * sizeof *rows);
         char what[96];
-        snprintf(what, sizeof what, "dense %s, bf16 rows, %d x %d queries, %d keys", cases[c].what, sessions, cases[c].queries, KEYS);
+        snprintf(what, sizeof what, "dense %s, bf16 rows, %d x %d queries, %d keys", cases[c].what, sessions, cases[c].queries,
+                 KEYS);
         dense_line(bench, what, cuda_seconds(dense_work, &work) / work.sets, (double)sessions * KEYS * (double)work.format.bytes,
                    4.0 * n * QWEN_HEADS * QWEN_DIM * KEYS);
     }
@@ -2872,18 +2986,21 @@ static void gpu_draft_blocks(GpuBench *bench) {
     Error error;
     DenseWork work = {.bench = bench, .format = row_format(KV_BF16, 2 * QWEN_KV_HEADS * QWEN_DIM, 0, QWEN_DIM), .sets = GPU_SETS,
                       .blocks = cuda_backend.take(BLOCKS_AT_ONCE * sizeof(DraftBlock), MEMORY_HOST, &error)};
-    for (int i = 0; i < BLOCKS_AT_ONCE && work.blocks; i++) work.blocks[i] = (DraftBlock){.session = i, .position = 3000 + 17 * i};
+    for (int i = 0; i < BLOCKS_AT_ONCE && work.blocks; i++)
+        work.blocks[i] = (DraftBlock){.session = i, .position = 3000 + 17 * i};
     char what[96];
     snprintf(what, sizeof what, "draft blocks, bf16 ring, %d x %d queries, window %d", BLOCKS_AT_ONCE, BLOCK_ROWS, BLOCK_WINDOW);
     if (work.blocks)
-        dense_line(bench, what, cuda_seconds(block_work, &work) / work.sets, (double)(BLOCKS_AT_ONCE * BLOCK_WINDOW) * (double)work.format.bytes,
+        dense_line(bench, what, cuda_seconds(block_work, &work) / work.sets,
+                   (double)(BLOCKS_AT_ONCE * BLOCK_WINDOW) * (double)work.format.bytes,
                    4.0 * BLOCKS_AT_ONCE * BLOCK_ROWS * QWEN_HEADS * QWEN_DIM * (BLOCK_WINDOW + BLOCK_ROWS));
     cuda_backend.give_back(work.blocks, MEMORY_HOST);
 }
 
 static void gpu_mini(GpuBench *bench) {
     static const int counts[] = {1, 64};
-    DenseWork work = {.bench = bench, .format = row_format(KV_BF16, 128, 32, 128), .locations = (DeviceRow *)bench->ints, .sets = GPU_SETS};
+    DenseWork work = {
+        .bench = bench, .format = row_format(KV_BF16, 128, 32, 128), .locations = (DeviceRow *)bench->ints, .sets = GPU_SETS};
     const int pool = (int)((size_t)GPU_POOL * 1024 / work.format.stride), most = GPU_SETS * 64 * MINI_TOPK;
     DeviceRow *locations = allocate_zeroed((size_t)most, sizeof *locations);
     int chosen[64];
@@ -2897,7 +3014,8 @@ static void gpu_mini(GpuBench *bench) {
         char what[96];
         work.n_rows = counts[c];
         snprintf(what, sizeof what, "mini's latent attention, bf16 rows, %d queries x %d", counts[c], MINI_TOPK);
-        dense_line(bench, what, cuda_seconds(mini_work, &work) / GPU_SETS, (double)counts[c] * MINI_TOPK * (double)work.format.bytes,
+        dense_line(bench, what, cuda_seconds(mini_work, &work) / GPU_SETS,
+                   (double)counts[c] * MINI_TOPK * (double)work.format.bytes,
                    2.0 * counts[c] * MINI_HEADS * MINI_TOPK * (160 + 128));
     }
     free(locations);
@@ -2907,17 +3025,23 @@ static void gpu_absorbed(GpuBench *bench) {
     enum { HEADS = 64, NOPE = 192, VALUE = 256, LORA = 512, ROPE = 64 };
     static const int counts[] = {1, 8, 32, 256};
     const size_t matrix = (size_t)HEADS * (NOPE + VALUE) * LORA;
-    DenseWork work = {.bench = bench, .sets = GPU_SETS,
-                      .config = {.num_attention_heads = HEADS, .qk_nope_head_dim = NOPE, .qk_rope_head_dim = ROPE, .v_head_dim = VALUE,
+    DenseWork work = {.bench = bench,
+                      .sets = GPU_SETS,
+                      .config = {.num_attention_heads = HEADS,
+                                 .qk_nope_head_dim = NOPE,
+                                 .qk_rope_head_dim = ROPE,
+                                 .v_head_dim = VALUE,
                                  .kv_lora_rank = LORA}};
     for (int i = 0; i < GPU_SETS; i++)
-        work.w[i] = (Matrix){.data = bench->pool + (size_t)i * matrix * 2, .dtype = DTYPE_BF16, .rows = HEADS * (NOPE + VALUE), .cols = LORA};
+        work.w[i] = (Matrix){
+            .data = bench->pool + (size_t)i * matrix * 2, .dtype = DTYPE_BF16, .rows = HEADS * (NOPE + VALUE), .cols = LORA};
     for (int c = 0; c < 4; c++) {
         char what[96];
         work.n_rows = counts[c];
         snprintf(what, sizeof what, "absorbed queries, GLM-5.3's shape, bf16, %d rows", counts[c]);
         dense_line(bench, what, cuda_seconds(absorb_work, &work) / GPU_SETS,
-                   2.0 * HEADS * NOPE * LORA + 4.0 * counts[c] * HEADS * (NOPE + ROPE + LORA + ROPE), 2.0 * counts[c] * HEADS * NOPE * LORA);
+                   2.0 * HEADS * NOPE * LORA + 4.0 * counts[c] * HEADS * (NOPE + ROPE + LORA + ROPE),
+                   2.0 * counts[c] * HEADS * NOPE * LORA);
     }
 }
 
@@ -3067,8 +3191,8 @@ WATCHED(add_norm, 0,
         (float *y, float *x, const float *branch, const float *w, int n, int dim, float eps, PassReport *report, int place), y, x,
         branch, w, n, dim, eps, report, place)
 WATCHED(norm_heads, 0,
-        (float *x, size_t stride, int n, int heads, int dim, const float *w, float eps, const float *c, const float *s), x, stride,
-        n, heads, dim, w, eps, c, s)
+        (float *x, size_t stride, int n, int heads, int dim, const float *w, float eps, const float *c, const float *s), x,
+        stride, n, heads, dim, w, eps, c, s)
 WATCHED(rotations, 0, (float *c, float *s, const Row *rows, int n, const float *f, int dim, float factor), c, s, rows, n, f, dim,
         factor)
 WATCHED(rope, 0, (float *x, int n, int heads, int stride, int offset, int dim, bool pairs, const float *c, const float *s), x, n,
@@ -3584,11 +3708,13 @@ static bool bench_batch(const BenchOptions *bench, EngineOptions options, Error 
     (void)bench;
     if (!ok) return false;
     for (int i = 0; i < BATCH_TURNS && ok; i++)
-        ok = time_batch(options, &cuda_backend, prompts, &gpu[i], error) && time_batch(options, &c_backend, prompts, &cores[i], error);
+        ok = time_batch(options, &cuda_backend, prompts, &gpu[i], error)
+             && time_batch(options, &c_backend, prompts, &cores[i], error);
     free_prompts(prompts);
     if (!ok) return false;
     const double fast = median(gpu, BATCH_TURNS), slow = median(cores, BATCH_TURNS);
-    printf("batch            %d prompts of %d ids, %d tokens each, %d at a time: %.0f tokens/s on the GPU, %.0f on %d cores: %.1f times\n",
+    printf("batch            %d prompts of %d ids, %d tokens each, %d at a time: %.0f tokens/s on the GPU, %.0f on %d cores: "
+           "%.1f times\n",
            BATCH_PROMPTS, BATCH_PROMPT, BATCH_ANSWER, BATCH_SLOTS, fast, slow, omp_get_max_threads(), fast / slow);
     return true;
 }

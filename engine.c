@@ -1096,9 +1096,10 @@ static void lay_out_state(State *state, const Config *config, const Cache *cache
     state->router_logits = carve_floats(arena, rows, config->n_routed_experts);
     state->expert_picks = carve(arena, (size_t)rows, (size_t)config->num_experts_per_tok, sizeof(int));
     state->expert_weights = carve_floats(arena, rows, config->num_experts_per_tok);
-    state->expert_scratch = carve_floats(arena, rows,
-                                         larger(2 * (hidden + config->moe_intermediate_size * larger(config->n_shared_experts, 1)),
-                                                (config->num_experts_per_tok + 1) * config->moe_intermediate_size));
+    state->expert_scratch = carve_floats(
+        arena, rows,
+        larger(2 * (hidden + config->moe_intermediate_size * larger(config->n_shared_experts, 1)),
+               (config->num_experts_per_tok + 1) * config->moe_intermediate_size));
 }
 
 /* The drafter's activations; its logits are the target's. */
@@ -1328,7 +1329,8 @@ bool check_memory(const Engine *engine, Error *error) {
                     cache->mode == MODE_RESIDENT ? " or --kv-budget" : ", --kv-budget or --host-budget, or take --kv resident");
     available = backend->available(MEMORY_HOST);
     if (backend->shares_memory || host <= available) return true;
-    return fail(error, "%s: %d x %d rows need %zu MB of host memory, %zu MB more than is free: lower -c, --slots or --host-budget",
+    return fail(error,
+                "%s: %d x %d rows need %zu MB of host memory, %zu MB more than is free: lower -c, --slots or --host-budget",
                 engine->checkpoint.directory, cache->sessions, cache->context, host / 1000000, (host - available) / 1000000 + 1);
 }
 
@@ -1351,7 +1353,8 @@ void print_plan(FILE *out, const Engine *engine) {
         size_t size = checkpoint_bytes(&engine->drafter.checkpoint);
         size_t staging = (size_t)cache->live_sources * (size_t)cache->staging_rows * cache->format.stride;
         fprintf(out,
-                "tide: %s: %s, %.1f MB of weights, %d drafts a block; of the cache a ring of %d rows, %.2f MB, and %.2f MB of staging "
+                "tide: %s: %s, %.1f MB of weights, %d drafts a block; of the cache a ring of %d rows, %.2f MB, and %.2f MB of "
+                "staging "
                 "for each session; activations %.1f MB\n",
                 engine->drafter.checkpoint.directory, draft->architecture, (double)size / 1e6, draft->slots, cache->draft_rows,
                 (double)ring_bytes(cache) / 1e6, (double)staging / 1e6, (double)engine->drafter.state.bytes / 1e6);
@@ -2372,8 +2375,8 @@ static void select_rows(Engine *engine, int i, int n) {
                   state->sine);
     uint8_t *keys = group_index_keys(cache, cache->group_of[i]);
     backend->store_index_keys(keys, &cache->index_format, state->index_rows, n, state->index_k, dim, layer->indexer_k_norm,
-                              layer->indexer_k_norm_bias, config->qk_rope_head_dim, config->indexer_rope_interleave, state->cosine,
-                              state->sine, state->report, i * CHECKED_PARTS + 2);
+                              layer->indexer_k_norm_bias, config->qk_rope_head_dim, config->indexer_rope_interleave,
+                              state->cosine, state->sine, state->report, i * CHECKED_PARTS + 2);
     backend->linear(state->index_weights, (size_t)heads, state->normed, hidden, n, &layer->indexer_weights_proj);
     backend->index_select(&state->selection, state->index_q, state->index_weights, keys, &cache->index_format,
                           cache->seen.index, cache->context_pages, heads, dim, state->rows, n, state->index_scratch,
@@ -2491,7 +2494,7 @@ static void forward_dsa(Engine *engine, const Row *rows, int n) {
 enum { WORK_LAYERS, WORK_HEAD, WORK_DRAFT, WORK_CONTEXT, KEPT_ROWS = 64 };
 
 static uint64_t work_key(const Engine *engine, int work, int n, const int *more, int n_more) {
-    uint64_t key = XXH3_64bits(&engine->state.block, sizeof engine->state.block);       /* no two engines share their activations */
+    uint64_t key = XXH3_64bits(&engine->state.block, sizeof engine->state.block); /* no two engines share their activations */
     key = XXH3_64bits_withSeed(&work, sizeof work, key);
     key = XXH3_64bits_withSeed(&n, sizeof n, key);
     return XXH3_64bits_withSeed(more, (size_t)n_more * sizeof *more, key) | 1;
@@ -2668,7 +2671,8 @@ static void read_taps(DraftConfig *config, Fields *fields, const Config *target,
  * the first ones were trained. */
 static void read_windows(DraftConfig *config, Fields *fields, const char *kind, bool speculators) {
     int layers = config->backbone.num_hidden_layers;
-    bool *sliding = allocate_zeroed((size_t)layers, sizeof(bool)), causal_by_default = strcmp(kind, "dspark") || speculators, any = false;
+    bool *sliding = allocate_zeroed((size_t)layers, sizeof(bool)), causal_by_default = strcmp(kind, "dspark") || speculators,
+         any = false;
     Fields shape = *fields;
     if (speculators) shape.object = field(fields, "transformer_layer_config");
     if (!read_layer_words(&shape, "layer_types", "sliding_attention", "full_attention", sliding, layers))
@@ -3159,7 +3163,8 @@ static void run_draft_layers(Engine *engine, const DraftBlock *blocks, int n_blo
         backend->swiglu(state->gate, state->gate, state->up, (size_t)n * inner);
         backend->linear(state->branch, hidden, state->gate, inner, n, &layer->down_proj);
         convolve_output(engine, extra->mlp_conv, &extra->mlp_kernel, n);
-        backend->add_norm(state->normed, state->hidden, state->branch, next, n, config->hidden_size, config->rms_norm_eps, NULL, 0);
+        backend->add_norm(state->normed, state->hidden, state->branch, next, n, config->hidden_size, config->rms_norm_eps, NULL,
+                          0);
     }
 }
 
@@ -3470,7 +3475,7 @@ static int best_budget(const Runner *runner, const float *scores, const int *lim
                 next = i;
         if (next < 0) break;
         tokens += scores[next * slots + taken[next]++];
-        double wider = plain > 0 ? tokens / (cost_of(cost, n + others + ++x) + draft_seconds) : ++x;    /* nothing is known: all */
+        double wider = plain > 0 ? tokens / (cost_of(cost, n + others + ++x) + draft_seconds) : ++x; /* nothing is known: all */
         if (wider > *rate) *rate = wider, best = x;
         else if (first_only) break;
     }
@@ -4002,7 +4007,8 @@ static void *take_or_exit(const Backend *backend, size_t bytes, Memory memory) {
 
 Sampler sampler_open(const Backend *backend, int vocab) {
     size_t n = (size_t)vocab;
-    return (Sampler){take_or_exit(backend, n * sizeof(int), MEMORY_DEVICE), take_or_exit(backend, n * sizeof(float), MEMORY_DEVICE),
+    return (Sampler){take_or_exit(backend, n * sizeof(int), MEMORY_DEVICE),
+                     take_or_exit(backend, n * sizeof(float), MEMORY_DEVICE),
                      take_or_exit(backend, n * sizeof(bool), MEMORY_DEVICE)};
 }
 

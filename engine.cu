@@ -158,7 +158,8 @@ static bool start(const DeviceOptions *options, Error *error) {
     if (access("/dev/nvidiactl", F_OK) && access("/dev/dxg", F_OK)) return fail(error, "no GPU can be used: there is none");
     cudaError_t status = cudaGetDeviceCount(&count);
     if (status == cudaErrorInsufficientDriver)
-        return fail(error, "no GPU can be used: its driver is too old for CUDA %d.%d", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+        return fail(error, "no GPU can be used: its driver is too old for CUDA %d.%d", CUDART_VERSION / 1000,
+                    CUDART_VERSION % 1000 / 10);
     if (status != cudaSuccess || !count)
         return fail(error, "no GPU can be used: %s", status == cudaSuccess ? "there is none" : cudaGetErrorString(status));
     cudaDeviceProp properties;
@@ -661,7 +662,7 @@ extern "C" bool cuda_begin_library_product(float *y, const void *x, const void *
  * bound by launches and memory, so a thread simply takes one value, or a fixed group of threads one vector.
  */
 
-enum { THREADS = 256, SMALL_VECTOR = 128, MIDDLE_VECTOR = 2048 };      /* values of a vector that one warp takes, and a small block */
+enum { THREADS = 256, SMALL_VECTOR = 128, MIDDLE_VECTOR = 2048 }; /* values of a vector that one warp takes, and a small block */
 
 static dim3 blocks_for(size_t n) { return dim3((unsigned)((n + THREADS - 1) / THREADS)); }
 
@@ -810,10 +811,11 @@ static __global__ void norm_heads_kernel(float *x, size_t stride, int n, int hea
     }
 }
 
-static void norm_heads(float *x, size_t stride, int n_rows, int heads, int dim, const float *weight, float eps, const float *cosine,
-                       const float *sine) {
+static void norm_heads(float *x, size_t stride, int n_rows, int heads, int dim, const float *weight, float eps,
+                       const float *cosine, const float *sine) {
     if (n_rows <= 0 || heads <= 0) return;
-    launch(norm_heads_kernel, blocks_for((size_t)n_rows * (size_t)heads * 32), THREADS, 0, x, stride, n_rows, heads, dim, weight, eps, cosine, sine);
+    launch(norm_heads_kernel, blocks_for((size_t)n_rows * (size_t)heads * 32), THREADS, 0, x, stride, n_rows, heads, dim, weight,
+           eps, cosine, sine);
 }
 
 static __device__ inline float silu(float x) { return x / (1 + expf(-x)); }
@@ -1820,7 +1822,9 @@ static __device__ inline void load_fragments(uint32_t a[2][2][4], const uint8_t 
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define TILE_SUMS(i) "+f"(sum[i][0]), "+f"(sum[i][1]), "+f"(sum[i][2]), "+f"(sum[i][3])
-#define TILE_SUMS_8(i) TILE_SUMS(i), TILE_SUMS(i + 1), TILE_SUMS(i + 2), TILE_SUMS(i + 3), TILE_SUMS(i + 4), TILE_SUMS(i + 5), TILE_SUMS(i + 6), TILE_SUMS(i + 7)
+#define TILE_SUMS_8(i)                                                                                                           \
+    TILE_SUMS(i), TILE_SUMS(i + 1), TILE_SUMS(i + 2), TILE_SUMS(i + 3), TILE_SUMS(i + 4), TILE_SUMS(i + 5), TILE_SUMS(i + 6),    \
+        TILE_SUMS(i + 7)
 #define NAMES_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
                  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_64 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
@@ -2255,7 +2259,8 @@ template <DType D> static __device__ void load_absorbed(__nv_bfloat16 *weights, 
         }
 #pragma unroll
         for (int u = 0; u < BATCH && D != DTYPE_BF16; u++) {
-            const uint2 x = neighbours(piece[u].x), y = neighbours(piece[u].y), z = neighbours(piece[u].z), w = neighbours(piece[u].w);
+            const uint2 x = neighbours(piece[u].x), y = neighbours(piece[u].y), z = neighbours(piece[u].z),
+                        w = neighbours(piece[u].w);
             uint4 *at = (uint4 *)(to + (row + u * step) * ABSORB_PITCH);
             if (row + u * step >= depth) continue;
             at[0] = make_uint4(x.x, x.y, y.x, y.y);
@@ -2373,7 +2378,10 @@ template <DType D> static void launch_absorb(const Absorb &absorb) {
     const int tiles = absorb.n_rows < ABSORB_ROWS ? divide_up(absorb.n_rows, 16) : ABSORB_ROWS / 16;
     const size_t shared = (size_t)absorb_bytes(absorb, tiles);
     allow_shared(absorb_kernel<D>, shared);
-    launch(absorb_kernel<D>, dim3((unsigned)divide_up(absorb.kv_b.cols, ABSORB_COLUMNS), (unsigned)absorb.heads, (unsigned)divide_up(absorb.n_rows, ABSORB_ROWS)), ABSORB_THREADS, shared, absorb);
+    launch(absorb_kernel<D>,
+           dim3((unsigned)divide_up(absorb.kv_b.cols, ABSORB_COLUMNS), (unsigned)absorb.heads,
+                (unsigned)divide_up(absorb.n_rows, ABSORB_ROWS)),
+           ABSORB_THREADS, shared, absorb);
 }
 
 static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Matrix *kv_b, const Config *config) {
@@ -3496,7 +3504,8 @@ static void store_index_keys(uint8_t *base, const RowFormat *format, const Devic
                              const float *weight, const float *bias, int turned, bool interleaved, const float *cosine,
                              const float *sine, PassReport *report, int place) {
     if (!n_rows) return;
-    launch(store_index_keys_kernel, n_rows, THREADS, 0, base, *format, ids, k, dim, weight, bias, turned, interleaved, cosine, sine, report, place);
+    launch(store_index_keys_kernel, n_rows, THREADS, 0, base, *format, ids, k, dim, weight, bias, turned, interleaved, cosine,
+           sine, report, place);
 }
 
 /* ---- index scores */
@@ -4345,17 +4354,20 @@ static void index_select(Selection *selection, const float *q, const float *head
 
 enum {
     SPLIT_KEYS = 256,
-    TILE_KEYS = 32,             /* keys in shared memory at a time */
-    ATTEND_WARPS = 8,           /* heads that a thread block of attend_kernel works on */
+    TILE_KEYS = 32,   /* keys in shared memory at a time */
+    ATTEND_WARPS = 8, /* heads that a thread block of attend_kernel works on */
     LANE_VALUES = MAX_ROW_WIDTH / 32,
-    PARTIAL_FLOATS = 48 << 20,  /* of what chunks leave: rows run in groups that fit */
-    LATENT = 512, TAIL = 64, LATENT_WIDTH = LATENT + TAIL,
-    LATENT_TILES = LATENT / 4 / 8,          /* of eight values, in a warp's part */
-    LATENT_HEADS = 64,          /* heads that a thread block of latent_kernel works on */
+    PARTIAL_FLOATS = 48 << 20, /* of what chunks leave: rows run in groups that fit */
+    LATENT = 512,
+    TAIL = 64,
+    LATENT_WIDTH = LATENT + TAIL,
+    LATENT_TILES = LATENT / 4 / 8, /* of eight values, in a warp's part */
+    LATENT_HEADS = 64,             /* heads that a thread block of latent_kernel works on */
     LATENT_THREADS = 512,
-    LATENT_PARTS = 4,           /* of the sum in a score, and of the values: a warp takes one, for 16 heads */
-    LATENT_PITCH = LATENT_WIDTH + 8,        /* bf16 from one row to the next in shared memory: eight rows fall into different banks */
-    SCORE_PITCH = TILE_KEYS + 4, WEIGHT_PITCH = TILE_KEYS + 8,
+    LATENT_PARTS = 4,                /* of the sum in a score, and of the values: a warp takes one, for 16 heads */
+    LATENT_PITCH = LATENT_WIDTH + 8, /* bf16 from one row to the next in shared memory: eight rows fall into different banks */
+    SCORE_PITCH = TILE_KEYS + 4,
+    WEIGHT_PITCH = TILE_KEYS + 8,
 };
 
 static float *partials;         /* [PARTIAL_FLOATS] device: of a row, head and chunk: maximum, sum, values */
@@ -5855,7 +5867,8 @@ static __device__ void weigh_scores(uint32_t (&weights)[16], float (&shrink)[2],
 }
 
 /* The end of the chunk that tile t is the last of, for one head; the four threads that share it come together. */
-template <int CHUNK> static __device__ void end_chunk(HopperShared *shared, const LatentTask &task, int t, int head, float maximum, float sum) {
+template <int CHUNK>
+static __device__ void end_chunk(HopperShared *shared, const LatentTask &task, int t, int head, float maximum, float sum) {
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     maximum = __fmul_rn(maximum, task.scale);
@@ -5869,7 +5882,8 @@ template <int CHUNK> static __device__ void end_chunk(HopperShared *shared, cons
 
 /* The sums of the chunk that tile t is the last of go to scratch, as its part, or joined with those of the chunks before;
  * those of a whole list's last chunk stay where they are. */
-template <int CHUNK> static __device__ void put_chunk(float (&total)[128], const LatentTask &task, int t, const Joining &above, const Joining &below) {
+template <int CHUNK>
+static __device__ void put_chunk(float (&total)[128], const LatentTask &task, int t, const Joining &above, const Joining &below) {
     const bool joins = task.whole && t >= CHUNK, stays = task.whole && t + 1 == task.tiles;
     float4 *at = (float4 *)(task.parts + (task.whole ? 0 : (size_t)(t / CHUNK) * PART_FLOATS))
                  + threadIdx.x / 128 * 32 * 128 + threadIdx.x % 128;
@@ -6091,13 +6105,15 @@ static void attend_tiles(const Keys &keys, const Attend &a, int most_tiles, int 
     attend_split(a, VALUE, longest, side, [&](const Attend &part) {
         const int items = most_tiles * a.kv_heads * side;
         allow_shared(short_runs<Keys, KEY, VALUE, FP8>, shared);
-        launch(short_runs<Keys, KEY, VALUE, FP8>, items < slots ? items : slots, 32 * NARROW_WARPS, shared, keys, part, wide_tiles ? WIDE_RUN - 1 : INT_MAX, side);
+        launch(short_runs<Keys, KEY, VALUE, FP8>, items < slots ? items : slots, 32 * NARROW_WARPS, shared, keys, part,
+               wide_tiles ? WIDE_RUN - 1 : INT_MAX, side);
     });
     if (!wide_tiles) return;
     if constexpr (std::is_same_v<Keys, HistoryKeys>) {
         const int items = divide_up(a.n_rows, WIDE_RUN) * divide_up(WIDE_RUN, WIDE_ROWS / (a.heads / a.kv_heads)) * a.kv_heads;
         allow_shared(long_runs<Keys, KEY, VALUE, FP8>, wide);
-        launch(long_runs<Keys, KEY, VALUE, FP8>, items < gpu.multiprocessors ? items : gpu.multiprocessors, 32 * WIDE_WARPS, wide, keys, a);
+        launch(long_runs<Keys, KEY, VALUE, FP8>, items < gpu.multiprocessors ? items : gpu.multiprocessors, 32 * WIDE_WARPS, wide,
+               keys, a);
     }
 }
 
@@ -6114,8 +6130,9 @@ static void attend_on_hopper(float *z, const float *q, const SelectedKeys &keys,
               most = (int)PARTIAL_FLOATS / (int)PART_FLOATS / groups, room = gpu.multiprocessors / (n_rows * groups),
               each = divide_up(chunks, room > 1 ? room : 1);
     const bool apart = each < chunks && n_rows * chunks <= most;
-    auto kernel = apart || gpu.exact ? (keys.format.dtype == KV_F8 ? hopper_kernel<true, CHUNK_TILES> : hopper_kernel<false, CHUNK_TILES>)
-                                     : (keys.format.dtype == KV_F8 ? hopper_kernel<true, INT_MAX> : hopper_kernel<false, INT_MAX>);
+    auto kernel = apart || gpu.exact
+                      ? (keys.format.dtype == KV_F8 ? hopper_kernel<true, CHUNK_TILES> : hopper_kernel<false, CHUNK_TILES>)
+                      : (keys.format.dtype == KV_F8 ? hopper_kernel<true, INT_MAX> : hopper_kernel<false, INT_MAX>);
     allow_shared(kernel, sizeof(HopperShared));
     for (int first = 0; first < n_rows; first += most) {
         const dim3 grid(min(n_rows - first, most), groups, apart ? divide_up(chunks, each) : 1);
@@ -6143,7 +6160,8 @@ static void sparse_attention(float *z, const float *q, const RowPool *pool, cons
         auto kernel = format->dtype == KV_F8 ? latent_kernel<true> : latent_kernel<false>;
         const size_t bytes = format->dtype == KV_F8 ? sizeof(LatentShared<true>) : sizeof(LatentShared<false>);
         allow_shared(kernel, bytes);
-        launch(kernel, dim3(n, divide_up(heads, LATENT_HEADS), chunks), LATENT_THREADS, bytes, keys, partials, q, first, heads, scale, chunks);
+        launch(kernel, dim3(n, divide_up(heads, LATENT_HEADS), chunks), LATENT_THREADS, bytes, keys, partials, q, first, heads,
+               scale, chunks);
     });
 }
 
@@ -6636,8 +6654,8 @@ static __device__ int take_victims(const Resolver &cache, const Search &search, 
 
 /* Where sought rows come to lie: where the plan brings them, and what a scan has found has a slot by now. The first `beyond` of
  * the plan are staged, from device row `staged` on. */
-static __device__ void locate_sought(const Search &search, ResolveShared *shared, const Missing &missing, DeviceRow held[IN_FLIGHT],
-                                     int beyond, int staged) {
+static __device__ void locate_sought(const Search &search, ResolveShared *shared, const Missing &missing,
+                                     DeviceRow held[IN_FLIGHT], int beyond, int staged) {
     int hot = 0, host = 0;
 #pragma unroll 1
     for (int i = threadIdx.x; i < beyond; i += blockDim.x) search.to[i].id = staged + i;
@@ -6740,10 +6758,12 @@ static void resolve(Cache *cache, int group, const Selection *selection, const R
     if (n <= 0) return;
     Resolver resolver = resolver_of(cache, group);
     if (!cache->hot_rows) {
-        launch(locate_resident, dim3(divide_up(selection->capacity, 256), n), 256, 0, resolver, *selection, rows, begin, locations, report);
+        launch(locate_resident, dim3(divide_up(selection->capacity, 256), n), 256, 0, resolver, *selection, rows, begin,
+               locations, report);
         return;
     }
-    const size_t quad = QUAD / 32 * (sizeof(uint32_t) + sizeof(int)), quads = (gpu.shared_per_block - 2 * sizeof(ResolveShared)) / quad,
+    const size_t quad = QUAD / 32 * (sizeof(uint32_t) + sizeof(int)),
+                 quads = (gpu.shared_per_block - 2 * sizeof(ResolveShared)) / quad,
                  context = (size_t)divide_up(cache->context_pages * PAGE_ROWS, QUAD);
     resolver.range = QUAD * (int)(context < quads ? context : quads);
     const size_t bytes = (size_t)resolver.range / QUAD * quad;
@@ -6818,7 +6838,7 @@ enum { LIVE_SOURCES = 4 };      /* of one group: arenas of staging (the paper's 
  * the compute in between, one after the other and behind the producer's, which has the link to itself. */
 static struct Beside {
     cudaStream_t stream;
-    cudaEvent_t asked;          /* all that was asked for before: the plan is made, and nobody reads an arena's last rows any more */
+    cudaEvent_t asked; /* all that was asked for before: the plan is made, and nobody reads an arena's last rows any more */
     cudaEvent_t fetched[LIVE_SOURCES];
 } beside;
 
@@ -7475,7 +7495,8 @@ static void candidates(int *ids, float *values, size_t stride, const float *logi
         rows = n - first < MAX_PASS_ROWS ? n - first : MAX_PASS_ROWS;
         const float *own = logits + (size_t)first * vocab;
         launch(segment_candidates, dim3(SEGMENTS, rows), SEGMENT_THREADS, 0, scratch.keys, own, vocab);
-        launch(merge_candidates, rows, WARP, 0, ids + first * stride, values + first * stride, stride, scratch.keys, own, vocab, target_ids);
+        launch(merge_candidates, rows, WARP, 0, ids + first * stride, values + first * stride, stride, scratch.keys, own, vocab,
+               target_ids);
     }
 }
 
@@ -7514,7 +7535,8 @@ static void length_features(float *features, size_t stride, const float *values,
     for (int first = 0, rows; first < n; first += rows) {
         rows = n - first < MAX_PASS_ROWS ? n - first : MAX_PASS_ROWS;
         const float *best = values + first * values_stride;
-        launch(segment_moments, dim3(SEGMENTS, rows), SEGMENT_THREADS, 0, scratch.sums, best, values_stride, logits + (size_t)first * vocab, vocab);
+        launch(segment_moments, dim3(SEGMENTS, rows), SEGMENT_THREADS, 0, scratch.sums, best, values_stride,
+               logits + (size_t)first * vocab, vocab);
         launch(write_features, rows, WARP, 0, features + first * stride, stride, best, values_stride, scratch.sums);
     }
 }

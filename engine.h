@@ -507,7 +507,8 @@ typedef struct CacheStats {     /* since the start */
     uint64_t admissions, shared_pages;      /* sessions; host pages they found already there */
     uint64_t admission_waits, tail_waits;   /* rounds a session waited to be admitted; times a tail waited for its backup */
     uint64_t history_pages, lent_pages;     /* summed over rounds: whole pages below the tails, and those that were lent */
-    double resolve_seconds, fetch_seconds, control_seconds;     /* finding rows; copying missing ones; cache_step() and cache_commit() */
+    double resolve_seconds, fetch_seconds,
+        control_seconds; /* finding rows; copying missing ones; cache_step() and cache_commit() */
 } CacheStats;
 
 typedef struct Cache {
@@ -536,7 +537,7 @@ typedef struct Cache {
     uint8_t *device;            /* [sources, pages, 64] rows */
     uint8_t *staging;           /* [live_sources, staging_blocks * staging_rows] rows */
     uint8_t *index_keys;        /* [groups, index pages, 64] index keys; always on the device */
-    uint8_t *draft_ring;        /* [draft_layers, sessions, draft_rows] rows: position t of a session at t mod draft_rows (eq. 10) */
+    uint8_t *draft_ring; /* [draft_layers, sessions, draft_rows] rows: position t of a session at t mod draft_rows (eq. 10) */
     int *history;               /* MEMORY_HOST: [sessions, context + 1 + MAX_BLOCK] each session's ids, and drafts behind them */
     uint8_t *host, *host_index; /* [sources, host pages, 64] rows; [groups, host pages, 64] index keys */
     CacheTables tables, seen;   /* as the controller writes them; and as operations see them, in their memory */
@@ -576,7 +577,9 @@ typedef struct RowPool {
     int32_t n_rows;
 } RowPool;
 
-static inline DeviceRow row_of_page(DevicePage page, int position) { return (DeviceRow){page.id * PAGE_ROWS + position % PAGE_ROWS}; }
+static inline DeviceRow row_of_page(DevicePage page, int position) {
+    return (DeviceRow){page.id * PAGE_ROWS + position % PAGE_ROWS};
+}
 
 static inline bool no_page(DevicePage page) { return page.id == 0; }
 
@@ -744,10 +747,10 @@ typedef struct DraftConfig {
     Config backbone;            /* a Qwen3's, without its embedding */
     const char *architecture;   /* as the file spells it, static; NULL: no drafter */
     int block_size;             /* B: rows of a block, the anchor's among them */
-    int first_slot;             /* 0: row k predicts position n + k + 1 (DeepSpec); 1: row k predicts n + k, and row 0 nothing (z-lab) */
+    int first_slot; /* 0: row k predicts position n + k + 1 (DeepSpec); 1: row k predicts n + k, and row 0 nothing (z-lab) */
     int slots;                  /* B - first_slot: tokens drafted a round */
     int mask_token_id;
-    int target_layer_ids[MAX_TAPS], n_taps;     /* a feature: the residual stream behind each of these layers; -1: the embedding */
+    int target_layer_ids[MAX_TAPS], n_taps; /* a feature: the residual stream behind each of these layers; -1: the embedding */
     int *window;                /* [num_hidden_layers] W: rows at distance below W are seen; INT_MAX: all */
     bool *causal;               /* [num_hidden_layers] inside the block */
     int widest_window;
@@ -775,7 +778,8 @@ typedef struct DraftWeights {
     Matrix markov_w1, markov_w2;                /* [vocab, markov_rank], [draft_vocab_size, markov_rank] */
     Matrix confidence;          /* [1, hidden + markov_rank, or hidden] */
     float confidence_bias;
-    const int *target_ids;      /* [draft_vocab_size] of the target, for each of the draft's ids, from "d2t"; NULL: they are the same */
+    const int
+        *target_ids; /* [draft_vocab_size] of the target, for each of the draft's ids, from "d2t"; NULL: they are the same */
 } DraftWeights;
 
 typedef struct LengthPredictor {                /* DVL: a small network over a block's features (DScale III-B) */
@@ -797,7 +801,7 @@ typedef struct DraftBlock {     /* one session's block of a round: drafted, then
 typedef struct Drafts {         /* what a draft pass proposes for each of its blocks, the first ones of the round */
     int slots, blocks;
     bool one_hot;               /* DFlash: the law of a draft under acceptance by rejection is its best token */
-    int *ids;                   /* MEMORY_DEVICE, as all but the last three: [blocks, slots, CANDIDATES] the best tokens of each slot,
+    int *ids; /* MEMORY_DEVICE, as all but the last three: [blocks, slots, CANDIDATES] the best tokens of each slot,
                                  * by unary or Markov logits */
     float *scores;              /* [blocks, slots, CANDIDATES] what the choice is made by */
     float *q;                   /* [blocks, slots, CANDIDATES] the law a token was drawn from; accept by rejection only */
@@ -865,7 +869,7 @@ typedef struct DeviceOptions {  /* how operations run; a backend that has no cho
 struct Backend {
     const char *name;
     int live_sources;           /* chi of eq. 11: payloads of one group that it stages at the same time */
-    bool shares_memory;         /* with the pipeline: MEMORY_DEVICE is host memory too, and an operation has run when it returns */
+    bool shares_memory; /* with the pipeline: MEMORY_DEVICE is host memory too, and an operation has run when it returns */
 
     /* Makes the device ready, before anything else; called again, it only takes the options. False, with an error, where there is
      * no device that can be used. */
@@ -925,8 +929,8 @@ struct Backend {
 
     /* Queries or keys of grouped-query attention (Qwen3), in place: each of the `heads` vectors of `dim` values that a row of
      * `stride` begins with is normed by itself and then rotated as a whole, in pairs (i, i + dim / 2). */
-    void (*norm_heads)(float *x, size_t stride, int n_rows, int heads, int dim, const float *weight, float eps, const float *cosine,
-                       const float *sine);
+    void (*norm_heads)(float *x, size_t stride, int n_rows, int heads, int dim, const float *weight, float eps,
+                       const float *cosine, const float *sine);
 
     /* Where rows are stored: their places in the pool of a tail, and among the index keys. */
     void (*locate_rows)(DeviceRow *kv_rows, DeviceRow *index_rows, const Cache *cache, const Row *rows, int n_rows);
@@ -1036,9 +1040,9 @@ struct Backend {
      * max(first, n + i - window + 1) to n - 1, and the rows of its own block: all, or, causal, those up to itself. q, y:
      * [blocks * block_size, heads, head_dim]; kv: [blocks * block_size, 2 * kv_heads * head_dim], keys | values of the block;
      * ring: [sessions, ring_rows] rows of this layer. */
-    void (*block_attention)(float *y, const float *q, const float *kv, const uint8_t *ring, const RowFormat *format, int ring_rows,
-                            const DraftBlock *blocks, int n_blocks, int block_size, int window, bool causal, int heads,
-                            int kv_heads, int head_dim, float scale);
+    void (*block_attention)(float *y, const float *q, const float *kv, const uint8_t *ring, const RowFormat *format,
+                            int ring_rows, const DraftBlock *blocks, int n_blocks, int block_size, int window, bool causal,
+                            int heads, int kv_heads, int head_dim, float scale);
 
     /* Logits of a draft: y = softcap * tanh(multiplier * y / softcap); softcap 0: none. */
     void (*cap_logits)(float *y, size_t n, float multiplier, float softcap);
@@ -1070,8 +1074,8 @@ struct Backend {
     /* The walk of DFlash 2's selector: slot by slot S(a, b) = U(b) + <Pred[a] * e, Succ[b]> over the candidates b, where a is
      * the token chosen before (first the anchor) and e: [n, slots, rank] the projected hidden state; draws each slot from S,
      * which replaces the candidates' scores. */
-    void (*select_path)(Drafts *drafts, const float *e, const Matrix *predecessor, const Matrix *successor, const DraftBlock *blocks,
-                        int n, AcceptRule rule);
+    void (*select_path)(Drafts *drafts, const float *e, const Matrix *predecessor, const Matrix *successor,
+                        const DraftBlock *blocks, int n, AcceptRule rule);
 
     /* Divides a budget of `budget` rows among n sessions (DScale, Algorithm 1, without its seed): one row each, then the budget
      * - n largest scores; of equal ones the earlier draft, then the lower session. scores: [n, slots], no row increasing.
@@ -1116,7 +1120,7 @@ typedef struct State {          /* [rows] stands for max_rows; everything lies i
     float *branch;              /* [rows, hidden_size] f32, what a sublayer adds to the residual stream */
     float *q_lora;              /* [rows, q_lora_rank] f32 */
     float *q;                   /* [rows, heads * query width] f32 */
-    float *kv;                  /* [rows, kv_lora_rank + rope] f32; qwen3: [rows, kv_heads * head_dim] keys, then as many values */
+    float *kv; /* [rows, kv_lora_rank + rope] f32; qwen3: [rows, kv_heads * head_dim] keys, then as many values */
     float *q_absorbed, *z;      /* [rows, heads, kv_lora_rank + rope], [rows, heads, kv_lora_rank] f32 */
     float *attended;            /* [rows, heads * value width] f32 */
     float *index_q, *index_k;   /* [rows, index_n_heads * index_head_dim], [rows, index_head_dim] f32 */
@@ -1347,7 +1351,7 @@ typedef struct Acceptance {     /* of draft j, given that those before it were a
 typedef struct SpeculationStats {           /* since the start */
     uint64_t rounds, plain_rounds;          /* that decoded with drafts, and without any */
     uint64_t blocks, verified, accepted;    /* draft blocks; drafts that were verified; and accepted */
-    uint64_t selected_on_host, fetched;     /* rows that lay on the host, once for each query that selected them; and once in all */
+    uint64_t selected_on_host, fetched; /* rows that lay on the host, once for each query that selected them; and once in all */
     uint64_t tried[MAX_BLOCK], passed[MAX_BLOCK];       /* draft j was reached by verification; and accepted */
     double draft_seconds, allocate_seconds, verify_seconds, accept_seconds;     /* of rounds with drafts */
 } SpeculationStats;
@@ -1369,7 +1373,7 @@ typedef struct Session {
     int slot;                   /* in the cache */
     uint64_t stream;            /* which noise it draws: stays the same wherever and beside whomever it runs */
     int *ids;                   /* stb_ds */
-    int cached;                 /* how many of them have their rows in the cache: at most the committed ones there, and fewer after
+    int cached; /* how many of them have their rows in the cache: at most the committed ones there, and fewer after
                                  * a rollback, until session_begin() truncates */
     int in_pass;                /* how many more the pass in flight runs */
     bool continues;             /* more turns may follow: it is given room for the whole context */

@@ -307,7 +307,8 @@ static void test_norm_heads(void) {
             float *y = from_device(dx, all * 4);
             compare("norm_heads", y, x, all, 1e-6);
             for (int r = 0; r < n; r++)
-                CHECK(!memcmp(y + (size_t)r * stride + heads * dim, x + (size_t)r * stride + heads * dim, (size_t)shapes[s].gap * 4),
+                CHECK(!memcmp(y + (size_t)r * stride + heads * dim, x + (size_t)r * stride + heads * dim,
+                              (size_t)shapes[s].gap * 4),
                       "norm_heads: values behind the heads");
             if (n) {
                 cuda_backend.norm_heads(last, stride, 1, heads, dim, dw, 1e-6f, dc + angles - dim / 2, ds + angles - dim / 2);
@@ -564,7 +565,8 @@ static void check_many_rows(DType dtype, const char *type, int rows, int cols, i
     const size_t x_stride = (size_t)(cols + shift), y_stride = (size_t)(rows + shift);
     Matrix w = random_matrix(dtype, rows, cols, first_row), device = matrix_on_device(&w);
     float *x = random_floats(MOST * x_stride + 1, 1), *dx = on_device(x, (MOST * x_stride + 1) * 4);
-    float *one = output_on_device(MOST * y_stride), *many = output_on_device(MOST * y_stride), *wanted = calloc(MOST * y_stride, 4);
+    float *one = output_on_device(MOST * y_stride), *many = output_on_device(MOST * y_stride),
+          *wanted = calloc(MOST * y_stride, 4);
     for (int r = 0; r < MOST; r++)
         cuda_backend.linear(one + (size_t)r * y_stride, y_stride, dx + shift % 2 + (size_t)r * x_stride, x_stride, 1, &device);
     float *alone = from_device(one, MOST * y_stride * 4);
@@ -594,7 +596,8 @@ static void test_many_rows(void) {
     for (int t = 0; t < 5; t++)
         for (int s = 0; s < 6; s++) {
             check_many_rows(weight_types[t], weight_names[t], shapes[s][0], shapes[s][1], 0, 0);
-            check_many_rows(weight_types[t], weight_names[t], shapes[s][0], shapes[s][1], draw_between(1, 9), draw_between(0, 300));
+            check_many_rows(weight_types[t], weight_names[t], shapes[s][0], shapes[s][1], draw_between(1, 9),
+                            draw_between(0, 300));
         }
 }
 
@@ -759,7 +762,8 @@ static void check_experts(DType dtype, const char *type, Config config, int n, i
     Matrix whole[3], *lists[3], common[3];
     memset(&host, 0, sizeof host);
     memset(&device, 0, sizeof device);
-    for (int i = 0; i < 3 && shared; i++) common[i] = random_matrix(shared_type, i < 2 ? shared : hidden, i < 2 ? hidden : shared, 0);
+    for (int i = 0; i < 3 && shared; i++)
+        common[i] = random_matrix(shared_type, i < 2 ? shared : hidden, i < 2 ? hidden : shared, 0);
     if (shared) {
         host.gate_proj = common[0], host.up_proj = common[1], host.down_proj = common[2];
         device.gate_proj = matrix_on_device(&common[0]), device.up_proj = matrix_on_device(&common[1]);
@@ -929,7 +933,9 @@ static void draw_index_rows(IndexCase *test) {
 
 static float from_e4m3(uint8_t code) {
     const int exponent = code >> 3 & 15, fraction = code & 7;
-    const float size = (code & 0x7f) == 0x7f ? NAN : exponent ? ldexpf((float)(8 + fraction), exponent - 10) : ldexpf((float)fraction, -9);
+    const float size = (code & 0x7f) == 0x7f ? NAN
+                       : exponent            ? ldexpf((float)(8 + fraction), exponent - 10)
+                                             : ldexpf((float)fraction, -9);
     return code & 0x80 ? -size : size;
 }
 
@@ -954,11 +960,13 @@ static void store_index_keys(IndexCase *test) {
 static void index_open(IndexCase *test) {
     const int n_pages = test->sessions * test->context_pages, n_keys = (n_pages + 1) * PAGE_ROWS;
     const size_t heads = (size_t)test->heads, dim = (size_t)test->dim, n = (size_t)test->n_rows;
-    test->format = test->dtype == KV_F8 && !test->plain ? row_format(KV_F8, test->dim, 0, 128) : row_format(test->dtype, 0, test->dim, 128);
+    test->format = test->dtype == KV_F8 && !test->plain ? row_format(KV_F8, test->dim, 0, 128)
+                                                        : row_format(test->dtype, 0, test->dim, 128);
     test->q = index_values(n * heads * dim, test->whole, -3, 3);
     test->weights = index_values(n * heads, test->whole, -1, 3);
     test->key_values = index_values((size_t)n_keys * dim, test->whole, -3, 3);
-    if (test->whole && test->dtype == KV_F8) for (int i = 0; i < n_keys; i++) test->key_values[(size_t)i * dim + (size_t)i % dim] = 7;
+    if (test->whole && test->dtype == KV_F8)
+        for (int i = 0; i < n_keys; i++) test->key_values[(size_t)i * dim + (size_t)i % dim] = 7;
     test->keys = malloc((size_t)n_keys * test->format.stride);
     store_index_keys(test);
     test->pages = malloc((size_t)n_pages * sizeof *test->pages);
@@ -1086,19 +1094,25 @@ static void check_index(IndexCase test) {
 }
 
 static void test_index_select(void) {
-    static const struct { int heads, dim, pages, sessions, capacity, rows; KvDtype dtype; bool whole; } cases[] = {
-        {32, 128, 40, 3, 256, 9, KV_BF16, true}, {32, 128, 300, 2, 2048, 6, KV_BF16, true}, {4, 16, 3, 4, 20, 17, KV_BF16, true},
-        {2, 8, 2, 3, 8, 5, KV_BF16, true}, {16, 64, 10, 5, 64, 40, KV_BF16, true}, {8, 32, 5, 2, 33, 12, KV_F32, true},
-        {64, 64, 20, 2, 512, 20, KV_BF16, true}, {32, 128, 20, 2, 100, 8, KV_F32, true}, {4, 16, 2, 3, 500, 6, KV_BF16, true},
-        {64, 128, 40, 3, 256, 10, KV_BF16, false}, {32, 128, 100, 2, 1024, 5, KV_BF16, false},
-        {3, 12, 6, 3, 50, 11, KV_BF16, false},
-        {5, 20, 6, 3, 50, 11, KV_BF16, false}, {12, 24, 6, 3, 50, 11, KV_BF16, false}, {3, 12, 6, 3, 50, 11, KV_F32, false},
-        {2, 8, 8, 2, 30, 300, KV_BF16, true}, {32, 128, 1200, 1, 2048, 1, KV_BF16, true}, {8, 32, 8, 32, 64, 150, KV_BF16, true},
-        {32, 128, 8, 2, 64, 0, KV_BF16, true}, {1, 4, 1, 1, 3, 1, KV_F32, true}, {8, 64, 30, 9, 128, 60, KV_BF16, false},
-        {32, 128, 40, 3, 256, 9, KV_F8, true}, {32, 128, 300, 2, 2048, 6, KV_F8, true}, {8, 64, 30, 9, 128, 60, KV_F8, false},
-        {64, 128, 40, 3, 512, 10, KV_F8, false}, {32, 128, 100, 2, 512, 5, KV_F8, false}, {16, 16, 9, 3, 100, 9, KV_F8, true},
-        {5, 12, 6, 3, 50, 11, KV_F8, false}, {100, 128, 10, 2, 64, 5, KV_F8, false}, {3, 128, 70, 1, 512, 1, KV_F8, false},
-        {32, 128, 700, 1, 512, 2, KV_BF16, false}, {128, 64, 10, 2, 64, 12, KV_BF16, false}, {300, 8, 5, 2, 64, 3, KV_BF16, false},
+    static const struct { int heads, dim, pages, sessions, capacity, rows; KvDtype dtype; bool whole;
+    } cases[] = {
+        {32, 128, 40, 3, 256, 9, KV_BF16, true},    {32, 128, 300, 2, 2048, 6, KV_BF16, true},
+        {4, 16, 3, 4, 20, 17, KV_BF16, true},       {2, 8, 2, 3, 8, 5, KV_BF16, true},
+        {16, 64, 10, 5, 64, 40, KV_BF16, true},     {8, 32, 5, 2, 33, 12, KV_F32, true},
+        {64, 64, 20, 2, 512, 20, KV_BF16, true},    {32, 128, 20, 2, 100, 8, KV_F32, true},
+        {4, 16, 2, 3, 500, 6, KV_BF16, true},       {64, 128, 40, 3, 256, 10, KV_BF16, false},
+        {32, 128, 100, 2, 1024, 5, KV_BF16, false}, {3, 12, 6, 3, 50, 11, KV_BF16, false},
+        {5, 20, 6, 3, 50, 11, KV_BF16, false},      {12, 24, 6, 3, 50, 11, KV_BF16, false},
+        {3, 12, 6, 3, 50, 11, KV_F32, false},       {2, 8, 8, 2, 30, 300, KV_BF16, true},
+        {32, 128, 1200, 1, 2048, 1, KV_BF16, true}, {8, 32, 8, 32, 64, 150, KV_BF16, true},
+        {32, 128, 8, 2, 64, 0, KV_BF16, true},      {1, 4, 1, 1, 3, 1, KV_F32, true},
+        {8, 64, 30, 9, 128, 60, KV_BF16, false},    {32, 128, 40, 3, 256, 9, KV_F8, true},
+        {32, 128, 300, 2, 2048, 6, KV_F8, true},    {8, 64, 30, 9, 128, 60, KV_F8, false},
+        {64, 128, 40, 3, 512, 10, KV_F8, false},    {32, 128, 100, 2, 512, 5, KV_F8, false},
+        {16, 16, 9, 3, 100, 9, KV_F8, true},        {5, 12, 6, 3, 50, 11, KV_F8, false},
+        {100, 128, 10, 2, 64, 5, KV_F8, false},     {3, 128, 70, 1, 512, 1, KV_F8, false},
+        {32, 128, 700, 1, 512, 2, KV_BF16, false},  {128, 64, 10, 2, 64, 12, KV_BF16, false},
+        {300, 8, 5, 2, 64, 3, KV_BF16, false},
     };
     for (int i = 0; i < (int)(sizeof cases / sizeof *cases); i++)
         check_index((IndexCase){.heads = cases[i].heads, .dim = cases[i].dim, .context_pages = cases[i].pages,
@@ -1108,8 +1122,15 @@ static void test_index_select(void) {
 
 /* Bf16 rows in an fp8 cache. */
 static void test_index_plain(void) {
-    check_index((IndexCase){.heads = 32, .dim = 128, .context_pages = 20, .sessions = 3, .capacity = 100, .n_rows = 9, .dtype = KV_F8,
-                            .whole = true, .plain = true});
+    check_index((IndexCase){.heads = 32,
+                            .dim = 128,
+                            .context_pages = 20,
+                            .sessions = 3,
+                            .capacity = 100,
+                            .n_rows = 9,
+                            .dtype = KV_F8,
+                            .whole = true,
+                            .plain = true});
 }
 
 /* Of two positions with these scores, the first goes before the second: the higher one, then the lower position; NaN is below all. */
@@ -1119,7 +1140,8 @@ static bool goes_before(const float *scores, int a, int b) {
 }
 
 /* The selection of `scores`, each of which is one of n_kinds: kinds in their order, and of the last one the lowest positions. */
-static void select_kinds(int *ids, const float *scores, const uint8_t *kind_of, int visible, int k, const float *kinds, int n_kinds) {
+static void select_kinds(int *ids, const float *scores, const uint8_t *kind_of, int visible, int k, const float *kinds,
+                         int n_kinds) {
     int count[16], n = 0;
     for (int a = 0; a < n_kinds; a++) {             /* how many positions go before those of kind a and are not equal */
         count[a] = 0;
@@ -1142,15 +1164,18 @@ static void test_index_special(void) {
     enum { KINDS = 10, PAGES = 50 };
     static const float values[KINDS] = {0, -0.0f, 1, 2, 0.5f, 1e30f, 1e-30f, NAN, INFINITY, -INFINITY};
     for (int i = 0; i < 8; i++) {
-        const int k = i & 1 ? 2048 : 512, sign = i & 2 ? -1 : 1, positions[] = {k - 2, k - 1, k, k + 1, k + 63, 50 * k / 49, 3071, 3072, 3199};
+        const int k = i & 1 ? 2048 : 512, sign = i & 2 ? -1 : 1,
+                  positions[] = {k - 2, k - 1, k, k + 1, k + 63, 50 * k / 49, 3071, 3072, 3199};
         IndexCase test = {.heads = 8, .dim = 16, .context_pages = PAGES, .sessions = 1, .capacity = k, .n_rows = 9,
                           .dtype = i & 4 ? KV_F8 : KV_BF16};
-        const int kinds = test.dtype == KV_F8 ? KINDS - 2 : KINDS, n_keys = (PAGES + 1) * PAGE_ROWS;    /* an infinite scale would make NaN */
+        const int kinds = test.dtype == KV_F8 ? KINDS - 2 : KINDS,
+                  n_keys = (PAGES + 1) * PAGE_ROWS; /* an infinite scale would make NaN */
         index_open(&test);
         uint8_t *kind_of = malloc((size_t)n_keys);
         float *scores = malloc((size_t)n_keys * sizeof *scores), expected[KINDS];
         for (int a = 0; a < KINDS; a++) expected[a] = (float)sign * (values[a] < 0 ? 0 : values[a]);
-        for (size_t j = 0; j < (size_t)n_keys * 16; j++) test.key_values[j] = j % 16 ? 0 : values[kind_of[j / 16] = (uint8_t)(draw() % (uint64_t)kinds)];
+        for (size_t j = 0; j < (size_t)n_keys * 16; j++)
+            test.key_values[j] = j % 16 ? 0 : values[kind_of[j / 16] = (uint8_t)(draw() % (uint64_t)kinds)];
         for (int j = 0; j < 9 * 8 * 16; j++) test.q[j] = j % 16 == 0;
         for (int j = 0; j < 9 * 8; j++) test.weights[j] = (float)sign;
         for (int r = 0; r < 9; r++) test.rows[r].position = positions[r];
@@ -1164,11 +1189,13 @@ static void test_index_special(void) {
             const int visible = positions[r] + 1, n = visible < k ? visible : k;
             int *ids = malloc((size_t)k * sizeof *ids);
             uint8_t kind[PAGES * PAGE_ROWS];
-            for (int s = 0; s < visible; s++) kind[s] = kind_of[test.pages[s / PAGE_ROWS].id * PAGE_ROWS + s % PAGE_ROWS], scores[s] = expected[kind[s]];
+            for (int s = 0; s < visible; s++)
+                kind[s] = kind_of[test.pages[s / PAGE_ROWS].id * PAGE_ROWS + s % PAGE_ROWS], scores[s] = expected[kind[s]];
             for (int s = 0; s < k; s++) ids[s] = s < n ? s : -1;
             if (visible > k) select_kinds(ids, scores, kind, visible, k, expected, kinds);
             CHECK(result.count[r] == n && !memcmp(ids, result.ids + r * k, (size_t)k * sizeof *ids),
-                  "index_select: odd scores, %d of %d positions, dtype %d, sign %d: another selection", k, visible, (int)test.dtype, sign);
+                  "index_select: odd scores, %d of %d positions, dtype %d, sign %d: another selection", k, visible,
+                  (int)test.dtype, sign);
             free(ids);
         }
         free_result(&result), free(kind_of), free(scores);
@@ -1301,7 +1328,15 @@ static void test_empty_selection(void) {
  * alone, where many thread blocks may share its list, and again and again among many, where one has all of it: with the same bits. */
 static void check_latent_lists(KvDtype dtype, int heads) {
     static const int lengths[] = {1, 63, 64, 65, 255, 256, 257, 2048, 0, 700, 129};
-    enum { LISTS = sizeof lengths / sizeof *lengths, ROWS = 143, CAPACITY = 2048, POOL = 3000, STAGED = 100, LATENT = 512, WIDTH = 576 };
+    enum {
+        LISTS = sizeof lengths / sizeof *lengths,
+        ROWS = 143,
+        CAPACITY = 2048,
+        POOL = 3000,
+        STAGED = 100,
+        LATENT = 512,
+        WIDTH = 576
+    };
     const RowFormat format = row_format(dtype, LATENT, WIDTH - LATENT, 128);
     const size_t query = (size_t)heads * WIDTH, result = (size_t)heads * LATENT;
     void *pool_copy, *staging_copy;
@@ -1330,15 +1365,15 @@ static void check_latent_lists(KvDtype dtype, int heads) {
         size_t numbers = 0;
         for (size_t i = 0; i < result && !count[r]; i++) numbers += !isnan(got[r * result + i]);
         CHECK(!numbers, "latent attention: %zu sums over no keys are numbers", numbers);
-        CHECK(!memcmp(first, got + r * result, result * sizeof *got), "latent attention, %d heads: %d keys, row %d has other bits", heads,
-              count[r], r);
+        CHECK(!memcmp(first, got + r * result, result * sizeof *got),
+              "latent attention, %d heads: %d keys, row %d has other bits", heads, count[r], r);
     }
     for (int r = 0; r < LISTS; r++) {
-        cuda_backend.sparse_attention(z_alone, q_gpu + r * query, &on_gpu, &format, locations_gpu + r * CAPACITY, count_gpu + r, CAPACITY,
-                                      1, heads, 0.05f);
+        cuda_backend.sparse_attention(z_alone, q_gpu + r * query, &on_gpu, &format, locations_gpu + r * CAPACITY, count_gpu + r,
+                                      CAPACITY, 1, heads, 0.05f);
         float *alone = fetch_output(z_alone, result, "latent attention alone");
-        CHECK(!memcmp(alone, got + r * result, result * sizeof *got), "latent attention, %d heads: %d keys alone have other bits", heads,
-              count[r]);
+        CHECK(!memcmp(alone, got + r * result, result * sizeof *got), "latent attention, %d heads: %d keys alone have other bits",
+              heads, count[r]);
         free(alone);
     }
     free_kept();
@@ -1348,7 +1383,8 @@ static void check_latent_lists(KvDtype dtype, int heads) {
 
 static void test_latent_lists(void) {
     static const int heads[] = {1, 5, 16, 63, 64, 65, 128};
-    for (size_t i = 0; i < sizeof heads / sizeof *heads; i++) check_latent_lists(KV_F8, heads[i]), check_latent_lists(KV_BF16, heads[i]);
+    for (size_t i = 0; i < sizeof heads / sizeof *heads; i++)
+        check_latent_lists(KV_F8, heads[i]), check_latent_lists(KV_BF16, heads[i]);
 }
 
 /* A cached value that is not a number makes its row's result none, whatever its format. */
@@ -1371,8 +1407,8 @@ static void test_latent_nan(void) {
             float *z = output_on_device(HEADS * LATENT);
             const float *q_gpu = on_device(q, HEADS * WIDTH * sizeof *q);
             const DeviceRow *locations_gpu = on_device(locations, sizeof locations);
-            cuda_backend.sparse_attention(z, q_gpu, &on_gpu, &format, locations_gpu, on_device(&count, sizeof count), KEYS, 1, HEADS,
-                                          0.05f);
+            cuda_backend.sparse_attention(z, q_gpu, &on_gpu, &format, locations_gpu, on_device(&count, sizeof count), KEYS, 1,
+                                          HEADS, 0.05f);
             float *got = fetch_output(z, HEADS * LATENT, "latent attention with NaN");
             int numbers = 0;
             for (int i = 0; i < HEADS * LATENT; i++) numbers += !isnan(got[i]);
@@ -1385,7 +1421,7 @@ static void test_latent_nan(void) {
 
 enum { DENSE_PAGES = 20, DENSE_POOL = 80 };
 
-typedef struct DenseCase {      /* sessions follow each other in the pass; the s-th has runs[s] rows at its end, or at any place */
+typedef struct DenseCase { /* sessions follow each other in the pass; the s-th has runs[s] rows at its end, or at any place */
     int heads, kv_heads, dim, sessions;
     int runs[8];
     double bound;
@@ -1402,7 +1438,9 @@ static void check_dense_attention(const DenseCase *test, KvDtype dtype) {
     int n = 0;
     for (int i = 0; i < test->sessions * DENSE_PAGES; i++) pages[i].id = draw_between(1, DENSE_POOL - 1);
     for (int s = 0; s < test->sessions; s++) {
-        const int last = DENSE_PAGES * PAGE_ROWS - test->runs[s], position = s == 1 ? 0 : draw() % 2 ? last : draw_between(0, last);
+        const int last = DENSE_PAGES * PAGE_ROWS - test->runs[s], position = s == 1       ? 0
+                                                                             : draw() % 2 ? last
+                                                                                          : draw_between(0, last);
         for (int i = 0; i < test->runs[s]; i++) rows[n++] = (Row){test->sessions - 1 - s, position + i, 0};
     }
     const size_t values = (size_t)(n * width);
@@ -1418,8 +1456,8 @@ static void check_dense_attention(const DenseCase *test, KvDtype dtype) {
     CHECK(off < test->bound, "dense attention, %d heads of %d, dtype %d, %d rows: off by %g", heads, dim, dtype, n, off);
     for (int part = 0; part < 5 && n; part++) {
         const int first = draw_between(0, n - 1), some = part < 2 ? 1 : draw_between(1, n - first);
-        cuda_backend.dense_attention(y_gpu, q_gpu + first * width, &on_gpu, &format, pages_gpu, DENSE_PAGES, rows_gpu + first, some,
-                                     heads, kv_heads, dim, 0.1f);
+        cuda_backend.dense_attention(y_gpu, q_gpu + first * width, &on_gpu, &format, pages_gpu, DENSE_PAGES, rows_gpu + first,
+                                     some, heads, kv_heads, dim, 0.1f);
         float *alone = from_device(y_gpu, (size_t)(some * width) * 4);
         CHECK(!memcmp(alone, got + first * width, (size_t)(some * width) * 4),
               "dense attention, %d heads of %d, dtype %d: rows [%d, %d) of %d alone have other bits", heads, dim, dtype, first,
@@ -1484,16 +1522,16 @@ static void test_block_attention(void) {
         double off = distance(got, y, (size_t)(n * width));
         if (n) {
             CHECK(off < (format.dtype == KV_F32 ? 2e-4 : shapes[shape].bound),
-                  "block attention, %d blocks of %d, %d heads of %d, window %d, causal %d: off by %g", n_blocks, block_size, heads,
-                  dim, window, causal, off);
+                  "block attention, %d blocks of %d, %d heads of %d, window %d, causal %d: off by %g", n_blocks, block_size,
+                  heads, dim, window, causal, off);
             const int i = draw_between(0, n_blocks - 1);
             blocks[0] = blocks[i];
             cuda_backend.block_attention(y_gpu, q_gpu + i * block_size * width, kv_gpu + i * block_size * kv_width, copy, &format,
                                          RING, blocks, 1, block_size, window, causal, heads, kv_heads, dim, 0.2f);
             float *alone = from_device(y_gpu, (size_t)(block_size * width) * 4);
             CHECK(!memcmp(alone, got + i * block_size * width, (size_t)(block_size * width) * 4),
-                  "block attention, %d blocks of %d, %d heads of %d: block %d alone has other bits", n_blocks, block_size, heads, dim,
-                  i);
+                  "block attention, %d blocks of %d, %d heads of %d: block %d alone has other bits", n_blocks, block_size, heads,
+                  dim, i);
             free(alone);
         }
         free_device(copy);
@@ -1783,7 +1821,8 @@ static void test_page_copies(void) {
     give_rows(&t);
     Cache *cache = &t.gpu;
     const size_t bytes = PAGE_ROWS * cache->format.stride;
-    uint8_t *busy = to_device(NULL, BUSY), *page = cache->device + 2 * bytes, *host = t.host + bytes, *read = to_device(NULL, bytes);
+    uint8_t *busy = to_device(NULL, BUSY), *page = cache->device + 2 * bytes, *host = t.host + bytes,
+            *read = to_device(NULL, bytes);
     unsigned *sum = to_device(NULL, sizeof *sum);
     void *before = from_device(page, bytes), *written = malloc(bytes);
     memset(written, 0x5a, bytes);
@@ -1802,7 +1841,8 @@ static void test_page_copies(void) {
         cuda_begin_copy(page, source, bytes);       /* or it writes the page */
         transfer.to_host = true;
         cuda_backend.start_copy(cache, &transfer);
-        CHECK(cuda_backend.finish_copy(cache, &transfer, true) && !memcmp(host, written, bytes), "a page is backed up as the pass left it");
+        CHECK(cuda_backend.finish_copy(cache, &transfer, true) && !memcmp(host, written, bytes),
+              "a page is backed up as the pass left it");
         memset(host, round, bytes);
     }
     free_device(busy), free_device(read), free_device(sum), free_device(source);
@@ -2264,9 +2304,15 @@ static double largest_difference(const float *a, const float *b, size_t n) {
 /* ---- goldens: what a pass decides, its selections and its experts, is taken from the C backend's pass, which test_forward holds to the
  * reference's. Else one near tie that falls the other way hides how close the numbers are. */
 
-typedef struct Decision { int *ids, *count; float *weights; } Decision;    /* of one index_select() or route(): ids [rows, each] */
+typedef struct Decision {
+    int *ids, *count;
+    float *weights;
+} Decision; /* of one index_select() or route(): ids [rows, each] */
 
-static struct { Decision all[1024]; int n, next; } decisions;        /* in the order in which a pass makes them, where nothing may grow */
+static struct {
+    Decision all[1024];
+    int n, next;
+} decisions; /* in the order in which a pass makes them, where nothing may grow */
 
 static int *copied_ints(const void *from, size_t n) {
     return memcpy(malloc(n * sizeof(int) + 1), from, n * sizeof(int));
@@ -2285,7 +2331,8 @@ static void remember_selection(Selection *selection, const float *q, const float
 static void take_selection(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
                            const RowFormat *format, const DevicePage *pages, int context_pages, int heads, int head_dim,
                            const Row *rows, int n_rows, float *scratch, int scratch_rows) {
-    (void)q, (void)head_weights, (void)keys, (void)format, (void)pages, (void)context_pages, (void)heads, (void)head_dim, (void)rows;
+    (void)q, (void)head_weights, (void)keys, (void)format, (void)pages, (void)context_pages, (void)heads, (void)head_dim,
+        (void)rows;
     (void)scratch, (void)scratch_rows;
     const Decision *made = &decisions.all[decisions.next++];
     cuda_backend.upload(selection->ids, made->ids, (size_t)(n_rows * selection->capacity) * sizeof(int));
@@ -2324,7 +2371,8 @@ static float *run_deciding(const char *directory, const Backend *opened, const B
 }
 
 /* The reference's logits within 2e-2, and far closer in fact: activations meet weights as two terms of bf16. */
-static void compare_with_golden(const char *directory, const float *freely, const float *golden, const int32_t *ids, int n, int vocab) {
+static void compare_with_golden(const char *directory, const float *freely, const float *golden, const int32_t *ids, int n,
+                                int vocab) {
     Backend remembering = c_backend, taking = cuda_backend;
     const size_t size = (size_t)n * (size_t)vocab;
     Error error;
@@ -2472,9 +2520,12 @@ static void test_rounds(void) {
 enum { SOAK_TALKS = 24, SOAK_SLOTS = 16, SOAK_CONTEXT = 1024, SOAK_TOKENS = 96, SOAK_SLACK = 32 << 20 };
 
 static Session soak_session(Runner *runner, int talk, int slot) {
-    Session session = {.slot = slot, .stream = (uint64_t)talk, .max_new = SOAK_TOKENS,
-                       .sampling = {.temperature = talk % 2 ? 0.8f : 0, .top_p = 0.95f, .top_k = talk % 3 ? 0 : 40, .repeat_penalty = 1,
-                                    .seed = 7}};
+    Session session = {
+        .slot = slot,
+        .stream = (uint64_t)talk,
+        .max_new = SOAK_TOKENS,
+        .sampling = {
+            .temperature = talk % 2 ? 0.8f : 0, .top_p = 0.95f, .top_k = talk % 3 ? 0 : 40, .repeat_penalty = 1, .seed = 7}};
     uint64_t before = test_seed;
     test_seed = (uint64_t)talk + 1;
     for (int i = 0, length = 5 + talk * 37; i < length; i++) arrput(session.ids, 300 + (int)(draw() % 5000));
@@ -2520,8 +2571,10 @@ static void end_soaked(Runner *runner, Session *sessions, int *talk_of, int **an
         const int *alone = answers[talk_of[s]];
         const size_t n = arrlenu(session->ids);
         CHECK(session->finish != FINISH_ERROR, "%s", session->error.text);
-        CHECK(session->finish == FINISH_INTERRUPTED ? n <= arrlenu(alone) : n == arrlenu(alone), "talk %d: %zu ids", talk_of[s], n);
-        CHECK(n <= arrlenu(alone) && !memcmp(session->ids, alone, n * sizeof(int)), "talk %d says what it says alone", talk_of[s]);
+        CHECK(session->finish == FINISH_INTERRUPTED ? n <= arrlenu(alone) : n == arrlenu(alone), "talk %d: %zu ids", talk_of[s],
+              n);
+        CHECK(n <= arrlenu(alone) && !memcmp(session->ids, alone, n * sizeof(int)), "talk %d says what it says alone",
+              talk_of[s]);
         *said += tokens_generated(session);
         session_free(session);
         cache_release(&runner->engine.cache, s);
@@ -2531,8 +2584,14 @@ static void end_soaked(Runner *runner, Session *sessions, int *talk_of, int **an
 
 static void test_soak(long rounds) {
     int *answers[SOAK_TALKS] = {NULL}, talk_of[SOAK_SLOTS];
-    EngineOptions options = {.backend = &cuda_backend, .model = "weights/mini", .draft = "weights/draft-dflash2", .sessions = SOAK_SLOTS,
-                             .context = SOAK_CONTEXT, .kv_dtype = KV_BF16, .kv_mode = MODE_ADAPTIVE, .kv_budget = 44 << 20};
+    EngineOptions options = {.backend = &cuda_backend,
+                             .model = "weights/mini",
+                             .draft = "weights/draft-dflash2",
+                             .sessions = SOAK_SLOTS,
+                             .context = SOAK_CONTEXT,
+                             .kv_dtype = KV_BF16,
+                             .kv_mode = MODE_ADAPTIVE,
+                             .kv_budget = 44 << 20};
     Runner runner;
     Error error;
     Session sessions[SOAK_SLOTS] = {0};
@@ -2561,8 +2620,8 @@ static void test_soak(long rounds) {
     const size_t host_end = resident_bytes(), device_end = cuda_backend.available(MEMORY_DEVICE);
     printf("soak: %ld rounds, %ld tokens, %ld sessions broken off, %lu pages lent, %lu recalled, %lu rows fetched, %lu waits; "
            "halfway %zu MiB resident and %zu MiB free on the device, at the end %zu and %zu\n",
-           runner.rounds, said, aborted, stats->pages_lent, stats->pages_recalled, stats->fetched, stats->admission_waits, host >> 20,
-           device >> 20, host_end >> 20, device_end >> 20);
+           runner.rounds, said, aborted, stats->pages_lent, stats->pages_recalled, stats->fetched, stats->admission_waits,
+           host >> 20, device >> 20, host_end >> 20, device_end >> 20);
     CHECK(runner.rounds >= rounds && aborted && stats->pages_recalled && stats->fetched, "everything has happened");
     CHECK(device_end + SOAK_SLACK >= device, "%zu MiB of device memory are gone", (device - device_end) >> 20);
     CHECK(host_end <= host + SOAK_SLACK, "host memory has grown by %zu MiB", (host_end - host) >> 20);
@@ -2576,7 +2635,8 @@ static void test_soak(long rounds) {
 static void test_out_of_memory(void) {
     Error error = {""};
     void *block = cuda_backend.take((size_t)1 << 45, MEMORY_DEVICE, &error);
-    CHECK(!block && !strncmp(error.text, "cannot take ", 12) && strstr(error.text, "GPU memory: out of memory"), "%s", error.text);
+    CHECK(!block && !strncmp(error.text, "cannot take ", 12) && strstr(error.text, "GPU memory: out of memory"), "%s",
+          error.text);
     block = cuda_backend.take(1 << 20, MEMORY_DEVICE, &error);
     CHECK(block, "and a block that fits is there afterwards: %s", error.text);
     cuda_backend.give_back(block, MEMORY_DEVICE);
@@ -2590,7 +2650,8 @@ static void test_cuda_error(void) {
     FILE *pipe = popen(command, "r");
     bool said = pipe && fgets(line, sizeof line, pipe) && !fgets(more, sizeof more, pipe);
     int status = pipe ? pclose(pipe) : -1;
-    CHECK(said && !strncmp(line, "tide: engine.cu:", 16) && strstr(line, ": CUDA: "), "one line names file, line and cause: %s", line);
+    CHECK(said && !strncmp(line, "tide: engine.cu:", 16) && strstr(line, ": CUDA: "), "one line names file, line and cause: %s",
+          line);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1, "and the program ends with 1");
 }
 
