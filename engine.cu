@@ -1,6 +1,6 @@
 /* engine.cu: the operations of engine.h on an NVIDIA GPU, the twin of backend.c.
  *
- *     the device . activations and products . cached rows, index selection, attention . mixture of experts . the hierarchy's
+ *     the device . instructions . activations and products . cached rows, index selection, attention . mixture of experts . the hierarchy's
  *     operations . sampling and acceptance . drafters' operations
  *
  * Every operation only puts work on one stream, so they run in the order in which they are called and nobody waits until the
@@ -656,6 +656,117 @@ extern "C" bool cuda_begin_library_product(float *y, const void *x, const void *
 }
 
 /* =====================================================================================================================
+ * Instructions
+ *
+ * Owns: what several kernel families are made of and C++ has no words for: copies into shared memory that run beside the thread that
+ * starts them, barriers there that one thread waits at and others arrive at, and matrices on the tensor cores.
+ */
+
+static __device__ inline uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+/* ---- copies into shared memory */
+
+/* 16 bytes into shared memory, or zeros, beside what the thread does next. */
+static __device__ inline void start_copy_to_shared(uint8_t *to, const void *from, bool there) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                 :: "r"(shared_address(to)), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+
+/* What the thread has started since the last time is a group. */
+static __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+/* Until at most `LEFT` of the thread's groups are on their way. */
+template <int LEFT> static __device__ inline void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory");
+}
+
+/* The same where it is known late: of 0 to 3. */
+static __device__ inline void wait_for_copies(int left) {
+    if (left == 2) wait_for_copies<2>();
+    else if (left == 3) wait_for_copies<3>();
+    else if (left == 1) wait_for_copies<1>();
+    else wait_for_copies<0>();
+}
+
+/* ---- barriers in shared memory */
+
+static __device__ inline void start_barrier(uint64_t *barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+static __device__ inline void arrive_at(uint64_t *barrier) {
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" :: "r"(shared_address(barrier)) : "memory");
+}
+
+/* As soon as the copies that the thread has started are there. */
+static __device__ inline void arrive_with_copies(uint64_t *barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(shared_address(barrier)) : "memory");
+}
+
+/* Until round `round` of it, from 0 on, is complete. */
+static __device__ inline void wait_at(uint64_t *barrier, int round) {
+    uint32_t done = 0;
+    while (!done)
+#if __CUDA_ARCH__ >= 900
+        asm volatile("{\n.reg .pred done;\nmbarrier.try_wait.parity.shared.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
+#else
+        asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.shared.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
+#endif
+                     : "=r"(done) : "r"(shared_address(barrier)), "r"(round % 2) : "memory");
+}
+
+#if __CUDA_ARCH__ >= 900
+/* Arrives at a barrier that is complete when so many bytes have come too. */
+static __device__ inline void expect_bytes(uint64_t *barrier, int bytes) {
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}"
+                 :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+/* Any multiple of 16 bytes, which the barrier counts. */
+static __device__ inline void start_bulk_copy(void *to, const void *from, int bytes, uint64_t *barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+#endif
+
+/* What this thread has written to shared memory, or knows to be written, is there for products and bulk copies from now on. */
+static __device__ inline void show_to_products() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+/* ---- tensor cores */
+
+/* Four 8 x 8 matrices of bf16; lane l names row l % 8 of matrix l / 8. */
+static __device__ void load_matrices(uint32_t (&m)[4], const __nv_bfloat16 *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(shared_address(row)));
+}
+
+static __device__ void load_transposed(uint32_t (&m)[4], const __nv_bfloat16 *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(shared_address(row)));
+}
+
+/* c [16, 8] += a [16, 16] b [16, 8] */
+static __device__ void multiply_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+/* Around products of warpgroups, whose operands are in shared memory. */
+static __device__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+static __device__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+/* Until at most `left` groups of products are under way. */
+template <int left> static __device__ void wait_for_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(left) : "memory");
+}
+#endif
+
+/* =====================================================================================================================
  * Activations
  *
  * Owns: what is done to rows of f32 between products: norms, rotary positions (RoFormer, eq. 34), gates, copies. All of it is
@@ -1093,11 +1204,6 @@ static __device__ inline int warp_id() { return (int)(threadIdx.x / 32); }
 /* The n of 2^n: divisions take as long as reads of memory. */
 static __device__ inline int power_of(int x) { return 31 - __clz(x); }
 
-/* 16 bytes into shared memory, or zeros, beside what the thread does next. */
-static __device__ inline void start_copy_to_shared(uint8_t *to, const void *from, bool there) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-                 :: "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
 
 /* Fragment m of a strip, rows from `first` on of w. Rows past the end repeat the last one, and are not written. */
 template <DType D> static __device__ inline void set_fragment(Strip *strip, int m, const Matrix &w, int first) {
@@ -1133,7 +1239,7 @@ template <DType D> static __device__ inline void fetch_chunk(uint8_t *ring, cons
     for (int i = 0; i < 4; i++)
         start_copy_to_shared(to + i * 512, strip.data[i / 2] + (strip.row[i] + (uint32_t)weight_bytes(D, (size_t)at)),
                              at < strip.limit[i / 2]);
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    commit_copies();
 }
 
 /* Of a batch, also where only the other threads of a row have columns: the sums are of all four. */
@@ -1350,7 +1456,7 @@ static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *
 #pragma unroll
     for (int u = 0; u < STRIP_CHUNKS; u++) {
         const int place = i * STRIP_CHUNKS + u;
-        asm volatile("cp.async.wait_group %0;" :: "n"(RING_CHUNKS - 1) : "memory");
+        wait_for_copies<RING_CHUNKS - 1>();
         uint4 chunk[4];
 #pragma unroll
         for (int r = 0; r < 4; r++)
@@ -1699,25 +1805,8 @@ static __global__ void __launch_bounds__(THREADS) round_kernel(const __grid_cons
     }
 }
 
-/* ---- barriers in shared memory, for which others arrive than those that wait */
 
-static __device__ inline uint32_t in_shared(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
-static __device__ inline void set_barrier(uint64_t *barrier, int count) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(in_shared(barrier)), "r"(count) : "memory");
-}
-
-static __device__ inline void arrive_at(uint64_t *barrier) {
-    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" :: "r"(in_shared(barrier)) : "memory");
-}
-
-/* Until round `round` of it is complete. */
-static __device__ inline void wait_at(uint64_t *barrier, int round) {
-    uint32_t done = 0;
-    while (!done)
-        asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.shared.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
-                     : "=r"(done) : "r"(in_shared(barrier)), "r"(round % 2) : "memory");
-}
 
 /* One warp copies a step of x. Its first thread does, and the barrier counts the bytes; before sm_90, all do. from: the first
  * term, with so many bytes to the next. */
@@ -1725,13 +1814,10 @@ template <int TERMS, int N>
 static __device__ inline void copy_rounded(uint8_t *to, uint64_t *filled, const uint8_t *from, size_t term_bytes) {
 #if __CUDA_ARCH__ >= 900
     if (lane_id()) return;
-    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}"
-                 :: "r"(in_shared(filled)), "r"(TERMS * N * WIDE_BYTES) : "memory");
+    expect_bytes(filled, TERMS * N * WIDE_BYTES);
 #pragma unroll
     for (int term = 0; term < TERMS; term++)
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                     :: "r"(in_shared(to + term * N * WIDE_BYTES)), "l"(from + (size_t)term * term_bytes),
-                        "r"(N * WIDE_BYTES), "r"(in_shared(filled)) : "memory");
+        start_bulk_copy(to + term * N * WIDE_BYTES, from + (size_t)term * term_bytes, N * WIDE_BYTES, filled);
 #else
     for (int i = lane_id() * 16; i < TERMS * N * WIDE_BYTES; i += 32 * 16)
         *(uint4 *)(to + i) = *(const uint4 *)(from + (size_t)(i / (N * WIDE_BYTES)) * term_bytes + i % (N * WIDE_BYTES));
@@ -1764,7 +1850,7 @@ template <DType D> static __device__ inline void set_pair(Pair *pair, const Matr
 /* Starts to copy a step of weights; zeros where there are none. */
 template <DType D, typename T>
 static __device__ inline void copy_weights(uint8_t *stage, const Pair &pair, int step, int cols) {
-    const uint32_t to = in_shared(stage) + threadIdx.x * T::chunk;
+    const uint32_t to = shared_address(stage) + threadIdx.x * T::chunk;
 #pragma unroll
     for (int i = 0; i < T::chunks; i++) {
         const int at = step_column<D>(step) + i % (T::chunks / 2) * 32;
@@ -1780,15 +1866,6 @@ static __device__ inline void copy_weights(uint8_t *stage, const Pair &pair, int
     }
 }
 
-static __device__ inline void close_step(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-/* Until all have come but those of the last `ahead` steps. */
-static __device__ inline void wait_for_steps(int ahead) {
-    static_assert(WIDE_STAGES - 2 <= 2);
-    if (ahead == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
-    else if (ahead == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
-    else asm volatile("cp.async.wait_group 0;" ::: "memory");
-}
 
 /* The scales of a step: of e4m3 its batch's, of e2m1 four threads'. */
 template <DType D> static __device__ inline void fetch_pair_scales(uint32_t scale[2], const Pair &pair, int step, int cols) {
@@ -1845,7 +1922,7 @@ template <DType D, int N> static __device__ inline void multiply_tile(float sum[
 template <DType D, int TERMS, int N>
 static __device__ inline void multiply_step(float sum[N / 8][4], uint32_t a[2][2][4], const uint8_t *rounded) {
     const uint64_t layout = 1ull << 62 | (uint64_t)(8 * WIDE_BYTES >> 4) << 32 | 1 << 16;   /* rows of 128 bytes, exchanged */
-    const uint32_t low = in_shared(rounded) >> 4;
+    const uint32_t low = shared_address(rounded) >> 4;
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int i = 0; i < 4 * TERMS; i++) {
@@ -1965,7 +2042,7 @@ template <int TERMS, int N, typename T> static __device__ inline void copy_x(con
 template <DType D, int TERMS, int N, typename T>
 static __device__ inline Walk start_copies(const Job &job, const Pair &pair, const Walk &start, int n, int cols) {
     Walk walk = start;
-    for (int i = 0; i < n; i++, close_step())
+    for (int i = 0; i < n; i++, commit_copies())
         if (walk.segment < job.end) {
             copy_weights<D, T>(job.ring + i * T::stage, pair, walk.step, cols);
             next_step<D>(&walk, job.segments, job.n_steps);
@@ -2012,10 +2089,10 @@ template <DType D, int TERMS, int N, typename T> static __device__ void multiply
         next_step<D>(&next, job.segments, job.n_steps);
         const bool more = ahead.segment < job.end, ends = next.segment != now.segment;
         if (next.segment < job.end) fetch_pair_scales<D>(next_scale, pair, next.step, cols);
-        wait_for_steps(stages - 2);
+        wait_for_copies(stages - 2);
         load_fragments<D, T>(a, job.ring + get.stage * T::stage, scale);
         if (more) copy_weights<D, T>(job.ring + put.stage * T::stage, pair, ahead.step, cols);
-        close_step();
+        commit_copies();
         wait_at(&job.stages->filled[get.stage], get.round);
         multiply_step<D, TERMS, N>(sum, a, job.rounded + get.stage * T::rounded);
         __syncwarp();
@@ -2061,12 +2138,10 @@ static __global__ void __launch_bounds__(GROUPS * WIDE_THREADS, 4 / GROUPS) wide
     job.y = p.y + (size_t)job.first_column * p.y_stride + (size_t)(job.head * p.y_head + job.first_row);
     let_next_start();
     if ((int)threadIdx.x < wide.stages) {
-        set_barrier(&job.stages->filled[threadIdx.x], 1);
-        set_barrier(&job.stages->used[threadIdx.x], T::threads / 32);
+        start_barrier(&job.stages->filled[threadIdx.x], 1);
+        start_barrier(&job.stages->used[threadIdx.x], T::threads / 32);
     }
-#if __CUDA_ARCH__ >= 900
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");    /* copies see the barriers */
-#endif
+    show_to_products();                             /* and to copies: the barriers */
     __syncthreads();
     multiply_segments<D, TERMS, N, T>(wide, job);
     if (wide.split == 1) return;
@@ -2216,9 +2291,6 @@ enum {
     ABSORB_TILES = ABSORB_ROWS / 16 / ABSORB_DOWN, ABSORB_THREADS = 32 * ABSORB_ACROSS * ABSORB_DOWN,
     ABSORB_PITCH = ABSORB_COLUMNS + 8,      /* bf16 from one row of weights to the next in shared memory */
 };
-
-static __device__ void load_matrices(uint32_t (&m)[4], const __nv_bfloat16 *row);
-static __device__ void load_transposed(uint32_t (&m)[4], const __nv_bfloat16 *row);
 
 struct Absorb {
     Matrix kv_b;
@@ -2785,15 +2857,6 @@ static __device__ inline void copy_scales_to_shared(uint8_t *to, const uint8_t *
 static __device__ inline int next_slot(const Experts &e, int slot) {
     return slot == (e.stages - 1) * e.slot_bytes ? 0 : slot + e.slot_bytes;
 }
-static __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-/* Waits until fewer than `n` of this thread's groups of copies are on their way. */
-static __device__ inline void wait_for_copies(int n) {
-    if (n == 3) asm volatile("cp.async.wait_group 2;" ::: "memory");
-    else if (n == 4) asm volatile("cp.async.wait_group 3;" ::: "memory");
-    else if (n == 2) asm volatile("cp.async.wait_group 1;" ::: "memory");
-    else asm volatile("cp.async.wait_group 0;" ::: "memory");
-}
 
 /* What a warp reads, tile by tile, `stages` ahead of what it multiplies. */
 struct Stream {
@@ -3008,7 +3071,7 @@ static __device__ inline void multiply_work(float total[4], uint4 x[8], bool hel
 #pragma unroll 1
         for (int i = 0; i < tiles; i++) {
             Tile tile;
-            wait_for_copies(stages);
+            wait_for_copies(stages - 1);
             __syncwarp();
             load_tile(&tile, m.ring + *slot, scales);
             __syncwarp();
@@ -3659,45 +3722,27 @@ struct KeyRing {                    /* a warpgroup's */
     int depth, bytes;               /* of a page */
 
     __device__ uint8_t *place(int turn) const { return places + turn * bytes; }
-    static __device__ uint32_t address(const void *shared) { return (uint32_t)__cvta_generic_to_shared(shared); }
-
-    static __device__ void open(uint64_t *barrier) {
-        asm volatile("mbarrier.init.shared.b64 [%0], %1;" : : "r"(address(barrier)), "r"(COPIERS) : "memory");
-    }
+    static __device__ void open(uint64_t *barrier) { start_barrier(barrier, COPIERS); }
 #if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
     static constexpr int COPIERS = 1;
     __device__ void begin(int turn, const uint8_t *page) const {
         if (threadIdx.x % 128) return;
-        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
-                     : : "r"(address(arrived + turn)), "r"(bytes) : "memory");
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                     : : "r"(address(place(turn))), "l"(page), "r"(bytes), "r"(address(arrived + turn)) : "memory");
+        expect_bytes(arrived + turn, bytes);
+        start_bulk_copy(place(turn), page, bytes, arrived + turn);
     }
 #else
     static constexpr int COPIERS = 128;
     __device__ void begin(int turn, const uint8_t *page) const {
         for (int at = (int)threadIdx.x % 128 * 16; at < bytes; at += 128 * 16)
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                         : : "r"(address(place(turn) + at)), "l"(page + at) : "memory");
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" : : "r"(address(arrived + turn)) : "memory");
+            start_copy_to_shared(place(turn) + at, page + at, true);
+        arrive_with_copies(arrived + turn);
     }
 #endif
 
     /* Until the page of this turn is there; the barrier's phase is the parity of the rounds before. */
-    __device__ void await(int turn, int round) const {
-        int done = 0;
-        while (!done)
-            asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
-                         : "=r"(done) : "r"(address(arrived + turn)), "r"(round & 1) : "memory");
-    }
+    __device__ void await(int turn, int round) const { wait_at(arrived + turn, round); }
 };
 
-/* What this thread has written into shared memory or read there comes before what tensor cores and copies of pages do there. */
-static __device__ inline void see_shared_writes(void) {
-#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
 
 /* Waits for the warpgroup's other threads. */
 static __device__ inline void group_barrier(void) {
@@ -3878,13 +3923,13 @@ static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float 
     const int first = read.at + uniform((int)threadIdx.x / 128);
     if (threadIdx.x % 128 == 0)
         for (int turn = 0; turn < ring.depth; turn++) KeyRing::open(ring.arrived + turn);
-    see_shared_writes();
+    show_to_products();
     __syncthreads();
     for (int turn = 0; turn < ring.depth; turn++)
         if (first + turn * GROUPS < read.stop) ring.begin(turn, read.page(read.id(first + turn * GROUPS), shape));
     int id = read.id(first + ring.depth * GROUPS);
     stage_queries<F8>(queries, weights, read, shape);
-    see_shared_writes();
+    show_to_products();
     __syncthreads();
     for (int page = first, turn = 0, round = 0; page < read.stop; page += GROUPS) {
         KeyPart<F8> keys;
@@ -4673,24 +4718,8 @@ static __global__ void merge_kernel(Keys lists, float *y, float *parts, int firs
 
 /* ---- tensor cores: 512 + 64 values, bf16 or fp8 rows */
 
-static __device__ uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
-/* Four 8 x 8 matrices of bf16; lane l names row l % 8 of matrix l / 8. */
-static __device__ void load_matrices(uint32_t (&m)[4], const __nv_bfloat16 *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(shared_address(row)));
-}
 
-static __device__ void load_transposed(uint32_t (&m)[4], const __nv_bfloat16 *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(shared_address(row)));
-}
-
-/* c [16, 8] += a [16, 16] b [16, 8] */
-static __device__ void multiply_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 static __device__ uint32_t pair_bf16(float low, float high) {
     __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
@@ -4723,7 +4752,7 @@ static __device__ void start_tile(LatentShared<FP8> *shared, const SelectedKeys 
                      :: "r"(shared_address(shared->stored[turn] + s * StoredRow<FP8>::PITCH + 16 * p)), "l"(row + 16 * p),
                         "r"(s < n ? 16 : 0) : "memory");
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    commit_copies();
 }
 
 /* fp8 rows as bf16: 512 values with a scale for each 128, then 64 that are bf16 already. */
@@ -4859,7 +4888,7 @@ latent_kernel(SelectedKeys lists, float *parts, const float *q, int first_row, i
     float total[LATENT_TILES][4] = {};
     for (int at = begin, turn = 0; at < end; at += TILE_KEYS, turn ^= 1) {
         const int left = end - at - TILE_KEYS;
-        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        wait_for_copies<0>();
         __syncthreads();
         if (left > 0) start_tile(shared, keys, turn ^ 1, at + TILE_KEYS - begin, min(left, (int)TILE_KEYS));
         const __nv_bfloat16 *rows = (const __nv_bfloat16 *)shared->stored[turn];
@@ -4998,12 +5027,9 @@ static __device__ void start_pieces(ListTiles<Keys, KEY, VALUE, FP8, STAGES, WID
                              :: "r"(shared_address(to + s * Shape::STORED)), "l"(row + offset), "r"(row ? 16 : 0) : "memory");
             }
         }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    commit_copies();
 }
 
-template <int PENDING> static __device__ void wait_for_groups() {
-    asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
-}
 
 /* 16 values of e4m3 as bf16, times their scale. */
 static __device__ void widen_piece(__nv_bfloat16 *to, const uint8_t *from, float scale) {
@@ -5249,7 +5275,7 @@ static __device__ void attend_narrow(NarrowShared<Keys, KEY, VALUE, FP8> *shared
     Folded<columns> all = {.total = {}, .sum = {}, .maximum = {-FLT_MAX, -FLT_MAX}};
     clear(sums);
     for (int i = 0, begin = walk.begin(0); begin < walk.keys.length; begin = walk.begin(++i)) {
-        wait_for_groups<2 * stages - (Shape::EARLY ? 2 : 3)>();
+        wait_for_copies<2 * stages - (Shape::EARLY ? 2 : 3)>();
         __syncthreads();
         const uint8_t *named = walk.name(i + stages + 1);
         start_late(i + stages - 1);
@@ -5266,7 +5292,7 @@ static __device__ void attend_narrow(NarrowShared<Keys, KEY, VALUE, FP8> *shared
         if (!FP8) start_early(i + stages);
         weigh_narrow(sums, c, shared, a.scale * LOG2_E);
         if (threadIdx.x < LIST_TILE) shared->tiles.source[(i + stages + 1) % NAMED_TILES][threadIdx.x] = named;
-        wait_for_groups<2 * stages - 1>();
+        wait_for_copies<2 * stages - 1>();
         __syncthreads();
         add_narrow(sums, shared, tile + Shape::VALUES, Shape::PITCH);
         if (begin % SPLIT_KEYS + LIST_TILE < SPLIT_KEYS && begin + LIST_TILE < walk.keys.length) continue;
@@ -5381,7 +5407,7 @@ static __device__ void attend_middle(MiddleShared<Keys, KEY, VALUE, FP8> *shared
     Folded<columns> all = {.total = {}, .sum = {}, .maximum = {-FLT_MAX, -FLT_MAX}};
     clear(sums);
     for (int i = 0, begin = walk.begin(0); begin < walk.keys.length; begin = walk.begin(++i)) {
-        wait_for_groups<0>();
+        wait_for_copies<0>();
         __syncthreads();
         const uint8_t *named = walk.name(i + NAMED_TILES);
         start(i + 1);
@@ -5473,7 +5499,7 @@ static __device__ void attend_wide(WideShared<Keys, KEY, VALUE, FP8> *shared, co
     const bool works = top < used_rows;
     auto start = [&](int i) { start_pieces<Keys, KEY, VALUE, FP8, 0, Shape::PIECES, block>(&shared->tiles, walk, i); };
     auto arrive = [&](int i) {                      /* tile i can be read, and those before i - 1 are done with */
-        wait_for_groups<0>();
+        wait_for_copies<0>();
         __syncthreads();
         if constexpr (FP8) {
             widen_list_tile<Keys, KEY, VALUE, block>(&shared->tiles, walk.slices, i);
@@ -5599,19 +5625,8 @@ static __device__ Joining join_sums(float *maximum, float *sum, float own_maximu
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-static __device__ void barrier_start(uint64_t *barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
 
-static __device__ void barrier_arrive(uint64_t *barrier) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
-}
 
-/* Until the tile of turn `turn` has passed the barrier, counted from 0 by the tiles that used it. */
-static __device__ void barrier_wait(uint64_t *barrier, int turn) {
-    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}"
-                 :: "r"(shared_address(barrier)), "r"(turn % 2) : "memory");
-}
 
 static __device__ void consumers_wait(int barrier) {
     asm volatile("bar.sync %0, %1;" :: "r"(barrier), "n"((int)CONSUMERS) : "memory");
@@ -5620,9 +5635,6 @@ static __device__ void consumers_wait(int barrier) {
 static __device__ void consumers_tell(int barrier) {
     asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "n"((int)CONSUMERS) : "memory");
 }
-
-/* What this thread has written to shared memory, or knows to be written, is there for products from now on. */
-static __device__ void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 /* A matrix in shared memory as products want to know it: rows of 128 swizzled bytes, eight of them in 1,024. Where the
  * products do not sum over its columns, the next 64 of these lie `apart` bytes behind the first. */
@@ -5633,13 +5645,6 @@ static __device__ uint64_t matrix_at(uint32_t address, uint32_t apart) {
     return matrix;
 }
 
-static __device__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-static __device__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-/* Until at most `left` groups of products are under way. */
-template <int left> static __device__ void wait_for_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(left) : "memory");
-}
 
 #define EIGHT_OF(c, i) \
     "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
@@ -5745,11 +5750,11 @@ static __device__ void bring_bf16(HopperShared *shared, const LatentTask &task) 
     for (int t = 0; t < task.tiles; t++) {
         const uint8_t *row = latent_row(task, next);
         next = lane_row(task, t + 1);
-        if (t > 1) barrier_wait(&shared->empty[t % 2], t / 2 - 1);
+        if (t > 1) wait_at(&shared->empty[t % 2], t / 2 - 1);
 #pragma unroll
         for (int block = 0; block < LATENT_WIDTH / 64; block++)
             copy_columns(shared->tiles[t % 2] + block * COLUMN_BLOCK, row, block * 128);
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(shared_address(&shared->full[t % 2])) : "memory");
+        arrive_with_copies(&shared->full[t % 2]);
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
@@ -5772,7 +5777,7 @@ static __device__ void bring_fp8(HopperShared *shared, const LatentTask &task) {
         after = lane_row(task, t + 2);
         scale = *(const float *)(next + LATENT + lane / WARP_KEYS * 4);
         if (t + 1 < task.tiles) prefetch_rows(next, StoredRow<true>::PITCH);
-        if (t > 1) barrier_wait(&shared->empty[t % 2], t / 2 - 1);
+        if (t > 1) wait_at(&shared->empty[t % 2], t / 2 - 1);
         copy_columns(shared->tiles[t % 2] + LATENT / 64 * COLUMN_BLOCK, row, LATENT + LATENT / 128 * 4);
         row = next;
 #pragma unroll
@@ -5784,7 +5789,7 @@ static __device__ void bring_fp8(HopperShared *shared, const LatentTask &task) {
         }
         asm volatile("cp.async.wait_all;" ::: "memory");
         show_to_products();
-        barrier_arrive(&shared->full[t % 2]);
+        arrive_at(&shared->full[t % 2]);
     }
 }
 
@@ -5804,7 +5809,7 @@ static __device__ void load_query(HopperShared *shared, const LatentTask &task) 
 /* Starts scores [64 heads, 64 keys] of a tile. */
 static __device__ void start_scores(float (&scores)[32], HopperShared *shared, int tile) {
     const uint32_t query = shared_address(shared->query), keys = shared_address(shared->tiles[tile % 2]);
-    barrier_wait(&shared->full[tile % 2], tile / 2);
+    wait_at(&shared->full[tile % 2], tile / 2);
     show_to_products();
     begin_products();
 #pragma unroll
@@ -5951,7 +5956,7 @@ template <int CHUNK> static __device__ void score_tiles(HopperShared *shared, co
         if (!fresh) shrink_total(total, shrink[0], shrink[1]);
         start_values(total, weights, shared, t, fresh);
         wait_for_products<0>();
-        if (thread % 32 == 0) barrier_arrive(&shared->empty[t % 2]);
+        if (thread % 32 == 0) arrive_at(&shared->empty[t % 2]);
         __syncwarp();           /* end_chunk's joining is for the whole warp */
         start_scores(scores, shared, last ? t : t + 1);
         if (ends) put_chunk<CHUNK>(total, task, t, shared->joining[head], shared->joining[head + 8]);
@@ -5977,7 +5982,7 @@ template <int CHUNK> static __device__ void add_tiles(HopperShared *shared, cons
         show_to_products();
         start_values(total, weights, shared, t, fresh);
         wait_for_products<0>();
-        if (thread % 32 == 0) barrier_arrive(&shared->empty[t % 2]);
+        if (thread % 32 == 0) arrive_at(&shared->empty[t % 2]);
         if (ends) put_chunk<CHUNK>(total, task, t, above, below);
     }
     if (task.whole) put_result(total, shared, task);
@@ -6005,7 +6010,7 @@ hopper_kernel(SelectedKeys lists, float *z, float *parts, const float *q, int fi
         for (int i = threadIdx.x; i < task.n_heads * LATENT; i += blockDim.x) task.z[i] = __int_as_float(0x7fffffff);
     if (task.begin >= task.end) return;
     if (!threadIdx.x) {
-        for (int i = 0; i < 2; i++) barrier_start(&shared->full[i], PRODUCERS), barrier_start(&shared->empty[i], CONSUMERS / 32);
+        for (int i = 0; i < 2; i++) start_barrier(&shared->full[i], PRODUCERS), start_barrier(&shared->empty[i], CONSUMERS / 32);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
