@@ -108,9 +108,9 @@ static const void *make_weights(void *space, DType dtype, size_t count, float lo
     return space;
 }
 
-static bool begin_work(uint64_t key) {
+static Work begin_work(uint64_t key) {
     (void)key;
-    return false;
+    return WORK_TO_DO;
 }
 
 static void end_work(void) {}

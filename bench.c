@@ -3259,12 +3259,13 @@ static void watched_linear(float *y, size_t y_stride, const float *x, size_t x_s
 }
 
 /* Its own works, so that those without marks stay as they are. */
-static bool watched_begin_work(uint64_t key) {
+static Work watched_begin_work(uint64_t key) {
     watch.keys[0] = watch.keys[1];
     watch.keys[1] = key;
-    if (watch.real->begin_work(key ? key ^ 0x6d61726bu << 1 : 0)) return true;
+    const Work work = watch.real->begin_work(key ? key ^ 0x6d61726bu << 1 : 0);
+    if (work == WORK_DONE) return work;
     set_mark(-1, 0);
-    return false;
+    return work;
 }
 
 static void watch_engine(Engine *engine) {

@@ -2500,11 +2500,12 @@ static uint64_t work_key(const Engine *engine, int work, int n, const int *more,
     return XXH3_64bits_withSeed(more, (size_t)n_more * sizeof *more, key) | 1;
 }
 
-/* Backend.begin_work(); what has to be run by its parts takes longer than it will, so the round tells nothing of costs. */
+/* Whether that work needs no more to be done for it. Where it is new, the round takes longer than others will, and tells nothing of
+ * costs. */
 static bool begin_kept_work(Engine *engine, uint64_t key) {
-    bool begun = engine->backend->begin_work(key);
-    if (key && !begun) engine->work_is_new = !engine->backend->shares_memory;
-    return begun;
+    const Work work = engine->backend->begin_work(key);
+    if (work == WORK_TO_KEEP) engine->work_is_new = true;
+    return work == WORK_DONE;
 }
 
 /* Rows, tables and a fresh report go where operations read them; then the first of these run. */

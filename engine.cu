@@ -250,9 +250,9 @@ static struct Works {
     long clock, kernels;        /* kernels: launched by graphs so far */
 } works = {{}, 0, -1, 0, 0};
 
-static bool begin_work(uint64_t key) {
+static Work begin_work(uint64_t key) {
     int at = 0;
-    if (!key || gpu.no_graph) return false;
+    if (!key || gpu.no_graph) return WORK_TO_DO;
     while (at < works.n && works.kept[at].key != key) at++;
     if (at == works.n && works.n == MAX_WORKS) {    /* the one used longest ago makes room */
         for (int i = at = 0; i < works.n; i++)
@@ -264,16 +264,16 @@ static bool begin_work(uint64_t key) {
     if (works.kept[at].key != key) {
         works.kept[at].key = key;
         works.kept[at].graph = NULL;
-        return false;
+        return WORK_TO_KEEP;
     }
     if (works.kept[at].graph) {
         CUDA(cudaGraphLaunch(works.kept[at].graph, gpu.stream));
         works.kernels += works.kept[at].kernels;
-        return true;
+        return WORK_DONE;
     }
     works.open = at;
     CUDA(cudaStreamBeginCapture(gpu.stream, cudaStreamCaptureModeThreadLocal));
-    return false;
+    return WORK_TO_KEEP;
 }
 
 static void end_work(void) {

@@ -866,6 +866,8 @@ typedef struct DeviceOptions {  /* how operations run; a backend that has no cho
     bool no_graph;              /* begin_work() keeps nothing */
 } DeviceOptions;
 
+typedef enum Work { WORK_TO_DO, WORK_TO_KEEP, WORK_DONE } Work;  /* what begin_work() answers */
+
 struct Backend {
     const char *name;
     int live_sources;           /* chi of eq. 11: payloads of one group that it stages at the same time */
@@ -895,10 +897,10 @@ struct Backend {
     /* How many Samplers accept() wants for so many rows of logits. */
     int (*samplers)(int logit_rows);
 
-    /* Around work that comes again and again. True: it has been put on the stream, as it was the last time under this key. False:
-     * call the operations, and then end_work(). What they are given is the same each time, numbers and places, and no upload(),
-     * copy_bytes() or wait() is among them. key 0: it does not come again. */
-    bool (*begin_work)(uint64_t key);
+    /* Around work that comes again and again. WORK_DONE: it has been put on the stream, as it was the last time under this key.
+     * Otherwise call the operations, and then end_work(); WORK_TO_KEEP: and next time it will take less. What they are given is the
+     * same each time, numbers and places, and no upload(), copy_bytes() or wait() is among them. key 0: it does not come again. */
+    Work (*begin_work)(uint64_t key);
     void (*end_work)(void);
 
     /* Everything that was asked for has run: results in MEMORY_HOST are there. */
