@@ -4393,8 +4393,9 @@ static void index_select(Selection *selection, const float *q, const float *head
  * that takes all of them folds them itself, in the same order. The cut depends on a row's own list alone, so the row has the same
  * bits beside any others.
  *
- * attend_kernel takes any shape, in f32. short_runs and long_runs are for bf16 and fp8 rows of known shapes, on tensor cores, and
- * latent_kernel for the 512 + 64 values of GLM and DeepSeek.
+ * attend_kernel takes any shape, in f32. The others are for bf16 and fp8 rows of known shapes, on tensor cores: short_runs and
+ * long_runs; hopper_kernel for the 512 + 64 values of GLM and DeepSeek, and latent_kernel for the same before sm_90. Under --exact off
+ * (gpu.exact) hopper_kernel does not cut a list that one thread block has to itself.
  */
 
 enum {
@@ -6203,8 +6204,8 @@ static void block_attention(float *y, const float *q, const float *kv, const uin
  * Selection by keys
  *
  * Owns: how a thread block finds the best of many things. Each has a 64-bit key that nothing else has, the order first and the
- * tie-break in its low bits, so that "the best k" is everything from one key on, whatever order threads run in. Victims of the
- * hot cache, the filters of sampling and the division of a budget are all found this way.
+ * tie-break in its low bits, so that "the best k" is everything from one key on, whatever order threads run in. The
+ * filters of sampling and the division of a budget are found this way.
  */
 
 enum { WARP = 32, KEY_BINS = 256 };
