@@ -6204,8 +6204,8 @@ static void block_attention(float *y, const float *q, const float *kv, const uin
  * Selection by keys
  *
  * Owns: how a thread block finds the best of many things. Each has a 64-bit key that nothing else has, the order first and the
- * tie-break in its low bits, so that "the best k" is everything from one key on, whatever order threads run in. The
- * filters of sampling and the division of a budget are found this way.
+ * tie-break in its low bits, so that "the best k" is everything from one key on, whatever order threads run in. Victims of the
+ * hot cache, the filters of sampling and the division of a budget are all found this way.
  */
 
 enum { WARP = 32, KEY_BINS = 256 };
