@@ -108,7 +108,7 @@ static const void *make_weights(void *space, DType dtype, size_t count, float lo
     return space;
 }
 
-static Work begin_work(uint64_t key) {
+static WorkAnswer begin_work(uint64_t key) {
     (void)key;
     return WORK_TO_DO;
 }

@@ -3259,10 +3259,10 @@ static void watched_linear(float *y, size_t y_stride, const float *x, size_t x_s
 }
 
 /* Its own works, so that those without marks stay as they are. */
-static Work watched_begin_work(uint64_t key) {
+static WorkAnswer watched_begin_work(uint64_t key) {
     watch.keys[0] = watch.keys[1];
     watch.keys[1] = key;
-    const Work work = watch.real->begin_work(key ? key ^ 0x6d61726bu << 1 : 0);
+    const WorkAnswer work = watch.real->begin_work(key ? key ^ 0x6d61726bu << 1 : 0);
     if (work == WORK_DONE) return work;
     set_mark(-1, 0);
     return work;

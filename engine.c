@@ -2503,7 +2503,7 @@ static uint64_t work_key(const Engine *engine, int work, int n, const int *more,
 /* Whether that work needs no more to be done for it. Where it is new, the round takes longer than others will, and tells nothing of
  * costs. */
 static bool begin_kept_work(Engine *engine, uint64_t key) {
-    const Work work = engine->backend->begin_work(key);
+    const WorkAnswer work = engine->backend->begin_work(key);
     if (work == WORK_TO_KEEP) engine->work_is_new = true;
     return work == WORK_DONE;
 }

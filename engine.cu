@@ -250,7 +250,7 @@ static struct Works {
     long clock, kernels;        /* kernels: launched by graphs so far */
 } works = {{}, 0, -1, 0, 0};
 
-static Work begin_work(uint64_t key) {
+static WorkAnswer begin_work(uint64_t key) {
     int at = 0;
     if (!key || gpu.no_graph) return WORK_TO_DO;
     while (at < works.n && works.kept[at].key != key) at++;

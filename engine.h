@@ -866,7 +866,7 @@ typedef struct DeviceOptions {  /* how operations run; a backend that has no cho
     bool no_graph;              /* begin_work() keeps nothing */
 } DeviceOptions;
 
-typedef enum Work { WORK_TO_DO, WORK_TO_KEEP, WORK_DONE } Work;  /* what begin_work() answers */
+typedef enum WorkAnswer { WORK_TO_DO, WORK_TO_KEEP, WORK_DONE } WorkAnswer;  /* what begin_work() answers */
 
 struct Backend {
     const char *name;
@@ -900,7 +900,7 @@ struct Backend {
     /* Around work that comes again and again. WORK_DONE: it has been put on the stream, as it was the last time under this key.
      * Otherwise call the operations, and then end_work(); WORK_TO_KEEP: and next time it will take less. What they are given is the
      * same each time, numbers and places, and no upload(), copy_bytes() or wait() is among them. key 0: it does not come again. */
-    Work (*begin_work)(uint64_t key);
+    WorkAnswer (*begin_work)(uint64_t key);
     void (*end_work)(void);
 
     /* Everything that was asked for has run: results in MEMORY_HOST are there. */
