@@ -1354,8 +1354,7 @@ void print_plan(FILE *out, const Engine *engine) {
         size_t staging = (size_t)cache->live_sources * (size_t)cache->staging_rows * cache->format.stride;
         fprintf(out,
                 "tide: %s: %s, %.1f MB of weights, %d drafts a block; of the cache a ring of %d rows, %.2f MB, and %.2f MB of "
-                "staging "
-                "for each session; activations %.1f MB\n",
+                "staging for each session; activations %.1f MB\n",
                 engine->drafter.checkpoint.directory, draft->architecture, (double)size / 1e6, draft->slots, cache->draft_rows,
                 (double)ring_bytes(cache) / 1e6, (double)staging / 1e6, (double)engine->drafter.state.bytes / 1e6);
     }
@@ -2404,9 +2403,9 @@ static void release_staging(Cache *cache, int source) {
 #endif
 }
 
-/* Begins the copies of layer i, or has begun them before: in a pass of one run the copies of the layers that follow begin with their
- * producer's, as many as there are arenas of staging, and each arena's next ones when its last reader is done. So they go on
- * under the compute in between (paper 3.5). Of several runs a later one may take the slots of an earlier one, and waits. */
+/* Begins the copies of layer i, or has begun them before: in a pass of one run the copies of the layers that follow begin with
+ * their producer's, as many as there are arenas of staging, and each arena's next ones when its last reader is done. So they go
+ * on under the compute in between (paper 3.5). Of several runs a later one may take the slots of an earlier one, and waits. */
 static void fetch_selected(Engine *engine, int i, int begin, int end, int run) {
     State *state = &engine->state;
     Cache *cache = &engine->cache;
@@ -2500,8 +2499,8 @@ static uint64_t work_key(const Engine *engine, int work, int n, const int *more,
     return XXH3_64bits_withSeed(more, (size_t)n_more * sizeof *more, key) | 1;
 }
 
-/* Whether that work needs no more to be done for it. Where it is new, the round takes longer than others will, and tells nothing of
- * costs. */
+/* Whether that work needs no more to be done for it. Where it is new, the round takes longer than others will, and tells nothing
+ * of costs. */
 static bool begin_kept_work(Engine *engine, uint64_t key) {
     const WorkAnswer work = engine->backend->begin_work(key);
     if (work == WORK_TO_KEEP) engine->work_is_new = true;
@@ -3023,8 +3022,8 @@ static void project_keys_and_values(Engine *engine, const LayerWeights *layer, c
     backend->norm_heads(state->kv, width, n, kv_heads, dim, layer->k_norm, config->rms_norm_eps, state->cosine, state->sine);
 }
 
-/* The rows state->row_list [n] enter the ring. Their features are those of rows `indices` of the pass just made; NULL: they have been
- * gathered already. */
+/* The rows state->row_list [n] enter the ring. Their features are those of rows `indices` of the pass just made; NULL: they have
+ * been gathered already. */
 static void store_context(Engine *engine, int n, const int *indices) {
     const Backend *backend = engine->backend;
     Cache *cache = &engine->cache;
@@ -3164,13 +3163,13 @@ static void run_draft_layers(Engine *engine, const DraftBlock *blocks, int n_blo
         backend->swiglu(state->gate, state->gate, state->up, (size_t)n * inner);
         backend->linear(state->branch, hidden, state->gate, inner, n, &layer->down_proj);
         convolve_output(engine, extra->mlp_conv, &extra->mlp_kernel, n);
-        backend->add_norm(state->normed, state->hidden, state->branch, next, n, config->hidden_size, config->rms_norm_eps, NULL,
-                          0);
+        backend->add_norm(state->normed, state->hidden, state->branch, next, n, config->hidden_size, config->rms_norm_eps,
+                          NULL, 0);
     }
 }
 
-/* Candidates of n rows of logits, in the target's ids, and what a predictor of lengths sees of them. The rows belong to slots that are
- * `apart` of each other, from the first block's slot `slot` on. */
+/* Candidates of n rows of logits, in the target's ids, and what a predictor of lengths sees of them. The rows belong to slots
+ * that are `apart` of each other, from the first block's slot `slot` on. */
 static void find_candidates(Engine *engine, Drafts *drafts, int slot, int apart, const float *logits, int n, bool features) {
     const Drafter *drafter = &engine->drafter;
     const size_t stride = (size_t)apart * CANDIDATES;
@@ -3204,8 +3203,8 @@ static void follow_markov(Engine *engine, Drafts *drafts, int slot, const DraftB
     backend->add_bias(confidence, (size_t)drafts->slots, drafter->weights.confidence_bias, n);
 }
 
-/* From the blocks' states to their tokens. Rows are taken block by block, [blocks, slots], or, where each draft changes the logits of
- * the next, slot by slot. */
+/* From the blocks' states to their tokens. Rows are taken block by block, [blocks, slots], or, where each draft changes the
+ * logits of the next, slot by slot. */
 static void draft_tokens(Engine *engine, Drafts *drafts, DraftBlock *blocks, int n, AcceptRule rule, bool features) {
     const Backend *backend = engine->backend;
     const Drafter *drafter = &engine->drafter;
@@ -4084,7 +4083,7 @@ void runner_close(Runner *runner) {
  *      8 bytes  length of the header, little-endian
  *     header    one JSON object
  *     pages     page_image_bytes() each, as many as `rows` fills or begins
- *     draft     `draft_rows` rows of the draft ring, the last ones before `rows`: [draft_rows, draft_layers]. Another drafter, or none,
+ *     draft     `draft_rows` rows of the ring, the last before `rows`: [draft_rows, draft_layers]. Another drafter, or none,
  *               passes them over
  *      8 bytes  XXH3 of everything before, little-endian
  */

@@ -1,7 +1,7 @@
 /* engine.cu: the operations of engine.h on an NVIDIA GPU, the twin of backend.c.
  *
- *     the device . instructions . activations and products . cached rows, index selection, attention . mixture of experts . the hierarchy's
- *     operations . sampling and acceptance . drafters' operations
+ *     the device . instructions . activations . products . mixture of experts . cached rows and index selection . attention .
+ *     selection by keys . the hierarchy's operations . sampling and acceptance . drafters' operations
  *
  * Every operation only puts work on one stream, so they run in the order in which they are called and nobody waits until the
  * pipeline asks for a result. Pointers are the device's, or name host memory that the device reads over the link (MEMORY_HOST).
@@ -46,7 +46,6 @@ static void check_cuda(cudaError_t status, const char *file, int line) {
 }
 
 #define CUDA(call) check_cuda(call, __FILE__, __LINE__)
-#define LAUNCHED() CUDA(cudaGetLastError())         /* behind every launch: whether it could be put on the stream */
 
 static inline __host__ __device__ int divide_up(int a, int b) { return (a + b - 1) / b; }
 
@@ -154,7 +153,7 @@ static bool start(const DeviceOptions *options, Error *error) {
     gpu.no_graph = options->no_graph;
     if (gpu.stream) return true;
     int count = 0;
-    /* Without a driver there is no need to wake its library, which takes memory and time. The second is what Windows lends Linux. */
+    /* Without a driver there is no need to wake its library, which takes memory and time. The second is Windows' for Linux. */
     if (access("/dev/nvidiactl", F_OK) && access("/dev/dxg", F_OK)) return fail(error, "no GPU can be used: there is none");
     cudaError_t status = cudaGetDeviceCount(&count);
     if (status == cudaErrorInsufficientDriver)
@@ -323,9 +322,9 @@ static uint8_t *place_weights(size_t bytes, Error *error) {
     return transit.chunks[transit.n_chunks - 1] + start;
 }
 
-/* Moves pieces of what is queued until told to leave: into pinned memory of its own, and from there over the link, so that reading
- * files and the link overlap, whatever sizes tensors have. Threads of OpenMP would sleep between two tensors, which costs a third of
- * the rate. */
+/* Moves pieces of what is queued until told to leave: into pinned memory of its own, and from there over the link, so that
+ * reading files and the link overlap, whatever sizes tensors have. Threads of OpenMP would sleep between two tensors, which costs
+ * a third of the rate. */
 static void *move_pieces(void *) {
     cudaEvent_t moved[2];
     uint8_t *pinned = (uint8_t *)aligned_alloc(MOVE_PIECE, 2 * MOVE_PIECE);
@@ -492,8 +491,8 @@ static void locate_rows(DeviceRow *kv_rows, DeviceRow *index_rows, const Cache *
 
 /* ---- measurements */
 
-/* A work that is measured only puts operations on the stream. It is captured once, so that what is timed are the replays of a graph;
- * the median of several, in seconds. */
+/* A work that is measured only puts operations on the stream. It is captured once, so that what is timed are the replays of a
+ * graph; the median of several, in seconds. */
 extern "C" double cuda_seconds(void (*work)(void *), void *user) {
     enum { WARM = 3, REPLAYS = 11 };
     cudaGraph_t graph;
@@ -658,8 +657,8 @@ extern "C" bool cuda_begin_library_product(float *y, const void *x, const void *
 /* =====================================================================================================================
  * Instructions
  *
- * Owns: what several kernel families are made of and C++ has no words for: copies into shared memory that run beside the thread that
- * starts them, barriers there that one thread waits at and others arrive at, and matrices on the tensor cores.
+ * Owns: what several kernel families are made of and C++ has no words for: copies into shared memory that run beside the thread
+ * that starts them, barriers there that one thread waits at and others arrive at, and matrices on the tensor cores.
  */
 
 static __device__ inline uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
@@ -4389,31 +4388,28 @@ static void index_select(Selection *selection, const float *q, const float *head
  *
  * Owns: softmax(q . k) v over lists of keys, wherever these lie: a row's selection (DeepSeek-V2, 2.1 in absorbed form), a
  * session's history (GQA), or a draft's ring and block (DFlash). A list is cut into chunks of SPLIT_KEYS. Thread blocks that
- * take some of a list's chunks leave a maximum, a sum and a weighted sum for each, and merge_kernel folds them in their order; one
- * that takes all of them folds them itself, in the same order. The cut depends on a row's own list alone, so the row has the same
- * bits beside any others.
+ * take some of a list's chunks leave a maximum, a sum and a weighted sum for each, and merge_kernel folds them in their order;
+ * one that takes all of them folds them itself, in the same order. The cut depends on a row's own list alone, so the row has the
+ * same bits beside any others.
  *
  * attend_kernel takes any shape, in f32. The others are for bf16 and fp8 rows of known shapes, on tensor cores: short_runs and
- * long_runs; hopper_kernel for the 512 + 64 values of GLM and DeepSeek, and latent_kernel for the same before sm_90. Under --exact off
- * (gpu.exact) hopper_kernel does not cut a list that one thread block has to itself.
+ * long_runs; hopper_kernel for the 512 + 64 values of GLM and DeepSeek, and latent_kernel for the same before sm_90. Under
+ * --exact off (gpu.exact) hopper_kernel does not cut a list that one thread block has to itself.
  */
 
 enum {
     SPLIT_KEYS = 256,
-    TILE_KEYS = 32,   /* keys in shared memory at a time */
-    ATTEND_WARPS = 8, /* heads that a thread block of attend_kernel works on */
+    TILE_KEYS = 32,             /* keys in shared memory at a time */
+    ATTEND_WARPS = 8,           /* heads that a thread block of attend_kernel works on */
     LANE_VALUES = MAX_ROW_WIDTH / 32,
-    PARTIAL_FLOATS = 48 << 20, /* of what chunks leave: rows run in groups that fit */
-    LATENT = 512,
-    TAIL = 64,
-    LATENT_WIDTH = LATENT + TAIL,
-    LATENT_TILES = LATENT / 4 / 8, /* of eight values, in a warp's part */
-    LATENT_HEADS = 64,             /* heads that a thread block of latent_kernel works on */
+    PARTIAL_FLOATS = 48 << 20,  /* of what chunks leave: rows run in groups that fit */
+    LATENT = 512, TAIL = 64, LATENT_WIDTH = LATENT + TAIL,
+    LATENT_TILES = LATENT / 4 / 8,          /* of eight values, in a warp's part */
+    LATENT_HEADS = 64,          /* heads that a thread block of latent_kernel works on */
     LATENT_THREADS = 512,
-    LATENT_PARTS = 4,                /* of the sum in a score, and of the values: a warp takes one, for 16 heads */
-    LATENT_PITCH = LATENT_WIDTH + 8, /* bf16 from one row to the next in shared memory: eight rows fall into different banks */
-    SCORE_PITCH = TILE_KEYS + 4,
-    WEIGHT_PITCH = TILE_KEYS + 8,
+    LATENT_PARTS = 4,           /* of the sum in a score, and of the values: a warp takes one, for 16 heads */
+    LATENT_PITCH = LATENT_WIDTH + 8,        /* bf16 from row to row in shared memory: eight rows fall into different banks */
+    SCORE_PITCH = TILE_KEYS + 4, WEIGHT_PITCH = TILE_KEYS + 8,
 };
 
 static float *partials;         /* [PARTIAL_FLOATS] device: of a row, head and chunk: maximum, sum, values */
@@ -4437,8 +4433,8 @@ typedef struct Attend {
 } Attend;
 
 /* ---- lists of keys: of(r) is row r's, the keys [first, length) of those that its run of rows has in common, and span(r) then
- * the same of another row of the run; bound(): how many there can be. A key is a cached row, at(row, s, i) its value i; those of a
- * key/value head begin at start(head), and what the key stands for does at start(kv_heads + head). Rows of a run share tiles,
+ * the same of another row of the run; bound(): how many there can be. A key is a cached row, at(row, s, i) its value i; those of
+ * a key/value head begin at start(head), and what the key stands for does at start(kv_heads + head). Rows of a run share tiles,
  * `each` of them at most: tiles() says how many there are in a launch, and tile() which rows one has. */
 
 typedef struct TileRows { int first, end; } TileRows;
@@ -4743,7 +4739,8 @@ template <bool FP8> struct LatentShared {
     DeviceRow ids[SPLIT_KEYS];
 };
 
-/* n rows of the selection, from id `first` of the chunk on, begin their way into shared memory; the others of the tile are zeros. */
+/* n rows of the selection, from id `first` of the chunk on, begin their way into shared memory; the others of the tile are
+ * zeros. */
 template <bool FP8>
 static __device__ void start_tile(LatentShared<FP8> *shared, const SelectedKeys &keys, int turn, int first, int n) {
     for (int i = threadIdx.x; i < TILE_KEYS * StoredRow<FP8>::PIECES; i += LATENT_THREADS) {
@@ -6443,8 +6440,8 @@ static __device__ void look_up(const Resolver &cache, const Search &search, Reso
     if (threadIdx.x % WARP == 0 && high >= 0) atomicMin(&shared->low, low), atomicMax(&shared->high, high);
 }
 
-/* visit(location) for every entry of the selections; it may change it, and what it loads is loaded for several at once. A thread's
- * first entries, mostly all of them, need not be read again: held has them. */
+/* visit(location) for every entry of the selections; it may change it, and what it loads is loaded for several at once. A
+ * thread's first entries, mostly all of them, need not be read again: held has them. */
 template <typename Visit> static __device__ void each_location(const Search &search, DeviceRow held[IN_FLIGHT], Visit visit) {
 #pragma unroll 1
     for (int first = threadIdx.x; first < search.entries; first += IN_FLIGHT * blockDim.x) {
@@ -6481,8 +6478,8 @@ static __device__ int entry_of(const Missing &missing, int row) {
     return bits & own ? missing.before[row / 32] + __popc(bits & (own - 1)) : -1;
 }
 
-/* Lists the bitmap's rows behind `listed` entries, a word a thread; returns how many there are then. Each warp has a part of the words,
- * and knows where its entries begin when all have counted theirs. to holds the rows themselves. */
+/* Lists the bitmap's rows behind `listed` entries, a word a thread; returns how many there are then. Each warp has a part of the
+ * words, and knows where its entries begin when all have counted theirs. to holds the rows themselves. */
 static __device__ int list_bits(const Resolver &cache, const Search &search, ResolveShared *shared, const Missing &missing,
                                 int base, int rows, int listed) {
     const HostPage *pages = cache.seen.host + (size_t)search.session * cache.context_pages;
@@ -6870,7 +6867,7 @@ static void fetch_rows(Cache *cache, SourceId source, const MissPlan *plan, cons
         CUDA(cudaStreamWaitEvent(beside.stream, beside.asked, 0));
     }
     copy_missing<<<FETCH_BLOCKS, FETCH_THREADS, 0, member ? beside.stream : gpu.stream>>>(fetch, *plan, begin, end, report);
-    LAUNCHED();
+    CUDA(cudaGetLastError());
     if (member) CUDA(cudaEventRecord(beside.fetched[member % LIVE_SOURCES], beside.stream));
 }
 
@@ -7441,8 +7438,8 @@ static __device__ uint64_t last_of_best(uint64_t key) {
     return __shfl_sync(~0u, (unsigned long long)key, __ffs(__ballot_sync(~0u, better == CANDIDATES - 1)) - 1);
 }
 
-/* The best CANDIDATES of each segment: grid (SEGMENTS, rows). A first look finds the best of each of the columns that lanes make; the
- * CANDIDATES-th of these bests lies below as many logits, so that a second look has to offer hardly more than the best. */
+/* The best CANDIDATES of each segment: grid (SEGMENTS, rows). A first look finds the best of each of the columns that lanes make;
+ * the CANDIDATES-th of these bests lies below as many logits, so that a second look has to offer hardly more than the best. */
 static __global__ void __launch_bounds__(SEGMENT_THREADS) segment_candidates(uint64_t *keys, const float *logits, int vocab) {
     begin_kernel();
     __shared__ uint64_t shared[SEGMENT_THREADS];
@@ -7767,7 +7764,8 @@ extern "C" void cuda_allocate(int *lengths, const float *scores, const int *limi
     launch(divide_budget, 1, ROW_THREADS, 0, lengths, scores, limits, n, slots, budget, seeded, scratch.keys);
 }
 
-/* ---- the list of operations; the last ones but one work on lists in host memory, where the pipeline wants their results at once */
+/* ---- the list of operations; the last ones but one work on lists in host memory, where the pipeline wants their results at
+ * once */
 
 extern "C" const Backend cuda_backend = {
     .name = "cuda",

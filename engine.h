@@ -507,8 +507,8 @@ typedef struct CacheStats {     /* since the start */
     uint64_t admissions, shared_pages;      /* sessions; host pages they found already there */
     uint64_t admission_waits, tail_waits;   /* rounds a session waited to be admitted; times a tail waited for its backup */
     uint64_t history_pages, lent_pages;     /* summed over rounds: whole pages below the tails, and those that were lent */
-    double resolve_seconds, fetch_seconds,
-        control_seconds; /* finding rows; copying missing ones; cache_step() and cache_commit() */
+    double resolve_seconds, fetch_seconds;          /* finding rows; copying missing ones */
+    double control_seconds;     /* cache_step() and cache_commit() */
 } CacheStats;
 
 typedef struct Cache {
@@ -537,7 +537,7 @@ typedef struct Cache {
     uint8_t *device;            /* [sources, pages, 64] rows */
     uint8_t *staging;           /* [live_sources, staging_blocks * staging_rows] rows */
     uint8_t *index_keys;        /* [groups, index pages, 64] index keys; always on the device */
-    uint8_t *draft_ring; /* [draft_layers, sessions, draft_rows] rows: position t of a session at t mod draft_rows (eq. 10) */
+    uint8_t *draft_ring;        /* [draft_layers, sessions, draft_rows] rows: position t at t mod draft_rows (eq. 10) */
     int *history;               /* MEMORY_HOST: [sessions, context + 1 + MAX_BLOCK] each session's ids, and drafts behind them */
     uint8_t *host, *host_index; /* [sources, host pages, 64] rows; [groups, host pages, 64] index keys */
     CacheTables tables, seen;   /* as the controller writes them; and as operations see them, in their memory */
@@ -747,10 +747,10 @@ typedef struct DraftConfig {
     Config backbone;            /* a Qwen3's, without its embedding */
     const char *architecture;   /* as the file spells it, static; NULL: no drafter */
     int block_size;             /* B: rows of a block, the anchor's among them */
-    int first_slot; /* 0: row k predicts position n + k + 1 (DeepSpec); 1: row k predicts n + k, and row 0 nothing (z-lab) */
+    int first_slot;             /* 0: row k predicts position n + k + 1 (DeepSpec); 1: row k predicts n + k (z-lab) */
     int slots;                  /* B - first_slot: tokens drafted a round */
     int mask_token_id;
-    int target_layer_ids[MAX_TAPS], n_taps; /* a feature: the residual stream behind each of these layers; -1: the embedding */
+    int target_layer_ids[MAX_TAPS], n_taps;         /* a feature: the residual stream behind each of them; -1: the embedding */
     int *window;                /* [num_hidden_layers] W: rows at distance below W are seen; INT_MAX: all */
     bool *causal;               /* [num_hidden_layers] inside the block */
     int widest_window;
@@ -778,8 +778,7 @@ typedef struct DraftWeights {
     Matrix markov_w1, markov_w2;                /* [vocab, markov_rank], [draft_vocab_size, markov_rank] */
     Matrix confidence;          /* [1, hidden + markov_rank, or hidden] */
     float confidence_bias;
-    const int
-        *target_ids; /* [draft_vocab_size] of the target, for each of the draft's ids, from "d2t"; NULL: they are the same */
+    const int *target_ids;      /* [draft_vocab_size] the target's id of each of the draft's ("d2t"); NULL: they are the same */
 } DraftWeights;
 
 typedef struct LengthPredictor {                /* DVL: a small network over a block's features (DScale III-B) */
@@ -801,7 +800,7 @@ typedef struct DraftBlock {     /* one session's block of a round: drafted, then
 typedef struct Drafts {         /* what a draft pass proposes for each of its blocks, the first ones of the round */
     int slots, blocks;
     bool one_hot;               /* DFlash: the law of a draft under acceptance by rejection is its best token */
-    int *ids; /* MEMORY_DEVICE, as all but the last three: [blocks, slots, CANDIDATES] the best tokens of each slot,
+    int *ids;                   /* MEMORY_DEVICE, as all but the last three: [blocks, slots, CANDIDATES] the best of each slot,
                                  * by unary or Markov logits */
     float *scores;              /* [blocks, slots, CANDIDATES] what the choice is made by */
     float *q;                   /* [blocks, slots, CANDIDATES] the law a token was drawn from; accept by rejection only */
@@ -857,8 +856,8 @@ typedef struct Drafter {
  * row r's inputs alone and sums in an order fixed by the shapes, never by the number of rows or threads.
  */
 
-/* Where memory lies, as the operations need it. What the pipeline itself reads or writes is MEMORY_HOST, and operations may use it
- * too, for what is small: on a GPU each access crosses the link. In C there is no difference. */
+/* Where memory lies, as the operations need it. What the pipeline itself reads or writes is MEMORY_HOST, and operations may use
+ * it too, for what is small: on a GPU each access crosses the link. In C there is no difference. */
 typedef enum Memory { MEMORY_DEVICE, MEMORY_HOST } Memory;
 
 typedef struct DeviceOptions {  /* how operations run; a backend that has no choice runs as if all were false */
@@ -871,7 +870,7 @@ typedef enum WorkAnswer { WORK_TO_DO, WORK_TO_KEEP, WORK_DONE } WorkAnswer;  /* 
 struct Backend {
     const char *name;
     int live_sources;           /* chi of eq. 11: payloads of one group that it stages at the same time */
-    bool shares_memory; /* with the pipeline: MEMORY_DEVICE is host memory too, and an operation has run when it returns */
+    bool shares_memory;         /* with the pipeline: MEMORY_DEVICE is host memory too; an operation has run when it returns */
 
     /* Makes the device ready, before anything else; called again, it only takes the options. False, with an error, where there is
      * no device that can be used. */
@@ -898,8 +897,9 @@ struct Backend {
     int (*samplers)(int logit_rows);
 
     /* Around work that comes again and again. WORK_DONE: it has been put on the stream, as it was the last time under this key.
-     * Otherwise call the operations, and then end_work(); WORK_TO_KEEP: and next time it will take less. What they are given is the
-     * same each time, numbers and places, and no upload(), copy_bytes() or wait() is among them. key 0: it does not come again. */
+     * Otherwise call the operations, and then end_work(); WORK_TO_KEEP: and next time it will take less. What they are given is
+     * the same each time, numbers and places, and no upload(), copy_bytes() or wait() is among them. key 0: it does not come
+     * again. */
     WorkAnswer (*begin_work)(uint64_t key);
     void (*end_work)(void);
 
@@ -912,8 +912,8 @@ struct Backend {
     /* y = weight * x / sqrt(mean(x^2) + eps) over each of `n` vectors of `dim`. y may be x. */
     void (*rms_norm)(float *y, size_t y_stride, const float *x, size_t x_stride, const float *weight, int n, int dim, float eps);
 
-    /* What a sublayer adds to the residual stream, and the norm that the next one begins with: x += branch, then y as from rms_norm.
-     * n rows of `dim`. report: NULL, or x is looked at as check_finite() does. */
+    /* What a sublayer adds to the residual stream, and the norm that the next one begins with: x += branch, then y as from
+     * rms_norm. n rows of `dim`. report: NULL, or x is looked at as check_finite() does. */
     void (*add_norm)(float *y, float *x, const float *branch, const float *weight, int n, int dim, float eps, PassReport *report,
                      int place);
 
@@ -941,8 +941,8 @@ struct Backend {
     void (*store_rows)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows,
                        const float *a, size_t a_stride, const float *b, size_t b_stride);
 
-    /* The cached rows of latent attention: kv [rows, lora + tail] is normed in its first `lora` values and rotated in the others, in
-     * pairs (2i, 2i + 1), in place, and written to rows ids[r] of a pool. */
+    /* The cached rows of latent attention: kv [rows, lora + tail] is normed in its first `lora` values and rotated in the others,
+     * in pairs (2i, 2i + 1), in place, and written to rows ids[r] of a pool. */
     void (*store_latents)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *kv, int lora, int tail,
                           const float *weight, float eps, const float *cosine, const float *sine);
 
@@ -967,8 +967,8 @@ struct Backend {
     void (*resolve)(Cache *cache, int group, const Selection *selection, const Row *rows, int begin, int end, int run,
                     DeviceRow *locations, MissPlan *plan, PassReport *report);
 
-    /* Copies what that run planned from the host to the hot cache and the staging of one source. The copy of a following layer may
-     * go on beside what is asked for next; await_rows() comes before the first operation that reads the source's rows. */
+    /* Copies what that run planned from the host to the hot cache and the staging of one source. The copy of a following layer
+     * may go on beside what is asked for next; await_rows() comes before the first operation that reads the source's rows. */
     void (*fetch_rows)(Cache *cache, SourceId source, const MissPlan *plan, const Row *rows, int begin, int end, int run,
                        PassReport *report);
     void (*await_rows)(const Cache *cache, SourceId source);
@@ -1020,8 +1020,8 @@ struct Backend {
     /* Sigmoid router with group limit (DeepSeek-V3, 2.1.2). logits: [rows, experts]; picks, weights: [rows, per_token]. */
     void (*route)(int *picks, float *weights, const float *logits, const float *bias, int n_rows, const Config *config);
 
-    /* y[r] = the layer's shared expert of x[r], or y[r] as it is where the layer has none, plus the sum over r's picks of weight *
-     * down(silu(gate x) * up x), experts in ascending order. scratch: as State.expert_scratch. */
+    /* y[r] = the layer's shared expert of x[r], or y[r] as it is where the layer has none, plus the sum over r's picks of weight
+     * * down(silu(gate x) * up x), experts in ascending order. scratch: as State.expert_scratch. */
     void (*experts)(float *y, const float *x, const int *picks, const float *weights, int n_rows,
                     const LayerWeights *layer, const Config *config, float *scratch);
 
@@ -1122,7 +1122,7 @@ typedef struct State {          /* [rows] stands for max_rows; everything lies i
     float *branch;              /* [rows, hidden_size] f32, what a sublayer adds to the residual stream */
     float *q_lora;              /* [rows, q_lora_rank] f32 */
     float *q;                   /* [rows, heads * query width] f32 */
-    float *kv; /* [rows, kv_lora_rank + rope] f32; qwen3: [rows, kv_heads * head_dim] keys, then as many values */
+    float *kv;                  /* [rows, kv_lora_rank + rope] f32; qwen3: [rows, kv_heads * head_dim] keys, and as many values */
     float *q_absorbed, *z;      /* [rows, heads, kv_lora_rank + rope], [rows, heads, kv_lora_rank] f32 */
     float *attended;            /* [rows, heads * value width] f32 */
     float *index_q, *index_k;   /* [rows, index_n_heads * index_head_dim], [rows, index_head_dim] f32 */
@@ -1353,7 +1353,7 @@ typedef struct Acceptance {     /* of draft j, given that those before it were a
 typedef struct SpeculationStats {           /* since the start */
     uint64_t rounds, plain_rounds;          /* that decoded with drafts, and without any */
     uint64_t blocks, verified, accepted;    /* draft blocks; drafts that were verified; and accepted */
-    uint64_t selected_on_host, fetched; /* rows that lay on the host, once for each query that selected them; and once in all */
+    uint64_t selected_on_host, fetched;             /* rows on the host, for each query that selected them; once in all */
     uint64_t tried[MAX_BLOCK], passed[MAX_BLOCK];       /* draft j was reached by verification; and accepted */
     double draft_seconds, allocate_seconds, verify_seconds, accept_seconds;     /* of rounds with drafts */
 } SpeculationStats;
@@ -1375,7 +1375,7 @@ typedef struct Session {
     int slot;                   /* in the cache */
     uint64_t stream;            /* which noise it draws: stays the same wherever and beside whomever it runs */
     int *ids;                   /* stb_ds */
-    int cached; /* how many of them have their rows in the cache: at most the committed ones there, and fewer after
+    int cached;                 /* how many of them have their rows in the cache: at most those committed there, and fewer after
                                  * a rollback, until session_begin() truncates */
     int in_pass;                /* how many more the pass in flight runs */
     bool continues;             /* more turns may follow: it is given room for the whole context */
