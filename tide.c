@@ -138,7 +138,7 @@ static const char usage_text[] =
     "       tide inspect  [-m DIR]                                       config, tensors, memory plan; loads no weights\n"
     "       tide bench    NAME [-o DIR]                                  measurements, each beside its ceiling; NAME: cpu load\n"
     "                     cost loadstep hotsweep offered resolve memory acceptance lengths confidence speed draft first decode\n"
-    "                     gpu; most write DIR/NAME.csv, and some draw NAME.svg from it\n"
+    "                     gpu batch; most write DIR/NAME.csv, and some draw NAME.svg from it\n"
     "       tide bench    gpu [PART|all] [--md]                          one kind of kernel, or all; --md: README's table\n"
     "\n"
     "  -m DIR            checkpoint directory as published (default: the one shipped in weights/mini)\n"
@@ -1814,7 +1814,7 @@ static int command_bench(Options *options) {
     Error error;
     const BenchOptions what = {.name = options->positional, .section = options->section, .markdown = options->markdown,
                                .slots = options->slots, .directory = options->output ? options->output : "."};
-    if (what.name && listed("decode|first", what.name) && !choose_device(options, &error)) return report(&error);
+    if (what.name && listed("decode|first|speed", what.name) && !choose_device(options, &error)) return report(&error);
     int status = bench(&what, &options->engine, &error);
     if (status == EXIT_USAGE) return usage("%s", error.text);
     return status == EXIT_DONE ? status : report(&error);
