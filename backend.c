@@ -681,9 +681,10 @@ static void swiglu(float *y, const float *gate, const float *up, size_t n) {
 
 static void zero(float *y, size_t n) { memset(y, 0, n * sizeof(float)); }
 
-static void gather_rows(float *y, const float *x, const int *indices, int n, int dim) {
+static void move_rows(float *y, const int *to, const float *x, const int *from, int n, int dim) {
     for (int i = 0; i < n; i++)
-        memcpy(y + (size_t)i * (size_t)dim, x + (size_t)indices[i] * (size_t)dim, (size_t)dim * sizeof(float));
+        memcpy(y + (size_t)(to ? to[i] : i) * (size_t)dim, x + (size_t)(from ? from[i] : i) * (size_t)dim,
+               (size_t)dim * sizeof(float));
 }
 
 static void add(float *y, const float *x, size_t n) {
@@ -1167,7 +1168,7 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
                 factor[n++] = weights[i];
             }
         if (!n) continue;
-        gather_rows(input, x, members, n, config->hidden_size);
+        move_rows(input, NULL, x, members, n, config->hidden_size);
         linear(gate, inter, input, hidden, n, &layer->expert_gate[e]);
         linear(up, inter, input, hidden, n, &layer->expert_up[e]);
         swiglu(gate, gate, up, (size_t)n * inter);
@@ -2066,7 +2067,7 @@ const Backend c_backend = {
     .swiglu = swiglu,
     .zero = zero,
     .add = add,
-    .gather_rows = gather_rows,
+    .move_rows = move_rows,
     .route = route,
     .experts = experts,
     .check_finite = check_finite,

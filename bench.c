@@ -3236,7 +3236,7 @@ WATCHED(dense_attention, watch.row_bytes * watch.positions * n,
         y, q, pool, format, pages, context_pages, rows, n, heads, kv_heads, dim, scale)
 WATCHED(swiglu, 0, (float *y, const float *gate, const float *up, size_t n), y, gate, up, n)
 WATCHED(zero, 0, (float *y, size_t n), y, n)
-WATCHED(gather_rows, 0, (float *y, const float *x, const int *indices, int n, int dim), y, x, indices, n, dim)
+WATCHED(move_rows, 0, (float *y, const int *to, const float *x, const int *from, int n, int dim), y, to, x, from, n, dim)
 WATCHED(add, 0, (float *y, const float *x, size_t n), y, x, n)
 WATCHED(route, 0, (int *picks, float *weights, const float *logits, const float *bias, int n, const Config *config), picks,
         weights, logits, bias, n, config)
@@ -3275,7 +3275,7 @@ static void watch_engine(Engine *engine) {
     MARK(begin_work), MARK(embed), MARK(rms_norm), MARK(add_norm), MARK(norm_heads), MARK(linear), MARK(rotations), MARK(rope);
     MARK(locate_rows), MARK(store_rows), MARK(store_latents), MARK(store_index_keys), MARK(index_select), MARK(resolve);
     MARK(fetch_rows), MARK(absorb_query), MARK(sparse_attention), MARK(expand_value), MARK(dense_attention), MARK(swiglu);
-    MARK(zero), MARK(gather_rows), MARK(add), MARK(route), MARK(experts), MARK(check_finite);
+    MARK(zero), MARK(move_rows), MARK(add), MARK(route), MARK(experts), MARK(check_finite);
 #undef MARK
     watch.cache = &engine->cache;
     watch.row_bytes = (double)engine->cache.format.bytes;

@@ -1115,9 +1115,9 @@ static void lay_out_draft(Drafter *drafter, const Config *target, const State *t
     state->max_rows = larger(state->max_blocks * draft->block_size, 64);
     const int rows = state->max_rows, slots = draft->slots, q_width = config->num_attention_heads * config->head_dim;
     state->rows = carve(arena, (size_t)rows, 1, sizeof(Row));
-    state->indices = carve(arena, (size_t)rows, 1, sizeof(int));
+    state->indices = carve(arena, (size_t)rows, 2, sizeof(int));
     state->row_list = carve(host_arena, (size_t)rows, 1, sizeof(Row));
-    state->index_list = carve(host_arena, (size_t)rows, 1, sizeof(int));
+    state->index_list = carve(host_arena, (size_t)rows, 2, sizeof(int));
     state->ring_list = carve(host_arena, (size_t)rows, 1, sizeof(DeviceRow));
     state->ring_rows = carve(arena, (size_t)rows, 1, sizeof(DeviceRow));
     state->features = carve_floats(arena, target_state->max_rows, feature);
@@ -2520,14 +2520,15 @@ static void begin_pass(Engine *engine, const Row *rows, int n) {
     if (!backend->shares_memory) backend->upload(cache->seen.tail_base, cache->tables.tail_base, cache->tables_bytes);
 }
 
-/* All layers, from the rows' tokens to the final norm. Passes of few rows come in few shapes, and each is kept as one work. */
+/* All layers, from the rows' tokens to the final norm. Passes of few rows come in few shapes, and each is kept as one work; those
+ * of several runs, which prompts bring, come in too many. */
 static void run_layers(Engine *engine, const Row *rows, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
     State *state = &engine->state;
     const size_t hidden = (size_t)config->hidden_size;
     bool watched = engine->probe.entering || engine->probe.selected;
-    uint64_t key = watched || n > KEPT_ROWS ? 0 : work_key(engine, WORK_LAYERS, n, state->run_ends, state->n_runs);
+    uint64_t key = watched || n > KEPT_ROWS || state->n_runs > 1 ? 0 : work_key(engine, WORK_LAYERS, n, NULL, 0);
     if (begin_kept_work(engine, key)) return;
     backend->locate_rows(state->kv_rows, state->index_rows, &engine->cache, state->rows, n);
     backend->rotations(state->cosine, state->sine, state->rows, n, state->inverse_frequency, rope_dim(config),
@@ -2565,7 +2566,7 @@ void begin_head(Engine *engine, const int *indices, int n) {
     const size_t hidden = (size_t)engine->config.hidden_size, vocab = (size_t)engine->config.vocab_size;
     backend->upload(state->indices, indices, (size_t)n * sizeof *indices);
     if (!begin_kept_work(engine, n > KEPT_ROWS ? 0 : work_key(engine, WORK_HEAD, n, NULL, 0))) {
-        backend->gather_rows(state->branch, state->normed, state->indices, n, engine->config.hidden_size);
+        backend->move_rows(state->branch, NULL, state->normed, state->indices, n, engine->config.hidden_size);
         backend->linear(state->logits, vocab, state->branch, hidden, n, &engine->weights.lm_head);
         check_part(engine, engine->config.num_hidden_layers, 0, state->logits, n, engine->config.vocab_size);
         backend->end_work();
@@ -3046,7 +3047,7 @@ static void store_context(Engine *engine, int n, const int *indices) {
     if (indices) backend->upload(state->indices, indices, (size_t)n * sizeof *indices);
     const int gathers = indices != NULL;
     if (begin_kept_work(engine, n > KEPT_ROWS ? 0 : work_key(engine, WORK_CONTEXT, n, &gathers, 1))) return;
-    if (indices) backend->gather_rows(state->gathered, state->features, state->indices, n, (int)feature);
+    if (indices) backend->move_rows(state->gathered, NULL, state->features, state->indices, n, (int)feature);
     backend->linear(state->hidden, hidden, state->gathered, feature, n, &drafter->weights.fc);
     backend->rms_norm(state->normed, hidden, state->hidden, hidden, drafter->weights.hidden_norm, n, config->hidden_size,
                       config->rms_norm_eps);
@@ -3070,36 +3071,41 @@ void draft_feed(Engine *engine, const Row *rows, const int *indices, int n) {
     }
 }
 
-static float *kept_feature(const Drafter *drafter, int session, int position) {
-    size_t row = (size_t)session * KEPT_FEATURES + (size_t)(position % KEPT_FEATURES);
-    return drafter->state.kept + row * (size_t)drafter->weights.fc.cols;
-}
+static int kept_row(int session, int position) { return session * KEPT_FEATURES + position % KEPT_FEATURES; }
 
 /* What was kept of the session's rows before `position` enters the ring. */
 static void catch_up(Engine *engine, int s, int position) {
     DraftState *state = &engine->drafter.state;
     SessionPages *session = &engine->cache.session[s];
-    const int feature = engine->drafter.weights.fc.cols;
     int n = 0;
     if (session->draft_end == position || session->kept_end != position) return;
     for (int t = session->kept_first; t < position; t++, n++) {
         state->row_list[n] = (Row){s, t, 0};
-        engine->backend->copy_rows(state->gathered + (size_t)n * (size_t)feature, (size_t)feature,
-                                   kept_feature(&engine->drafter, s, t), (size_t)feature, 1, feature, 1);
+        state->index_list[n] = kept_row(s, t);
     }
+    engine->backend->upload(state->indices, state->index_list, (size_t)n * sizeof(int));
+    engine->backend->move_rows(state->gathered, NULL, state->kept, state->indices, n, engine->drafter.weights.fc.cols);
     session->kept_first = session->kept_end;
     store_context(engine, n, NULL);
 }
 
-void draft_keep(Engine *engine, const Row *row, int index) {
-    const Drafter *drafter = &engine->drafter;
-    SessionPages *session = &engine->cache.session[row->session];
-    if (session->kept_end != row->position) session->kept_first = row->position;
-    session->kept_end = row->position + 1;
-    const int feature = drafter->weights.fc.cols;
-    engine->backend->copy_rows(kept_feature(drafter, row->session, row->position), (size_t)feature,
-                               drafter->state.features + (size_t)index * (size_t)feature, (size_t)feature, 1, feature, 1);
-    if (session->kept_end - session->kept_first > KEPT_FEATURES) session->kept_first++;
+void draft_keep(Engine *engine, const Row *rows, const int *indices, int n) {
+    DraftState *state = &engine->drafter.state;
+    for (int begin = 0, count; begin < n; begin += count) {
+        count = n - begin < state->max_rows ? n - begin : state->max_rows;
+        for (int i = 0; i < count; i++) {
+            const Row *row = &rows[indices[begin + i]];
+            SessionPages *session = &engine->cache.session[row->session];
+            if (session->kept_end != row->position) session->kept_first = row->position;
+            session->kept_end = row->position + 1;
+            if (session->kept_end - session->kept_first > KEPT_FEATURES) session->kept_first++;
+            state->index_list[i] = kept_row(row->session, row->position);
+            state->index_list[count + i] = indices[begin + i];
+        }
+        engine->backend->upload(state->indices, state->index_list, (size_t)(2 * count) * sizeof(int));
+        engine->backend->move_rows(state->kept, state->indices, state->features, state->indices + count, count,
+                                   engine->drafter.weights.fc.cols);
+    }
 }
 
 /* ---- the block pass */
@@ -3214,7 +3220,7 @@ static void draft_tokens(Engine *engine, Drafts *drafts, DraftBlock *blocks, int
     const size_t hidden = (size_t)config->backbone.hidden_size, vocab = (size_t)config->draft_vocab_size,
                  rows = (size_t)(n * slots);
     float *logits = engine->state.logits;
-    backend->gather_rows(state->branch, state->normed, state->indices, n * slots, config->backbone.hidden_size);
+    backend->move_rows(state->branch, NULL, state->normed, state->indices, n * slots, config->backbone.hidden_size);
     backend->linear(logits, vocab, state->branch, hidden, n * slots, &drafter->weights.backbone.lm_head);
     if (config->final_logit_softcapping > 0 || config->output_multiplier != 1)
         backend->cap_logits(logits, rows * vocab, config->output_multiplier, config->final_logit_softcapping);
@@ -3888,20 +3894,23 @@ static void end_block(Runner *runner, int i, bool drafted) {
     if (session->cached == block->position) session->in_pass = taken;   /* of a block; a prompt's rows are all committed */
 }
 
-/* Committed rows that a block to come may see enter the draft ring; of sessions that do not draft now, only their features are
- * kept. */
-static void feed_drafter(Runner *runner, int n_rows) {
-    Engine *engine = &runner->engine;
-    int n = 0, *indices = runner->indices, window = engine->drafter.config.widest_window;
-    if (runner->speculation.width == 1) return;
+/* The committed rows of the pass that a block to come may see, those of prompts and of sessions that draft, or the others. */
+static int committed_rows(Runner *runner, int n_rows, bool drafting) {
+    int n = 0, window = runner->engine.drafter.config.widest_window;
     for (int r = 0; r < n_rows; r++) {
         const Row *row = &runner->rows[r];
         const Session *session = runner->in_slot[row->session];
         if (row->position >= session->cached || session->prompt_length - row->position >= window) continue;
-        if (session->drafts || row->position < session->prompt_length) indices[n++] = r;
-        else draft_keep(engine, row, r);
+        if ((session->drafts || row->position < session->prompt_length) == drafting) runner->indices[n++] = r;
     }
-    draft_feed(engine, runner->rows, indices, n);
+    return n;
+}
+
+/* Committed rows enter the draft ring; of sessions that do not draft now, only their features are kept. */
+static void feed_drafter(Runner *runner, int n_rows) {
+    if (runner->speculation.width == 1) return;
+    draft_feed(&runner->engine, runner->rows, runner->indices, committed_rows(runner, n_rows, true));
+    draft_keep(&runner->engine, runner->rows, runner->indices, committed_rows(runner, n_rows, false));
 }
 
 static void fail_round(Runner *runner, Session **sessions, int n, int drafted, const Error *error) {
@@ -3973,14 +3982,16 @@ void run_round(Runner *runner, Session **sessions, int n) {
     engine->backend->accept(runner->choices, runner->accepted, engine->state.logits, engine->config.vocab_size, runner->blocks,
                             &engine->drafter.state.drafts, n_blocks, runner->speculation.accept, runner->samplers,
                             runner->n_samplers);
+    const double asked = now();
     if (!end_pass(engine, runner->rows, runner->finals, &error)) return fail_round(runner, sessions, n, drafted, &error);
+    const double waited = now();
     commit_round(runner, sessions, n, n_blocks, drafted);
     const double accepted = now();
     if (engine->drafter.config.architecture) feed_drafter(runner, n_rows);
     const double end = now();
     times.draft += end - accepted;
-    times.verify = passed - packed;
-    times.accept = accepted - passed;
+    times.verify = passed - packed + waited - asked;    /* a GPU has only been asked for the pass until it is waited for */
+    times.accept = asked - passed + accepted - waited;
     account_round(runner, n_rows, block_rows, drafted, &times, &before);
     runner->seconds += end - start;
     if (runner->trace) trace_round(runner, n_rows, n_blocks, drafted, end - start, &times, &before);

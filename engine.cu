@@ -957,25 +957,25 @@ static void add(float *y, const float *x, size_t n) {
 }
 
 /* y[r] = x[indices ? indices[r] : r] * factor. */
-static __global__ void copy_rows_kernel(float *y, size_t y_stride, const float *x, size_t x_stride, const int *indices, size_t n,
-                                        size_t dim, float factor) {
+static __global__ void copy_rows_kernel(float *y, size_t y_stride, const int *to, const float *x, size_t x_stride, const int *from,
+                                        size_t n, size_t dim, float factor) {
     begin_kernel();
     const size_t i = thread_index();
     if (i >= n) return;
-    const size_t to = i / dim, from = indices ? (size_t)indices[to] : to;
-    y[to * y_stride + i % dim] = x[from * x_stride + i % dim] * factor;
+    const size_t row = i / dim, y_row = to ? (size_t)to[row] : row, x_row = from ? (size_t)from[row] : row;
+    y[y_row * y_stride + i % dim] = x[x_row * x_stride + i % dim] * factor;
 }
 
 static void copy_rows(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, int dim, float factor) {
     const size_t width = (size_t)dim, n = (size_t)n_rows * width;
     if (!n) return;
-    launch(copy_rows_kernel, blocks_for(n), THREADS, 0, y, y_stride, x, x_stride, NULL, n, width, factor);
+    launch(copy_rows_kernel, blocks_for(n), THREADS, 0, y, y_stride, NULL, x, x_stride, NULL, n, width, factor);
 }
 
-static void gather_rows(float *y, const float *x, const int *indices, int n, int dim) {
+static void move_rows(float *y, const int *to, const float *x, const int *from, int n, int dim) {
     const size_t width = (size_t)dim, values = (size_t)n * width;
     if (!values) return;
-    launch(copy_rows_kernel, blocks_for(values), THREADS, 0, y, width, x, width, indices, values, width, 1);
+    launch(copy_rows_kernel, blocks_for(values), THREADS, 0, y, width, to, x, width, from, values, width, 1);
 }
 
 static __global__ void add_bias_kernel(float *y, size_t stride, float bias, int n) {
@@ -7808,7 +7808,7 @@ extern "C" const Backend cuda_backend = {
     .dense_attention = dense_attention,
     .swiglu = swiglu,
     .zero = zero,
-    .gather_rows = gather_rows,
+    .move_rows = move_rows,
     .add = add,
     .route = route,
     .experts = experts,

@@ -815,9 +815,9 @@ typedef enum AcceptRule { ACCEPT_COUPLED, ACCEPT_REJECTION } AcceptRule;
 typedef struct DraftState {     /* activations of a draft pass; [rows] stands for max_rows */
     int max_rows;               /* max_blocks * block_size, and at least 64 */
     Row *rows;                  /* [rows] of the pass, where operations read them */
-    int *indices;               /* [rows] likewise */
+    int *indices;               /* [2 * rows] likewise */
     Row *row_list;              /* [rows] where the pipeline makes them, and the next two */
-    int *index_list;            /* [rows] */
+    int *index_list;            /* [2 * rows] */
     DeviceRow *ring_list;       /* [rows] */
     float *features;            /* [target's max_rows, n_taps * target's hidden] f32, of the target's pass */
     float *gathered;            /* [rows, n_taps * target's hidden] f32 */
@@ -1011,8 +1011,8 @@ struct Backend {
     /* y = 0. */
     void (*zero)(float *y, size_t n);
 
-    /* y[i] = x[indices[i]], rows of dim. */
-    void (*gather_rows)(float *y, const float *x, const int *indices, int n, int dim);
+    /* y[to[i]] = x[from[i]], rows of dim; to or from: [n], or NULL where they are 0, 1, 2, ... */
+    void (*move_rows)(float *y, const int *to, const float *x, const int *from, int n, int dim);
 
     /* y += x, elementwise. */
     void (*add)(float *y, const float *x, size_t n);
@@ -1238,9 +1238,9 @@ bool end_pass(Engine *engine, const Row *rows, const int *indices, Error *error)
  * come in ascending positions; one that does not follow what the ring has of it starts the ring anew. */
 void draft_feed(Engine *engine, const Row *rows, const int *indices, int n);
 
-/* For a session that does not draft at present, in place of feeding row `index` of the pass just made: its feature is
- * kept, among the last KEPT_FEATURES, which enter the ring when the session drafts again. */
-void draft_keep(Engine *engine, const Row *row, int index);
+/* In place of draft_feed() for rows of sessions that do not draft at present, no two of one session: their features are kept,
+ * a session's last KEPT_FEATURES, which enter the ring when it drafts again. */
+void draft_keep(Engine *engine, const Row *rows, const int *indices, int n);
 
 /* One draft pass over the blocks of n sessions, which all have drafter.config.slots places behind their anchors: proposals into
  * drafter.state.drafts and the blocks' ids. features: what the predictor of lengths needs is wanted too. Uses state.logits. */

@@ -412,10 +412,18 @@ static void test_copies(void) {
         const int dim = 37, indices[12] = {5, 0, 11, 3, 3, 7, 1, 2, 9, 10, 4, 8};
         float *x = random_floats(12 * 50, 1), *dx = on_device(x, 12 * 50 * 4), *wanted = malloc(12 * 50 * 4);
         float *dy = output_on_device((size_t)(n * dim)), *y, *dz = on_device(x, 12 * 50 * 4);
-        c_backend.gather_rows(wanted, x, indices, n, dim);
-        cuda_backend.gather_rows(dy, dx, on_device(indices, sizeof indices), n, dim);
-        y = fetch_output(dy, (size_t)(n * dim), "gather_rows");
-        CHECK(!memcmp(y, wanted, (size_t)(n * dim) * 4), "gather_rows");
+        c_backend.move_rows(wanted, NULL, x, indices, n, dim);
+        cuda_backend.move_rows(dy, NULL, dx, on_device(indices, sizeof indices), n, dim);
+        y = fetch_output(dy, (size_t)(n * dim), "move_rows");
+        CHECK(!memcmp(y, wanted, (size_t)(n * dim) * 4), "move_rows");
+        free(y);
+        const int places[12] = {7, 2, 9, 0, 11, 1, 3, 5, 4, 6, 10, 8};
+        float *du = on_device(x, 12 * 50 * 4);
+        memcpy(wanted, x, 12 * 50 * 4);
+        c_backend.move_rows(wanted, places, x + 3, indices, n, dim);
+        cuda_backend.move_rows(du, on_device(places, sizeof places), dx + 3, on_device(indices, sizeof indices), n, dim);
+        y = from_device(du, 12 * 50 * 4);
+        CHECK(!memcmp(y, wanted, 12 * 50 * 4), "move_rows to places");
         free(y);
         memcpy(wanted, x, 12 * 50 * 4);
         c_backend.copy_rows(wanted, 45, x, 50, n, dim, 0.75f);
@@ -2613,6 +2621,8 @@ static void test_soak(long rounds) {
         if (n) run_round(&runner, active, n);
         else cache_step(&runner.engine.cache);
         end_soaked(&runner, sessions, talk_of, answers, &said, &aborted);
+        if (n && runner.rounds % (rounds / 10) == 0)
+            printf("%ld rounds: %zu MiB resident\n", runner.rounds, resident_bytes() >> 20);
         if (device || runner.rounds < rounds / 2) continue;     /* by then as many works are kept as may be */
         device = cuda_backend.available(MEMORY_DEVICE), host = resident_bytes();
     }
