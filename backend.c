@@ -424,7 +424,8 @@ static void axpy_panel(float *y, size_t y_stride, const float *p, size_t p_strid
 /* =====================================================================================================================
  * matrix products, norms, rope
  *
- *     linear -> linear_columns -> up to six rows: direct_rows -> direct_columns -> direct_tile -> dot_tile on stored weights
+ *     linear -> multiply_matrix -> linear_columns
+ *     linear_columns -> up to six rows: direct_rows -> direct_columns -> direct_tile -> dot_tile on stored weights
  *                              -> more:  strip_columns -> strip_rows -> strip_tile -> dot_tile on stored weights
  *                              -> more than twelve, f16, e4m3, e2m1: panel_columns -> dot_panel -> ... -> dot_tile on widened
  *
@@ -588,7 +589,7 @@ static void linear_columns(float *y, size_t y_stride, const float *x, size_t x_s
     columns(y, y_stride, x, x_stride, rows, w, begin, end);
 }
 
-static void linear(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w) {
+static void multiply_matrix(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w) {
     const size_t work = (size_t)w->rows * (size_t)w->cols * (size_t)n_rows;
     if (n_rows > TILE_ROWS && work > SHARED_WORK) {
 #pragma omp parallel for schedule(dynamic)
@@ -603,6 +604,11 @@ static void linear(float *y, size_t y_stride, const float *x, size_t x_stride, i
         int end = begin + share < w->rows ? begin + share : w->rows;
         linear_columns(y, y_stride, x, x_stride, n_rows, w, begin, end);
     }
+}
+
+static void linear(const Projection *products, int n_products, const float *x, size_t x_stride, int n_rows) {
+    for (int i = 0; i < n_products; i++)
+        multiply_matrix(products[i].y, products[i].y_stride, x, x_stride, n_rows, products[i].w);
 }
 
 static void embed(float *y, const Matrix *embedding, const Row *rows, int n_rows) {
@@ -1152,10 +1158,10 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
     if (layer->gate_proj.rows) {
         const size_t inner = (size_t)layer->gate_proj.rows;
         float *shared_up = scratch + (size_t)n_rows * inner;
-        linear(scratch, inner, x, hidden, n_rows, &layer->gate_proj);
-        linear(shared_up, inner, x, hidden, n_rows, &layer->up_proj);
+        multiply_matrix(scratch, inner, x, hidden, n_rows, &layer->gate_proj);
+        multiply_matrix(shared_up, inner, x, hidden, n_rows, &layer->up_proj);
         swiglu(scratch, scratch, shared_up, (size_t)n_rows * inner);
-        linear(y, hidden, scratch, inner, n_rows, &layer->down_proj);
+        multiply_matrix(y, hidden, scratch, inner, n_rows, &layer->down_proj);
     }
     float *input = scratch, *output = input + (size_t)n_rows * hidden, *gate = output + (size_t)n_rows * hidden,
           *up = gate + (size_t)n_rows * inter;
@@ -1169,10 +1175,10 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
             }
         if (!n) continue;
         move_rows(input, NULL, x, members, n, config->hidden_size);
-        linear(gate, inter, input, hidden, n, &layer->expert_gate[e]);
-        linear(up, inter, input, hidden, n, &layer->expert_up[e]);
+        multiply_matrix(gate, inter, input, hidden, n, &layer->expert_gate[e]);
+        multiply_matrix(up, inter, input, hidden, n, &layer->expert_up[e]);
         swiglu(gate, gate, up, (size_t)n * inter);
-        linear(output, hidden, gate, inter, n, &layer->expert_down[e]);
+        multiply_matrix(output, hidden, gate, inter, n, &layer->expert_down[e]);
         for (int i = 0; i < n; i++)
             for (size_t j = 0; j < hidden; j++) y[(size_t)members[i] * hidden + j] += factor[i] * output[(size_t)i * hidden + j];
     }
@@ -1835,7 +1841,7 @@ static void predict_lengths(float *scores, const float *features, int n, const L
         const Matrix *weight = &predictor->weight[l];
         bool last = l + 1 == predictor->layers;
         float *out = last ? scores : scratch + (size_t)(l % 2) * (size_t)n * MAX_PREDICTOR_WIDTH;
-        linear(out, (size_t)weight->rows, in, (size_t)weight->cols, n, weight);
+        multiply_matrix(out, (size_t)weight->rows, in, (size_t)weight->cols, n, weight);
         for (int r = 0; r < n; r++)
             for (int o = 0; o < weight->rows; o++) {
                 float *x = &out[(size_t)r * (size_t)weight->rows + (size_t)o];

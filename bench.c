@@ -2183,8 +2183,8 @@ typedef struct ProductWork { GpuBench *bench; Matrix w[GPU_SETS]; int rows, sets
 static void product_work(void *user) {
     const ProductWork *work = user;
     for (int i = 0; i < work->sets; i++)
-        cuda_backend.linear(work->bench->y, (size_t)work->w[i].rows, work->bench->x, (size_t)work->w[i].cols, work->rows,
-                            &work->w[i]);
+        cuda_backend.linear(&(Projection){work->bench->y, (size_t)work->w[i].rows, &work->w[i]}, 1, work->bench->x,
+                            (size_t)work->w[i].cols, work->rows);
 }
 
 static void library_work(void *user) {
@@ -2800,7 +2800,7 @@ static void put_products(GpuBench *bench, int layers, int n, int finals, size_t 
                               .cols = shapes[i][1],
                               .scale_cols = shapes[i][1] / SCALE_BLOCK};
             *at += bytes;
-            cuda_backend.linear(bench->y, (size_t)w.rows, bench->x, (size_t)w.cols, i < 7 ? n : finals, &w);
+            cuda_backend.linear(&(Projection){bench->y, (size_t)w.rows, &w}, 1, bench->x, (size_t)w.cols, i < 7 ? n : finals);
         }
 }
 
@@ -3129,7 +3129,7 @@ enum {
 static const int decode_batches[DECODE_BATCHES] = {1, 8, 32};
 
 typedef struct Operation {      /* all calls of one name in a step */
-    char name[56];
+    char name[64];
     double seconds[DECODE_BATCHES], bytes[DECODE_BATCHES];      /* a step; bytes that it must read, 0: not counted */
     int calls[DECODE_BATCHES];
 } Operation;
@@ -3247,15 +3247,22 @@ WATCHED(experts, watch.expert_bytes,
 WATCHED(check_finite, 0, (PassReport *report, int place, const float *x, int n, int dim), report, place, x, n, dim)
 #undef WATCHED
 
-/* Products are told apart by their matrix. */
-static void watched_linear(float *y, size_t y_stride, const float *x, size_t x_stride, int n, const Matrix *w) {
-    char name[56];
-    snprintf(name, sizeof name, "linear %d x %d %s", w->rows, w->cols,
-             w->dtype == DTYPE_F8_E4M3 ? "e4m3"
-             : w->dtype == DTYPE_BF16  ? "bf16"
-                                       : "");
-    watch.real->linear(y, y_stride, x, x_stride, n, w);
-    note_operation(name, matrix_bytes(w));
+/* Products are told apart by their matrices. */
+static void watched_linear(const Projection *products, int n_products, const float *x, size_t x_stride, int n) {
+    const DType dtype = products[0].w->dtype;
+    char name[64];
+    int end = snprintf(name, sizeof name, "linear %d", products[0].w->rows);
+    double bytes = 0;
+    for (int i = 0; i < n_products; i++) {
+        if (i) end += snprintf(name + end, sizeof name - (size_t)end, "+%d", products[i].w->rows);
+        bytes += matrix_bytes(products[i].w);
+    }
+    snprintf(name + end, sizeof name - (size_t)end, " x %d %s", products[0].w->cols,
+             dtype == DTYPE_F8_E4M3 ? "e4m3"
+             : dtype == DTYPE_BF16  ? "bf16"
+                                    : "");
+    watch.real->linear(products, n_products, x, x_stride, n);
+    note_operation(name, bytes);
 }
 
 /* Its own works, so that those without marks stay as they are. */

@@ -2265,14 +2265,19 @@ static void split_runs(State *state, const Cache *cache, const Row *rows, int n_
     state->run_ends[state->n_runs++] = n_rows;
 }
 
+/* A product that no other shares its input with. */
+static void project(const Backend *backend, float *y, size_t y_stride, const float *x, size_t x_stride, int n, const Matrix *w) {
+    backend->linear(&(Projection){y, y_stride, w}, 1, x, x_stride, n);
+}
+
 static void mlp(Engine *engine, const LayerWeights *layer, int n) {
     const Backend *backend = engine->backend;
     State *state = &engine->state;
     size_t hidden = (size_t)engine->config.hidden_size, inner = (size_t)layer->gate_proj.rows;
-    backend->linear(state->gate, inner, state->normed, hidden, n, &layer->gate_proj);
-    backend->linear(state->up, inner, state->normed, hidden, n, &layer->up_proj);
+    const Projection products[] = {{state->gate, inner, &layer->gate_proj}, {state->up, inner, &layer->up_proj}};
+    backend->linear(products, 2, state->normed, hidden, n);
     backend->swiglu(state->gate, state->gate, state->up, (size_t)n * inner);
-    backend->linear(state->branch, hidden, state->gate, inner, n, &layer->down_proj);
+    project(backend, state->branch, hidden, state->gate, inner, n, &layer->down_proj);
 }
 
 /* The shared expert, if there is one, plus each row's routed experts. */
@@ -2282,7 +2287,7 @@ static void mixture_of_experts(Engine *engine, const LayerWeights *layer, int n)
     const Config *config = &engine->config;
     size_t hidden = (size_t)config->hidden_size, experts = (size_t)config->n_routed_experts;
     if (!layer->gate_proj.rows) backend->zero(state->branch, (size_t)n * hidden);
-    backend->linear(state->router_logits, experts, state->normed, hidden, n, &layer->router);
+    project(backend, state->router_logits, experts, state->normed, hidden, n, &layer->router);
     backend->route(state->expert_picks, state->expert_weights, state->router_logits, layer->e_score_correction_bias, n, config);
     backend->experts(state->branch, state->normed, state->expert_picks, state->expert_weights, n, layer, config,
                      state->expert_scratch);
@@ -2342,9 +2347,9 @@ static void forward_qwen3(Engine *engine, const Row *rows, int n) {
     float *k = state->kv, *v = state->kv + kv_width;                 /* rows of `width`: keys and values as they are cached */
     for (int i = 0; i < config->num_hidden_layers; i++) {
         const LayerWeights *layer = begin_layer(engine, i, rows, n);
-        backend->linear(state->q, q_width, state->normed, hidden, n, &layer->q_proj);
-        backend->linear(k, width, state->normed, hidden, n, &layer->k_proj);
-        backend->linear(v, width, state->normed, hidden, n, &layer->v_proj);
+        const Projection products[] = {
+            {state->q, q_width, &layer->q_proj}, {k, width, &layer->k_proj}, {v, width, &layer->v_proj}};
+        backend->linear(products, 3, state->normed, hidden, n);
 
         /* Each head of query and key is normed by itself, before it is rotated. */
         backend->norm_heads(state->q, q_width, n, heads, dim, layer->q_norm, config->rms_norm_eps, state->cosine, state->sine);
@@ -2353,15 +2358,15 @@ static void forward_qwen3(Engine *engine, const Row *rows, int n) {
         backend->store_rows(pool.rows, &cache->format, state->kv_rows, n, state->kv, width, state->kv, 0);
         backend->dense_attention(state->attended, state->q, &pool, &cache->format, cache->seen.ready, cache->context_pages,
                                  state->rows, n, heads, kv_heads, dim, engine->softmax_scale);
-        backend->linear(state->branch, hidden, state->attended, q_width, n, &layer->o_proj);
+        project(backend, state->branch, hidden, state->attended, q_width, n, &layer->o_proj);
         finish_layer(engine, i, n);
     }
 }
 
 /* The indexer of a full layer (DeepSeek-V3.2, 2.1): a few narrow heads score every earlier position, and the best index_topk
  * become the selection of this layer and of those that follow it. Its query comes from the main query's latent, its key, which
- * is cached, from the layer's input; both are rotated in their first values, not the last. The score is a weighted sum over
- * heads of relu(q . k), and the weights are the row's own. */
+ * is cached, from the layer's input, as the layer's own do and beside them (forward_dsa); both are rotated in their first values,
+ * not the last. The score is a weighted sum over heads of relu(q . k), and the weights are the row's own, from its input. */
 static void select_rows(Engine *engine, int i, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
@@ -2369,16 +2374,12 @@ static void select_rows(Engine *engine, int i, int n) {
     State *state = &engine->state;
     Cache *cache = &engine->cache;
     const int heads = config->index_n_heads, dim = config->index_head_dim;
-    const size_t hidden = (size_t)config->hidden_size;
-    backend->linear(state->index_q, (size_t)(heads * dim), state->q_lora, (size_t)config->q_lora_rank, n, &layer->indexer_wq_b);
-    backend->linear(state->index_k, (size_t)dim, state->normed, hidden, n, &layer->indexer_wk);
     backend->rope(state->index_q, n, heads, dim, 0, config->qk_rope_head_dim, config->indexer_rope_interleave, state->cosine,
                   state->sine);
     uint8_t *keys = group_index_keys(cache, cache->group_of[i]);
     backend->store_index_keys(keys, &cache->index_format, state->index_rows, n, state->index_k, dim, layer->indexer_k_norm,
                               layer->indexer_k_norm_bias, config->qk_rope_head_dim, config->indexer_rope_interleave,
                               state->cosine, state->sine, state->report, i * CHECKED_PARTS + 2);
-    backend->linear(state->index_weights, (size_t)heads, state->normed, hidden, n, &layer->indexer_weights_proj);
     backend->index_select(&state->selection, state->index_q, state->index_weights, keys, &cache->index_format,
                           cache->seen.index, cache->context_pages, heads, dim, state->rows, n, state->index_scratch,
                           state->scratch_rows);
@@ -2461,32 +2462,40 @@ static void forward_dsa(Engine *engine, const Row *rows, int n) {
     State *state = &engine->state;
     Cache *cache = &engine->cache;
     const int heads = config->num_attention_heads, nope = config->qk_nope_head_dim, tail = config->qk_rope_head_dim,
-              lora = config->kv_lora_rank;
+              lora = config->kv_lora_rank, index_heads = config->index_n_heads, index_dim = config->index_head_dim;
     const size_t hidden = (size_t)config->hidden_size, rank = (size_t)config->q_lora_rank, width = (size_t)(lora + tail);
     for (int i = 0; i < config->num_hidden_layers; i++) {
         const LayerWeights *layer = begin_layer(engine, i, rows, n);
 
+        /* All that is made of the layer's input. A full layer has an indexer, whose parts follow the layer's own. */
+        const bool full = config->indexer_full[i];
+        const Projection of_input[] = {{state->q_lora, rank, &layer->q_a_proj},
+                                       {state->kv, width, &layer->kv_a_proj},
+                                       {state->index_k, (size_t)index_dim, &layer->indexer_wk},
+                                       {state->index_weights, (size_t)index_heads, &layer->indexer_weights_proj}};
+        backend->linear(of_input, full ? 4 : 2, state->normed, hidden, n);
+
         /* The query, by way of a narrow latent that the indexer reads too; of each head's values the last `tail` are rotated. */
-        backend->linear(state->q_lora, rank, state->normed, hidden, n, &layer->q_a_proj);
         backend->rms_norm(state->q_lora, rank, state->q_lora, rank, layer->q_a_layernorm, n, config->q_lora_rank,
                           config->latent_norm_eps);
-        backend->linear(state->q, (size_t)(heads * (nope + tail)), state->q_lora, rank, n, &layer->q_b_proj);
+        const Projection of_latent[] = {{state->q, (size_t)(heads * (nope + tail)), &layer->q_b_proj},
+                                        {state->index_q, (size_t)(index_heads * index_dim), &layer->indexer_wq_b}};
+        backend->linear(of_latent, full ? 2 : 1, state->q_lora, rank, n);
         backend->rope(state->q, n, heads, nope + tail, nope, tail, true, state->cosine, state->sine);
 
         /* This layer's cached row: the normed latent and the rotated key. Every row of the pass is stored before any attends. */
-        backend->linear(state->kv, width, state->normed, hidden, n, &layer->kv_a_proj);
         backend->store_latents(row_pool(cache, (SourceId){i}).rows, &cache->format, state->kv_rows, n, state->kv, lora, tail,
                                layer->kv_a_layernorm, config->latent_norm_eps, state->cosine, state->sine);
 
         /* A full layer selects; a shared one finds the selection of the layer before it still in the state, in its order. */
-        if (config->indexer_full[i]) select_rows(engine, i, n);
-        if (engine->probe.selected && config->indexer_full[i])
+        if (full) select_rows(engine, i, n);
+        if (engine->probe.selected && full)
             engine->probe.selected(engine->probe.user, i, &state->selection, rows, n);
 
         backend->absorb_query(state->q_absorbed, state->q, n, &layer->kv_b_proj, config);
         attend_selection(engine, i);
         backend->expand_value(state->attended, state->z, n, &layer->kv_b_proj, config);
-        backend->linear(state->branch, hidden, state->attended, (size_t)(heads * config->v_head_dim), n, &layer->o_proj);
+        project(backend, state->branch, hidden, state->attended, (size_t)(heads * config->v_head_dim), n, &layer->o_proj);
         finish_layer(engine, i, n);
     }
 }
@@ -2569,7 +2578,7 @@ void begin_head(Engine *engine, const int *indices, int n) {
     backend->upload(state->indices, indices, (size_t)n * sizeof *indices);
     if (!begin_kept_work(engine, n > KEPT_ROWS ? 0 : work_key(engine, WORK_HEAD, n, NULL, 0))) {
         backend->move_rows(state->branch, NULL, state->normed, state->indices, n, engine->config.hidden_size);
-        backend->linear(state->logits, vocab, state->branch, hidden, n, &engine->weights.lm_head);
+        project(backend, state->logits, vocab, state->branch, hidden, n, &engine->weights.lm_head);
         check_part(engine, engine->config.num_hidden_layers, 0, state->logits, n, engine->config.vocab_size);
         backend->end_work();
     }
@@ -3013,15 +3022,19 @@ static uint8_t *layer_ring(const Cache *cache, int layer) {
     return cache->draft_ring + (size_t)layer * (size_t)cache->sessions * (size_t)cache->draft_rows * cache->draft_format.stride;
 }
 
-/* Rows of keys | values of x, the keys normed and rotated; the rotations of their positions are in the state. */
-static void project_keys_and_values(Engine *engine, const LayerWeights *layer, const float *x, int n) {
+/* Rows of keys | values of x, and queries unless q is NULL; queries and keys normed and rotated. The rotations of their positions
+ * are in the state. */
+static void project_for_attention(Engine *engine, const LayerWeights *layer, float *q, const float *x, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->drafter.config.backbone;
     DraftState *state = &engine->drafter.state;
-    const int dim = config->head_dim, kv_heads = config->num_key_value_heads;
-    const size_t hidden = (size_t)config->hidden_size, kv_width = (size_t)(kv_heads * dim), width = 2 * kv_width;
-    backend->linear(state->kv, width, x, hidden, n, &layer->k_proj);
-    backend->linear(state->kv + kv_width, width, x, hidden, n, &layer->v_proj);
+    const int dim = config->head_dim, heads = config->num_attention_heads, kv_heads = config->num_key_value_heads;
+    const size_t hidden = (size_t)config->hidden_size, q_width = (size_t)(heads * dim), kv_width = (size_t)(kv_heads * dim),
+                 width = 2 * kv_width;
+    const Projection products[] = {
+        {state->kv, width, &layer->k_proj}, {state->kv + kv_width, width, &layer->v_proj}, {q, q_width, &layer->q_proj}};
+    backend->linear(products, q ? 3 : 2, x, hidden, n);
+    if (q) backend->norm_heads(q, q_width, n, heads, dim, layer->q_norm, config->rms_norm_eps, state->cosine, state->sine);
     backend->norm_heads(state->kv, width, n, kv_heads, dim, layer->k_norm, config->rms_norm_eps, state->cosine, state->sine);
 }
 
@@ -3050,13 +3063,13 @@ static void store_context(Engine *engine, int n, const int *indices) {
     const int gathers = indices != NULL;
     if (begin_kept_work(engine, n > KEPT_ROWS ? 0 : work_key(engine, WORK_CONTEXT, n, &gathers, 1))) return;
     if (indices) backend->move_rows(state->gathered, NULL, state->features, state->indices, n, (int)feature);
-    backend->linear(state->hidden, hidden, state->gathered, feature, n, &drafter->weights.fc);
+    project(backend, state->hidden, hidden, state->gathered, feature, n, &drafter->weights.fc);
     backend->rms_norm(state->normed, hidden, state->hidden, hidden, drafter->weights.hidden_norm, n, config->hidden_size,
                       config->rms_norm_eps);
     backend->rotations(state->cosine, state->sine, state->rows, n, state->inverse_frequency, config->head_dim,
                        drafter->rope_attention_factor);
     for (int l = 0; l < config->num_hidden_layers; l++) {
-        project_keys_and_values(engine, &drafter->weights.backbone.layers[l], state->normed, n);
+        project_for_attention(engine, &drafter->weights.backbone.layers[l], NULL, state->normed, n);
         backend->store_rows(layer_ring(cache, l), &cache->draft_format, state->ring_rows, n, state->kv, width, state->kv, 0);
     }
     backend->end_work();
@@ -3118,7 +3131,7 @@ static void convolve_input(Engine *engine, const float *base, const Matrix *kern
     const DraftConfig *config = &engine->drafter.config;
     DraftState *state = &engine->drafter.state;
     if (!config->conv_kernel_size) return;
-    engine->backend->linear(state->delta, (size_t)kernel->rows, state->normed, (size_t)kernel->cols, n, kernel);
+    project(engine->backend, state->delta, (size_t)kernel->rows, state->normed, (size_t)kernel->cols, n, kernel);
     engine->backend->convolve(state->normed, base, state->delta, (size_t)kernel->rows, n, config->block_size,
                               config->conv_kernel_size, config->conv_group_size, kernel->cols);
 }
@@ -3155,21 +3168,19 @@ static void run_draft_layers(Engine *engine, const DraftBlock *blocks, int n_blo
         const DraftLayerWeights *extra = &drafter->weights.layers[l];
         const float *next = l + 1 < config->num_hidden_layers ? layer[1].input_layernorm : weights->norm;
         convolve_input(engine, extra->attention_conv, &extra->attention_kernel, n);
-        backend->linear(state->q, q_width, state->normed, hidden, n, &layer->q_proj);
-        backend->norm_heads(state->q, q_width, n, heads, dim, layer->q_norm, config->rms_norm_eps, state->cosine, state->sine);
-        project_keys_and_values(engine, layer, state->normed, n);
+        project_for_attention(engine, layer, state->q, state->normed, n);
         backend->block_attention(state->attended, state->q, state->kv, layer_ring(cache, l), &cache->draft_format,
                                  cache->draft_rows, blocks, n_blocks, size, draft->window[l], draft->causal[l], heads, kv_heads,
                                  dim, 1 / sqrtf((float)dim));
-        backend->linear(state->branch, hidden, state->attended, q_width, n, &layer->o_proj);
+        project(backend, state->branch, hidden, state->attended, q_width, n, &layer->o_proj);
         convolve_output(engine, extra->attention_conv, &extra->attention_kernel, n);
         backend->add_norm(state->normed, state->hidden, state->branch, layer->post_attention_layernorm, n, config->hidden_size,
                           config->rms_norm_eps, NULL, 0);
         convolve_input(engine, extra->mlp_conv, &extra->mlp_kernel, n);
-        backend->linear(state->gate, inner, state->normed, hidden, n, &layer->gate_proj);
-        backend->linear(state->up, inner, state->normed, hidden, n, &layer->up_proj);
+        const Projection products[] = {{state->gate, inner, &layer->gate_proj}, {state->up, inner, &layer->up_proj}};
+        backend->linear(products, 2, state->normed, hidden, n);
         backend->swiglu(state->gate, state->gate, state->up, (size_t)n * inner);
-        backend->linear(state->branch, hidden, state->gate, inner, n, &layer->down_proj);
+        project(backend, state->branch, hidden, state->gate, inner, n, &layer->down_proj);
         convolve_output(engine, extra->mlp_conv, &extra->mlp_kernel, n);
         backend->add_norm(state->normed, state->hidden, state->branch, next, n, config->hidden_size, config->rms_norm_eps,
                           NULL, 0);
@@ -3200,14 +3211,14 @@ static void follow_markov(Engine *engine, Drafts *drafts, int slot, const DraftB
                  rank = (size_t)drafter->config.markov_rank, joined = (size_t)drafter->weights.confidence.cols;
     backend->take_tokens(state->rows, blocks, slot, n);
     backend->embed(state->ranks, &drafter->weights.markov_w1, state->rows, n);
-    backend->linear(state->bias, vocab, state->ranks, rank, n, &drafter->weights.markov_w2);
+    project(backend, state->bias, vocab, state->ranks, rank, n, &drafter->weights.markov_w2);
     backend->add(state->bias, logits, (size_t)n * vocab);
     find_candidates(engine, drafts, slot, drafts->slots, state->bias, n, false);
     if (!drafter->config.confidence_head) return;
     backend->copy_rows(state->joined, joined, states, hidden, n, (int)hidden, 1);
     if (joined > hidden) backend->copy_rows(state->joined + hidden, joined, state->ranks, rank, n, (int)rank, 1);
     float *confidence = drafts->confidence + slot;
-    backend->linear(confidence, (size_t)drafts->slots, state->joined, joined, n, &drafter->weights.confidence);
+    project(backend, confidence, (size_t)drafts->slots, state->joined, joined, n, &drafter->weights.confidence);
     backend->add_bias(confidence, (size_t)drafts->slots, drafter->weights.confidence_bias, n);
 }
 
@@ -3223,7 +3234,7 @@ static void draft_tokens(Engine *engine, Drafts *drafts, DraftBlock *blocks, int
                  rows = (size_t)(n * slots);
     float *logits = engine->state.logits;
     backend->move_rows(state->branch, NULL, state->normed, state->indices, n * slots, config->backbone.hidden_size);
-    backend->linear(logits, vocab, state->branch, hidden, n * slots, &drafter->weights.backbone.lm_head);
+    project(backend, logits, vocab, state->branch, hidden, n * slots, &drafter->weights.backbone.lm_head);
     if (config->final_logit_softcapping > 0 || config->output_multiplier != 1)
         backend->cap_logits(logits, rows * vocab, config->output_multiplier, config->final_logit_softcapping);
     for (int slot = 0; slot < slots && config->markov_rank; slot++) {
@@ -3238,7 +3249,7 @@ static void draft_tokens(Engine *engine, Drafts *drafts, DraftBlock *blocks, int
         backend->draw_drafts(drafts, 0, slots, blocks, n, rule);
         return;
     }
-    backend->linear(state->ranks, (size_t)config->selector_rank, state->branch, hidden, n * slots,
+    project(backend, state->ranks, (size_t)config->selector_rank, state->branch, hidden, n * slots,
                     &drafter->weights.selector_hidden);
     backend->select_path(drafts, state->ranks, &drafter->weights.predecessor, &drafter->weights.successor, blocks, n, rule);
 }

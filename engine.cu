@@ -1101,8 +1101,8 @@ static void add_norm(float *y, float *x, const float *branch, const float *weigh
 /* =====================================================================================================================
  * Products
  *
- *     linear, expand_value -> multiply -> launch_tiles -> choose_cut, product_kernel or multiply_many
- *     product_kernel -> fetch_first, multiply_segment, sum_segments
+ *     linear, expand_value -> multiply -> plan, launch_products or multiply_many
+ *     launch_products -> choose_cluster, product_kernel -> multiply_block -> fetch_first, multiply_segment, sum_segments
  *     multiply_segment -> fetch_input and put_input (x), multiply_batch (weights), put_sums
  *
  * Owns: y = W x with W in its stored format. A warp multiplies a strip of 32 rows of weights by 8 to 32 rows of x on the tensor
@@ -1153,8 +1153,17 @@ typedef struct Product {        /* y[r] = W x[r], for each of `heads` matrices t
     int n_rows;
     int heads, head_rows, x_head, y_head;           /* the last two: values from one head to the next */
     bool aligned;               /* x allows loads of 16 bytes */
+    DType format;               /* the weights' as the kernel is to see them, or EXACT */
+    int terms;                  /* of x */
     Cut cut;
+    int tiles, first_block;     /* of eight rows of x in a block; of the launch's blocks */
 } Product;
+
+/* What shares a launch: with clusters of one size, and as many tiles. */
+typedef struct Products {
+    Product of[MAX_PROJECTIONS];
+    int count;
+} Products;
 
 /* The rows of x that a block multiplies. */
 typedef struct Input {
@@ -1611,13 +1620,13 @@ static __device__ inline void store_four(float *p, float4 v, int count) {
     }
 }
 
-/* Grid: blocks of a cluster of each head, groups of rows of x, groups of rows of weights. */
+/* Block `block` of a product. Neighbours make a cluster; the clusters of all heads for the same rows of weights follow each
+ * other. */
 template <DType D, int TILES, int TERMS>
-static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_kernel(const __grid_constant__ Product p) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    let_next_start();
-    const int along = power_of(p.cut.along), group_rows = STRIP * WARPS >> along, first_row = (int)blockIdx.z * group_rows;
-    const int head = (int)blockIdx.x >> power_of(p.cut.cluster), rank = (int)blockIdx.x & p.cut.cluster - 1;
+static __device__ inline void multiply_block(const Product &p, int block, uint8_t *shared) {
+    const int along = power_of(p.cut.along), group_rows = STRIP * WARPS >> along, rank = block & p.cut.cluster - 1;
+    const int at = block >> power_of(p.cut.cluster), group = p.heads == 1 ? at : at / p.heads;
+    const int head = at - group * p.heads, first_row = group * group_rows;
     const int from = (rank << along) * batch_values(D);
     Matrix w = p.w;
     w.data += (size_t)head * (size_t)p.head_rows * weight_bytes(D == EXACT ? w.dtype : D, (size_t)w.cols);
@@ -1646,7 +1655,28 @@ static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_ke
     if (p.cut.cluster > 1) cluster_barrier();       /* the others may still be reading this block's sums */
 }
 
-static Cut cut_of(int cluster, int along, int cols, DType dtype = DTYPE_BF16) {
+/* Grid: blocks of all products, groups of rows of x. */
+template <int TILES>
+static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_kernel(const __grid_constant__ Products products) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    let_next_start();
+    int i = products.count - 1;
+    while (i && (int)blockIdx.x < products.of[i].first_block) i--;
+    const Product &p = products.of[i];
+    const int block = (int)blockIdx.x - p.first_block;
+    switch (p.format) {
+    case DTYPE_BF16: return multiply_block<DTYPE_BF16, TILES, 2>(p, block, shared);
+    case DTYPE_F16: return multiply_block<DTYPE_F16, TILES, 2>(p, block, shared);
+    case DTYPE_F4_E2M1: return multiply_block<DTYPE_F4_E2M1, TILES, 1>(p, block, shared);
+    case DTYPE_F8_E4M3:
+        if (p.terms == 2) return multiply_block<DTYPE_F8_E4M3, TILES, 2>(p, block, shared);
+        return multiply_block<DTYPE_F8_E4M3, TILES, 1>(p, block, shared);
+    default:
+        if constexpr (TILES == 1) multiply_block<EXACT, 1, 1>(p, block, shared);
+    }
+}
+
+static Cut cut_of(int cluster, int along, int cols, DType dtype) {
     return {.cluster = cluster, .along = along, .rounds = divide_up(cols, cluster * along * batch_values(dtype))};
 }
 
@@ -1656,7 +1686,7 @@ static int cluster_slots(int cluster) {
     static int found[MAX_CLUSTER + 1];
     if (gpu.major < 9 || cluster == 1) return 2 * gpu.multiprocessors;
     if (found[cluster]) return found[cluster];
-    const auto kernel = product_kernel<DTYPE_BF16, 1, 2>;
+    const auto kernel = product_kernel<1>;
     const size_t shared = (size_t)product_shared(DTYPE_BF16, {cluster, 1, 1}, 8, 2);
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeClusterDimension;
@@ -1687,31 +1717,70 @@ static double cut_cost(const Cut &cut, DType dtype, int rows, int heads, int n) 
     return waves * (cut.rounds * round + begin) + cluster + segment * cut.cluster * cut.along;
 }
 
-/* The cut of a matrix. The number of segments is its shape's, what is best for one row; how they lie in warps and blocks changes
- * no sum, and may follow the number of rows. */
-static Cut choose_cut(int rows, int cols, int heads, DType dtype, int n) {
+/* The number of segments of a matrix is its shape's: what is best for one row. */
+static Cut choose_cut(const Product &p) {
     const int most = gpu.major == 9 ? MAX_CLUSTER : 1;
-    Cut best = {}, cut;
+    Cut best = {};
     for (int segments = 2; segments <= WARPS * most; segments *= 2) {
-        cut = cut_of(segments > WARPS ? segments / WARPS : 1, segments > WARPS ? WARPS : segments, cols, dtype);
-        if (!best.rounds || cut_cost(cut, dtype, rows, heads, 1) < cut_cost(best, dtype, rows, heads, 1)) best = cut;
-    }
-    const int segments = best.cluster * best.along;
-    for (int cluster = 2 * best.cluster; cluster <= most && cluster <= segments; cluster *= 2) {
-        cut = cut_of(cluster, segments / cluster, cols, dtype);
-        if (cut_cost(cut, dtype, rows, heads, n) < 0.97 * cut_cost(best, dtype, rows, heads, n)) best = cut;
+        const Cut cut = cut_of(divide_up(segments, WARPS), min(segments, WARPS), p.w.cols, p.format);
+        if (!best.rounds || cut_cost(cut, p.format, p.w.rows, p.heads, 1) < cut_cost(best, p.format, p.w.rows, p.heads, 1))
+            best = cut;
     }
     return best;
 }
 
-template <DType D, int TILES, int TERMS> static void launch_product(const Product &product) {
-    const Cut &cut = product.cut;
-    const size_t shared = (size_t)product_shared(D, cut, product.n_rows < TILES * 8 ? product.n_rows : TILES * 8, TERMS);
-    const int groups = divide_up(product.w.rows, STRIP * (WARPS / cut.along));
-    allow_shared(product_kernel<D, TILES, TERMS>, shared);
-    launch_early(product_kernel<D, TILES, TERMS>,
-                 dim3((unsigned)(cut.cluster * product.heads), (unsigned)divide_up(product.n_rows, TILES * 8), (unsigned)groups),
-                 THREADS, shared, cut.cluster, product);
+static int segments_of(const Product &p) { return p.cut.cluster * p.cut.along; }
+
+/* How segments lie in warps and blocks changes no sum, and may follow the company: those that share a launch have one cluster. */
+static void choose_cluster(Products *products) {
+    int least = 1, most = gpu.major == 9 ? MAX_CLUSTER : 1, best = 0;
+    double best_cost = 0;
+    for (int i = 0; i < products->count; i++) {
+        least = max(least, divide_up(segments_of(products->of[i]), WARPS));
+        most = min(most, segments_of(products->of[i]));
+    }
+    for (int cluster = least; cluster <= most; cluster *= 2) {
+        double cost = 0;
+        for (int i = 0; i < products->count; i++) {
+            const Product &p = products->of[i];
+            cost += cut_cost(cut_of(cluster, segments_of(p) / cluster, p.w.cols, p.format), p.format, p.w.rows, p.heads, p.n_rows);
+        }
+        if (best && cost >= 0.97 * best_cost) continue;
+        best = cluster;
+        best_cost = cost;
+    }
+    for (int i = 0; i < products->count; i++) {
+        Product &p = products->of[i];
+        p.cut = cut_of(best, segments_of(p) / best, p.w.cols, p.format);
+    }
+}
+
+/* Whether a product fits into that launch: some cluster holds the segments of all. */
+static bool may_join(const Products &products, const Product &p) {
+    int least = divide_up(segments_of(p), WARPS), most = segments_of(p);
+    for (int i = 0; i < products.count; i++) {
+        least = max(least, divide_up(segments_of(products.of[i]), WARPS));
+        most = min(most, segments_of(products.of[i]));
+        if (products.of[i].tiles != p.tiles) return false;
+    }
+    return least <= most;
+}
+
+static void launch_products(Products *products) {
+    size_t shared = 0;
+    int blocks = 0;
+    choose_cluster(products);
+    for (int i = 0; i < products->count; i++) {
+        Product &p = products->of[i];
+        p.first_block = blocks;
+        blocks += divide_up(p.w.rows, STRIP * (WARPS / p.cut.along)) * p.heads * p.cut.cluster;
+        shared = max(shared, (size_t)product_shared(p.format, p.cut, min(p.n_rows, p.tiles * 8), p.terms));
+    }
+    const Product &first = products->of[0];
+    const auto kernel = first.tiles == 4 ? product_kernel<4> : first.tiles == 2 ? product_kernel<2> : product_kernel<1>;
+    allow_shared(kernel, shared);
+    launch_early(kernel, dim3((unsigned)blocks, (unsigned)divide_up(first.n_rows, first.tiles * 8)), THREADS, shared,
+                 first.cut.cluster, *products);
 }
 
 /* ---- many rows: a block multiplies a tile of 64 to 256 rows of weights by 64 or 128 rows of x, one segment after the other,
@@ -2196,13 +2265,13 @@ template <DType D, int TERMS, int N, int GROUPS> static void consider_tile(Choic
     }
 }
 
-static size_t rounded_row(const Product &product, int terms) {
-    return (size_t)(product.heads * divide_up(product.w.cols, WIDE_STEP) * terms) * WIDE_BYTES;
+static size_t rounded_row(const Product &product) {
+    return (size_t)(product.heads * divide_up(product.w.cols, WIDE_STEP) * product.terms) * WIDE_BYTES;
 }
 
 /* As many rows at a time as there is room for when they are rounded. */
-template <DType D, int TERMS> static void multiply_many(Product product) {
-    const int all = product.n_rows, most = (int)(ROUNDED_BYTES / rounded_row(product, TERMS) / 128 * 128);
+template <DType D, int TERMS> static void multiply_rounded(Product product) {
+    const int all = product.n_rows, most = (int)(ROUNDED_BYTES / rounded_row(product) / 128 * 128);
     for (int first = 0; first < all; first += most) {
         Choice best = {};
         product.n_rows = all - first < most ? all - first : most;
@@ -2215,27 +2284,22 @@ template <DType D, int TERMS> static void multiply_many(Product product) {
     }
 }
 
+static void multiply_many(const Product &product) {
+    if (product.format == DTYPE_BF16) multiply_rounded<DTYPE_BF16, 2>(product);
+    else if (product.format == DTYPE_F16) multiply_rounded<DTYPE_F16, 2>(product);
+    else if (product.format == DTYPE_F4_E2M1) multiply_rounded<DTYPE_F4_E2M1, 1>(product);
+    else if (product.terms == 2) multiply_rounded<DTYPE_F8_E4M3, 2>(product);
+    else multiply_rounded<DTYPE_F8_E4M3, 1>(product);
+}
+
 /* Whether rows are worth the rounding and the second launch, and there is room for 128 of them. */
-static bool are_many(const Product &product, int terms) {
+static bool are_many(const Product &product) {
     const double products = (double)product.n_rows * product.w.rows * product.w.cols * product.heads;
-    if (rounded_row(product, terms) * 128 > ROUNDED_BYTES) return false;
+    if (product.format == EXACT || rounded_row(product) * 128 > ROUNDED_BYTES) return false;
     return product.n_rows > 16 && products >= 1 << 27;
 }
 
 /* ---- launches */
-
-/* Eight rows of x for each tile, as few tiles as hold all rows, if their shared memory is there. */
-template <DType D, int TERMS> static void launch_tiles(Product product) {
-    product.cut = choose_cut(product.w.rows, product.w.cols, product.heads, D, product.n_rows);
-    if constexpr (D != EXACT) {
-        if (are_many(product, TERMS)) return multiply_many<D, TERMS>(product);
-        if (product.n_rows > 16 && product_shared(D, product.cut, 32, TERMS) <= (int)gpu.shared_per_block)
-            return launch_product<D, 4, TERMS>(product);
-        if (product.n_rows > 8 && product_shared(D, product.cut, 16, TERMS) <= (int)gpu.shared_per_block)
-            return launch_product<D, 2, TERMS>(product);
-    }
-    launch_product<D, 1, TERMS>(product);
-}
 
 /* Whether rows of that type begin at multiples of 16 bytes, in a tensor that does. */
 static bool rows_aligned(DType dtype, int cols) {
@@ -2250,22 +2314,55 @@ static bool floats_aligned(const float *x, size_t stride) { return (uintptr_t)x 
  * results are compared with each other, the indexer's and the latent projections'. e2m1 is the experts' type. */
 enum { TWO_TERMS_MOST = 16 << 20 };
 
-static void multiply(Product product) {
-    const Matrix *w = &product.w;
-    if (product.n_rows <= 0 || w->rows <= 0) return;
-    product.aligned = floats_aligned(product.x, product.x_stride) && product.x_head % 4 == 0;
-    if (!rows_aligned(w->dtype, w->cols) || (uintptr_t)w->data % 16 || (uintptr_t)w->exponents % 8)
-        launch_tiles<EXACT, 1>(product);
-    else if (w->dtype == DTYPE_BF16) launch_tiles<DTYPE_BF16, 2>(product);
-    else if (w->dtype == DTYPE_F16) launch_tiles<DTYPE_F16, 2>(product);
-    else if (w->dtype == DTYPE_F4_E2M1) launch_tiles<DTYPE_F4_E2M1, 1>(product);
-    else if ((size_t)w->rows * (size_t)w->cols * (size_t)product.heads <= TWO_TERMS_MOST) launch_tiles<DTYPE_F8_E4M3, 2>(product);
-    else launch_tiles<DTYPE_F8_E4M3, 1>(product);
+static int terms_of(DType format, size_t weights) {
+    if (format == DTYPE_F8_E4M3) return weights <= TWO_TERMS_MOST ? 2 : 1;
+    return format == DTYPE_BF16 || format == DTYPE_F16 ? 2 : 1;
 }
 
-static void linear(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w) {
-    multiply({.w = *w, .x = x, .y = y, .x_stride = x_stride, .y_stride = y_stride, .n_rows = n_rows, .heads = 1, .head_rows = 0,
-              .x_head = 0, .y_head = 0, .aligned = false, .cut = {}});
+/* Eight rows of x for each tile, as few tiles as hold all rows, if their shared memory is there. */
+static int choose_tiles(const Product &p) {
+    if (p.format == EXACT) return 1;
+    for (int tiles = 4; tiles > 1; tiles /= 2)
+        if (p.n_rows > tiles * 4 && product_shared(p.format, p.cut, tiles * 8, p.terms) <= (int)gpu.shared_per_block) return tiles;
+    return 1;
+}
+
+static void plan(Product *p) {
+    const Matrix &w = p->w;
+    const bool exactly = !rows_aligned(w.dtype, w.cols) || (uintptr_t)w.data % 16 || (uintptr_t)w.exponents % 8;
+    p->aligned = floats_aligned(p->x, p->x_stride) && p->x_head % 4 == 0;
+    p->format = exactly ? EXACT : w.dtype;
+    p->terms = terms_of(p->format, (size_t)w.rows * (size_t)w.cols * (size_t)p->heads);
+    p->cut = choose_cut(*p);
+    p->tiles = choose_tiles(*p);
+}
+
+/* Products of many rows each have a launch, others as few as they can. */
+static void multiply(Product *products, int n) {
+    Products few = {};
+    for (Product *p = products; p < products + n; p++) {
+        if (p->n_rows <= 0 || p->w.rows <= 0) continue;
+        plan(p);
+        if (are_many(*p)) {
+            multiply_many(*p);
+            continue;
+        }
+        if (!may_join(few, *p)) {
+            launch_products(&few);
+            few.count = 0;
+        }
+        few.of[few.count++] = *p;
+    }
+    if (few.count) launch_products(&few);
+}
+
+static void linear(const Projection *products, int n_products, const float *x, size_t x_stride, int n_rows) {
+    Product of[MAX_PROJECTIONS] = {};
+    for (int i = 0; i < n_products; i++) {
+        const Projection &p = products[i];
+        of[i] = {.w = *p.w, .x = x, .y = p.y, .x_stride = x_stride, .y_stride = p.y_stride, .n_rows = n_rows, .heads = 1};
+    }
+    multiply(of, n_products);
 }
 
 /* y[r, h] = W_UV[h] z[r, h]: a small matrix for each head, all in one launch. */
@@ -2276,8 +2373,9 @@ static void expand_value(float *y, const float *z, int n_rows, const Matrix *kv_
     w.data += (size_t)nope * weight_bytes(w.dtype, (size_t)w.cols);
     w.first_row += nope;
     w.rows = v;
-    multiply({.w = w, .x = z, .y = y, .x_stride = (size_t)heads * (size_t)lora, .y_stride = (size_t)heads * (size_t)v,
-              .n_rows = n_rows, .heads = heads, .head_rows = nope + v, .x_head = lora, .y_head = v, .aligned = false, .cut = {}});
+    Product product = {.w = w, .x = z, .y = y, .x_stride = (size_t)heads * (size_t)lora, .y_stride = (size_t)heads * (size_t)v,
+                       .n_rows = n_rows, .heads = heads, .head_rows = nope + v, .x_head = lora, .y_head = v};
+    multiply(&product, 1);
 }
 
 /* ---- absorb_query: the same matrices from their other side. A thread block takes ABSORB_COLUMNS columns of a head, which have
@@ -3390,10 +3488,11 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
     if (layer->gate_proj.rows && !merged) {
         const size_t inner = (size_t)layer->gate_proj.rows;
         float *up = scratch + (size_t)n_rows * inner;
-        linear(scratch, inner, x, (size_t)hidden, n_rows, &layer->gate_proj);
-        linear(up, inner, x, (size_t)hidden, n_rows, &layer->up_proj);
+        const Projection of_x[] = {{scratch, inner, &layer->gate_proj}, {up, inner, &layer->up_proj}},
+                         down_proj = {y, (size_t)hidden, &layer->down_proj};
+        linear(of_x, 2, x, (size_t)hidden, n_rows);
         swiglu(scratch, scratch, up, (size_t)n_rows * inner);
-        linear(y, (size_t)hidden, scratch, inner, n_rows, &layer->down_proj);
+        linear(&down_proj, 1, scratch, inner, n_rows);
     }
     for (int first = 0, n; first < n_rows; first += n) {
         n = min(n_rows - first, most);

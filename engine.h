@@ -284,6 +284,14 @@ typedef struct Matrix {         /* y = W x; row r, column c of W is data[r * col
     const uint8_t *exponents;   /* e2m1: [whole rows, scale_cols] E8M0 as stored, 2^(e - 127); otherwise NULL */
 } Matrix;
 
+typedef struct Projection {     /* one of the products of the same x */
+    float *y;
+    size_t y_stride;
+    const Matrix *w;            /* of any stored type, as many columns as the others' */
+} Projection;
+
+enum { MAX_PROJECTIONS = 4 };
+
 typedef struct LayerWeights {
     const float *input_layernorm, *post_attention_layernorm;    /* [hidden_size] f32 */
     /* qwen3 */
@@ -917,8 +925,9 @@ struct Backend {
     void (*add_norm)(float *y, float *x, const float *branch, const float *weight, int n, int dim, float eps, PassReport *report,
                      int place);
 
-    /* y[r, o] = sum_i W[o, i] x[r, i]: the reduction runs over i in blocks of fixed size. */
-    void (*linear)(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w);
+    /* y[r, o] = sum_i W[o, i] x[r, i] for each of up to MAX_PROJECTIONS matrices: the reduction runs over i in blocks of fixed
+     * size. What stands beside a product, rows or matrices, changes none of its bits. */
+    void (*linear)(const Projection *products, int n_products, const float *x, size_t x_stride, int n_rows);
 
     /* cosine, sine: [rows, dim / 2] of position * inverse_frequency, times factor (YaRN's attention factor, else 1). */
     void (*rotations)(float *cosine, float *sine, const Row *rows, int n_rows, const float *inverse_frequency, int dim,

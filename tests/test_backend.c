@@ -166,7 +166,7 @@ static void test_linear_once(DType dtype, int rows, int cols, int first, int cou
     size_t x_stride = (size_t)cols + 3, y_stride = (size_t)count + 5;
     float *x = random_floats(ROWS * x_stride), *alone = allocate_zeroed(ROWS * y_stride, sizeof(float)),
           *y = allocate_zeroed(ROWS * y_stride, sizeof(float));
-    for (int r = 0; r < ROWS; r++) linear(alone + (size_t)r * y_stride, y_stride, x + (size_t)r * x_stride, x_stride, 1, &view);
+    for (int r = 0; r < ROWS; r++) multiply_matrix(alone + (size_t)r * y_stride, y_stride, x + (size_t)r * x_stride, x_stride, 1, &view);
     int wrong = 0, other = 0, outside = 0;
     for (int r = 0; r < ROWS; r++)
         for (int o = 0; o < count; o++) {
@@ -182,7 +182,7 @@ static void test_linear_once(DType dtype, int rows, int cols, int first, int cou
         for (int n = 1; n <= ROWS; n++) {
             omp_set_num_threads(threads);
             for (size_t i = 0; i < ROWS * y_stride; i++) y[i] = 77;
-            linear(y, y_stride, x, x_stride, n, &view);
+            multiply_matrix(y, y_stride, x, x_stride, n, &view);
             for (int r = 0; r < n; r++) {
                 other += memcmp(y + (size_t)r * y_stride, alone + (size_t)r * y_stride, (size_t)count * sizeof(float)) != 0;
                 for (size_t o = (size_t)count; o < y_stride; o++) outside += y[(size_t)r * y_stride + o] != 77;
@@ -217,10 +217,10 @@ static void test_linear_negative_zero(void) {
     for (int k = 0; k < COLS; k++) w[k] = -1e-30f;
     for (int i = 0; i < ROWS * COLS; i++) x[i] = 1e-30f;
     Matrix matrix = {.data = (const uint8_t *)w, .dtype = DTYPE_F32, .rows = 1, .cols = COLS};
-    linear(y, 1, x, COLS, 1, &matrix);
+    multiply_matrix(y, 1, x, COLS, 1, &matrix);
     uint32_t alone = float_to_bits(y[0]);
     for (int n = 1; n <= ROWS; n++) {
-        linear(y, 1, x, COLS, n, &matrix);
+        multiply_matrix(y, 1, x, COLS, n, &matrix);
         for (int r = 0; r < n; r++)
             CHECK(float_to_bits(y[r]) == alone, "row %d of %d: %08x, alone %08x", r, n, float_to_bits(y[r]), alone);
     }

@@ -521,8 +521,8 @@ static void check_linear(DType dtype, const char *type, int rows, int cols, int 
     Matrix w = random_matrix(dtype, rows, cols, first_row), device = matrix_on_device(&w);
     float *x = random_floats((size_t)n * x_stride + 1, 1), *dx = on_device(x, (size_t)n * x_stride * 4);
     float *dy = output_on_device(out), *dz = output_on_device(out), *wanted = calloc(out + 1, 4);
-    c_backend.linear(wanted, y_stride, x, x_stride, n, &w);
-    cuda_backend.linear(dy, y_stride, dx, x_stride, n, &device);
+    project(&c_backend, wanted, y_stride, x, x_stride, n, &w);
+    project(&cuda_backend, dy, y_stride, dx, x_stride, n, &device);
     float *y = from_device(dy, (out + TEST_TAIL) * 4);
     size_t wrong_gaps = 0, unwritten = 0;
     for (size_t i = 0; i < out + TEST_TAIL; i++) {
@@ -538,7 +538,7 @@ static void check_linear(DType dtype, const char *type, int rows, int cols, int 
     for (int s = 0; s < 13 && sizes[s] < n; s++)
         for (int times = 0; times < 2; times++) {
             const int first = times ? n - sizes[s] : draw_between(0, n - sizes[s]);
-            cuda_backend.linear(dz, y_stride, dx + (size_t)first * x_stride, x_stride, sizes[s], &device);
+            project(&cuda_backend, dz, y_stride, dx + (size_t)first * x_stride, x_stride, sizes[s], &device);
             float *z = from_device(dz, out * 4);
             int different = 0;
             for (int r = 0; r < sizes[s]; r++)
@@ -546,7 +546,7 @@ static void check_linear(DType dtype, const char *type, int rows, int cols, int 
             CHECK(!different, "%s: %d of %d rows from %d on have other bits", name, different, sizes[s], first);
             free(z);
         }
-    cuda_backend.linear(dy, y_stride, dx, x_stride, 0, &device);
+    project(&cuda_backend, dy, y_stride, dx, x_stride, 0, &device);
     free(x), free(y), free(wanted);
     free_weights(&w);
     free_kept();
@@ -576,9 +576,9 @@ static void check_many_rows(DType dtype, const char *type, int rows, int cols, i
     float *one = output_on_device(MOST * y_stride), *many = output_on_device(MOST * y_stride),
           *wanted = calloc(MOST * y_stride, 4);
     for (int r = 0; r < MOST; r++)
-        cuda_backend.linear(one + (size_t)r * y_stride, y_stride, dx + shift % 2 + (size_t)r * x_stride, x_stride, 1, &device);
+        project(&cuda_backend, one + (size_t)r * y_stride, y_stride, dx + shift % 2 + (size_t)r * x_stride, x_stride, 1, &device);
     float *alone = from_device(one, MOST * y_stride * 4);
-    c_backend.linear(wanted, y_stride, x + shift % 2, x_stride, MOST, &w);
+    project(&c_backend, wanted, y_stride, x + shift % 2, x_stride, MOST, &w);
     for (size_t i = 0; i < MOST * y_stride; i++)
         if (i % y_stride >= (size_t)rows) alone[i] = wanted[i] = 0;
     char name[128];
@@ -586,7 +586,7 @@ static void check_many_rows(DType dtype, const char *type, int rows, int cols, i
     compare(name, alone, wanted, MOST * y_stride, product_bound(dtype));
     for (int c = 0; c < (int)(sizeof counts / sizeof *counts); c++) {
         const int n = counts[c], first = draw_between(0, MOST - n);
-        cuda_backend.linear(many, y_stride, dx + shift % 2 + (size_t)first * x_stride, x_stride, n, &device);
+        project(&cuda_backend, many, y_stride, dx + shift % 2 + (size_t)first * x_stride, x_stride, n, &device);
         float *y = from_device(many, MOST * y_stride * 4);
         int different = 0;
         for (int r = 0; r < n; r++)
@@ -617,7 +617,7 @@ static void test_linear_bad_row(void) {
         float *x = random_floats((size_t)(n * cols), 1);
         x[4 * cols + 77] = NAN;
         float *dy = on_device(NULL, (size_t)(n * rows) * 4);
-        cuda_backend.linear(dy, (size_t)rows, on_device(x, (size_t)(n * cols) * 4), (size_t)cols, n, &device);
+        project(&cuda_backend, dy, (size_t)rows, on_device(x, (size_t)(n * cols) * 4), (size_t)cols, n, &device);
         float *y = from_device(dy, (size_t)(n * rows) * 4);
         for (int i = 0; i < n * rows; i++)
             CHECK(!isfinite(y[i]) == (i / rows == 4), "linear %s: row %d of a pass with a NaN in row 4", weight_names[t],
