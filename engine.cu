@@ -2886,7 +2886,6 @@ struct Stream {
     const uint8_t *scale;       /* this lane's four bytes of the next tile's scales */
     int scale_lanes, scale_bytes;                   /* lanes that have some; from tile to tile */
     DType dtype;
-    int slot;                   /* of the ring, in bytes from the warp's first */
 };
 
 /* Everything that changes from strip to strip. Rows of gate and up come in eights, as they are down's columns, and so do those of
@@ -2931,22 +2930,21 @@ static __device__ inline bool next_strip(Stream *stream, const Experts &e, const
     return true;
 }
 
-/* Starts to read this warp's next tile into its place in the ring. False: there is none that is known. */
-static __device__ inline bool fetch_tile(Stream *stream, const Experts &e, const ExpertMemory &m) {
+/* Starts to read this warp's next tile to that place of the ring. False: there is none that is known. */
+static __device__ inline bool fetch_tile(Stream *stream, const Experts &e, const ExpertMemory &m, int place) {
     if (stream->left <= 0 && !next_strip(stream, e, m)) return false;
-    const int lane = lane_id(), place = lane / 8 * TILE_BYTES + (lane % 8 ^ swizzled(lane / 8)) * 16;
-    uint8_t *slot = m.ring + stream->slot;
+    const int lane = lane_id(), own = lane / 8 * TILE_BYTES + (lane % 8 ^ swizzled(lane / 8)) * 16;
+    uint8_t *slot = m.ring + place;
     const bool there = lane % 8 * 16 < stream->left;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        start_copy_to_shared(slot + place + i * 8 * TILE_BYTES, stream->row[i], there);
-        start_copy_to_shared(slot + (place ^ 2 * 16) + (i * 8 + 4) * TILE_BYTES, stream->row[i] + stream->apart, there);
+        start_copy_to_shared(slot + own + i * 8 * TILE_BYTES, stream->row[i], there);
+        start_copy_to_shared(slot + (own ^ 2 * 16) + (i * 8 + 4) * TILE_BYTES, stream->row[i] + stream->apart, there);
         stream->row[i] += TILE_BYTES;
     }
     if (lane < stream->scale_lanes) copy_scales_to_shared(slot + TILE_ROWS * TILE_BYTES + lane * 4, stream->scale);
     stream->scale += stream->scale_bytes;
     stream->left -= TILE_BYTES;
-    stream->slot = next_slot(e, stream->slot);
     return true;
 }
 
@@ -3033,10 +3031,10 @@ static __device__ inline void load_rows(uint4 x[8], const Experts &e, const Expe
 
 /* ---- products */
 
-/* A tile as a thread has it, rows g = lane / 4 and g + 8, with their scales. Of e2m1: four bytes of each 16. Of others: twice 16
- * bytes. */
+/* A tile as a thread has it, rows g = lane / 4 and g + 8, with their scales. Of e2m1: four bytes of each 16, in turns from either
+ * row. Of others: twice 16 bytes, each from either row. */
 struct Tile {
-    uint32_t word[2][8];
+    uint32_t word[16];
     uint2 scale[2];             /* e4m3: the first has the floats of both rows. e2m1: each its exponents */
 };
 
@@ -3049,16 +3047,16 @@ static __device__ inline void load_tile(Tile *tile, const uint8_t *slot, DType D
 #pragma unroll
         for (int i = 0; i < 4; i++)
             asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(tile->word[0][2 * i]), "=r"(tile->word[1][2 * i]), "=r"(tile->word[0][2 * i + 1]),
-                           "=r"(tile->word[1][2 * i + 1]) : "r"(row + (place ^ i * 32)) : "memory");
+                         : "=r"(tile->word[4 * i]), "=r"(tile->word[4 * i + 1]), "=r"(tile->word[4 * i + 2]),
+                           "=r"(tile->word[4 * i + 3]) : "r"(row + (place ^ i * 32)) : "memory");
         for (int i = 0; i < 2; i++) tile->scale[i] = ((const uint2 *)scales)[g + 8 * i];
     } else {
         if (D == DTYPE_F8_E4M3) tile->scale[0] = *(const uint2 *)scales;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const int place = (lane % 4 ^ swizzled(g)) * 16 ^ i % 2 * 64;
-            const uint4 piece = *(const uint4 *)(slot + (g + i / 2 * 8) * TILE_BYTES + place);
-            memcpy(&tile->word[i / 2][i % 2 * 4], &piece, 16);
+            const int place = (lane % 4 ^ swizzled(g)) * 16 ^ i / 2 * 64;
+            const uint4 piece = *(const uint4 *)(slot + (g + i % 2 * 8) * TILE_BYTES + place);
+            memcpy(tile->word + 4 * i, &piece, 16);
         }
     }
 }
@@ -3075,13 +3073,17 @@ static __device__ inline uint2 shift_e4m3(uint32_t four) {
     return make_uint2((four << 8 & 0x80008000) | (four << 4 & 0x07f007f0), (four & 0x80008000) | (four >> 4 & 0x07f007f0));
 }
 
-/* The part-th eight weights of a thread's row as four pairs of the type that x has. */
-template <DType D> static __device__ inline uint4 widen_words(const uint32_t word[8], int part) {
-    if constexpr (D == DTYPE_F4_E2M1) return shift_e2m1(word[part]);
+/* The part-th eight weights of a thread's upper (0) or lower (1) row as four pairs of the type that x has. */
+template <DType D> static __device__ inline uint4 widen_words(const Tile &tile, int half, int part) {
+    if constexpr (D == DTYPE_F4_E2M1) return shift_e2m1(tile.word[2 * part + half]);
     else if constexpr (D == DTYPE_F8_E4M3) {
-        const uint2 low = shift_e4m3(word[2 * part]), high = shift_e4m3(word[2 * part + 1]);
+        const uint32_t *words = tile.word + (part / 2 * 2 + half) * 4 + part % 2 * 2;
+        const uint2 low = shift_e4m3(words[0]), high = shift_e4m3(words[1]);
         return make_uint4(low.x, low.y, high.x, high.y);
-    } else return make_uint4(word[4 * part], word[4 * part + 1], word[4 * part + 2], word[4 * part + 3]);
+    } else {
+        const uint32_t *words = tile.word + (part * 2 + half) * 4;
+        return make_uint4(words[0], words[1], words[2], words[3]);
+    }
 }
 
 /* The scale of a block of e2m1 weights, of the exponents of four: 2^(e - 127). 2^128 is infinite, and shows; 2^-127 is 0. */
@@ -3107,7 +3109,7 @@ static __device__ inline void multiply_tile(float total[4], const Tile &tile, co
     float sum[4] = {};
 #pragma unroll
     for (int part = 0; part < parts; part++) {
-        const uint4 a = widen_words<D>(tile.word[0], part), c = widen_words<D>(tile.word[1], part);
+        const uint4 a = widen_words<D>(tile, 0, part), c = widen_words<D>(tile, 1, part);
         float *into = is_lifted(D) ? sum : total;
 #pragma unroll
         for (int term = 0; term < TERMS; term++) {
@@ -3147,7 +3149,7 @@ static __device__ inline void multiply_segment(float total[4], uint4 x[8], bool 
             __syncwarp();
             load_tile(&tile, m.ring + *slot, D);
             __syncwarp();
-            fetch_tile(stream, e, m);
+            fetch_tile(stream, e, m, *slot);
             commit_copies();
             if (D == DTYPE_F8_E4M3 && terms == 1) multiply_numbered<DTYPE_F8_E4M3, 1>(total, tile, x, i);
             else if (D == DTYPE_F8_E4M3) multiply_numbered<DTYPE_F8_E4M3, 2>(total, tile, x, i);
@@ -3336,7 +3338,7 @@ static __device__ int fetch_shared(Stream *stream, const Experts &e, const Exper
     for (int i = (int)threadIdx.x; i <= works; i += EXPERT_THREADS) m.works[i].chosen = i < works ? 0 : NOBODY;
     __syncthreads();
     int ahead = 0;
-    for (; ahead < e.stages && fetch_tile(stream, e, m); ahead++) commit_copies();
+    for (; ahead < e.stages && fetch_tile(stream, e, m, ahead * e.slot_bytes); ahead++) commit_copies();
     return ahead;
 }
 
@@ -3358,7 +3360,7 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const
     if (threadIdx.x == 0) count_rounds(&rounds, e, works);
     __syncthreads();
     for (; ahead < e.stages && !exact; ahead++) {
-        fetch_tile(&stream, e, m);
+        fetch_tile(&stream, e, m, ahead * e.slot_bytes);
         commit_copies();
     }
 
