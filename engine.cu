@@ -2698,7 +2698,7 @@ static void route(int *picks, float *weights, const float *logits, const float *
 
 enum {
     EXPERT_WARPS = 16, EXPERT_THREADS = 32 * EXPERT_WARPS,
-    CHUNK = 256,                /* columns that a warp multiplies one after the other; the segments take chunks in turns */
+    CHUNK_BITS = 8, CHUNK = 1 << CHUNK_BITS,        /* values of x that a warp has in registers, all terms counted */
     MAX_SEGMENT_BITS = 3,
     TILE_ROWS = 16,             /* of weights in a tile: of one matrix, or eight each of gate and up */
     TILE_BYTES = 128,           /* of each of its rows */
@@ -2719,12 +2719,13 @@ struct Experts {
     Matrix shared[3];           /* of the shared expert, where it runs with the others */
     const int *picks;
     const float *x, *weights;
-    void *gated;                /* [rows * slots, inter] */
+    float *gated;               /* [rows * slots, inter], or as many upper terms and then lower terms in each row */
     float *y;
     int n_rows, experts, per_token, hidden, inter;
     int slots;                  /* picks of a row; with the shared expert, which then is the last */
     bool aligned;               /* x allows loads of 16 bytes */
     DType dtype[2];             /* how the experts' weights are multiplied, and the shared one's */
+    int terms[2];               /* of x, that these meet */
     int segment_bits[3];        /* 2^bits warps share the columns of a strip, in either phase: a team */
     int columns;                /* rows of x that meet a tile at a time */
     int most_chosen, stages, slot_bytes, x_bytes;   /* what lay_out_experts() has found room for */
@@ -2758,12 +2759,16 @@ struct ExpertMemory {
 /* A team's place in them. work == works: nothing to do. */
 struct Cursor { int round, work, unit; };
 
-/* Values of a row in a tile: 2^tile_bits. */
-static __host__ __device__ inline int tile_bits(DType D) { return D == DTYPE_F4_E2M1 ? 8 : D == DTYPE_F8_E4M3 ? 7 : 6; }
-static __host__ __device__ inline int tiles_of(DType D, int cols) { return (cols + (1 << tile_bits(D)) - 1) >> tile_bits(D); }
+/* Values of a row in a tile, and columns of a chunk: 2^bits of them, since a division takes as long as a read of memory. */
+static __host__ __device__ constexpr int tile_bits(DType D) { return D == DTYPE_F4_E2M1 ? 8 : D == DTYPE_F8_E4M3 ? 7 : 6; }
+static __host__ __device__ constexpr int tile_values(DType D) { return 1 << tile_bits(D); }
+static __host__ __device__ constexpr int chunk_columns(int terms) { return CHUNK >> (terms - 1); }
+static __host__ __device__ inline int count_chunks(int cols, int terms) {
+    return (cols + chunk_columns(terms) - 1) >> (CHUNK_BITS + 1 - terms);
+}
 
-/* Bytes of the scales of a row in a tile. */
-static __host__ __device__ inline int scale_bytes(DType D) { return D == DTYPE_F4_E2M1 ? 8 : D == DTYPE_F8_E4M3 ? 4 : 0; }
+/* Room for a tile's scales: of e4m3 one for its upper and one for its lower rows, of e2m1 eight bytes for each row. */
+static __host__ __device__ inline int scale_bytes(DType D) { return D == DTYPE_F4_E2M1 ? 128 : D == DTYPE_F8_E4M3 ? 16 : 0; }
 
 static __device__ inline int row_of(int pick) { return pick >> 16; }
 static __device__ inline int number_of(int pick) { return pick & 0xffff; }
@@ -2774,12 +2779,20 @@ static __device__ inline size_t gated_row(const Experts &e, int pick) {
 static __device__ inline DType type_of(const Experts &e, const Rounds &rounds, int work) {
     return e.dtype[work < rounds.shared_works];
 }
+static __device__ inline int terms_of(const Experts &e, const Rounds &rounds, int work) {
+    return e.terms[work < rounds.shared_works];
+}
 static __device__ inline int count_of(const ExpertMemory &m, int work) { return m.works[work + 1].begin - m.works[work].begin; }
 static __device__ inline int bits_of(const Experts &e, bool down) { return e.segment_bits[down ? DOWN : GATE]; }
 static __device__ inline int segments_of(const Experts &e, bool down) { return 1 << bits_of(e, down); }
 static __device__ inline int teams_of(const Experts &e, bool down) { return EXPERT_WARPS >> bits_of(e, down); }
 static __device__ inline int team_of(const Experts &e, bool down) { return warp_id() >> bits_of(e, down); }
 static __device__ inline int segment_of(const Experts &e, bool down) { return warp_id() & (segments_of(e, down) - 1); }
+
+/* The chunk with which a segment begins. */
+static __device__ inline int segment_begin(const Experts &e, bool down, int terms, int segment) {
+    return count_chunks(down ? e.inter : e.hidden, terms) * segment >> bits_of(e, down);
+}
 
 /* ---- rounds */
 
@@ -2943,12 +2956,17 @@ static __device__ int list_works(const Experts &e, const ExpertMemory &m) {
     return works;
 }
 
-/* ---- weights on their way */
+/* ---- weights on their way
+ *
+ * A tile lies in shared memory row by row. Of row g, the 16 bytes that belong in place i lie in place i ^ swizzled(g), so that
+ * eight neighbouring threads always meet different banks: when they have four places each of two rows, and when they have one
+ * place of eight rows.
+ */
 
-static __device__ inline void copy_scales_to_shared(uint8_t *to, const uint8_t *from, int bytes) {
-    const uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
-    if (bytes == 4) asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(at), "l"(from) : "memory");
-    else asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" :: "r"(at), "l"(from) : "memory");
+static __device__ inline int swizzled(int row) { return row % 2 * 4 + row / 2 % 4; }
+
+static __device__ inline void copy_scales_to_shared(uint8_t *to, const uint8_t *from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(shared_address(to)), "l"(from) : "memory");
 }
 /* The place of the tile behind the one at `slot`, in a warp's part of the ring. */
 static __device__ inline int next_slot(const Experts &e, int slot) {
@@ -2958,36 +2976,39 @@ static __device__ inline int next_slot(const Experts &e, int slot) {
 /* What a warp reads, tile by tile, `stages` ahead of what it multiplies. */
 struct Stream {
     Cursor cursor;
-    int limit;                  /* the rounds that are known */
     int strip, strips;          /* the one being read; those that follow it */
-    int at, end;                /* bytes into a row */
-    int chunk, skipped;         /* bytes of a chunk; of those of the other segments that follow it */
-    const uint8_t *data[2];     /* of the tile's upper and lower eight rows */
-    uint32_t row[4];            /* offsets of four of the tile's rows, for this lane's 16 bytes */
-    const uint8_t *scale;       /* of row `lane`, of the next tile */
-    int scale_bytes;            /* of a row in a tile */
-    int slot;                   /* of the ring, in bytes from the warp's first */
+    int left;                   /* bytes of its rows, of this warp's segment, from the next tile on */
+    const uint8_t *row[2];      /* this lane's 16 bytes of the next tile, in rows lane / 8 and lane / 8 + 8 */
+    uint32_t apart;             /* from there to the rows four further on; then a row's bytes, too: */
+    uint32_t stride;
+    const uint8_t *scale;       /* this lane's four bytes of the next tile's scales */
+    int scale_lanes, scale_bytes;                   /* lanes that have some; from tile to tile */
+    DType dtype;
 };
 
-/* Everything that changes from strip to strip of the same matrices. */
+/* Everything that changes from strip to strip. Rows of gate and up come in eights, as they are down's columns, and so do those of
+ * down; where there are none, what lies before them is read again. */
 static __device__ inline void open_strip(Stream *stream, const Experts &e, const ExpertMemory &m, bool down) {
     const Chosen &chosen = m.chosen[m.works[stream->cursor.work].chosen];
-    const int lane = lane_id(), high = down ? TILE_ROWS : TILE_ROWS / 2, last = (down ? e.hidden : e.inter) - 1;
-    const int first = stream->strip * high;
-    stream->at = segment_of(e, down) * stream->chunk;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int row = min(first + lane / 8 + i % 2 * 4 + (down ? i / 2 * 8 : 0), last);
-        stream->row[i] = (uint32_t)row * (uint32_t)stream->end + (uint32_t)(lane % 8 * 16);
-    }
-    const int row = min(first + lane % high, last), scale_row = stream->scale_bytes == 8 ? row : row / SCALE_BLOCK;
-    stream->scale = (const uint8_t *)chosen.scale[down ? DOWN : lane % TILE_ROWS < 8 ? GATE : UP]
-                    + (size_t)scale_row * (size_t)(divide_up(stream->end, TILE_BYTES) * stream->scale_bytes)
-                    + stream->at / TILE_BYTES * stream->scale_bytes;
+    const DType D = stream->dtype;
+    const int lane = lane_id(), first = down ? stream->strip * TILE_ROWS : min(stream->strip * 8, e.inter - 8),
+              cols = down ? e.inter : e.hidden, lower = down && first + 8 < e.hidden ? 8 : 0,
+              terms = terms_of(e, *m.rounds, stream->cursor.work), segment = segment_of(e, down);
+    const int begin = segment_begin(e, down, terms, segment) * chunk_columns(terms),
+              end = min(segment_begin(e, down, terms, segment + 1) * chunk_columns(terms), cols);
+    stream->left = (int)weight_bytes(D, (size_t)(end - begin));
+    const size_t at = (size_t)(first + lane / 8) * stream->stride + weight_bytes(D, (size_t)begin) + (size_t)(lane % 8 * 16);
+    stream->row[0] = chosen.data[down ? DOWN : GATE] + at;
+    stream->row[1] = chosen.data[down ? DOWN : UP] + at + (uint32_t)lower * stream->stride;
+    const bool block = D == DTYPE_F8_E4M3, upper = block ? lane == 0 : lane / 2 < 8;
+    const int row = block ? first / SCALE_BLOCK : first + lane / 2 % 8 + (upper ? 0 : lower);
+    stream->scale = (const uint8_t *)chosen.scale[down ? DOWN : upper ? GATE : UP] + (block ? 0 : lane % 2 * 4)
+                    + (size_t)(row * (cols + tile_values(D) - 1 >> tile_bits(D)) + (begin >> tile_bits(D)))
+                      * (size_t)stream->scale_bytes;
 }
 
 /* The next strip, or the first one of the next round in which this warp has any. False: there is none that is known. */
-static __device__ bool next_strip(Stream *stream, const Experts &e, const ExpertMemory &m) {
+static __device__ inline bool next_strip(Stream *stream, const Experts &e, const ExpertMemory &m) {
     const Rounds &rounds = *m.rounds;
     if (stream->strips == 0) {
         do {
@@ -2995,59 +3016,50 @@ static __device__ bool next_strip(Stream *stream, const Experts &e, const Expert
             step(&stream->cursor, e, m, team_of(e, true));
         } while (stream->cursor.work >= rounds.works);
         const bool down = stream->cursor.round >= rounds.gate;
-        const Chosen &chosen = m.chosen[m.works[stream->cursor.work].chosen];
-        const DType D = type_of(e, rounds, stream->cursor.work);
+        stream->dtype = type_of(e, rounds, stream->cursor.work);
         stream->strip = strip_of(e, stream->cursor.unit, down, team_of(e, down));
         stream->strips = strips_of(rounds, stream->cursor.unit, down) - 1;
-        stream->end = (int)weight_bytes(D, (size_t)(down ? e.inter : e.hidden));
-        stream->chunk = (int)weight_bytes(D, CHUNK);
-        stream->skipped = (segments_of(e, down) - 1) * stream->chunk;
-        stream->scale_bytes = scale_bytes(D);
-        stream->data[0] = chosen.data[down ? DOWN : GATE], stream->data[1] = chosen.data[down ? DOWN : UP];
+        stream->stride = (uint32_t)weight_bytes(stream->dtype, (size_t)(down ? e.inter : e.hidden));
+        stream->apart = 4 * stream->stride;
+        stream->scale_lanes = stream->dtype == DTYPE_F8_E4M3 ? 2 : stream->dtype == DTYPE_F4_E2M1 ? 32 : 0;
+        stream->scale_bytes = stream->dtype == DTYPE_F8_E4M3 ? 4 : 8;
     } else stream->strip += (int)gridDim.x, stream->strips--;
     open_strip(stream, e, m, stream->cursor.round >= rounds.gate);
     return true;
 }
 
-/* Starts to read this warp's next tile into its place in the ring. False: there is none that is known. */
-static __device__ bool fetch_tile(Stream *stream, const Experts &e, const ExpertMemory &m) {
-    while (stream->at >= stream->end)
-        if (!next_strip(stream, e, m)) return false;
-    const int lane = lane_id();
-    uint8_t *slot = m.ring + stream->slot, *to = slot + lane / 8 * TILE_BYTES + (lane % 8 ^ lane / 8 % 2 * 4) * 16;
-    const bool there = stream->at + lane % 8 * 16 < stream->end;
-    const uint32_t at = there ? (uint32_t)stream->at : 0;
+/* Starts to read this warp's next tile to that place of the ring. False: there is none that is known. */
+static __device__ inline bool fetch_tile(Stream *stream, const Experts &e, const ExpertMemory &m, int place) {
+    if (stream->left <= 0 && !next_strip(stream, e, m)) return false;
+    const int lane = lane_id(), own = lane / 8 * TILE_BYTES + (lane % 8 ^ swizzled(lane / 8)) * 16;
+    uint8_t *slot = m.ring + place;
+    const bool there = lane % 8 * 16 < stream->left;
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-        start_copy_to_shared(to + i * 4 * TILE_BYTES, stream->data[i / 2] + (stream->row[i] + at), there);
-    if (stream->scale_bytes && lane < TILE_ROWS)
-        copy_scales_to_shared(slot + TILE_ROWS * TILE_BYTES + lane * stream->scale_bytes, stream->scale, stream->scale_bytes);
-    stream->at += TILE_BYTES;
-    stream->scale += stream->scale_bytes;
-    if ((stream->at & (stream->chunk - 1)) == 0) {
-        stream->at += stream->skipped;
-        stream->scale += stream->skipped / TILE_BYTES * stream->scale_bytes;
+    for (int i = 0; i < 2; i++) {
+        start_copy_to_shared(slot + own + i * 8 * TILE_BYTES, stream->row[i], there);
+        start_copy_to_shared(slot + (own ^ 2 * 16) + (i * 8 + 4) * TILE_BYTES, stream->row[i] + stream->apart, there);
+        stream->row[i] += TILE_BYTES;
     }
-    stream->slot = next_slot(e, stream->slot);
+    if (lane < stream->scale_lanes) copy_scales_to_shared(slot + TILE_ROWS * TILE_BYTES + lane * 4, stream->scale);
+    stream->scale += stream->scale_bytes;
+    stream->left -= TILE_BYTES;
     return true;
 }
 
 /* ---- x as the tensor cores want it */
 
-/* e4m3 weights are only shifted into bf16's place, which leaves them 2^-120 of what they are: x is 2^64 of what it is instead
- * (from 2^63 on it becomes infinite, and shows), and the scale makes up for the rest. */
-static constexpr float E4M3_LIFT = 0x1p64f, E4M3_REPAIR = 0x1p56f;
+/* e4m3 and e2m1 weights are only shifted into bf16's place, which leaves them 2^-120 or 2^-126 of what they are: x is 2^64 of what
+ * it is instead (from 2^63 on it becomes infinite, and shows), and sums are multiplied by what is left. */
+static constexpr float LIFT = 0x1p64f, E4M3_REPAIR = 0x1p56f, E2M1_REPAIR = 0x1p62f;
 
-/* A thread multiplies 64 values of a chunk, eight at a time, and four threads each their own. Of the chunk's 32 eights, which is
- * the i-th of thread t: as many as 16 bytes of weights hold follow each other. */
+/* Of the 32 eights of a chunk, all terms counted, a thread has eight, and four threads each their own. Which is the i-th of thread
+ * t: as many as 16 bytes of e4m3 hold follow each other. */
 static __device__ inline int eight_of(DType D, int t, int i) {
-    const int each = D == DTYPE_F4_E2M1 ? 4 : D == DTYPE_F8_E4M3 ? 2 : 1;
-    return i / each * 4 * each + t * each + i % each;
+    return D == DTYPE_F8_E4M3 ? i / 2 * 8 + t * 2 + i % 2 : i * 4 + t;
 }
 /* The same backwards, as i * 4 + t. */
 static __device__ inline int eight_place(DType D, int eight) {
-    const int each = D == DTYPE_F4_E2M1 ? 4 : D == DTYPE_F8_E4M3 ? 2 : 1;
-    return eight / (4 * each) * 4 * each + eight % each * 4 + eight / each % 4;
+    return D == DTYPE_F8_E4M3 ? eight / 8 * 8 + eight % 2 * 4 + eight / 2 % 4 : eight;
 }
 
 /* Place of value i of an eight among them, in the order of narrow_eight(). */
@@ -3055,135 +3067,199 @@ static __device__ inline int value_place(DType D, int i) {
     return D == DTYPE_F4_E2M1 ? i % 4 * 2 + i / 4 : D == DTYPE_F8_E4M3 ? i / 4 * 4 + i % 2 * 2 + i % 4 / 2 : i;
 }
 
-static __device__ inline uint4 narrow_for(DType D, float v[8]) {
-    if (D == DTYPE_F4_E2M1) return narrow_eight<DTYPE_F4_E2M1>(v);
-    if (D == DTYPE_BF16) return narrow_eight<DTYPE_BF16>(v);
-    if (D == DTYPE_F16) return narrow_eight<DTYPE_F16>(v);
+static __device__ inline bool is_lifted(DType D) { return D == DTYPE_F8_E4M3 || D == DTYPE_F4_E2M1; }
+
+/* A term of eight values, which become what it leaves. */
+template <DType D> static __device__ inline uint4 take_term(float v[8]) {
+    const uint4 term = narrow_eight<D>(v);
 #pragma unroll
-    for (int i = 0; i < 8; i++) v[i] *= E4M3_LIFT;
-    return narrow_eight<DTYPE_F8_E4M3>(v);
+    for (int i = 0; i < 8; i++) v[i] = remainder_of<D>(v[i]);
+    return term;
+}
+static __device__ inline uint4 take_term(DType D, float v[8]) {
+    if (D == DTYPE_F4_E2M1) return take_term<DTYPE_F4_E2M1>(v);
+    if (D == DTYPE_BF16) return take_term<DTYPE_BF16>(v);
+    if (D == DTYPE_F16) return take_term<DTYPE_F16>(v);
+    return take_term<DTYPE_F8_E4M3>(v);
 }
 
 /* Bytes of a row of x, whole chunks, in shared memory. */
-static __host__ __device__ inline int x_stride(int cols) { return divide_up(cols, CHUNK) * CHUNK * 2 + STAGED_PAD; }
+static __host__ __device__ inline int x_stride(int cols, int terms) {
+    return count_chunks(cols, terms) * CHUNK * 2 + STAGED_PAD;
+}
 
-/* The rows of a work, for the whole block. */
-static __device__ void stage_rows(const Experts &e, const ExpertMemory &m, int work, DType D) {
-    const int begin = m.works[work].begin, count = count_of(m, work), stride = x_stride(e.hidden);
-    const int eights = (stride - STAGED_PAD) / 16;
+/* The rows of a work, for the whole block: of each chunk first the upper terms, then the lower. */
+static __device__ void stage_rows(const Experts &e, const ExpertMemory &m, int work, DType D, int terms) {
+    const int begin = m.works[work].begin, count = count_of(m, work), stride = x_stride(e.hidden, terms);
+    const int each = chunk_columns(terms) / 8, eights = count_chunks(e.hidden, terms) * each;
+    int column = 0, eight = (int)threadIdx.x;
 #pragma unroll 2
-    for (int i = (int)threadIdx.x; i < count * eights; i += EXPERT_THREADS) {
-        const int column = i / eights, eight = i % eights;
+    for (; true; eight += EXPERT_THREADS) {
+        while (eight >= eights) eight -= eights, column++;
+        if (column >= count) break;
         const float *from = e.x + (size_t)(row_of(m.order[begin + column])) * (size_t)e.hidden + eight * 8;
+        uint8_t *to = m.x + column * stride + (eight * terms & -CHUNK / 8) * 16 + eight_place(D, eight & (each - 1)) * 16;
         float v[8];
         load_eight(v, from, e.hidden - eight * 8, e.aligned);
-        *(uint4 *)(m.x + column * stride + (eight / 32 * 32 + eight_place(D, eight % 32)) * 16) = narrow_for(D, v);
+        if (is_lifted(D))
+#pragma unroll
+            for (int j = 0; j < 8; j++) v[j] *= LIFT;
+        for (int term = 0; term < terms; term++) *(uint4 *)(to + term * each * 16) = take_term(D, v);
     }
 }
 
 /* This thread's 64 values of a chunk, of its row of x or of gated; idle columns of the instruction repeat one. */
-static __device__ inline void load_rows(uint4 x[8], const Experts &e, const ExpertMemory &m, bool down, int work, int count,
-                                        int chunk, DType D) {
-    const int column = min(lane_id() / 4, count - 1), t = lane_id() % 4;
+static __device__ inline void load_rows(uint4 x[8], const Experts &e, const ExpertMemory &m, bool down, int work, int chunk,
+                                        DType D, int terms) {
+    const int column = min(lane_id() / 4, count_of(m, work) - 1), t = lane_id() % 4;
     if (!down) {
-        const uint8_t *from = m.x + column * x_stride(e.hidden) + chunk * CHUNK * 2 + t * 16;
+        const uint8_t *from = m.x + column * x_stride(e.hidden, terms) + chunk * CHUNK * 2 + t * 16;
 #pragma unroll
         for (int i = 0; i < 8; i++) x[i] = *(const uint4 *)(from + i * 64);
         return;
     }
-    const uint16_t *from = (const uint16_t *)e.gated + gated_row(e, m.order[m.works[work].begin + column]);
+    const uint16_t *from = (const uint16_t *)(e.gated + gated_row(e, m.order[m.works[work].begin + column]));
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        const int k = chunk * CHUNK + eight_of(D, t, i) * 8;
-        x[i] = k < e.inter ? __ldcg((const uint4 *)(from + k)) : make_uint4(0, 0, 0, 0);
+        const bool lower = terms == 2 && i >= 4;
+        const int k = chunk * chunk_columns(terms) + eight_of(D, t, lower ? i - 4 : i) * 8;
+        x[i] = k < e.inter ? __ldcg((const uint4 *)(from + (lower ? e.inter : 0) + k)) : make_uint4(0, 0, 0, 0);
     }
 }
 
 /* ---- products */
 
-/* A tile as a thread has it: two pieces of 16 bytes of row g = lane / 4, two of row g + 8. */
-struct Tile { uint4 piece[2][2]; uint2 scale[2]; };
+/* A tile as a thread has it, rows g = lane / 4 and g + 8, with their scales. Of e2m1: four bytes of each 16, in turns from either
+ * row. Of others: twice 16 bytes, each from either row. */
+struct Tile {
+    uint32_t word[16];
+    uint2 scale[2];             /* e4m3: the first has the floats of both rows. e2m1: each its exponents */
+};
 
-static __device__ inline void load_tile(Tile *tile, const uint8_t *slot, int scale_bytes) {
-    const int g = lane_id() / 4;
-    const uint8_t *from = slot + g * TILE_BYTES + lane_id() % 4 * 16, *scale = slot + TILE_ROWS * TILE_BYTES + g * scale_bytes;
+static __device__ inline void load_tile(Tile *tile, const uint8_t *slot, DType D) {
+    const int lane = lane_id(), g = lane / 4;
+    const uint8_t *scales = slot + TILE_ROWS * TILE_BYTES;
+    if (D == DTYPE_F4_E2M1) {
+        const uint32_t row = shared_address(slot) + lane % 8 * TILE_BYTES + lane / 8 % 2 * 8 * TILE_BYTES,
+                       place = (lane / 16 ^ swizzled(lane % 8)) * 16;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < 4; i++)
+            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(tile->word[4 * i]), "=r"(tile->word[4 * i + 1]), "=r"(tile->word[4 * i + 2]),
+                           "=r"(tile->word[4 * i + 3]) : "r"(row + (place ^ i * 32)) : "memory");
+        for (int i = 0; i < 2; i++) tile->scale[i] = ((const uint2 *)scales)[g + 8 * i];
+    } else {
+        if (D == DTYPE_F8_E4M3) tile->scale[0] = *(const uint2 *)scales;
 #pragma unroll
-        for (int u = 0; u < 2; u++) tile->piece[u][i] = *(const uint4 *)(from + (u ^ g % 2) * 64 + i * 8 * TILE_BYTES);
-        if (scale_bytes == 4) tile->scale[i].x = *(const uint32_t *)(scale + i * 8 * 4);
-        if (scale_bytes == 8) tile->scale[i] = *(const uint2 *)(scale + i * 8 * 8);
+        for (int i = 0; i < 4; i++) {
+            const int place = (lane % 4 ^ swizzled(g)) * 16 ^ i / 2 * 64;
+            const uint4 piece = *(const uint4 *)(slot + (g + i % 2 * 8) * TILE_BYTES + place);
+            memcpy(tile->word + 4 * i, &piece, 16);
+        }
     }
 }
 
-/* Eight weights as four pairs of the type that x has. */
-template <DType D> static __device__ inline uint4 shift_part(const uint4 &piece, int part, uint32_t factor) {
-    if constexpr (D == DTYPE_F8_E4M3) {
-        const uint32_t low = part ? piece.z : piece.x, high = part ? piece.w : piece.y;
-        return make_uint4((low << 8 & 0x80008000) | (low << 4 & 0x07f007f0), (low & 0x80008000) | (low >> 4 & 0x07f007f0),
-                          (high << 8 & 0x80008000) | (high << 4 & 0x07f007f0), (high & 0x80008000) | (high >> 4 & 0x07f007f0));
-    } else return widen_part<D>(piece, part, factor);
+/* Eight e2m1 weights as pairs of values i and i + 4: a multiplication puts copies of sign and size into their places. */
+static __device__ inline uint4 shift_e2m1(uint32_t eight) {
+    const uint32_t high = eight >> 8, mask = 0x81c081c0;
+    return make_uint4((eight & 0x000f000f) * 0x1040 & mask, (eight & 0x00f000f0) * 0x104 & mask,
+                      (high & 0x000f000f) * 0x1040 & mask, (high & 0x00f000f0) * 0x104 & mask);
 }
 
-/* total += a tile times x. Of e4m3 the sum is scaled, of e2m1 each value, but for 2^E2M1_SHIFT. */
-template <DType D> static __device__ inline void multiply_tile(float total[4], const Tile &tile, const uint4 *x) {
-    constexpr int parts = D == DTYPE_F4_E2M1 ? 4 : D == DTYPE_F8_E4M3 ? 2 : 1;
+/* Four e4m3 weights as pairs: the first and the third, the second and the fourth. */
+static __device__ inline uint2 shift_e4m3(uint32_t four) {
+    return make_uint2((four << 8 & 0x80008000) | (four << 4 & 0x07f007f0), (four & 0x80008000) | (four >> 4 & 0x07f007f0));
+}
+
+/* The part-th eight weights of a thread's upper (0) or lower (1) row as four pairs of the type that x has. */
+template <DType D> static __device__ inline uint4 widen_words(const Tile &tile, int half, int part) {
+    if constexpr (D == DTYPE_F4_E2M1) return shift_e2m1(tile.word[2 * part + half]);
+    else if constexpr (D == DTYPE_F8_E4M3) {
+        const uint32_t *words = tile.word + (part / 2 * 2 + half) * 4 + part % 2 * 2;
+        const uint2 low = shift_e4m3(words[0]), high = shift_e4m3(words[1]);
+        return make_uint4(low.x, low.y, high.x, high.y);
+    } else {
+        const uint32_t *words = tile.word + (part * 2 + half) * 4;
+        return make_uint4(words[0], words[1], words[2], words[3]);
+    }
+}
+
+/* The scale of a block of e2m1 weights, of the exponents of four: 2^(e - 127). 2^128 is infinite, and shows; 2^-127 is 0. */
+static __device__ inline float e2m1_scale(uint32_t exponents, int i) {
+    return __uint_as_float((i == 3 ? exponents >> 1 : exponents << (23 - 8 * i)) & 0x7f800000);
+}
+
+/* total += scale * sum; of e2m1, for the part-th block of a tile. */
+template <DType D> static __device__ inline void add_scaled(float total[4], const float sum[4], const Tile &tile, int part) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const uint2 &exponents = tile.scale[i / 2];
+        const float scale = D == DTYPE_F8_E4M3 ? __uint_as_float(i < 2 ? tile.scale[0].x : tile.scale[0].y) * E4M3_REPAIR
+                                               : e2m1_scale(part < 4 ? exponents.x : exponents.y, part % 4);
+        total[i] = fmaf(scale, sum[i], total[i]);
+    }
+}
+
+/* total += a tile times x, of which the lower terms, if there are any, are four eights further on. */
+template <DType D, int TERMS>
+static __device__ inline void multiply_tile(float total[4], const Tile &tile, const uint4 *x) {
+    constexpr int parts = tile_values(D) / 32;
     float sum[4] = {};
-    float *into = D == DTYPE_F8_E4M3 ? sum : total;
 #pragma unroll
-    for (int u = 0; u < 2; u++) {
-        const uint32_t upper = D == DTYPE_F4_E2M1 ? e2m1_factor(u ? tile.scale[0].y : tile.scale[0].x) : 0,
-                       lower = D == DTYPE_F4_E2M1 ? e2m1_factor(u ? tile.scale[1].y : tile.scale[1].x) : 0;
+    for (int part = 0; part < parts; part++) {
+        const uint4 a = widen_words<D>(tile, 0, part), c = widen_words<D>(tile, 1, part);
+        float *into = is_lifted(D) ? sum : total;
 #pragma unroll
-        for (int part = 0; part < parts; part++) {
-            const uint4 a = shift_part<D>(tile.piece[u][0], part, upper), c = shift_part<D>(tile.piece[u][1], part, lower),
-                        b = x[u * parts + part];
+        for (int term = 0; term < TERMS; term++) {
+            const uint4 b = x[term * 4 + part];
             multiply_fragment<D>(into, a.x, c.x, a.y, c.y, b.x, b.y);
             multiply_fragment<D>(into, a.z, c.z, a.w, c.w, b.z, b.w);
         }
+        if (D != DTYPE_F4_E2M1) continue;
+        add_scaled<D>(total, sum, tile, part);
+        for (int i = 0; i < 4; i++) sum[i] = 0;
     }
-    if (D == DTYPE_F8_E4M3)
-#pragma unroll
-        for (int i = 0; i < 4; i++) total[i] = fmaf(__uint_as_float(tile.scale[i / 2].x) * E4M3_REPAIR, sum[i], total[i]);
+    if (D == DTYPE_F8_E4M3) add_scaled<D>(total, sum, tile, 0);
 }
 
-/* The tile of that number in a chunk. */
-template <DType D>
+/* total += the tile of that number in a chunk times x. */
+template <DType D, int TERMS>
 static __device__ inline void multiply_numbered(float total[4], const Tile &tile, const uint4 x[8], int number) {
-    constexpr int tiles = D == DTYPE_F4_E2M1 ? 1 : D == DTYPE_F8_E4M3 ? 2 : 4;
-#pragma unroll
-    for (int i = 0; i < tiles; i++)
-        if (number == i) multiply_tile<D>(total, tile, x + i * (8 / tiles));
+    constexpr int tiles = chunk_columns(TERMS) / tile_values(D);
+    static_assert(tiles <= 2, "tiles of a chunk");
+    if (tiles == 1 || number == 0) multiply_tile<D, TERMS>(total, tile, x);
+    else multiply_tile<D, TERMS>(total, tile, x + tile_values(D) / 32);
 }
 
 /* This warp's segment of one strip times the rows of one work, whose first chunk of x may be held already. As soon as a tile is
  * in registers, the stream's next one takes its place. slot: where its first one lies. */
-static __device__ inline void multiply_work(float total[4], uint4 x[8], bool held, Stream *stream, int *slot, const Experts &e,
-                                            const ExpertMemory &m, bool down, int work, DType D) {
-    const int cols = down ? e.inter : e.hidden, count = count_of(m, work), segments = segments_of(e, down),
-              scales = scale_bytes(D), stages = e.stages;
-    for (int chunk = segment_of(e, down); chunk * CHUNK < cols; chunk += segments) {
-        if (!held || segments * CHUNK < cols) load_rows(x, e, m, down, work, count, chunk, D);
-        const int tiles = tiles_of(D, min((int)CHUNK, cols - chunk * CHUNK));
+static __device__ inline void multiply_segment(float total[4], uint4 x[8], bool held, Stream *stream, int *slot, const Experts &e,
+                                               const ExpertMemory &m, bool down, int work, DType D, int terms) {
+    const int cols = down ? e.inter : e.hidden, segment = segment_of(e, down), stages = e.stages;
+    const int first = segment_begin(e, down, terms, segment), end = segment_begin(e, down, terms, segment + 1);
+    for (int chunk = first; chunk < end; chunk++) {
+        if (!held || end - first > 1) load_rows(x, e, m, down, work, chunk, D, terms);
+        const int tiles = min(chunk_columns(terms), cols - chunk * chunk_columns(terms)) + tile_values(D) - 1 >> tile_bits(D);
 #pragma unroll 1
         for (int i = 0; i < tiles; i++) {
             Tile tile;
             wait_for_copies(stages - 1);
             __syncwarp();
-            load_tile(&tile, m.ring + *slot, scales);
+            load_tile(&tile, m.ring + *slot, D);
             __syncwarp();
-            fetch_tile(stream, e, m);
+            fetch_tile(stream, e, m, *slot);
             commit_copies();
-            if (D == DTYPE_F8_E4M3) multiply_numbered<DTYPE_F8_E4M3>(total, tile, x, i);
-            else if (D == DTYPE_F4_E2M1) multiply_numbered<DTYPE_F4_E2M1>(total, tile, x, i);
-            else if (D == DTYPE_BF16) multiply_numbered<DTYPE_BF16>(total, tile, x, i);
-            else multiply_numbered<DTYPE_F16>(total, tile, x, i);
+            if (D == DTYPE_F8_E4M3 && terms == 1) multiply_numbered<DTYPE_F8_E4M3, 1>(total, tile, x, i);
+            else if (D == DTYPE_F8_E4M3) multiply_numbered<DTYPE_F8_E4M3, 2>(total, tile, x, i);
+            else if (D == DTYPE_F4_E2M1) multiply_numbered<DTYPE_F4_E2M1, 1>(total, tile, x, i);
+            else if (D == DTYPE_BF16) multiply_numbered<DTYPE_BF16, 2>(total, tile, x, i);
+            else multiply_numbered<DTYPE_F16, 2>(total, tile, x, i);
             *slot = next_slot(e, *slot);
         }
     }
     if (D == DTYPE_F4_E2M1)
 #pragma unroll
-        for (int i = 0; i < 4; i++) total[i] *= 0x1p32f;
+        for (int i = 0; i < 4; i++) total[i] *= E2M1_REPAIR;
 }
 
 /* The same in plain f32, for weights of any type at any address: a lane has one row and half of the columns of x. */
@@ -3200,7 +3276,7 @@ static __device__ void multiply_exactly(float total[4], const Experts &e, const 
     const uint8_t *exponents = (const uint8_t *)chosen.scale[which] + row * divide_up(cols, EXPONENT_BLOCK);
     for (int c = 0; c < 4; c++) {
         const int pick = m.order[begin + min(lane / 16 * 4 + c, last)];
-        x[c] = down ? (const float *)e.gated + gated_row(e, pick) : e.x + (size_t)row_of(pick) * (size_t)e.hidden;
+        x[c] = down ? e.gated + gated_row(e, pick) : e.x + (size_t)row_of(pick) * (size_t)e.hidden;
     }
     for (int chunk = segment_of(e, down); chunk * CHUNK < cols; chunk += segments_of(e, down))
 #pragma unroll 1
@@ -3233,15 +3309,15 @@ static __device__ inline void put_columns(const Experts &e, const ExpertMemory &
 /* One team's part of a round, its sums into columns from `first` on. x: the first chunk of the rows, where it is held already. */
 static __device__ inline void multiply_strips(uint4 x[8], bool held, Stream *stream, int *slot, const Experts &e,
                                               const ExpertMemory &m, bool down, int work, int unit, int first) {
-    const int strip = strip_of(e, unit, down, team_of(e, down)), strips = strips_of(*m.rounds, unit, down);
-    const int count = count_of(m, work);
     const DType D = type_of(e, *m.rounds, work);
+    const int count = count_of(m, work), terms = terms_of(e, *m.rounds, work);
+    int strip = strip_of(e, unit, down, team_of(e, down));
 #pragma unroll 1
-    for (int i = 0; i < strips; i++, held = true) {
+    for (int left = strips_of(*m.rounds, unit, down); left; left--, held = true, strip += (int)gridDim.x, first += count) {
         float total[4] = {};
-        if (D == EXACT) multiply_exactly(total, e, m, down, work, strip + i * (int)gridDim.x);
-        else multiply_work(total, x, held, stream, slot, e, m, down, work, D);
-        put_columns(e, m, total, down, work, strip + i * (int)gridDim.x, first + i * count, count);
+        if (D == EXACT) multiply_exactly(total, e, m, down, work, strip);
+        else multiply_segment(total, x, held, stream, slot, e, m, down, work, D, terms);
+        put_columns(e, m, total, down, work, strip, first, count);
     }
 }
 
@@ -3262,11 +3338,15 @@ static __device__ void add_gate_up(const Experts &e, const ExpertMemory &m, int 
         const DType D = e.dtype[is_shared(e, pick)];
         const float value = silu(add_segments(m.sums, segments, column, r)) * add_segments(m.sums, segments, column, 8 + r);
         const size_t row = gated_row(e, pick);
-        if (D == EXACT) ((float *)e.gated)[row + (size_t)out] = value;
+        if (D == EXACT) e.gated[row + (size_t)out] = value;
         else {
-            const float lifted = D == DTYPE_F8_E4M3 ? value * E4M3_LIFT : value;
-            const uint32_t pair = D == DTYPE_F16 ? narrow_pair<DTYPE_F16>(value, 0) : narrow_pair<DTYPE_BF16>(lifted, 0);
-            ((uint16_t *)e.gated)[row + (size_t)(out - r + value_place(D, r))] = (uint16_t)pair;
+            const float lifted = is_lifted(D) ? value * LIFT : value;
+            const bool half = D == DTYPE_F16;
+            const float rest = half ? remainder_of<DTYPE_F16>(lifted) : remainder_of<DTYPE_BF16>(lifted);
+            const uint32_t terms = half ? narrow_pair<DTYPE_F16>(lifted, rest) : narrow_pair<DTYPE_BF16>(lifted, rest);
+            uint16_t *to = (uint16_t *)(e.gated + row) + (out - r + value_place(D, r));
+            to[0] = (uint16_t)terms;
+            if (e.terms[is_shared(e, pick)] == 2) to[e.inter] = (uint16_t)(terms >> 16);
         }
     }
 }
@@ -3356,7 +3436,7 @@ static __device__ int fetch_shared(Stream *stream, const Experts &e, const Exper
     for (int i = (int)threadIdx.x; i <= works; i += EXPERT_THREADS) m.works[i].chosen = i < works ? 0 : NOBODY;
     __syncthreads();
     int ahead = 0;
-    for (; ahead < e.stages && fetch_tile(stream, e, m); ahead++) commit_copies();
+    for (; ahead < e.stages && fetch_tile(stream, e, m, ahead * e.slot_bytes); ahead++) commit_copies();
     return ahead;
 }
 
@@ -3378,7 +3458,7 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const
     if (threadIdx.x == 0) count_rounds(&rounds, e, works);
     __syncthreads();
     for (; ahead < e.stages && !exact; ahead++) {
-        fetch_tile(&stream, e, m);
+        fetch_tile(&stream, e, m, ahead * e.slot_bytes);
         commit_copies();
     }
 
@@ -3415,7 +3495,7 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const
         }
         if (!down && !exact && work != staged) {
             __syncthreads();
-            stage_rows(e, m, work, type_of(e, rounds, work));
+            stage_rows(e, m, work, type_of(e, rounds, work), terms_of(e, rounds, work));
             __syncthreads();
         }
         if (work < works)
@@ -3440,12 +3520,13 @@ static DType streamed_type(const Matrix *gate, const Matrix *up, const Matrix *d
 static size_t lay_out_experts(Experts *e) {
     const int picks = e->n_rows * e->slots, experts = e->experts + e->slots - e->per_token;
     const int down_sums = MAX_DOWN_SUMS * TILE_ROWS * (int)sizeof(float);
+    const int terms = max(e->terms[0], e->terms[1]);
     const int lists = experts * (divide_up(e->n_rows, 32) * (int)sizeof(uint32_t) + (int)sizeof(uint16_t));
-    e->slot_bytes = TILE_ROWS * (TILE_BYTES + max(scale_bytes(e->dtype[0]), scale_bytes(e->dtype[1])));
+    e->slot_bytes = TILE_ROWS * TILE_BYTES + max(scale_bytes(e->dtype[0]), scale_bytes(e->dtype[1]));
     for (int least = ENOUGH_STAGES; least; least--)
         for (e->columns = min(e->n_rows, (int)TILE_COLUMNS); e->columns; e->columns--)
             for (e->stages = MAX_STAGES; e->stages >= least; e->stages--) {
-                e->x_bytes = (max(max(e->columns * x_stride(e->hidden), lists), down_sums) + 15) / 16 * 16;
+                e->x_bytes = (max(max(e->columns * x_stride(e->hidden, terms), lists), down_sums) + 15) / 16 * 16;
                 const size_t works = (size_t)(e->most_chosen + divide_up(picks, e->columns) + 1),
                              bytes = (size_t)(EXPERT_WARPS * e->stages * e->slot_bytes + e->x_bytes)
                                      + MAX_SUMS * TILE_ROWS * sizeof(float) + MAX_DOWN_SUMS * COLUMN_BYTES
@@ -3456,7 +3537,13 @@ static size_t lay_out_experts(Experts *e) {
     return 0;
 }
 
-/* As many segments as there are chunks, or the next lower power of two. */
+/* As in products: two for 16-bit weights, and for e4m3 where those that a row meets are few. e2m1 is the type of large experts. */
+static int count_terms(DType dtype, const Experts &e) {
+    if (dtype == DTYPE_BF16 || dtype == DTYPE_F16) return 2;
+    return dtype == DTYPE_F8_E4M3 && (size_t)e.slots * (size_t)e.inter * (size_t)e.hidden <= TWO_TERMS_MOST ? 2 : 1;
+}
+
+/* As many segments as there are chunks of one term, or the next lower power of two. */
 static int count_segment_bits(int cols) {
     int bits = 0;
     while (bits < MAX_SEGMENT_BITS && 2 << bits <= divide_up(cols, CHUNK)) bits++;
@@ -3466,6 +3553,7 @@ static int count_segment_bits(int cols) {
 static void launch_experts(Experts e) {
     e.segment_bits[GATE] = e.segment_bits[UP] = count_segment_bits(e.hidden);
     e.segment_bits[DOWN] = count_segment_bits(e.inter);
+    for (int i = 0; i < 2; i++) e.terms[i] = count_terms(e.dtype[i], e);
     const size_t shared = lay_out_experts(&e);
     const int units = divide_up(e.inter, (EXPERT_WARPS >> e.segment_bits[GATE]) * TILE_ROWS / 2);
     const int strips = divide_up(e.hidden, TILE_ROWS);
@@ -3503,7 +3591,7 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
                         .x = in, .weights = weights + row * (size_t)per_token, .gated = scratch, .y = y + row * (size_t)hidden,
                         .n_rows = n, .experts = config->n_routed_experts, .per_token = per_token, .hidden = hidden,
                         .inter = inter, .slots = slots, .aligned = floats_aligned(in, (size_t)hidden),
-                        .dtype = {dtype, merged ? shared_dtype : dtype}, .segment_bits = {}, .columns = 0,
+                        .dtype = {dtype, merged ? shared_dtype : dtype}, .terms = {}, .segment_bits = {}, .columns = 0,
                         .most_chosen = min(n * per_token, config->n_routed_experts) + merged, .stages = 0, .slot_bytes = 0,
                         .x_bytes = 0});
     }
