@@ -2297,12 +2297,8 @@ static void tap_layer(Engine *engine, int layer, int n) {
 }
 
 /* What of a layer is looked at for numbers that are not finite; a place in the report is layer * CHECKED_PARTS + part. */
-enum { CHECKED_PARTS = 4 };
-static const char *const checked_parts[CHECKED_PARTS] = {"hidden state", "index query", "index key", "index weights"};
-
-static void check_part(Engine *engine, int layer, int part, const float *x, int n, int dim) {
-    engine->backend->check_finite(engine->state.report, layer * CHECKED_PARTS + part, x, n, dim);
-}
+enum { INDEX_QUERY, INDEX_KEY, INDEX_WEIGHTS, HIDDEN_STATE, CHECKED_PARTS };
+static const char *const checked_parts[CHECKED_PARTS] = {"index query", "index key", "index weights", "hidden state"};
 
 /* A layer as it begins in every family: the stream has been normed for it, in state->normed. */
 static const LayerWeights *begin_layer(Engine *engine, int i, const Row *rows, int n) {
@@ -2323,7 +2319,7 @@ static void finish_layer(Engine *engine, int i, int n) {
     if (config->mlp_sparse && config->mlp_sparse[i]) mixture_of_experts(engine, layer, n);
     else mlp(engine, layer, n);
     backend->add_norm(state->normed, state->hidden, state->branch, next, n, config->hidden_size, config->rms_norm_eps,
-                      state->report, i * CHECKED_PARTS);
+                      state->report, i * CHECKED_PARTS + HIDDEN_STATE);
     tap_layer(engine, i, n);
 }
 
@@ -2359,7 +2355,20 @@ static void forward_qwen3(Engine *engine, const Row *rows, int n) {
 /* The indexer of a full layer (DeepSeek-V3.2, 2.1): a few narrow heads score every earlier position, and the best index_topk
  * become the selection of this layer and of those that follow it. Its query comes from the main query's latent, its key, which
  * is cached, from the layer's input; both are rotated in their first values, not the last. The score is a weighted sum over
- * heads of relu(q . k), and the weights are the row's own. */
+ * heads of relu(q . k), and the weights are the row's own. What only selects never reaches the hidden state, where everything
+ * else that goes bad is seen, so query, key and weights are looked at here. */
+static void project_indexer(Engine *engine, int i, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    const LayerWeights *layer = &engine->weights.layers[i];
+    State *state = &engine->state;
+    const int heads = config->index_n_heads, dim = config->index_head_dim;
+    const size_t hidden = (size_t)config->hidden_size;
+    backend->linear(state->index_q, (size_t)(heads * dim), state->q_lora, (size_t)config->q_lora_rank, n, &layer->indexer_wq_b);
+    backend->linear(state->index_k, (size_t)dim, state->normed, hidden, n, &layer->indexer_wk);
+    backend->linear(state->index_weights, (size_t)heads, state->normed, hidden, n, &layer->indexer_weights_proj);
+}
+
 static void select_rows(Engine *engine, int i, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
@@ -2367,22 +2376,14 @@ static void select_rows(Engine *engine, int i, int n) {
     State *state = &engine->state;
     Cache *cache = &engine->cache;
     const int heads = config->index_n_heads, dim = config->index_head_dim;
-    const size_t hidden = (size_t)config->hidden_size;
-    backend->linear(state->index_q, (size_t)(heads * dim), state->q_lora, (size_t)config->q_lora_rank, n, &layer->indexer_wq_b);
-    backend->linear(state->index_k, (size_t)dim, state->normed, hidden, n, &layer->indexer_wk);
-    backend->rope(state->index_q, n, heads, dim, 0, config->qk_rope_head_dim, config->indexer_rope_interleave, state->cosine,
-                  state->sine);
     uint8_t *keys = group_index_keys(cache, cache->group_of[i]);
     backend->store_index_keys(keys, &cache->index_format, state->index_rows, n, state->index_k, dim, layer->indexer_k_norm,
                               layer->indexer_k_norm_bias, config->qk_rope_head_dim, config->indexer_rope_interleave,
-                              state->cosine, state->sine, state->report, i * CHECKED_PARTS + 2);
-    backend->linear(state->index_weights, (size_t)heads, state->normed, hidden, n, &layer->indexer_weights_proj);
+                              state->cosine, state->sine, state->index_weights, heads, state->report,
+                              i * CHECKED_PARTS + INDEX_KEY);
     backend->index_select(&state->selection, state->index_q, state->index_weights, keys, &cache->index_format,
                           cache->seen.index, cache->context_pages, heads, dim, state->rows, n, state->index_scratch,
                           state->scratch_rows);
-    /* What only selects never reaches the hidden state, where everything else that goes bad is seen. */
-    check_part(engine, i, 1, state->index_q, n, heads * dim);
-    check_part(engine, i, 3, state->index_weights, n, heads);
 }
 
 /* The staging of a source belongs to its group from the copy of its rows until its last attention has read them. */
@@ -2464,22 +2465,24 @@ static void forward_dsa(Engine *engine, const Row *rows, int n) {
     for (int i = 0; i < config->num_hidden_layers; i++) {
         const LayerWeights *layer = begin_layer(engine, i, rows, n);
 
-        /* The query, by way of a narrow latent that the indexer reads too; of each head's values the last `tail` are rotated. */
-        backend->linear(state->q_lora, rank, state->normed, hidden, n, &layer->q_a_proj);
-        backend->rms_norm(state->q_lora, rank, state->q_lora, rank, layer->q_a_layernorm, n, config->q_lora_rank,
-                          config->latent_norm_eps);
-        backend->linear(state->q, (size_t)(heads * (nope + tail)), state->q_lora, rank, n, &layer->q_b_proj);
-        backend->rope(state->q, n, heads, nope + tail, nope, tail, true, state->cosine, state->sine);
+        const bool full = config->indexer_full[i];
 
-        /* This layer's cached row: the normed latent and the rotated key. Every row of the pass is stored before any attends. */
+        /* This layer's cached row: the normed latent and the rotated key. Every row of the pass is stored before any attends. The
+         * query comes by way of a narrow latent of its own, which the indexer reads too. */
+        backend->linear(state->q_lora, rank, state->normed, hidden, n, &layer->q_a_proj);
         backend->linear(state->kv, width, state->normed, hidden, n, &layer->kv_a_proj);
         backend->store_latents(row_pool(cache, (SourceId){i}).rows, &cache->format, state->kv_rows, n, state->kv, lora, tail,
-                               layer->kv_a_layernorm, config->latent_norm_eps, state->cosine, state->sine);
+                               layer->kv_a_layernorm, state->q_lora, config->q_lora_rank, layer->q_a_layernorm,
+                               config->latent_norm_eps, state->cosine, state->sine);
+        backend->linear(state->q, (size_t)(heads * (nope + tail)), state->q_lora, rank, n, &layer->q_b_proj);
+        if (full) project_indexer(engine, i, n);
+        backend->rotate_queries(state->q, n, heads, nope + tail, tail, full ? state->index_q : NULL, config->index_n_heads,
+                                config->index_head_dim, config->indexer_rope_interleave, state->cosine, state->sine,
+                                state->report, i * CHECKED_PARTS + INDEX_QUERY);
 
         /* A full layer selects; a shared one finds the selection of the layer before it still in the state, in its order. */
-        if (config->indexer_full[i]) select_rows(engine, i, n);
-        if (engine->probe.selected && config->indexer_full[i])
-            engine->probe.selected(engine->probe.user, i, &state->selection, rows, n);
+        if (full) select_rows(engine, i, n);
+        if (full && engine->probe.selected) engine->probe.selected(engine->probe.user, i, &state->selection, rows, n);
 
         backend->absorb_query(state->q_absorbed, state->q, n, &layer->kv_b_proj, config);
         attend_selection(engine, i);
@@ -2567,7 +2570,8 @@ void begin_head(Engine *engine, const int *indices, int n) {
     if (!begin_kept_work(engine, n > KEPT_ROWS ? 0 : work_key(engine, WORK_HEAD, n, NULL, 0))) {
         backend->gather_rows(state->branch, state->normed, state->indices, n, engine->config.hidden_size);
         backend->linear(state->logits, vocab, state->branch, hidden, n, &engine->weights.lm_head);
-        check_part(engine, engine->config.num_hidden_layers, 0, state->logits, n, engine->config.vocab_size);
+        backend->check_finite(state->report, engine->config.num_hidden_layers * CHECKED_PARTS, state->logits, n,
+                              engine->config.vocab_size);
         backend->end_work();
     }
 }
