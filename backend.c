@@ -659,6 +659,7 @@ static void rotations(float *cosine, float *sine, const Row *rows, int n_rows, c
         }
 }
 
+/* Rotates `dim` values of `heads` vectors per row, starting `offset` values into each vector of `head_stride`. */
 static void rope(float *x, int n_rows, int heads, int head_stride, int offset, int dim, bool interleaved, const float *cosine,
                  const float *sine) {
     int half = dim / 2, near = interleaved ? 2 : 1, far = interleaved ? 1 : half;
@@ -710,6 +711,14 @@ static void check_finite(PassReport *report, int place, const float *x, int n_ro
     report->bad_place = report->bad_row < 0 ? -1 : place;
 }
 
+static void rotate_queries(float *q, int n_rows, int heads, int dim, int tail, float *index_q, int index_heads, int index_dim,
+                           bool interleaved, const float *cosine, const float *sine, PassReport *report, int place) {
+    rope(q, n_rows, heads, dim, dim - tail, tail, true, cosine, sine);
+    if (!index_q) return;
+    rope(index_q, n_rows, index_heads, index_dim, 0, tail, interleaved, cosine, sine);
+    check_finite(report, place, index_q, n_rows, index_heads * index_dim);
+}
+
 static void add_norm(float *y, float *x, const float *branch, const float *weight, int n, int dim, float eps, PassReport *report,
                      int place) {
     add(x, branch, (size_t)n * (size_t)dim);
@@ -751,6 +760,12 @@ RowFormat row_format(KvDtype dtype, int quantised, int plain, int group) {
     RowFormat format = {.dtype = dtype, .quantised = quantised, .plain = plain, .group = group};
     format.bytes = quantised_bytes(&format) + (size_t)plain * (dtype == KV_F32 ? 4 : 2);
     format.stride = (format.bytes + 63) / 64 * 64; /* a link reads whole 64 bytes: 656 at 656 costs as much as 704, or far more */
+    return format;
+}
+
+RowFormat index_row_format(KvDtype dtype, int dim) {
+    RowFormat format = dtype == KV_F8 ? row_format(KV_F8, dim, 0, 128) : row_format(dtype, 0, dim, 128);
+    format.stride = (format.bytes + 15) / 16 * 16;
     return format;
 }
 
@@ -800,8 +815,10 @@ static void store_rows(uint8_t *base, const RowFormat *format, const DeviceRow *
 }
 
 static void store_latents(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *kv, int lora, int tail,
-                          const float *weight, float eps, const float *cosine, const float *sine) {
+                          const float *weight, float *q, int rank, const float *q_weight, float eps, const float *cosine,
+                          const float *sine) {
     const size_t width = (size_t)(lora + tail);
+    rms_norm(q, (size_t)rank, q, (size_t)rank, q_weight, n_rows, rank, eps);
     rms_norm(kv, width, kv, width, weight, n_rows, lora, eps);
     rope(kv, n_rows, 1, (int)width, lora, tail, true, cosine, sine);
     store_rows(base, format, ids, n_rows, kv, width, kv + lora, width);
@@ -809,10 +826,11 @@ static void store_latents(uint8_t *base, const RowFormat *format, const DeviceRo
 
 static void store_index_keys(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *k, int dim,
                              const float *weight, const float *bias, int turned, bool interleaved, const float *cosine,
-                             const float *sine, PassReport *report, int place) {
+                             const float *sine, const float *head_weights, int heads, PassReport *report, int place) {
     layer_norm(k, k, weight, bias, n_rows, dim, 1e-6f);
     rope(k, n_rows, 1, dim, 0, turned, interleaved, cosine, sine);
     check_finite(report, place, k, n_rows, dim);
+    check_finite(report, place + 1, head_weights, n_rows, heads);
     store_rows(base, format, ids, n_rows, k, (size_t)dim, k, (size_t)dim);
 }
 
@@ -2053,7 +2071,7 @@ const Backend c_backend = {
     .add_norm = add_norm,
     .linear = linear,
     .rotations = rotations,
-    .rope = rope,
+    .rotate_queries = rotate_queries,
     .norm_heads = norm_heads,
     .locate_rows = locate_rows,
     .store_rows = store_rows,

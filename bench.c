@@ -2391,7 +2391,7 @@ static void gpu_selection(GpuBench *bench) {
         if ((size_t)n * (size_t)(pages * PAGE_ROWS) > GPU_VECTORS) continue;
         const bool f8 = cases[c].dtype == KV_F8;
         SelectWork work = {.bench = bench,
-                           .format = row_format(cases[c].dtype, f8 ? cases[c].dim : 0, f8 ? 0 : cases[c].dim, 128),
+                           .format = index_row_format(cases[c].dtype, cases[c].dim),
                            .n_rows = n,
                            .context_pages = pages,
                            .heads = cases[c].heads,
@@ -3195,8 +3195,10 @@ WATCHED(norm_heads, 0,
         stride, n, heads, dim, w, eps, c, s)
 WATCHED(rotations, 0, (float *c, float *s, const Row *rows, int n, const float *f, int dim, float factor), c, s, rows, n, f, dim,
         factor)
-WATCHED(rope, 0, (float *x, int n, int heads, int stride, int offset, int dim, bool pairs, const float *c, const float *s), x, n,
-        heads, stride, offset, dim, pairs, c, s)
+WATCHED(rotate_queries, 0,
+        (float *q, int n, int heads, int dim, int tail, float *index_q, int index_heads, int index_dim, bool pairs,
+         const float *c, const float *s, PassReport *report, int place),
+        q, n, heads, dim, tail, index_q, index_heads, index_dim, pairs, c, s, report, place)
 WATCHED(locate_rows, 0, (DeviceRow *kv, DeviceRow *index, const Cache *cache, const Row *rows, int n), kv, index, cache, rows, n)
 WATCHED(store_rows, 0,
         (uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n, const float *a, size_t as, const float *b,
@@ -3204,12 +3206,12 @@ WATCHED(store_rows, 0,
         base, format, ids, n, a, as, b, bs)
 WATCHED(store_latents, 0,
         (uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n, float *kv, int lora, int tail, const float *w,
-         float eps, const float *c, const float *s),
-        base, format, ids, n, kv, lora, tail, w, eps, c, s)
+         float *q, int rank, const float *qw, float eps, const float *c, const float *s),
+        base, format, ids, n, kv, lora, tail, w, q, rank, qw, eps, c, s)
 WATCHED(store_index_keys, 0,
         (uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n, float *k, int dim, const float *w, const float *b,
-         int turned, bool pairs, const float *c, const float *s, PassReport *report, int place),
-        base, format, ids, n, k, dim, w, b, turned, pairs, c, s, report, place)
+         int turned, bool pairs, const float *c, const float *s, const float *hw, int heads, PassReport *report, int place),
+        base, format, ids, n, k, dim, w, b, turned, pairs, c, s, hw, heads, report, place)
 WATCHED(index_select, (double)format->bytes * watch.positions * n,
         (Selection *selection, const float *q, const float *w, const uint8_t *keys, const RowFormat *format,
          const DevicePage *pages, int context_pages, int heads, int dim, const Row *rows, int n, float *scratch,
@@ -3279,10 +3281,10 @@ static void watch_engine(Engine *engine) {
     watch.real = engine->backend;
     watch.marked = *engine->backend;
 #define MARK(name) watch.marked.name = watched_##name
-    MARK(begin_work), MARK(embed), MARK(rms_norm), MARK(add_norm), MARK(norm_heads), MARK(linear), MARK(rotations), MARK(rope);
+    MARK(begin_work), MARK(embed), MARK(rms_norm), MARK(add_norm), MARK(norm_heads), MARK(linear), MARK(rotations);
     MARK(locate_rows), MARK(store_rows), MARK(store_latents), MARK(store_index_keys), MARK(index_select), MARK(resolve);
     MARK(fetch_rows), MARK(absorb_query), MARK(sparse_attention), MARK(expand_value), MARK(dense_attention), MARK(swiglu);
-    MARK(zero), MARK(move_rows), MARK(add), MARK(route), MARK(experts), MARK(check_finite);
+    MARK(rotate_queries), MARK(zero), MARK(move_rows), MARK(add), MARK(route), MARK(experts), MARK(check_finite);
 #undef MARK
     watch.cache = &engine->cache;
     watch.row_bytes = (double)engine->cache.format.bytes;

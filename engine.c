@@ -2304,12 +2304,8 @@ static void tap_layer(Engine *engine, int layer, int n) {
 }
 
 /* What of a layer is looked at for numbers that are not finite; a place in the report is layer * CHECKED_PARTS + part. */
-enum { CHECKED_PARTS = 4 };
-static const char *const checked_parts[CHECKED_PARTS] = {"hidden state", "index query", "index key", "index weights"};
-
-static void check_part(Engine *engine, int layer, int part, const float *x, int n, int dim) {
-    engine->backend->check_finite(engine->state.report, layer * CHECKED_PARTS + part, x, n, dim);
-}
+enum { INDEX_QUERY, INDEX_KEY, INDEX_WEIGHTS, HIDDEN_STATE, CHECKED_PARTS };
+static const char *const checked_parts[CHECKED_PARTS] = {"index query", "index key", "index weights", "hidden state"};
 
 /* A layer as it begins in every family: the stream has been normed for it, in state->normed. */
 static const LayerWeights *begin_layer(Engine *engine, int i, const Row *rows, int n) {
@@ -2330,7 +2326,7 @@ static void finish_layer(Engine *engine, int i, int n) {
     if (config->mlp_sparse && config->mlp_sparse[i]) mixture_of_experts(engine, layer, n);
     else mlp(engine, layer, n);
     backend->add_norm(state->normed, state->hidden, state->branch, next, n, config->hidden_size, config->rms_norm_eps,
-                      state->report, i * CHECKED_PARTS);
+                      state->report, i * CHECKED_PARTS + HIDDEN_STATE);
     tap_layer(engine, i, n);
 }
 
@@ -2366,7 +2362,8 @@ static void forward_qwen3(Engine *engine, const Row *rows, int n) {
 /* The indexer of a full layer (DeepSeek-V3.2, 2.1): a few narrow heads score every earlier position, and the best index_topk
  * become the selection of this layer and of those that follow it. Its query comes from the main query's latent, its key, which
  * is cached, from the layer's input, as the layer's own do and beside them (forward_dsa); both are rotated in their first values,
- * not the last. The score is a weighted sum over heads of relu(q . k), and the weights are the row's own, from its input. */
+ * not the last. The score is a weighted sum over heads of relu(q . k), and the weights are the row's own, from its input. What only
+ * selects never reaches the hidden state, where everything else that goes bad is seen, so query, key and weights are looked at. */
 static void select_rows(Engine *engine, int i, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
@@ -2374,18 +2371,14 @@ static void select_rows(Engine *engine, int i, int n) {
     State *state = &engine->state;
     Cache *cache = &engine->cache;
     const int heads = config->index_n_heads, dim = config->index_head_dim;
-    backend->rope(state->index_q, n, heads, dim, 0, config->qk_rope_head_dim, config->indexer_rope_interleave, state->cosine,
-                  state->sine);
     uint8_t *keys = group_index_keys(cache, cache->group_of[i]);
     backend->store_index_keys(keys, &cache->index_format, state->index_rows, n, state->index_k, dim, layer->indexer_k_norm,
                               layer->indexer_k_norm_bias, config->qk_rope_head_dim, config->indexer_rope_interleave,
-                              state->cosine, state->sine, state->report, i * CHECKED_PARTS + 2);
+                              state->cosine, state->sine, state->index_weights, heads, state->report,
+                              i * CHECKED_PARTS + INDEX_KEY);
     backend->index_select(&state->selection, state->index_q, state->index_weights, keys, &cache->index_format,
                           cache->seen.index, cache->context_pages, heads, dim, state->rows, n, state->index_scratch,
                           state->scratch_rows);
-    /* What only selects never reaches the hidden state, where everything else that goes bad is seen. */
-    check_part(engine, i, 1, state->index_q, n, heads * dim);
-    check_part(engine, i, 3, state->index_weights, n, heads);
 }
 
 /* The staging of a source belongs to its group from the copy of its rows until its last attention has read them. */
@@ -2475,22 +2468,21 @@ static void forward_dsa(Engine *engine, const Row *rows, int n) {
                                        {state->index_weights, (size_t)index_heads, &layer->indexer_weights_proj}};
         backend->linear(of_input, full ? 4 : 2, state->normed, hidden, n);
 
-        /* The query, by way of a narrow latent that the indexer reads too; of each head's values the last `tail` are rotated. */
-        backend->rms_norm(state->q_lora, rank, state->q_lora, rank, layer->q_a_layernorm, n, config->q_lora_rank,
-                          config->latent_norm_eps);
+        /* This layer's cached row: the normed latent and the rotated key. Every row of the pass is stored before any attends. The
+         * query comes by way of a narrow latent of its own, normed here too, which the indexer reads as well. */
+        backend->store_latents(row_pool(cache, (SourceId){i}).rows, &cache->format, state->kv_rows, n, state->kv, lora, tail,
+                               layer->kv_a_layernorm, state->q_lora, config->q_lora_rank, layer->q_a_layernorm,
+                               config->latent_norm_eps, state->cosine, state->sine);
         const Projection of_latent[] = {{state->q, (size_t)(heads * (nope + tail)), &layer->q_b_proj},
                                         {state->index_q, (size_t)(index_heads * index_dim), &layer->indexer_wq_b}};
         backend->linear(of_latent, full ? 2 : 1, state->q_lora, rank, n);
-        backend->rope(state->q, n, heads, nope + tail, nope, tail, true, state->cosine, state->sine);
-
-        /* This layer's cached row: the normed latent and the rotated key. Every row of the pass is stored before any attends. */
-        backend->store_latents(row_pool(cache, (SourceId){i}).rows, &cache->format, state->kv_rows, n, state->kv, lora, tail,
-                               layer->kv_a_layernorm, config->latent_norm_eps, state->cosine, state->sine);
+        backend->rotate_queries(state->q, n, heads, nope + tail, tail, full ? state->index_q : NULL, index_heads,
+                                index_dim, config->indexer_rope_interleave, state->cosine, state->sine,
+                                state->report, i * CHECKED_PARTS + INDEX_QUERY);
 
         /* A full layer selects; a shared one finds the selection of the layer before it still in the state, in its order. */
         if (full) select_rows(engine, i, n);
-        if (engine->probe.selected && full)
-            engine->probe.selected(engine->probe.user, i, &state->selection, rows, n);
+        if (full && engine->probe.selected) engine->probe.selected(engine->probe.user, i, &state->selection, rows, n);
 
         backend->absorb_query(state->q_absorbed, state->q, n, &layer->kv_b_proj, config);
         attend_selection(engine, i);
@@ -2579,7 +2571,8 @@ void begin_head(Engine *engine, const int *indices, int n) {
     if (!begin_kept_work(engine, n > KEPT_ROWS ? 0 : work_key(engine, WORK_HEAD, n, NULL, 0))) {
         backend->move_rows(state->branch, NULL, state->normed, state->indices, n, engine->config.hidden_size);
         project(backend, state->logits, vocab, state->branch, hidden, n, &engine->weights.lm_head);
-        check_part(engine, engine->config.num_hidden_layers, 0, state->logits, n, engine->config.vocab_size);
+        backend->check_finite(state->report, engine->config.num_hidden_layers * CHECKED_PARTS, state->logits, n,
+                              engine->config.vocab_size);
         backend->end_work();
     }
 }

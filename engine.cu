@@ -735,6 +735,58 @@ static __device__ inline void show_to_products() {
 #endif
 }
 
+/* ---- clusters of blocks: sm_90 and later; before, a cluster is one block */
+
+#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
+static __device__ inline int cluster_rank(void) { int x; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(x)); return x; }
+static __device__ inline int cluster_size(void) { int x; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(x)); return x; }
+static __device__ inline void cluster_arrive(void) { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
+static __device__ inline void cluster_wait(void) { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+
+/* The same variable in the shared memory of block `rank`. */
+static __device__ inline uint32_t cluster_address(const void *shared, int rank) {
+    uint32_t address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"((uint32_t)__cvta_generic_to_shared(shared)), "r"(rank));
+    return address;
+}
+
+/* A barrier that is complete when so many values have been sent. */
+static __device__ inline void cluster_open(uint64_t *barrier, int values) {
+    start_barrier(barrier, 1);
+    expect_bytes(barrier, values * (int)sizeof(float));
+}
+
+/* Puts x into the shared memory of block `rank` and counts its bytes at a barrier there. */
+static __device__ inline void cluster_send(float *shared, uint64_t *barrier, int rank, float x) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+                 : : "r"(cluster_address(shared, rank)), "r"(__float_as_uint(x)), "r"(cluster_address(barrier, rank)) : "memory");
+}
+static __device__ inline void cluster_add(int *shared, int rank, int x) {
+    asm volatile("red.shared::cluster.add.u32 [%0], %1;" : : "r"(cluster_address(shared, rank)), "r"(x) : "memory");
+}
+static __device__ inline int4 cluster_read(const int4 *shared, int rank) {
+    int4 x;
+    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(cluster_address(shared, rank)) : "memory");
+    return x;
+}
+static __device__ inline int2 cluster_read(const int2 *shared, int rank) {
+    int2 x;
+    asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(x.x), "=r"(x.y) : "r"(cluster_address(shared, rank)) : "memory");
+    return x;
+}
+#else
+static __device__ inline int cluster_rank(void) { return 0; }
+static __device__ inline int cluster_size(void) { return 1; }
+static __device__ inline void cluster_arrive(void) {}
+static __device__ inline void cluster_wait(void) { __syncthreads(); }
+static __device__ inline void cluster_open(uint64_t *barrier, int values) { start_barrier(barrier, values); }
+static __device__ inline void cluster_send(float *shared, uint64_t *barrier, int, float x) { *shared = x, arrive_at(barrier); }
+static __device__ inline void cluster_add(int *shared, int, int x) { atomicAdd(shared, x); }
+template <typename T> static __device__ inline T cluster_read(const T *shared, int) { return *shared; }
+#endif
+
 /* ---- tensor cores */
 
 /* Four 8 x 8 matrices of bf16; lane l names row l % 8 of matrix l / 8. */
@@ -772,24 +824,68 @@ template <int left> static __device__ void wait_for_products() {
  * bound by launches and memory, so a thread simply takes one value, or a fixed group of threads one vector.
  */
 
-enum { THREADS = 256, SMALL_VECTOR = 128, MIDDLE_VECTOR = 2048 }; /* values of a vector that one warp takes, and a small block */
+enum {
+    THREADS = 256,
+    MAX_SPLIT = 8,                  /* blocks that share a row, at most */
+    NORM_THREADS = 256,             /* of a block, for a row that can have more of them */
+};
 
 static dim3 blocks_for(size_t n) { return dim3((unsigned)((n + THREADS - 1) / THREADS)); }
 
 /* The number of this thread in its grid. */
 static __device__ inline size_t thread_index() { return (size_t)blockIdx.x * blockDim.x + threadIdx.x; }
 
-/* The sum over the `N` threads of a group that starts at a multiple of N: a warp, or the whole block. Always the same tree. */
-template <int N> static __device__ float group_sum(float value) {
+/* The first `count` of four neighbouring values, and zeros. Where they are weights it may come before wait_for_previous(). */
+static __device__ inline float4 load_four(const float *p, int count) {
+    float4 v = {};
+    if (count >= 4 && (uintptr_t)p % 16 == 0)
+        asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
+    else {
+        if (count > 0) v.x = __ldcg(p);
+        if (count > 1) v.y = __ldcg(p + 1);
+        if (count > 2) v.z = __ldcg(p + 2);
+        if (count > 3) v.w = __ldcg(p + 3);
+    }
+    return v;
+}
+
+/* Four neighbouring values from p on, the first `count` of them. */
+static __device__ inline void store_four(float *p, float4 v, int count) {
+    if (count >= 4 && (uintptr_t)p % 16 == 0) *(float4 *)p = v;
+    else {
+        if (count > 0) p[0] = v.x;
+        if (count > 1) p[1] = v.y;
+        if (count > 2) p[2] = v.z;
+        if (count > 3) p[3] = v.w;
+    }
+}
+
+/* The sum over a warp, always the same tree; and over a block, the warps' sums in order, of which each of_warp is for one. */
+static __device__ inline float warp_sum(float value) {
     for (int distance = 16; distance; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
-    if (N == 32) return value;
-    __shared__ float of_warp[N / 32];
-    __syncthreads();                                /* the sum before this one has been read */
+    return value;
+}
+
+static __device__ inline float block_sum(float *of_warp, float value) {
+    value = warp_sum(value);
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
     __syncthreads();
     float sum = 0;
-    for (int w = 0; w < N / 32; w++) sum += of_warp[w];
+#pragma unroll 4
+    for (int i = 0; i < (int)blockDim.x / 32; i++) sum += of_warp[i];
     return sum;
+}
+
+static __device__ inline bool is_finite(float x) { return fabsf(x) <= FLT_MAX; }
+static __device__ inline bool is_finite(float4 v) {
+    return is_finite(v.x) && is_finite(v.y) && is_finite(v.z) && is_finite(v.w);
+}
+
+/* The lowest place of a pass that had a row which is not finite stays in the report, and of that place the lowest row: -1 is the
+ * highest number there is. */
+static __device__ inline void report_bad(PassReport *report, int place, int row) {
+    static_assert(offsetof(PassReport, bad_row) == 0 && offsetof(PassReport, bad_place) == 4);
+    atomicMin((unsigned long long *)report, (unsigned long long)place << 32 | (unsigned)row);
 }
 
 /* An e2m1 value in the lower four bits: those of f32's exponent and mantissa in their place, and a multiplication to repair the
@@ -837,28 +933,107 @@ static void embed(float *y, const Matrix *embedding, const Row *rows, int n_rows
     launch(embed_kernel, dim3((unsigned)divide_up(embedding->cols, THREADS), (unsigned)n_rows), THREADS, 0, y, *embedding, rows);
 }
 
-template <int N> static __global__ void rms_norm_kernel(float *y, size_t y_stride, const float *x, size_t x_stride,
-                                                        const float *weight, int n, int dim, float eps) {
-    begin_kernel();
-    const size_t i = thread_index() / N;
-    const int lane = (int)threadIdx.x % N;
-    if (i >= (size_t)n) return;                     /* a whole group, so nobody waits for it */
-    const float *in = x + i * x_stride;
-    float *out = y + i * y_stride, sum = 0;
-#pragma unroll 8                                    /* so that these are on their way together */
-    for (int j = lane; j < dim; j += N) sum += in[j] * in[j];
-    float scale = 1 / sqrtf(group_sum<N>(sum) / (float)dim + eps);
-#pragma unroll 8
-    for (int j = lane; j < dim; j += N) out[j] = in[j] * scale * weight[j];
+/* ---- norms: y = weight * x / sqrt(mean(x^2) + eps), after x += branch where there is one */
+
+struct Norm {
+    float *y, *x;
+    size_t y_stride, x_stride;
+    const float *branch, *weight;
+    int dim;
+    float eps;
+    PassReport *report;             /* NULL, or where a row that is not finite shows */
+    int place;
+};
+
+struct RowSum {                     /* the warps' sums of all blocks that share a row, in the shared memory of each */
+    float of_warp[MAX_SPLIT * 32];
+    uint64_t arrived;               /* complete when all are there */
+};
+
+/* Comes before cluster_sum() where several blocks share a row. */
+static __device__ inline void open_sum(RowSum &sum) {
+    if (threadIdx.x == 0) cluster_open(&sum.arrived, cluster_size() * (int)blockDim.x / 32);
+    cluster_arrive();
+}
+
+/* The sum over the threads of a cluster, the warps' in order. Each warp sends its sum to every block, so that nobody has to ask;
+ * cluster_wait() has come before. */
+static __device__ float cluster_sum(RowSum &sum, float value) {
+    const int warps = (int)blockDim.x / 32, split = cluster_size(), lane = (int)threadIdx.x % 32;
+    if (split == 1) return block_sum(sum.of_warp, value);
+    value = warp_sum(value);
+    if (lane < split) cluster_send(&sum.of_warp[cluster_rank() * warps + (int)threadIdx.x / 32], &sum.arrived, lane, value);
+    wait_at(&sum.arrived, 0);
+    value = 0;
+#pragma unroll 4
+    for (int i = 0; i < split * warps; i++) value += sum.of_warp[i];
+    return value;
+}
+
+static __device__ inline float sum_squares(float4 v) { return v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w); }
+
+static __device__ inline float4 weighted(float4 v, float scale, float4 weight) {
+    return make_float4(v.x * scale * weight.x, v.y * scale * weight.y, v.z * scale * weight.z, v.w * scale * weight.w);
+}
+
+/* Four values of a row, with their branch. */
+static __device__ inline float4 take_four(const Norm &norm, int row, int at) {
+    float *x = norm.x + (size_t)row * norm.x_stride + at;
+    float4 v = load_four(x, norm.dim - at);
+    if (norm.branch) {
+        const float4 b = load_four(norm.branch + (size_t)row * norm.x_stride + at, norm.dim - at);
+        v = make_float4(v.x + b.x, v.y + b.y, v.z + b.z, v.w + b.w);
+        store_four(x, v, norm.dim - at);
+    }
+    if (norm.report && !is_finite(v)) report_bad(norm.report, norm.place, row);
+    return v;
+}
+
+/* By all threads of a cluster, each of which keeps four values, weighed by what is there before x is; of a row that is wider than
+ * that the others come and go twice. */
+static __device__ void norm_row(const Norm &norm, int row) {
+    __shared__ RowSum shared;
+    const int at = 4 * (cluster_rank() * (int)blockDim.x + (int)threadIdx.x), step = 4 * cluster_size() * (int)blockDim.x;
+    float *x = norm.x + (size_t)row * norm.x_stride, *y = norm.y + (size_t)row * norm.y_stride;
+    if (cluster_size() > 1) open_sum(shared);
+    const float4 weight = load_four(norm.weight + at, norm.dim - at);
+    if (cluster_size() > 1) cluster_wait();         /* the other blocks have begun, and their barriers are open */
+    wait_for_previous();
+    const float4 value = take_four(norm, row, at);
+    float sum = sum_squares(value);
+    for (int i = at + step; i < norm.dim; i += step) sum += sum_squares(take_four(norm, row, i));
+    const float scale = 1 / sqrtf(cluster_sum(shared, sum) / (float)norm.dim + norm.eps);
+    store_four(y + at, weighted(value, scale, weight), norm.dim - at);
+    for (int i = at + step, left = norm.dim - i; left > 0; i += step, left -= step)
+        store_four(y + i, weighted(load_four(x + i, left), scale, load_four(norm.weight + i, left)), left);
+}
+
+static __global__ void norm_kernel(const __grid_constant__ Norm norm) {
+    let_next_start();
+    norm_row(norm, (int)blockIdx.x / cluster_size());
+}
+
+/* Threads of each of the blocks that take a row. */
+static int norm_threads(int dim, int split) { return min(divide_up(dim, 4 * 32 * split) * 32, 1024); }
+
+/* A wide row takes several blocks: what one processor can fetch at a time is not much. */
+static void launch_norm(const Norm &norm, int n) {
+    const int most = gpu.major >= 9 ? MAX_SPLIT : 1;
+    int split = 1;
+    if (n <= 0) return;
+    while (split < most && norm_threads(norm.dim, split) > NORM_THREADS) split *= 2;
+    launch_early(norm_kernel, dim3((unsigned)(n * split)), (unsigned)norm_threads(norm.dim, split), 0, split, norm);
 }
 
 static void rms_norm(float *y, size_t y_stride, const float *x, size_t x_stride, const float *weight, int n, int dim, float eps) {
-    if (n <= 0) return;
-    if (dim <= SMALL_VECTOR)
-        launch(rms_norm_kernel<32>, blocks_for((size_t)n * 32), THREADS, 0, y, y_stride, x, x_stride, weight, n, dim, eps);
-    else if (dim <= MIDDLE_VECTOR)
-        launch(rms_norm_kernel<THREADS>, (unsigned)n, THREADS, 0, y, y_stride, x, x_stride, weight, n, dim, eps);
-    else launch(rms_norm_kernel<1024>, (unsigned)n, 1024, 0, y, y_stride, x, x_stride, weight, n, dim, eps);
+    launch_norm({.y = y, .x = (float *)x, .y_stride = y_stride, .x_stride = x_stride, .branch = NULL, .weight = weight,
+                 .dim = dim, .eps = eps, .report = NULL, .place = 0}, n);
+}
+
+static void add_norm(float *y, float *x, const float *branch, const float *weight, int n, int dim, float eps, PassReport *report,
+                     int place) {
+    launch_norm({.y = y, .x = x, .y_stride = (size_t)dim, .x_stride = (size_t)dim, .branch = branch, .weight = weight, .dim = dim,
+                 .eps = eps, .report = report, .place = place}, n);
 }
 
 /* The angle is rounded to f32 before the cosine, as in the reference. */
@@ -879,24 +1054,53 @@ static void rotations(float *cosine, float *sine, const Row *rows, int n_rows, c
     launch(rotations_kernel, blocks_for(n), THREADS, 0, cosine, sine, rows, n, inverse_frequency, dim / 2, factor);
 }
 
-/* A thread turns one pair. */
-static __global__ void rope_kernel(float *x, size_t n, int heads, int head_stride, int offset, int half, bool interleaved,
-                                   const float *cosine, const float *sine) {
-    begin_kernel();
-    const size_t pair = thread_index(), head = pair / (size_t)half;
-    if (pair >= n) return;
-    const int i = (int)(pair % (size_t)half), near = interleaved ? 2 : 1, far = interleaved ? 1 : half;
-    const size_t angle = head / (size_t)heads * (size_t)half + (size_t)i;
-    float *v = x + head * (size_t)head_stride + offset + i * near, a = v[0], b = v[far], c = cosine[angle], s = sine[angle];
-    v[0] = a * c - b * s;
-    v[far] = b * c + a * s;
+/* Rotates the pair (v[0], v[far]), and returns it. */
+static __device__ inline float2 rotate(float *v, int far, float cosine, float sine) {
+    const float a = v[0], b = v[far];
+    const float2 rotated = {a * cosine - b * sine, b * cosine + a * sine};
+    v[0] = rotated.x, v[far] = rotated.y;
+    return rotated;
 }
 
-static void rope(float *x, int n_rows, int heads, int head_stride, int offset, int dim, bool interleaved, const float *cosine,
-                 const float *sine) {
-    const size_t n = (size_t)n_rows * (size_t)heads * (size_t)(dim / 2);
-    if (!n) return;
-    launch(rope_kernel, blocks_for(n), THREADS, 0, x, n, heads, head_stride, offset, dim / 2, interleaved, cosine, sine);
+struct Queries {
+    float *q, *index_q;
+    int heads, dim, half, index_heads, index_dim;   /* half: pairs of a head that are rotated */
+    bool interleaved;
+    const float *cosine, *sine;
+    PassReport *report;
+    int place;
+};
+
+/* A thread takes a pair of a head of q, or two values of index_q. Grid: groups of pairs, rows. */
+static __global__ void rotate_queries_kernel(const __grid_constant__ Queries p) {
+    let_next_start();
+    const int row = (int)blockIdx.y, pair = (int)thread_index(), of_q = p.heads * p.half, index_pairs = divide_up(p.index_dim, 2);
+    const float *cosine = p.cosine + (size_t)row * (size_t)p.half, *sine = p.sine + (size_t)row * (size_t)p.half;
+    wait_for_previous();
+    if (pair < of_q) {
+        const int i = pair % p.half;
+        float *head = p.q + ((size_t)row * (size_t)p.heads + (size_t)(pair / p.half)) * (size_t)p.dim;
+        rotate(head + p.dim - 2 * p.half + 2 * i, 1, cosine[i], sine[i]);
+        return;
+    }
+    const int head = (pair - of_q) / index_pairs, i = (pair - of_q) % index_pairs;
+    if (head >= p.index_heads) return;
+    float *v = p.index_q + ((size_t)row * (size_t)p.index_heads + (size_t)head) * (size_t)p.index_dim;
+    const int far = i >= p.half ? min(1, p.index_dim - 1 - 2 * i) : p.interleaved ? 1 : p.half;
+    v += i < p.half && !p.interleaved ? i : 2 * i;
+    const float2 values = i < p.half ? rotate(v, far, cosine[i], sine[i]) : float2{v[0], v[far]};
+    if (!is_finite(values.x) || !is_finite(values.y)) report_bad(p.report, p.place, row);
+}
+
+static void rotate_queries(float *q, int n_rows, int heads, int dim, int tail, float *index_q, int index_heads, int index_dim,
+                           bool interleaved, const float *cosine, const float *sine, PassReport *report, int place) {
+    if (n_rows <= 0) return;
+    if (!index_q) index_heads = 0;
+    const int pairs = heads * (tail / 2) + index_heads * divide_up(index_dim, 2);
+    launch(rotate_queries_kernel, dim3((unsigned)divide_up(pairs, THREADS), (unsigned)n_rows), THREADS, 0,
+           {.q = q, .index_q = index_q, .heads = heads, .dim = dim, .half = tail / 2, .index_heads = index_heads,
+            .index_dim = index_dim, .interleaved = interleaved, .cosine = cosine, .sine = sine, .report = report,
+            .place = place});
 }
 
 /* A warp takes one head of one row. What its lanes write they read again in other places. */
@@ -909,7 +1113,7 @@ static __global__ void norm_heads_kernel(float *x, size_t stride, int n, int hea
     cosine += (size_t)row * (size_t)half, sine += (size_t)row * (size_t)half;
 #pragma unroll 4
     for (int j = lane; j < dim; j += 32) sum += v[j] * v[j];
-    const float scale = 1 / sqrtf(group_sum<32>(sum) / (float)dim + eps);
+    const float scale = 1 / sqrtf(warp_sum(sum) / (float)dim + eps);
 #pragma unroll 4
     for (int j = lane; j < dim; j += 32) v[j] = v[j] * scale * weight[j];
     __syncwarp();
@@ -1034,68 +1238,16 @@ static void convolve(float *z, const float *base, const float *delta, size_t del
     launch(convolve_kernel, blocks_for(n), THREADS, 0, z, base, delta, delta_stride, n, block_size, taps, group, dim);
 }
 
-/* ---- looking for numbers that are not finite */
-
-/* What the blocks of a kernel have found; as it was again when the last of them has ended. */
-static __device__ unsigned first_bad_row = UINT_MAX, finished_checks;
-
-static __device__ inline bool is_finite(float x) { return fabsf(x) <= FLT_MAX; }
-
-/* By one thread of every block, at its end: whether the block's own row was bad, or it has been told already. The block that ends
- * last writes the report, so a row that an earlier look found stays. */
-static __device__ void finish_check(PassReport *report, int place, bool bad, unsigned row) {
-    if (bad) atomicMin(&first_bad_row, row);
-    __threadfence();
-    if (atomicAdd(&finished_checks, 1) + 1 < gridDim.x) return;
-    row = atomicExch(&first_bad_row, UINT_MAX);
-    finished_checks = 0;
-    if (report->bad_row >= 0) return;
-    report->bad_row = row == UINT_MAX ? -1 : (int)row;
-    report->bad_place = row == UINT_MAX ? -1 : place;
-}
-
 static __global__ void check_finite_kernel(PassReport *report, int place, const float *x, size_t n, size_t dim) {
     begin_kernel();
     for (size_t i = thread_index(); i < n; i += (size_t)gridDim.x * THREADS)
-        if (!is_finite(x[i])) atomicMin(&first_bad_row, (unsigned)(i / dim));
-    __syncthreads();
-    if (threadIdx.x == 0) finish_check(report, place, false, 0);
+        if (!is_finite(x[i])) report_bad(report, place, (int)(i / dim));
 }
 
 static void check_finite(PassReport *report, int place, const float *x, int n_rows, int dim) {
     const size_t n = (size_t)n_rows * (size_t)dim, most = 4 * (size_t)gpu.multiprocessors, blocks = (n + THREADS - 1) / THREADS;
     if (!n) return;
     launch(check_finite_kernel, (unsigned)(blocks < most ? blocks : most), THREADS, 0, report, place, x, n, (size_t)dim);
-}
-
-/* A block of N threads takes a row. */
-template <int N> static __global__ void add_norm_kernel(float *y, float *x, const float *branch, const float *weight, int dim,
-                                                        float eps, PassReport *report, int place) {
-    begin_kernel();
-    const size_t row = (size_t)blockIdx.x * (size_t)dim;
-    float sum = 0;
-    bool bad = false;
-#pragma unroll 8
-    for (int j = (int)threadIdx.x; j < dim; j += N) {
-        const float value = x[row + j] + branch[row + j];
-        x[row + j] = value;
-        sum += value * value;
-        bad |= !is_finite(value);
-    }
-    const float scale = 1 / sqrtf(group_sum<N>(sum) / (float)dim + eps);
-#pragma unroll 8
-    for (int j = (int)threadIdx.x; j < dim; j += N) y[row + j] = x[row + j] * scale * weight[j];
-    if (!report) return;
-    bad = __syncthreads_or(bad);
-    if (threadIdx.x == 0) finish_check(report, place, bad, blockIdx.x);
-}
-
-static void add_norm(float *y, float *x, const float *branch, const float *weight, int n, int dim, float eps, PassReport *report,
-                     int place) {
-    if (n <= 0) return;
-    if (dim <= MIDDLE_VECTOR)
-        launch(add_norm_kernel<THREADS>, (unsigned)n, THREADS, 0, y, x, branch, weight, dim, eps, report, place);
-    else launch(add_norm_kernel<1024>, (unsigned)n, 1024, 0, y, x, branch, weight, dim, eps, report, place);
 }
 
 /* =====================================================================================================================
@@ -1607,17 +1759,6 @@ static __device__ inline float4 sum_segments(const float *sums, const Cut &cut, 
 /* Shared memory of a block: the warps' rings, then two rounds' x. */
 static int product_shared(DType D, const Cut &cut, int columns, int terms) {
     return WARPS * RING_BYTES + 2 * columns * staged_stride(D, cut.along, terms);
-}
-
-/* Four neighbouring values of y from p on, the first `count` of them. */
-static __device__ inline void store_four(float *p, float4 v, int count) {
-    if (count >= 4 && (uintptr_t)p % 16 == 0) *(float4 *)p = v;
-    else {
-        if (count > 0) p[0] = v.x;
-        if (count > 1) p[1] = v.y;
-        if (count > 2) p[2] = v.z;
-        if (count > 3) p[3] = v.w;
-    }
 }
 
 /* Block `block` of a product. Neighbours make a cluster; the clusters of all heads for the same rows of weights follow each
@@ -2570,7 +2711,7 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
 /* =====================================================================================================================
  * Mixture of experts (DeepSeek-V3, 2.1.2)
  *
- *     route -> route_kernel -> limit_groups, take_best
+ *     route -> route_kernel -> limit_groups
  *     experts -> experts_kernel -> list_works -> multiply_strips (load_rows, fetch_tile, multiply_tile) -> add_gate_up, add_down
  *
  * Owns: the router, and the experts' products. An expert's weights are read once for up to eight rows that chose it, and the
@@ -2586,61 +2727,10 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
  * meets the weights as one number of 16 bits, and stands in shared memory; gated is written as such a number, and read from L2.
  */
 
-/* Integers in the order of the floats. */
+/* Integers in the order of the floats, none of them 0. */
 static __device__ inline uint32_t in_order(float x) {
     const uint32_t bits = __float_as_uint(x);
     return bits >> 31 ? ~bits : bits | 0x80000000;
-}
-
-/* A lane's best of n values in shared memory, of which it looks at every 32nd; equal values: the lower index. */
-struct Best { uint32_t value; int at; };
-
-static __device__ inline Best find_best(const float *values, int n) {
-    Best best = {.value = 0, .at = INT_MAX};
-#pragma unroll 8
-    for (int i = lane_id(); i < n; i += 32) {
-        const uint32_t value = in_order(values[i]);
-        if (value > best.value) best = {.value = value, .at = i};
-    }
-    return best;
-}
-
-/* The best of all lanes' values, which is taken out by setting it to -inf. */
-static __device__ inline int take_best(Best *best, float *values, int n) {
-    const uint32_t value = __reduce_max_sync(~0u, best->value);
-    const int at = __reduce_min_sync(~0u, best->value == value ? best->at : INT_MAX);
-    if (best->at == at) {
-        values[at] = -INFINITY;
-        *best = find_best(values, n);
-    }
-    return at;
-}
-
-/* Keeps the topk_group groups whose two best choices add up highest; experts of the others become -inf, not 0, since a biased
- * score may be negative. group: [groups] scratch, where the groups kept are -inf at the end. */
-static __device__ void limit_groups(float *choice, float *group, int experts, int groups, int kept) {
-    const int size = experts / groups;
-    for (int g = lane_id(); g < groups; g += 32) {
-        float first = -INFINITY, second = -INFINITY;
-        for (int e = g * size; e < (g + 1) * size; e++) {
-            if (choice[e] > first) second = first, first = choice[e];
-            else if (choice[e] > second) second = choice[e];
-        }
-        group[g] = first + second;
-    }
-    __syncwarp();
-    uint32_t *marks = (uint32_t *)(group + groups);
-    for (int g = lane_id(); g < groups; g += 32) marks[g] = 0;
-    __syncwarp();
-    Best best = find_best(group, groups);
-    for (int i = 0; i < kept; i++) {
-        const int g = take_best(&best, group, groups);
-        if (lane_id() == 0) marks[g] = 1;
-    }
-    __syncwarp();
-    for (int e = lane_id(); e < experts; e += 32)
-        if (!marks[e / size]) choice[e] = -INFINITY;
-    __syncwarp();
 }
 
 struct Router {
@@ -2652,32 +2742,99 @@ struct Router {
     bool normalise;
 };
 
-/* A warp takes a row. */
-static __global__ void route_kernel(const Router router) {
-    extern __shared__ float shared_scores[];
-    float *score = shared_scores, *choice = score + router.experts, total = 0;
+/* Keeps the topk_group groups whose two best choices add up highest; experts of the others become -inf, not 0, since a biased
+ * score may be negative. A lane has EACH experts from `first` on. shared: [groups][size + 1], so that lanes that look at groups
+ * meet different banks; and twice [groups]. */
+template <int EACH> static __device__ void limit_groups(float (&choice)[EACH], int first, const Router &router, float *shared) {
+    const int size = router.experts / router.groups, group = first / size;
+    float *sums = shared + router.experts + router.groups, *kept = sums + router.groups;
+#pragma unroll
+    for (int j = 0, g = group, left = (group + 1) * size - first; j < EACH && first + j < router.experts; j++, left--) {
+        if (!left) g++, left = size;
+        shared[first + j + g] = choice[j];
+    }
+    __syncwarp();
+    for (int g = lane_id(); g < router.groups; g += 32) {
+        float best = -INFINITY, second = -INFINITY;
+#pragma unroll 8
+        for (int e = 0; e < size; e++) {
+            const float value = shared[g * (size + 1) + e];
+            second = fmaxf(second, fminf(best, value));
+            best = fmaxf(best, value);
+        }
+        sums[g] = best + second;
+    }
+    __syncwarp();
+    for (int g = lane_id(); g < router.groups; g += 32) {
+        int better = 0;                             /* of equal groups the earlier */
+#pragma unroll 4
+        for (int other = 0; other < router.groups; other++)
+            better += sums[other] > sums[g] || (sums[other] == sums[g] && other < g);
+        kept[g] = better < router.kept;
+    }
+    __syncwarp();
+#pragma unroll
+    for (int j = 0, g = group, left = (group + 1) * size - first; j < EACH && first + j < router.experts; j++, left--) {
+        if (!left) g++, left = size;
+        if (!kept[g]) choice[j] = -INFINITY;
+    }
+}
+
+/* An expert that is still in the race: its choice as in_order() has it, or 0. */
+struct Candidate { uint32_t order; float score; int at; };
+
+/* The best of a lane's, of equal ones the first. */
+template <int EACH> static __device__ inline Candidate best_of(const Candidate (&all)[EACH]) {
+    Candidate best[EACH];
+#pragma unroll
+    for (int j = 0; j < EACH; j++) best[j] = all[j];
+#pragma unroll
+    for (int half = 1; half < EACH; half *= 2)
+#pragma unroll
+        for (int j = 0; j < EACH; j += 2 * half)
+            if (best[j + half].order > best[j].order) best[j] = best[j + half];
+    return best[0];
+}
+
+/* A warp takes a row, a lane EACH neighbouring experts. */
+template <int EACH> static __global__ void route_kernel(const __grid_constant__ Router router) {
+    extern __shared__ float chosen[];               /* [per_token] scores, and what limit_groups() needs */
+    const int lane = lane_id(), first = lane * EACH;
+    const float *logits = router.logits + (size_t)blockIdx.x * (size_t)router.experts + first;
     int *picks = router.picks + (size_t)blockIdx.x * (size_t)router.per_token;
     float *weights = router.weights + (size_t)blockIdx.x * (size_t)router.per_token;
-    let_next_start();
-    wait_for_previous();
+    float score[EACH], choice[EACH], total = 0;
+    Candidate candidates[EACH];
+#pragma unroll
+    for (int j = 0; j < EACH; j += 4) *(float4 *)(choice + j) = load_four(router.bias + first + j, router.experts - first - j);
+    begin_kernel();
+#pragma unroll
+    for (int j = 0; j < EACH; j += 4) *(float4 *)(score + j) = load_four(logits + j, router.experts - first - j);
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        score[j] = 1 / (1 + expf(-score[j]));
+        choice[j] += score[j];                      /* the bias balances the load: it chooses, it does not weigh */
+        if (isnan(choice[j])) choice[j] = INFINITY, score[j] = NAN;         /* chosen, so that it shows */
+        choice[j] = fmaxf(choice[j], -1e30f);       /* -inf marks what is out of the race */
+    }
+    if (router.groups > 1) limit_groups(choice, first, router, chosen + router.per_token);
+#pragma unroll
+    for (int j = 0; j < EACH; j++) candidates[j] = {first + j < router.experts ? in_order(choice[j]) : 0, score[j], j};
+    for (int i = 0; i < router.per_token; i++) {    /* the best of all lanes', of equal ones the first lane's */
+        const Candidate best = best_of(candidates);
+        const uint32_t most = __reduce_max_sync(~0u, best.order), lanes = __ballot_sync(~0u, best.order == most);
+        if (lane != __ffs((int)lanes) - 1) continue;
+        picks[i] = first + best.at;
+        chosen[i] = best.score;
+#pragma unroll
+        for (int j = 0; j < EACH; j++)
+            if (j == best.at) candidates[j].order = 0;
+    }
+    __syncwarp();
 #pragma unroll 8
-    for (int e = lane_id(); e < router.experts; e += 32) {
-        score[e] = 1 / (1 + expf(-router.logits[(size_t)blockIdx.x * (size_t)router.experts + (size_t)e]));
-        choice[e] = score[e] + router.bias[e];      /* the bias balances the load: it chooses, it does not weigh */
-        if (isnan(choice[e])) choice[e] = INFINITY, score[e] = NAN;         /* chosen, so that it shows */
-        if (choice[e] < -1e30f) choice[e] = -1e30f; /* -inf marks what is out of the race */
-    }
-    __syncwarp();
-    if (router.groups > 1) limit_groups(choice, choice + router.experts, router.experts, router.groups, router.kept);
-    Best best = find_best(choice, router.experts);
-    for (int i = 0; i < router.per_token; i++) {
-        const int pick = take_best(&best, choice, router.experts);
-        total += score[pick];
-        if (lane_id() == 0) picks[i] = pick, weights[i] = score[pick];
-    }
-    __syncwarp();
-    for (int i = lane_id(); i < router.per_token; i += 32)
-        weights[i] *= (router.normalise ? 1 / (total + 1e-20f) : 1) * router.factor;
+    for (int i = 0; i < router.per_token; i++) total += chosen[i];
+    const float factor = (router.normalise ? 1 / (total + 1e-20f) : 1) * router.factor;
+    for (int i = lane; i < router.per_token; i += 32) weights[i] = chosen[i] * factor;
 }
 
 static void route(int *picks, float *weights, const float *logits, const float *bias, int n_rows, const Config *config) {
@@ -2686,9 +2843,10 @@ static void route(int *picks, float *weights, const float *logits, const float *
                            .experts = config->n_routed_experts, .per_token = config->num_experts_per_tok,
                            .groups = config->n_group, .kept = config->topk_group, .factor = config->routed_scaling_factor,
                            .normalise = config->norm_topk_prob};
-    const size_t shared = 2 * ((size_t)router.experts + (size_t)router.groups) * sizeof(float);
-    allow_shared(route_kernel, shared);
-    launch_early(route_kernel, dim3((unsigned)n_rows), 32, shared, 1, router);
+    const auto kernel = router.experts <= 256 ? route_kernel<8> : router.experts <= 512 ? route_kernel<16> : route_kernel<128>;
+    const size_t shared = ((size_t)router.per_token + (size_t)router.experts + 3 * (size_t)router.groups) * sizeof(float);
+    allow_shared(kernel, shared);
+    launch(kernel, (unsigned)n_rows, 32, shared, router);
 }
 
 /* ---- experts: one launch, whose blocks all stay until its end
@@ -3605,7 +3763,8 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
  * first bits; bf16 and e4m3 keys go through the tensor cores. select_top finds the k-th score from these counts and two radix
  * steps more over what is left, and collects the positions in ascending order. A score is the work of one warp in a fixed order,
  * and the selection is exact integer work, so neither depends on how a launch is split. Relies on: rows of a session follow each
- * other, strides of whole 64 bytes, and each index_scores being followed by its select_top, which leaves the counts zero.
+ * other, strides of whole 16 bytes, and each index_scores being followed by its select_top, which leaves the counts zero; and on
+ * rows and page tables having been there before the pass's first kernel, since they are read while kernels in front still run.
  */
 
 /* Bytes before the plain values of a row. */
@@ -3672,11 +3831,11 @@ static __device__ void narrow_group(uint8_t *__restrict__ out, uint8_t *__restri
     if (lane < 4) scales[lane] = (uint8_t)(__float_as_uint(scale) >> 8 * lane);
 }
 
-/* By a whole block of THREADS. */
+/* By a whole block. */
 static __device__ void store_row(uint8_t *row, const RowFormat &format, const float *quantised, const float *plain) {
     narrow_values(row + quantised_bytes(format), plain, format.plain, format.dtype == KV_F32);
     if (format.dtype != KV_F8) return narrow_values(row, quantised, format.quantised, format.dtype == KV_F32);
-    for (int group = (int)threadIdx.x / 32; group * format.group < format.quantised; group += THREADS / 32) {
+    for (int group = (int)threadIdx.x / 32; group * format.group < format.quantised; group += (int)blockDim.x / 32) {
         int first = group * format.group;
         narrow_group(row + first, row + format.quantised + 4 * group, quantised + first,
                      min(format.group, format.quantised - first));
@@ -3696,65 +3855,96 @@ static void store_rows(uint8_t *base, const RowFormat *format, const DeviceRow *
     launch(store_rows_kernel, n_rows, THREADS, 0, base, *format, ids, a, a_stride, b, b_stride);
 }
 
-/* By a whole block: rotates pairs of the first `dim` values of v. */
-static __device__ void rotate_pairs(float *v, int dim, bool interleaved, const float *cosine, const float *sine) {
-    const int half = dim / 2, near = interleaved ? 2 : 1, far = interleaved ? 1 : half;
-    cosine += (size_t)blockIdx.x * (size_t)half, sine += (size_t)blockIdx.x * (size_t)half;
-    for (int i = (int)threadIdx.x; i < half; i += THREADS) {
-        const float a = v[i * near], b = v[i * near + far];
-        v[i * near] = a * cosine[i] - b * sine[i];
-        v[i * near + far] = b * cosine[i] + a * sine[i];
+/* A block takes a row of kv, or with blockIdx.y = 1 one of q. A thread has four neighbours of what is normed, or one of the pairs
+ * that are rotated; the cached row is made from shared memory. */
+static __global__ void
+store_latents_kernel(uint8_t *base, const __grid_constant__ RowFormat format, const DeviceRow *ids, float *kv, int lora, int tail,
+                     const float *weight, const __grid_constant__ Norm q, const float *cosine, const float *sine) {
+    extern __shared__ __align__(16) float staged[];                 /* latent | rotated */
+    __shared__ float of_warp[32];
+    let_next_start();
+    if (blockIdx.y) return norm_row(q, (int)blockIdx.x);
+    const int fours = divide_up(lora, 4), at = 4 * (int)threadIdx.x, pair = (int)threadIdx.x - fours, half = tail / 2;
+    float *row = kv + (size_t)blockIdx.x * (size_t)(lora + tail), *plain = staged + 4 * fours;
+    const float4 w = load_four(weight + at, lora - at);
+    wait_for_previous();
+    const int id = ids[blockIdx.x].id;
+    float4 v = load_four(row + at, lora - at);
+    if (0 <= pair && pair < half) {
+        const size_t angle = (size_t)blockIdx.x * (size_t)half + (size_t)pair;
+        *(float2 *)(plain + 2 * pair) = rotate(row + lora + 2 * pair, 1, cosine[angle], sine[angle]);
     }
-}
-
-/* A block takes a row. */
-static __global__ void store_latents_kernel(uint8_t *base, RowFormat format, const DeviceRow *ids, float *kv, int lora, int tail,
-                                            const float *weight, float eps, const float *cosine, const float *sine) {
-    begin_kernel();
-    float *row = kv + (size_t)blockIdx.x * (size_t)(lora + tail), sum = 0;
-#pragma unroll 4
-    for (int j = (int)threadIdx.x; j < lora; j += THREADS) sum += row[j] * row[j];
-    const float scale = 1 / sqrtf(group_sum<THREADS>(sum) / (float)lora + eps);
-#pragma unroll 4
-    for (int j = (int)threadIdx.x; j < lora; j += THREADS) row[j] = row[j] * scale * weight[j];
-    rotate_pairs(row + lora, tail, true, cosine, sine);
+    const float scale = 1 / sqrtf(block_sum(of_warp, sum_squares(v)) / (float)lora + q.eps);
+    if (pair < 0) {
+        v = weighted(v, scale, w);
+        store_four(row + at, v, lora - at);
+        *(float4 *)(staged + at) = v;
+    }
     __syncthreads();
-    store_row(base + (size_t)ids[blockIdx.x].id * format.stride, format, row, row + lora);
+    store_row(base + (size_t)id * format.stride, format, staged, plain);
 }
 
 static void store_latents(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *kv, int lora, int tail,
-                          const float *weight, float eps, const float *cosine, const float *sine) {
-    if (!n_rows) return;
-    launch(store_latents_kernel, n_rows, THREADS, 0, base, *format, ids, kv, lora, tail, weight, eps, cosine, sine);
+                          const float *weight, float *q, int rank, const float *q_weight, float eps, const float *cosine,
+                          const float *sine) {
+    const size_t width = (size_t)rank, shared = (size_t)(divide_up(lora, 4) * 4 + tail) * sizeof(float);
+    const int threads = max(norm_threads(rank, 1), divide_up(divide_up(lora, 4) + tail / 2, 32) * 32);
+    if (n_rows <= 0) return;
+    launch(store_latents_kernel, dim3((unsigned)n_rows, 2), (unsigned)threads, shared, base, *format, ids, kv, lora, tail, weight,
+           {.y = q, .x = q, .y_stride = width, .x_stride = width, .branch = NULL, .weight = q_weight, .dim = rank, .eps = eps,
+            .report = NULL, .place = 0}, cosine, sine);
 }
 
-static __global__ void store_index_keys_kernel(uint8_t *base, RowFormat format, const DeviceRow *ids, float *k, int dim,
-                                               const float *weight, const float *bias, int turned, bool interleaved,
-                                               const float *cosine, const float *sine, PassReport *report, int place) {
-    begin_kernel();
-    float *row = k + (size_t)blockIdx.x * (size_t)dim, sum = 0, squares = 0;
-    bool bad = false;
-    for (int j = (int)threadIdx.x; j < dim; j += THREADS) sum += row[j];
-    const float mean = group_sum<THREADS>(sum) / (float)dim;
-    for (int j = (int)threadIdx.x; j < dim; j += THREADS) squares += (row[j] - mean) * (row[j] - mean);
-    const float scale = 1 / sqrtf(group_sum<THREADS>(squares) / (float)dim + 1e-6f);
-    for (int j = (int)threadIdx.x; j < dim; j += THREADS) {
-        row[j] = (row[j] - mean) * scale * weight[j] + bias[j];
-        bad |= !is_finite(row[j]);
-    }
-    bad = __syncthreads_or(bad);
-    rotate_pairs(row, turned, interleaved, cosine, sine);
+struct IndexKeys {
+    uint8_t *base;
+    RowFormat format;
+    const DeviceRow *ids;
+    float *k;
+    int dim, half, heads;           /* half: pairs that are rotated */
+    bool interleaved;
+    const float *weight, *bias, *cosine, *sine, *head_weights;
+    PassReport *report;
+    int place;
+};
+
+/* A block takes a row, a thread four neighbours of it. */
+static __global__ void store_index_keys_kernel(const __grid_constant__ IndexKeys p) {
+    extern __shared__ __align__(16) float staged[];
+    __shared__ float sums[2][32];
+    const int r = (int)blockIdx.x, thread = (int)threadIdx.x, at = 4 * thread, count = p.dim - at;
+    const float *cosine = p.cosine + (size_t)r * (size_t)p.half, *sine = p.sine + (size_t)r * (size_t)p.half;
+    let_next_start();
+    const float4 weight = load_four(p.weight + at, count), bias = load_four(p.bias + at, count);
+    wait_for_previous();
+    const int id = p.ids[r].id;
+    float *row = p.k + (size_t)r * (size_t)p.dim;
+    float4 v = load_four(row + at, count);
+    for (int i = thread; i < p.heads; i += (int)blockDim.x)
+        if (!is_finite(p.head_weights[(size_t)r * (size_t)p.heads + (size_t)i])) report_bad(p.report, p.place + 1, r);
+    const float mean = block_sum(sums[0], v.x + v.y + (v.z + v.w)) / (float)p.dim;
+    v = make_float4(v.x - mean, count > 1 ? v.y - mean : 0, count > 2 ? v.z - mean : 0, count > 3 ? v.w - mean : 0);
+    const float squares = block_sum(sums[1], count > 0 ? sum_squares(v) : 0);
+    v = weighted(v, 1 / sqrtf(squares / (float)p.dim + 1e-6f), weight);
+    v = make_float4(v.x + bias.x, v.y + bias.y, v.z + bias.z, v.w + bias.w);
+    if (count > 0 && !is_finite(v)) report_bad(p.report, p.place, r);
+    *(float4 *)(staged + at) = v;
     __syncthreads();
-    store_row(base + (size_t)ids[blockIdx.x].id * format.stride, format, row, row);
-    if (threadIdx.x == 0) finish_check(report, place, bad, blockIdx.x);
+    for (int i = thread; i < p.half; i += (int)blockDim.x)
+        rotate(staged + (p.interleaved ? 2 * i : i), p.interleaved ? 1 : p.half, cosine[i], sine[i]);
+    __syncthreads();
+    store_four(row + at, *(const float4 *)(staged + at), count);
+    store_row(p.base + (size_t)id * p.format.stride, p.format, staged, staged);
 }
 
 static void store_index_keys(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *k, int dim,
                              const float *weight, const float *bias, int turned, bool interleaved, const float *cosine,
-                             const float *sine, PassReport *report, int place) {
-    if (!n_rows) return;
-    launch(store_index_keys_kernel, n_rows, THREADS, 0, base, *format, ids, k, dim, weight, bias, turned, interleaved, cosine,
-           sine, report, place);
+                             const float *sine, const float *head_weights, int heads, PassReport *report, int place) {
+    const unsigned threads = (unsigned)norm_threads(dim, 1);
+    if (n_rows <= 0) return;
+    launch(store_index_keys_kernel, (unsigned)n_rows, threads, threads * sizeof(float4),
+           {.base = base, .format = *format, .ids = ids, .k = k, .dim = dim, .half = turned / 2, .heads = heads,
+            .interleaved = interleaved, .weight = weight, .bias = bias, .cosine = cosine, .sine = sine,
+            .head_weights = head_weights, .report = report, .place = place});
 }
 
 /* ---- index scores */
@@ -3770,6 +3960,7 @@ enum {
     BATCH_QUERIES = SCORE_STEPS * SCORE_TILES * 16,     /* uint4 of 64 columns in shared memory */
     MAX_DEPTH = 4,                  /* of a warpgroup's pages on their way */
     COMING_BYTES = 16 << 10,        /* of them; more do not come faster */
+    LEAST_PAGES = 2,                /* of a block: with fewer blocks select_top's find room beside them */
     BINS = 2048,                    /* of the first 11 bits of a score's sortable key */
 };
 
@@ -3975,29 +4166,43 @@ template <bool F8> static __device__ inline void widen_keys(uint32_t (&a)[SCORE_
         }
 }
 
+/* Four values of a query of a read: part `part` of a column, of which each row has so many, its heads and zeros behind them. */
+static __device__ inline float4 load_query(const ScoreRead &read, const IndexShape &shape, int columns, int column, int part) {
+    const int row = column / columns, head = column % columns;
+    if (row >= read.members || head >= shape.heads || 4 * part >= shape.head_dim) return {0, 0, 0, 0};
+    return *(const float4 *)(read.q + ((size_t)row * shape.heads + head) * shape.head_dim + 4 * part);
+}
+
 /* The queries of a read in shared memory, bf16: batches of 64 columns, in them for each step, for each eight columns, 8 x 8
- * values twice. Column `head` of a row is its head, or zeros. The weights follow, scaled. */
-template <bool F8>
-static __device__ void stage_queries(uint4 *queries, float *weights, const ScoreRead &read, const IndexShape &shape) {
-    const int columns = divide_up(read.members * shape.columns, 8 * SCORE_TILES) * 8 * SCORE_TILES;
-    constexpr int OF = F8 ? 4 : 2;                  /* steps that a lane's 16 bytes go to */
-#pragma unroll 4
-    for (int i = (int)threadIdx.x; i < columns * (SCORE_WIDTH / 4); i += SCORE_THREADS) {
-        const int part = i % (SCORE_WIDTH / 4), column = i / (SCORE_WIDTH / 4);
-        const int row = column / shape.columns, head = column % shape.columns;
-        float4 x = {0, 0, 0, 0};
-        if (row < read.members && head < shape.heads && 4 * part < shape.head_dim)
-            x = *(const float4 *)(read.q + ((size_t)row * shape.heads + head) * shape.head_dim + 4 * part);
-        const int step = part / (4 * OF) * OF + part % OF, lane = part / OF % 4, tile = column / 8;
-        const int block = tile / SCORE_TILES * BATCH_QUERIES + (step * SCORE_TILES + tile % SCORE_TILES) * 16;
-        __nv_bfloat162 *to = (__nv_bfloat162 *)(queries + block + column % 8) + lane;
-        to[0] = __floats2bfloat162_rn(x.x, x.y);
-        to[32] = __floats2bfloat162_rn(x.z, x.w);
+ * values twice. The weights follow, scaled. begin_pages is called when the first of them are on their way, so that they do not
+ * arrive behind all pages. */
+template <int TILES, bool F8, typename Begin>
+static __device__ void stage_queries(uint4 *queries, float *weights, const ScoreRead &read, const IndexShape &shape,
+                                     Begin begin_pages) {
+    constexpr int OF = F8 ? 4 : 2, AHEAD = 8, PARTS = SCORE_WIDTH / 4;      /* OF: steps that a lane's 16 bytes go to */
+    const int of_row = TILES < SCORE_TILES ? 8 * TILES : shape.columns, thread = (int)threadIdx.x;
+    const int columns = divide_up(read.members * of_row, 8 * SCORE_TILES) * 8 * SCORE_TILES;
+    const int row = thread / of_row, head = thread % of_row;
+    const float weight = row < read.members && head < shape.heads ? read.head_weights[row * shape.heads + head] : 0;
+    for (int first = thread; first < columns * PARTS; first += AHEAD * SCORE_THREADS) {
+        float4 x[AHEAD];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            const int i = first + j * SCORE_THREADS;
+            x[j] = load_query(read, shape, of_row, i / PARTS, i % PARTS);
+        }
+        if (first == thread) begin_pages();
+#pragma unroll
+        for (int j = 0; j < AHEAD && first + j * SCORE_THREADS < columns * PARTS; j++) {
+            const int i = first + j * SCORE_THREADS, part = i % PARTS, column = i / PARTS, tile = column / 8;
+            const int step = part / (4 * OF) * OF + part % OF, lane = part / OF % 4;
+            const int block = tile / SCORE_TILES * BATCH_QUERIES + (step * SCORE_TILES + tile % SCORE_TILES) * 16;
+            __nv_bfloat162 *to = (__nv_bfloat162 *)(queries + block + column % 8) + lane;
+            to[0] = __floats2bfloat162_rn(x[j].x, x[j].y);
+            to[32] = __floats2bfloat162_rn(x[j].z, x[j].w);
+        }
     }
-    for (int i = (int)threadIdx.x; i < columns; i += SCORE_THREADS) {
-        const int row = i / shape.columns, head = i % shape.columns;
-        weights[i] = row < read.members && head < shape.heads ? read.head_weights[row * shape.heads + head] * shape.scale : 0;
-    }
+    if (thread < columns) weights[thread] = weight * shape.scale;
 }
 
 /* sums = keys (64 x 128) times 64 columns. */
@@ -4110,11 +4315,16 @@ static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float 
     if (threadIdx.x % 128 == 0)
         for (int turn = 0; turn < ring.depth; turn++) KeyRing::open(ring.arrived + turn);
     show_to_products();
+    int ids[MAX_DEPTH], id = read.id(first + ring.depth * GROUPS);
+#pragma unroll
+    for (int turn = 0; turn < MAX_DEPTH; turn++) ids[turn] = read.id(first + turn * GROUPS);
     __syncthreads();
-    for (int turn = 0; turn < ring.depth; turn++)
-        if (first + turn * GROUPS < read.stop) ring.begin(turn, read.page(read.id(first + turn * GROUPS), shape));
-    int id = read.id(first + ring.depth * GROUPS);
-    stage_queries<F8>(queries, weights, read, shape);
+    wait_for_previous();
+    stage_queries<TILES, F8>(queries, weights, read, shape, [&] {
+#pragma unroll
+        for (int turn = 0; turn < MAX_DEPTH; turn++)
+            if (turn < ring.depth && first + turn * GROUPS < read.stop) ring.begin(turn, read.page(ids[turn], shape));
+    });
     show_to_products();
     __syncthreads();
     for (int page = first, turn = 0, round = 0; page < read.stop; page += GROUPS) {
@@ -4175,8 +4385,6 @@ index_scores(float *scores, const float *q, const float *head_weights, const uin
     __shared__ uint64_t arrived[SCORE_THREADS / 128][MAX_DEPTH];
     const int context = shape.context_pages * PAGE_ROWS;
     let_next_start();                               /* select_top takes its place where this leaves room, and waits */
-    if ((int)threadIdx.x < n_rows) asm volatile("prefetch.global.L2 [%0];" : : "l"(rows + threadIdx.x));
-    wait_for_previous();
     make_plan(plan, rows, n_rows, shape);
     const int64_t all = uniform(plan.ends[n_rows - 1]);
     const int end = (int)(all * (blockIdx.x + 1) / gridDim.x);
@@ -4200,10 +4408,12 @@ index_scores(float *scores, const float *q, const float *head_weights, const uin
             score_pages<TILES, F8>(read, queries, weights, ring, shape);
         } else {
             __syncthreads();
+            wait_for_previous();
             score_plainly(read, shape);
         }
         add_bins(bins, r, members);
     }
+    wait_for_previous();                            /* in a block that had nothing to do */
 }
 
 /* ---- the k best
@@ -4232,42 +4442,6 @@ struct SelectShared {
     int2 total;                     /* of the block */
     int bin, wanted;                /* where the k-th key lies, and its rank within the bin */
 };
-
-#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
-static __device__ inline int cluster_rank(void) { int x; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(x)); return x; }
-static __device__ inline int cluster_size(void) { int x; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(x)); return x; }
-static __device__ inline void cluster_arrive(void) { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
-static __device__ inline void cluster_wait(void) { asm volatile("barrier.cluster.wait;" ::: "memory"); }
-
-/* The same variable in the shared memory of block `rank`. */
-static __device__ inline uint32_t cluster_address(const void *shared, int rank) {
-    uint32_t address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"((uint32_t)__cvta_generic_to_shared(shared)), "r"(rank));
-    return address;
-}
-static __device__ inline void cluster_add(int *shared, int rank, int x) {
-    asm volatile("red.shared::cluster.add.u32 [%0], %1;" : : "r"(cluster_address(shared, rank)), "r"(x) : "memory");
-}
-static __device__ inline int4 cluster_read(const int4 *shared, int rank) {
-    int4 x;
-    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(cluster_address(shared, rank)) : "memory");
-    return x;
-}
-static __device__ inline int2 cluster_read(const int2 *shared, int rank) {
-    int2 x;
-    asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(x.x), "=r"(x.y) : "r"(cluster_address(shared, rank)) : "memory");
-    return x;
-}
-#else
-static __device__ inline int cluster_rank(void) { return 0; }
-static __device__ inline int cluster_size(void) { return 1; }
-static __device__ inline void cluster_arrive(void) {}
-static __device__ inline void cluster_wait(void) { __syncthreads(); }
-static __device__ inline void cluster_add(int *shared, int, int x) { atomicAdd(shared, x); }
-template <typename T> static __device__ inline T cluster_read(const T *shared, int) { return *shared; }
-#endif
 
 /* What a warp still has to look at: a list, or all its positions. */
 struct Candidates {
@@ -4329,19 +4503,24 @@ static __device__ inline float lowest_score(int bin) {
     return __uint_as_float(key & 0x80000000 ? key & 0x7fffffff : ~key);
 }
 
-/* Lists what is in the bin or above, as scores for the time being. */
-static __device__ void list_candidates(Candidates &list, int bin) {
+/* A lane's next scores from position `base` of the warp on. */
+static __device__ inline void load_scores(float4 (&x)[4], const Candidates &list, int base) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const int s = base + SELECT_STEP * j + 4 * ((int)threadIdx.x % 32);
+        if (s < list.last) x[j] = __ldcg((const float4 *)(list.scores + s));
+    }
+}
+
+/* Lists what is in the bin or above, as scores for the time being. next: the first scores. */
+static __device__ void list_candidates(Candidates &list, int bin, float4 (&next)[4]) {
     const int lane = (int)threadIdx.x % 32;
     const uint32_t below = (1u << lane) - 1;
     const float lowest = lowest_score(bin);
     int n = 0;
     for (int base = list.first; base < list.last; base += 4 * SELECT_STEP) {
-        float4 x[4] = {};
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const int s = base + SELECT_STEP * j + 4 * lane;
-            if (s < list.last) x[j] = __ldcg((const float4 *)(list.scores + s));
-        }
+        const float4 x[4] = {next[0], next[1], next[2], next[3]};
+        load_scores(next, list, base + 4 * SELECT_STEP);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             const int s = base + SELECT_STEP * j + 4 * lane, left = list.last - s;
@@ -4382,9 +4561,12 @@ static __device__ void count_second_bits(int *bins, const Candidates &list, uint
 static __device__ uint32_t find_threshold(SelectShared &shared, Candidates &list, int *bins, int k) {
     const int lane = (int)threadIdx.x % 32;
     int4 *first_bits = (int4 *)(bins + my_bins());
-    find_bin(shared, __ldcg(first_bits), k);
+    const int4 counts = __ldcg(first_bits);
+    float4 scores[4];
+    load_scores(scores, list, list.first);
+    find_bin(shared, counts, k);
     uint32_t threshold = (uint32_t)shared.bin;
-    list_candidates(list, (int)threshold);
+    list_candidates(list, (int)threshold, scores);
     count_second_bits(shared.mine, list, threshold);
     find_bin(shared, share_bins(shared, shared.all[0]), shared.wanted);
     if (cluster_rank() == 0) *first_bits = {0, 0, 0, 0};
@@ -4449,12 +4631,13 @@ select_top(int *ids, int *counts, int capacity, const float *scores, size_t cont
     __shared__ SelectShared shared;
     const int split = cluster_size(), rank = cluster_rank(), r = (int)blockIdx.x / split;
     const int thread = (int)threadIdx.x, warp = thread / 32;
+    let_next_start();
     for (int i = thread; i < 3 * BINS; i += SELECT_THREADS) shared.mine[i] = 0;     /* and `all` behind it */
     cluster_arrive();
-    wait_for_previous();
     const int visible = rows[r].position + 1, k = min(visible, capacity);
     ids += (size_t)r * capacity;
     cluster_wait();
+    wait_for_previous();
     if (rank == 0 && thread == 0) counts[r] = k;
     if (visible <= capacity) {                      /* while everything fits, the selection is the whole history */
         for (int i = rank * SELECT_THREADS + thread; i < capacity; i += split * SELECT_THREADS) ids[i] = i < k ? i : -1;
@@ -4541,18 +4724,23 @@ static int columns_of(int heads) {
 
 static void launch_scores(float *scores, const float *q, const float *head_weights, const uint8_t *keys, const DevicePage *pages,
                           const Row *rows, int n_rows, IndexShape shape) {
-    const int fixed = (int)sizeof(ScorePlan) + SCORE_THREADS / 128 * MAX_DEPTH * (int)sizeof(uint64_t),
-              room = (int)gpu.shared_per_block - divide_up(fixed, 1024) * 1024;     /* the compiler may align what is fixed */
+    const int groups = SCORE_THREADS / 128, fixed = (int)sizeof(ScorePlan) + groups * MAX_DEPTH * (int)sizeof(uint64_t),
+              all_room = (int)gpu.shared_per_block - divide_up(fixed, 1024) * 1024; /* the compiler may align what is fixed */
+    const int blocks = min(gpu.multiprocessors, divide_up(n_rows * shape.context_pages, LEAST_PAGES));
+    const int pages_of_group = divide_up(divide_up(n_rows * shape.context_pages, blocks), groups);
     shape.columns = columns_of(shape.heads);
     shape.together = min(min(n_rows, SHARED_QUERIES), max(SCORE_COLUMNS / shape.columns, 1));
-    while (shape.together > 1 && room_of_read(shape) > room) shape.together--;
-    const bool tensor = suits_tensor_cores(shape) && room_of_read(shape) <= room;
+    while (shape.together > 1 && room_of_read(shape) > all_room) shape.together--;
+    const bool tensor = suits_tensor_cores(shape) && room_of_read(shape) <= all_room;
+    /* No more than its pages can fill, so that select_top may find room beside it. */
+    const int more_pages = (min(pages_of_group, (int)MAX_DEPTH) - 1) * groups * PAGE_ROWS * (int)shape.format.stride;
+    const int room = min(room_of_read(shape) + more_pages, all_room);
     auto kernel = !tensor                  ? index_scores<0, false>
                   : is_e4m3(shape.format) ? scores_kernel<true>(shape.columns)
                                            : scores_kernel<false>(shape.columns);
     CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room));
-    launch_early(kernel, dim3((unsigned)gpu.multiprocessors), SCORE_THREADS, (size_t)room, 1, scores, q, head_weights, keys,
-                 pages, rows, n_rows, shape, room);
+    launch_early(kernel, dim3((unsigned)blocks), SCORE_THREADS, (size_t)room, 1, scores, q, head_weights, keys, pages, rows,
+                 n_rows, shape, room);
 }
 
 static void index_select(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
@@ -7974,7 +8162,7 @@ extern "C" const Backend cuda_backend = {
     .add_norm = add_norm,
     .linear = linear,
     .rotations = rotations,
-    .rope = rope,
+    .rotate_queries = rotate_queries,
     .norm_heads = norm_heads,
     .locate_rows = locate_rows,
     .store_rows = store_rows,

@@ -377,10 +377,14 @@ typedef struct RowFormat {
     KvDtype dtype;
     int quantised, plain, group;
     size_t bytes;               /* of the values */
-    size_t stride;              /* from one row to the next, on the device and on the host: bytes, rounded up to whole 64 */
+    size_t stride;              /* from one row to the next, on the device and on the host: bytes, rounded up */
 } RowFormat;
 
 RowFormat row_format(KvDtype dtype, int quantised, int plain, int group);
+
+/* Rows of index keys, in fp8 with one scale for 128 values. They cross the link by whole pages, so whole 16 bytes do for a stride:
+ * of whole 64, a third of what the indexer reads would be empty. */
+RowFormat index_row_format(KvDtype dtype, int dim);
 
 typedef enum KvMode {
     MODE_RESIDENT,              /* the whole history on the device; a session waits until there is room for all of it */
@@ -413,10 +417,10 @@ typedef struct MissPlan {
 
 /* What a pass finds out as it goes, in the memory of its operations; read when all of it has run. */
 typedef struct PassReport {
+    int bad_row, bad_place;     /* the first place in the pass, as check_finite() was told, where a row was not finite; or -1 */
     int picked[TIERS];          /* where the selected rows were found, counted per query */
     int fetched, staged;        /* rows that a resolve had to copy; those of them that did not fit the hot cache */
     int copied;                 /* rows copied for all sources */
-    int bad_place, bad_row;     /* the first place in the pass, as check_finite() was told, where a row was not finite; or -1 */
 } PassReport;
 
 /* Where operations find a session's rows. The controller keeps it in host memory, and operations see it as it was when the pass
@@ -933,10 +937,12 @@ struct Backend {
     void (*rotations)(float *cosine, float *sine, const Row *rows, int n_rows, const float *inverse_frequency, int dim,
                       float factor);
 
-    /* Rotates `dim` values of `heads` vectors per row, starting `offset` values into each vector of `head_stride`.
-     * cosine, sine: [rows, dim / 2] for the row's position. interleaved: pairs (2i, 2i+1), else (i, i + dim/2). */
-    void (*rope)(float *x, int n_rows, int heads, int head_stride, int offset, int dim, bool interleaved,
-                 const float *cosine, const float *sine);
+    /* Positions into the queries of latent attention, in place. q: [rows, heads, dim], where the last `tail` values of each head
+     * are rotated in pairs (2i, 2i + 1); cosine, sine: [rows, tail / 2] for the row's position. index_q: the indexer's [rows,
+     * index_heads, index_dim], where the first `tail` are, in such pairs if interleaved, else in pairs (i, i + tail / 2), and
+     * which is looked at as check_finite() does; or NULL. */
+    void (*rotate_queries)(float *q, int n_rows, int heads, int dim, int tail, float *index_q, int index_heads, int index_dim,
+                           bool interleaved, const float *cosine, const float *sine, PassReport *report, int place);
 
     /* Queries or keys of grouped-query attention (Qwen3), in place: each of the `heads` vectors of `dim` values that a row of
      * `stride` begins with is normed by itself and then rotated as a whole, in pairs (i, i + dim / 2). */
@@ -950,16 +956,19 @@ struct Backend {
     void (*store_rows)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows,
                        const float *a, size_t a_stride, const float *b, size_t b_stride);
 
-    /* The cached rows of latent attention: kv [rows, lora + tail] is normed in its first `lora` values and rotated in the others,
-     * in pairs (2i, 2i + 1), in place, and written to rows ids[r] of a pool. */
+    /* The latents of a pass's rows, in place. kv [rows, lora + tail], the cached rows of latent attention, is normed in its first
+     * `lora` values, rotated in the others, in pairs (2i, 2i + 1), and written to rows ids[r] of a pool; q [rows, rank], which
+     * queries are made from, is normed by q_weight. */
     void (*store_latents)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *kv, int lora, int tail,
-                          const float *weight, float eps, const float *cosine, const float *sine);
+                          const float *weight, float *q, int rank, const float *q_weight, float eps, const float *cosine,
+                          const float *sine);
 
     /* The indexer's keys: k [rows, dim] becomes (k - mean) / sqrt(variance + 1e-6) * weight + bias, its first `turned` values are
-     * rotated as rope() does, and it is written to rows ids[r] of a pool. It is looked at as check_finite() does. */
+     * rotated as an index query's, and it is written to rows ids[r] of a pool. It is looked at as check_finite() does, and
+     * head_weights [rows, heads] likewise, at place + 1. */
     void (*store_index_keys)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *k, int dim,
                              const float *weight, const float *bias, int turned, bool interleaved, const float *cosine,
-                             const float *sine, PassReport *report, int place);
+                             const float *sine, const float *head_weights, int heads, PassReport *report, int place);
 
     /* Lightning indexer (DeepSeek-V3.2 eq. 1): score[s] = (heads * head_dim)^-0.5 sum_h w[h] relu(q[h] . key[s]), then the top
      * min(capacity, position + 1) positions; equal scores: the lower position. q: [rows, heads, head_dim]; head_weights:
@@ -1035,7 +1044,7 @@ struct Backend {
                     const LayerWeights *layer, const Config *config, float *scratch);
 
     /* If nothing was found yet: the first row that holds a NaN or an infinity becomes the report's bad_row, and `place` its
-     * bad_place. */
+     * bad_place. Places ascend in a pass. */
     void (*check_finite)(PassReport *report, int place, const float *x, int n_rows, int dim);
 
     /* y[r] = x[r] * factor for rows of `dim` at their strides: features out of the residual stream; embeddings by their scale. */

@@ -167,8 +167,8 @@ static double product_bound(DType dtype) { return dtype == DTYPE_F4_E2M1 ? 4e-3 
 /* ---- activations */
 
 static void test_norms(void) {
-    static const int dims[] = {1, 8, 12, 128, 576, 1024, 1025, 2048, 7168};
-    for (int d = 0; d < 9; d++)
+    static const int dims[] = {1, 8, 12, 128, 576, 1024, 1025, 2048, 7168, 40001};
+    for (int d = 0; d < 10; d++)
         for (int n = 0; n <= 5; n += n ? 4 : 1) {
             const int dim = dims[d], gap = d % 3;
             const size_t stride = (size_t)(dim + gap), all = (size_t)n * stride, dense = (size_t)n * (size_t)dim;
@@ -220,40 +220,59 @@ static void test_embed(void) {
         }
 }
 
-static void test_rope(void) {
+static void test_rotate_queries(void) {
     for (int interleaved = 0; interleaved < 2; interleaved++)
         for (int n = 0; n <= 9; n += 3) {
-            const int heads = 3, stride = 96, offset = 20, dim = 64, half = dim / 2;
-            const size_t values = (size_t)(n * heads * stride), angles = (size_t)(n * half);
+            const int heads = 3, stride = 96, index_heads = 5, index_stride = n % 2 ? 71 : 128, dim = 64, half = dim / 2;
+            const size_t values = (size_t)(n * heads * stride), index_values = (size_t)(n * index_heads * index_stride),
+                         angles = (size_t)(n * half);
             Row rows[9];
-            float inverse[32], *x = random_floats(values + 1, 1), *cosine = malloc(angles * 4 + 4),
-                               *sine = malloc(angles * 4 + 4);
+            float inverse[32], *x = random_floats(values + 1, 1), *q = random_floats(index_values + 1, 1),
+                               *cosine = malloc(angles * 4 + 4), *sine = malloc(angles * 4 + 4);
+            PassReport report = {.bad_row = -1, .bad_place = -1}, *device = on_device(&report, sizeof report), *got;
             for (int r = 0; r < n; r++) rows[r] = (Row){0, draw_between(0, 1 << 20), 0};
             for (int i = 0; i < half; i++) inverse[i] = powf(1e4f, -(float)i / (float)half);
-            float *dc = output_on_device(angles), *ds = output_on_device(angles), *dx = on_device(x, values * 4);
+            float *dc = output_on_device(angles), *ds = output_on_device(angles), *dx = on_device(x, values * 4),
+                  *dq = on_device(q, index_values * 4);
             c_backend.rotations(cosine, sine, rows, n, inverse, dim, 1.25f);
             cuda_backend.rotations(dc, ds, on_device(rows, sizeof rows), n, on_device(inverse, sizeof inverse), dim, 1.25f);
             float *c = fetch_output(dc, angles, "rotations"), *s = fetch_output(ds, angles, "rotations");
             compare("rotations: cosine", c, cosine, angles, 1e-6);
             compare("rotations: sine", s, sine, angles, 1e-6);
-            c_backend.rope(x, n, heads, stride, offset, dim, interleaved, cosine, sine);
-            cuda_backend.rope(dx, n, heads, stride, offset, dim, interleaved, dc, ds);
-            float *y = from_device(dx, values * 4);
-            compare("rope", y, x, values, 1e-6);
+            c_backend.rotate_queries(x, n, heads, stride, dim, n == 6 ? NULL : q, index_heads, index_stride, interleaved, cosine,
+                                     sine, &report, 3);
+            cuda_backend.rotate_queries(dx, n, heads, stride, dim, n == 6 ? NULL : dq, index_heads, index_stride, interleaved, dc,
+                                        ds, device, 3);
+            float *y = from_device(dx, values * 4), *z = from_device(dq, index_values * 4);
+            compare("rotate_queries", y, x, values, 1e-6);
+            compare("rotate_queries: the indexer's", z, q, index_values, 1e-6);
             for (int r = 0; r < n * heads; r++)
-                CHECK(!memcmp(y + r * stride, x + r * stride, (size_t)offset * 4)
-                          && !memcmp(y + r * stride + offset + dim, x + r * stride + offset + dim,
-                                     (size_t)(stride - offset - dim) * 4),
-                      "rope: values outside");
-            free(x), free(y), free(c), free(s), free(cosine), free(sine);
+                CHECK(!memcmp(y + r * stride, x + r * stride, (size_t)(stride - dim) * 4), "rotate_queries: values before");
+            for (int r = 0; r < n * index_heads; r++)
+                CHECK(!memcmp(z + r * index_stride + dim, q + r * index_stride + dim, (size_t)(index_stride - dim) * 4),
+                      "rotate_queries: values behind");
+            for (int at = 0, bad = n - 2; n && at < 2; at++) {      /* a value that is rotated, and the last one */
+                float infinity = INFINITY;
+                float *row = dq + bad * index_heads * index_stride;
+                cuda_backend.copy_bytes(row + (at ? index_heads * index_stride - 1 : index_stride + 7), &infinity, 4);
+                cuda_backend.upload(device, &(PassReport){.bad_row = -1, .bad_place = -1}, sizeof *device);
+                cuda_backend.rotate_queries(dx, n, heads, stride, dim, dq, index_heads, index_stride, interleaved, dc, ds, device,
+                                            4 + at);
+                got = from_device(device, sizeof *got);
+                CHECK(got->bad_row == bad && got->bad_place == 4 + at, "rotate_queries: row %d, place %d", got->bad_row,
+                      got->bad_place);
+                free(got);
+                cuda_backend.copy_bytes(dq, z, index_values * 4);
+            }
+            free(x), free(y), free(z), free(q), free(c), free(s), free(cosine), free(sine);
             free_kept();
         }
 }
 
 /* Both results, a row alone, and what is reported of a row that is bad. */
 static void test_add_norm(void) {
-    static const int dims[] = {8, 320, 2048, 2049, 7168};
-    for (int d = 0; d < 5; d++)
+    static const int dims[] = {8, 320, 2048, 2049, 6144, 7168, 36004};
+    for (int d = 0; d < 7; d++)
         for (int n = 0; n <= 6; n += 3) {
             const int dim = dims[d], bad = n - 2;
             const size_t width = (size_t)dim, all = (size_t)n * width;
@@ -327,21 +346,30 @@ static void check_stored_with_norms(KvDtype dtype, int n, bool index) {
     const int quantised = index ? LORA + TAIL : LORA, plain = index ? 0 : TAIL, width = LORA + TAIL, turned = index ? 64 : TAIL;
     const RowFormat format = row_format(dtype, quantised, plain, 128);
     const size_t all = (size_t)(n * width), angles = (size_t)(n * turned / 2), bytes = POOL * format.stride;
+    const int rank = n % 2 ? 1536 : 4150, heads = 40;
+    const size_t ranks = (size_t)(n * rank), weights = (size_t)(n * heads);
     float *x = random_floats(all + 1, 3), *weight = random_floats((size_t)width, 1), *bias = random_floats((size_t)width, 1),
-          *cosine = random_floats(angles + 1, 1), *sine = random_floats(angles + 1, 1);
+          *cosine = random_floats(angles + 1, 1), *sine = random_floats(angles + 1, 1), *q = random_floats(ranks + 1, 2),
+          *q_weight = random_floats((size_t)rank, 1), *head_weights = random_floats(weights + 1, 1);
     DeviceRow ids[POOL];
     for (int r = 0; r < n; r++) ids[r].id = (r * 5 + 3) % POOL;
     uint8_t *pool = calloc(1, bytes), *device_pool = on_device(pool, bytes);
     float *dx = on_device(x, all * 4), *dw = on_device(weight, (size_t)width * 4), *db = on_device(bias, (size_t)width * 4),
-          *dc = on_device(cosine, angles * 4), *ds = on_device(sine, angles * 4);
+          *dc = on_device(cosine, angles * 4), *ds = on_device(sine, angles * 4), *dq = on_device(q, ranks * 4),
+          *dqw = on_device(q_weight, (size_t)rank * 4), *dh = on_device(head_weights, weights * 4);
     PassReport report = {.bad_row = -1, .bad_place = -1}, *device = on_device(&report, sizeof report);
     DeviceRow *device_ids = on_device(ids, sizeof ids);
     if (index) {
-        cuda_backend.store_index_keys(device_pool, &format, device_ids, n, dx, width, dw, db, turned, n % 2, dc, ds, device, 3);
-        c_backend.store_index_keys(pool, &format, ids, n, x, width, weight, bias, turned, n % 2, cosine, sine, &report, 3);
+        cuda_backend.store_index_keys(device_pool, &format, device_ids, n, dx, width, dw, db, turned, n % 2, dc, ds, dh, heads,
+                                      device, 3);
+        c_backend.store_index_keys(pool, &format, ids, n, x, width, weight, bias, turned, n % 2, cosine, sine, head_weights,
+                                   heads, &report, 3);
     } else {
-        cuda_backend.store_latents(device_pool, &format, device_ids, n, dx, LORA, TAIL, dw, 1e-6f, dc, ds);
-        c_backend.store_latents(pool, &format, ids, n, x, LORA, TAIL, weight, 1e-6f, cosine, sine);
+        cuda_backend.store_latents(device_pool, &format, device_ids, n, dx, LORA, TAIL, dw, dq, rank, dqw, 1e-6f, dc, ds);
+        c_backend.store_latents(pool, &format, ids, n, x, LORA, TAIL, weight, q, rank, q_weight, 1e-6f, cosine, sine);
+        float *normed = from_device(dq, ranks * 4);
+        compare("store_latents: the queries'", normed, q, ranks, 1e-6);
+        free(normed);
     }
     float *left = from_device(dx, all * 4);
     uint8_t *stored = from_device(device_pool, bytes);
@@ -351,13 +379,18 @@ static void check_stored_with_norms(KvDtype dtype, int n, bool index) {
     CHECK(!memcmp(pool, stored, bytes), "%s: %d rows as dtype %d", index ? "store_index_keys" : "store_latents", n, dtype);
     if (index && n) {
         float nan = NAN;
-        cuda_backend.copy_bytes(dx + (n - 1) * width + 5, &nan, 4);
-        cuda_backend.store_index_keys(device_pool, &format, device_ids, n, dx, width, dw, db, turned, false, dc, ds, device, 4);
-        PassReport *got = from_device(device, sizeof *got);
-        CHECK(got->bad_row == n - 1 && got->bad_place == 4, "store_index_keys: row %d, place %d", got->bad_row, got->bad_place);
-        free(got);
+        for (int key = 0; key < 2; key++) {         /* a bad weight; then, further behind, a bad key, which counts as earlier */
+            cuda_backend.copy_bytes(key ? dx + (n - 1) * width + 5 : dh + (n - 2) * heads + heads - 1, &nan, 4);
+            cuda_backend.store_index_keys(device_pool, &format, device_ids, n, dx, width, dw, db, turned, false, dc, ds, dh,
+                                          heads, device, 4);
+            PassReport *got = from_device(device, sizeof *got);
+            CHECK(got->bad_row == n - 2 + key && got->bad_place == 5 - key, "store_index_keys: row %d, place %d", got->bad_row,
+                  got->bad_place);
+            free(got);
+        }
     }
     free(x), free(weight), free(bias), free(cosine), free(sine), free(pool), free(left), free(stored);
+    free(q), free(q_weight), free(head_weights);
     free_kept();
 }
 
@@ -450,8 +483,8 @@ static void test_check_finite(void) {
         float *bad = on_device(x, (size_t)(n * dim) * 4);
         c_backend.check_finite(&report, 4, x, n, dim);
         cuda_backend.check_finite(device, 4, bad, n, dim);
-        cuda_backend.check_finite(device, 4, bad + 9 * dim, n - 9, dim); /* its row 0: found too late */
-        cuda_backend.check_finite(device, 5, bad, n, dim);
+        cuda_backend.check_finite(device, 5, bad + 9 * dim, n - 9, dim); /* its row 0: found too late */
+        cuda_backend.check_finite(device, 6, bad, n, dim);
         got = from_device(device, sizeof report);
         CHECK(got->bad_row == report.bad_row && got->bad_place == 4, "check_finite: row %d, place %d", got->bad_row,
               got->bad_place);
@@ -842,7 +875,7 @@ static void test_experts(void) {
 static void test_products(void) {
     test_norms();
     test_embed();
-    test_rope();
+    test_rotate_queries();
     test_add_norm();
     test_norm_heads();
     test_stored_with_norms();
@@ -974,8 +1007,7 @@ static void store_index_keys(IndexCase *test) {
 static void index_open(IndexCase *test) {
     const int n_pages = test->sessions * test->context_pages, n_keys = (n_pages + 1) * PAGE_ROWS;
     const size_t heads = (size_t)test->heads, dim = (size_t)test->dim, n = (size_t)test->n_rows;
-    test->format = test->dtype == KV_F8 && !test->plain ? row_format(KV_F8, test->dim, 0, 128)
-                                                        : row_format(test->dtype, 0, test->dim, 128);
+    test->format = test->plain ? row_format(test->dtype, 0, test->dim, 128) : index_row_format(test->dtype, test->dim);
     test->q = index_values(n * heads * dim, test->whole, -3, 3);
     test->weights = index_values(n * heads, test->whole, -1, 3);
     test->key_values = index_values((size_t)n_keys * dim, test->whole, -3, 3);
