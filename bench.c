@@ -3500,9 +3500,12 @@ static StepBytes step_bytes(const Decode *decode, int n) {
         const Matrix *all[] = {
             &layer->q_proj,    &layer->k_proj,    &layer->v_proj,       &layer->q_a_proj,   &layer->q_b_proj,
             &layer->kv_a_proj, &layer->kv_b_proj, &layer->indexer_wq_b, &layer->indexer_wk, &layer->indexer_weights_proj,
-            &layer->o_proj,    &layer->gate_proj, &layer->up_proj,      &layer->down_proj,  &layer->router};
+            &layer->o_proj,    &layer->router};
+        const Matrix *dense[] = {&layer->gate_proj, &layer->up_proj, &layer->down_proj};    /* or the shared expert */
         for (size_t j = 0; j < sizeof all / sizeof *all; j++)
             if (all[j]->rows) bytes.weights += matrix_bytes(all[j]);
+        for (int j = 0; j < 3; j++)
+            if (dense[j]->rows) *(layer->expert_gate ? &bytes.experts : &bytes.weights) += matrix_bytes(dense[j]);
         if (!layer->expert_gate) continue;
         Matrix gate;
         engine->backend->copy_bytes(&gate, layer->expert_gate, sizeof gate);
@@ -3581,7 +3584,7 @@ static void print_decode(const Decode *decode, int batch, double seconds, FILE *
     for (int i = 0; i < watch.n_operations; i++) marked += watch.operations[i].seconds[batch];
     printf("%2d x %d rows    %9.3f ms a step, %8.1f tokens/s; %.1f GB/s of %.1f read: %.1f%%\n", n, decode->rows, 1e3 * seconds,
            n / seconds, all / seconds / 1e9, decode->read / 1e9, 100 * share);
-    printf("                 %.1f MB: weights %.1f, experts %.1f (%.1f a layer), head %.1f, index keys %.1f, rows %.1f\n",
+    printf("                 %.1f MB: weights %.1f, experts %.1f (%.1f routed a layer), head %.1f, index keys %.1f, rows %.1f\n",
            all / 1e6, bytes.weights / 1e6, bytes.experts / 1e6,
            decode->passes ? (double)decode->picked / (double)decode->passes : 0, bytes.head / 1e6, bytes.keys / 1e6,
            bytes.rows / 1e6);
