@@ -2600,6 +2600,7 @@ static void route(int *picks, float *weights, const float *logits, const float *
 
 enum {
     EXPERT_WARPS = 16, EXPERT_THREADS = 32 * EXPERT_WARPS,
+    X_BLOCK = 256,              /* columns of x that a warp brings to shared memory at a time */
     SEGMENT = 256,              /* columns of a segment at least; the segments take tiles in turns */
     MAX_SEGMENT_BITS = 3,
     TILE_ROWS = 16,             /* of weights in a tile: of one matrix, or eight each of gate and up */
@@ -2609,6 +2610,7 @@ enum {
     RUN = 4,                    /* units after which the next columns of the same expert have their turn: L2 has its weights */
     STRIPS = 3,                 /* of down, that a team multiplies by the same rows */
     MAX_SUMS = 192, MAX_DOWN_SUMS = 384,            /* columns of one segment's sums that wait in shared memory to be added up */
+    DOWN_SUM_BYTES = MAX_DOWN_SUMS * TILE_ROWS * 4,
     COLUMN_BYTES = 11,          /* of strip, pick, next and leads */
     MAX_LISTED = 16 * MAX_PASS_ROWS, MAX_MASKS = 64 << 10,      /* of a launch: picks; bytes of masks */
     SMALL_SHARED = 1024,        /* bytes at most of what is declared in functions */
@@ -2621,7 +2623,7 @@ struct Experts {
     Matrix shared[3];           /* of the shared expert, where it runs with the others */
     const int *picks;
     const float *x, *weights;
-    float *gated;               /* [rows * slots, inter], or as many upper terms and then lower terms in each row */
+    float *gated;               /* [rows * slots, inter] */
     float *y;
     int n_rows, experts, per_token, hidden, inter;
     int slots;                  /* picks of a row; with the shared expert, which then is the last */
@@ -2630,6 +2632,7 @@ struct Experts {
     int terms[2];               /* of x, that these meet */
     int segment_bits[3];        /* 2^bits warps share the columns of a strip, in either phase: a team */
     int columns;                /* rows of x that meet a tile at a time */
+    int gated_rows;             /* of gated that are in shared memory at a time */
     int most_chosen, stages, slot_bytes, x_bytes;   /* what lay_out_experts() has found room for */
 };
 
@@ -2657,7 +2660,8 @@ struct Span { int work, strip, strips; };
 struct ExpertMemory {
     uint8_t *ring, *x;          /* ring: this warp's */
     Plan *plan;
-    float *sums, *down_sums;    /* [column, segment, TILE_ROWS], of either phase: the second's lie where x was */
+    float *sums, *down_sums;    /* [column, segment, TILE_ROWS], of either phase: the second's lie where x was, and then */
+    uint8_t *gated;             /* the rows of gated that are at hand */
     int *strip, *pick;          /* [column] whose sums these are; a pick is row << 16 | number */
     uint16_t *next;             /* [column]: see link_columns() */
     uint8_t *leads;             /* [column] */
@@ -2943,28 +2947,23 @@ static __device__ inline bool fetch_tile(Stream *stream, const Experts &e, const
     return true;
 }
 
-/* ---- x as the tensor cores want it */
+/* ---- x as the tensor cores want it
+ *
+ * bf16 weights meet numbers of bf16, others numbers of f16: each stretch of a row that meets one tile is scaled by a power of two,
+ * which makes its largest value about 2^14, and sums are scaled back.
+ */
 
-/* e4m3 and e2m1 weights are only shifted into bf16's place, which leaves them 2^-120 or 2^-126 of what they are: x is 2^64 of what
- * it is instead (from 2^63 on it becomes infinite, and shows), and sums are multiplied by what is left. */
-static constexpr float LIFT = 0x1p64f, E4M3_REPAIR = 0x1p56f, E2M1_REPAIR = 0x1p62f;
-
-/* The eights of a row in a tile are dealt out to four threads. Which is the i-th of thread t: as many as 16 bytes of e4m3 hold
- * follow each other. */
-static __device__ inline int eight_of(DType D, int t, int i) {
-    return D == DTYPE_F8_E4M3 ? i / 2 * 8 + t * 2 + i % 2 : i * 4 + t;
-}
-/* The same backwards, as i * 4 + t. */
+/* The eights of a row in a tile are dealt out to four threads, as many after each other as 16 bytes of weights hold of e4m3, and
+ * one at a time of other types. Where is that one, the i-th of thread t: i * 4 + t. */
 static __device__ inline int eight_place(DType D, int eight) {
     return D == DTYPE_F8_E4M3 ? eight / 8 * 8 + eight % 2 * 4 + eight / 2 % 4 : eight;
 }
 
-/* Place of value i of an eight among them, in the order of narrow_eight(). */
-static __device__ inline int value_place(DType D, int i) {
-    return D == DTYPE_F4_E2M1 ? i % 4 * 2 + i / 4 : D == DTYPE_F8_E4M3 ? i / 4 * 4 + i % 2 * 2 + i % 4 / 2 : i;
+/* Eight values, which have been rounded to pairs of neighbours, in the order in which halves_of_e2m1 gives the weights. */
+static __device__ inline uint4 order_for_e2m1(const uint4 &v) {
+    return make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.x, v.y, 0x7632),
+                      __byte_perm(v.z, v.w, 0x7632));
 }
-
-static __device__ inline bool is_lifted(DType D) { return D == DTYPE_F8_E4M3 || D == DTYPE_F4_E2M1; }
 
 /* A term of eight values, which become what it leaves. */
 template <DType D> static __device__ inline uint4 take_term(float v[8]) {
@@ -2973,58 +2972,53 @@ template <DType D> static __device__ inline uint4 take_term(float v[8]) {
     for (int i = 0; i < 8; i++) v[i] = remainder_of<D>(v[i]);
     return term;
 }
-static __device__ inline uint4 take_term(DType D, float v[8]) {
-    if (D == DTYPE_F4_E2M1) return take_term<DTYPE_F4_E2M1>(v);
-    if (D == DTYPE_BF16) return take_term<DTYPE_BF16>(v);
-    if (D == DTYPE_F16) return take_term<DTYPE_F16>(v);
-    return take_term<DTYPE_F8_E4M3>(v);
+
+/* A row in shared memory: for each tile first the upper terms, then the lower ones; and then the scales that undo the tiles'.
+ * Where these begin, and bytes of a row, such that two threads in neighbouring rows meet different banks. */
+static __host__ __device__ inline int x_scales(const Experts &e, int cols) {
+    return divide_up(cols, X_BLOCK) * X_BLOCK * 2 * max(e.terms[0], e.terms[1]);
+}
+static __host__ __device__ inline int x_stride(const Experts &e, int cols) {
+    return (x_scales(e, cols) + divide_up(cols, X_BLOCK) * X_BLOCK / 64 * (int)sizeof(float) + 127) / 128 * 128 + STAGED_PAD;
 }
 
-/* Bytes of a row of x, whole tiles, in shared memory. */
-static __host__ __device__ inline int x_stride(DType D, int cols, int terms) {
-    return ((count_tiles(D, cols) * terms) << (tile_bits(D) + 1)) + STAGED_PAD;
+/* v becomes its scale times v, with the lanes of one tile. Returns what undoes that. */
+static __device__ inline float scale_values(float v[8], int lanes) {
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(v[i]));
+    for (int distance = 1; distance < lanes; distance *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
+    const uint32_t exponent = min(268 - (__float_as_uint(most) >> 23), 253u);
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] *= __uint_as_float(exponent << 23);
+    return __uint_as_float((254 - exponent) << 23);
 }
 
-/* The rows of a work, for the whole block: for each tile first the upper terms, then the lower. */
-static __device__ void stage_rows(const Experts &e, const ExpertMemory &m, int work, DType D, int terms) {
-    const int begin = m.works[work].begin, count = count_of(m, work), stride = x_stride(D, e.hidden, terms),
-              bits = part_bits(D) + 2, eights = count_tiles(D, e.hidden) << bits;
-    int column = 0, eight = (int)threadIdx.x;
+/* The rows of so many picks, from order[begin] on, for the whole block: of x, or of gated. A warp takes X_BLOCK columns. */
+static __device__ void stage_rows(const Experts &e, const ExpertMemory &m, uint8_t *to, bool down, int begin, int count) {
+    const int cols = down ? e.inter : e.hidden, blocks = divide_up(cols, X_BLOCK), stride = x_stride(e, cols), lane = lane_id();
+    int slot = 0, block = warp_id();
 #pragma unroll 2
-    for (; true; eight += EXPERT_THREADS) {
-        while (eight >= eights) eight -= eights, column++;
-        if (column >= count) break;
-        const float *from = e.x + (size_t)(row_of(m.order[begin + column])) * (size_t)e.hidden + eight * 8;
-        const int place = (eight >> bits) * (terms << bits) + eight_place(D, eight & ((1 << bits) - 1));
-        float v[8];
-        load_eight(v, from, e.hidden - eight * 8, e.aligned);
-        if (is_lifted(D))
-#pragma unroll
-            for (int j = 0; j < 8; j++) v[j] *= LIFT;
-        for (int term = 0; term < terms; term++)
-            *(uint4 *)(m.x + column * stride + (place + (term << bits)) * 16) = take_term(D, v);
-    }
-}
-
-/* This thread's part of its row of x or of gated, in so many tiles, `step` apart, from that one on: of each first its upper terms,
- * then the lower, 8 in all. Idle columns of the instruction repeat one. */
-static __device__ inline void load_rows(uint4 x[8], const Experts &e, const ExpertMemory &m, bool down, int work, int tile,
-                                        DType D, int terms) {
-    const int column = min(lane_id() / 4, count_of(m, work) - 1), t = lane_id() % 4, bits = part_bits(D),
-              each = terms << bits, segments = segments_of(e, down);
-    if (!down) {
-        const uint8_t *from = m.x + column * x_stride(D, e.hidden, terms) + tile * each * 64 + t * 16;
-        const int skipped = (segments - 1) * each * 64, last = count_tiles(D, e.hidden) - 1 - tile;
-#pragma unroll
-        for (int i = 0; i < 8; i++) x[i] = *(const uint4 *)(from + i * 64 + (i >= each && segments <= last ? skipped : 0));
-        return;
-    }
-    const uint16_t *from = (const uint16_t *)(e.gated + gated_row(e, m.order[m.works[work].begin + column]));
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const int within = i & (each - 1), term = within >> bits;
-        const int k = ((tile + (i >= each ? segments : 0)) << tile_bits(D)) + eight_of(D, t, within & ((1 << bits) - 1)) * 8;
-        x[i] = k < e.inter ? __ldcg((const uint4 *)(from + term * e.inter + k)) : make_uint4(0, 0, 0, 0);
+    for (; true; block += EXPERT_WARPS) {
+        while (block >= blocks) block -= blocks, slot++;
+        if (slot >= count) break;
+        const int pick = m.order[begin + slot], eight = block * (X_BLOCK / 8) + lane;
+        const DType D = e.dtype[is_shared(e, pick)];
+        const int terms = e.terms[is_shared(e, pick)], bits = part_bits(D) + 2, tile = eight >> bits;
+        float v[8] = {};
+        if (!down) load_eight(v, e.x + (size_t)row_of(pick) * (size_t)e.hidden + eight * 8, cols - eight * 8, e.aligned);
+        else if (eight * 8 < cols) {
+            const float4 *from = (const float4 *)(e.gated + gated_row(e, pick) + eight * 8), a = __ldcg(from), b = __ldcg(from + 1);
+            v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+        }
+        if (D != DTYPE_BF16)
+            *(float *)(to + slot * stride + x_scales(e, cols) + tile * (int)sizeof(float)) = scale_values(v, 1 << bits);
+        const int place = (tile * terms << bits) + eight_place(D, eight & ((1 << bits) - 1));
+        for (int term = 0; term < terms; term++) {
+            const uint4 eight_values = D == DTYPE_BF16 ? take_term<DTYPE_BF16>(v) : take_term<DTYPE_F16>(v);
+            *(uint4 *)(to + slot * stride + (place + (term << bits)) * 16) =
+                D == DTYPE_F4_E2M1 ? order_for_e2m1(eight_values) : eight_values;
+        }
     }
 }
 
@@ -3060,24 +3054,34 @@ static __device__ inline void load_tile(Tile *tile, const uint8_t *slot, DType D
     }
 }
 
-/* Eight e2m1 weights as pairs of values i and i + 4: a multiplication puts copies of sign and size into their places. */
-static __device__ inline uint4 shift_e2m1(uint32_t eight) {
-    const uint32_t high = eight >> 8, mask = 0x81c081c0;
-    return make_uint4((eight & 0x000f000f) * 0x1040 & mask, (eight & 0x00f000f0) * 0x104 & mask,
-                      (high & 0x000f000f) * 0x1040 & mask, (high & 0x00f000f0) * 0x104 & mask);
+/* Four e4m3 weights as pairs of f16. */
+static __device__ inline uint2 halves_of_e4m3(uint32_t four) {
+    uint2 pairs;
+#if __CUDA_ARCH__ >= 890
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}" : "=r"(pairs.x), "=r"(pairs.y) : "r"(four));
+#else
+    const __half2_raw low = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)four, __NV_E4M3),
+                      high = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)(four >> 16), __NV_E4M3);
+    pairs = make_uint2(low.x | (uint32_t)low.y << 16, high.x | (uint32_t)high.y << 16);
+#endif
+    return pairs;
 }
 
-/* Four e4m3 weights as pairs: the first and the third, the second and the fourth. */
-static __device__ inline uint2 shift_e4m3(uint32_t four) {
-    return make_uint2((four << 8 & 0x80008000) | (four << 4 & 0x07f007f0), (four & 0x80008000) | (four >> 4 & 0x07f007f0));
+/* Eight e2m1 weights, of which e4m3 has the bits too, as E2M1_REPAIR less: 0 and 2, 4 and 6, 1 and 3, 5 and 7. */
+static constexpr float E2M1_REPAIR = 0x1p6f;
+static __device__ inline uint4 halves_of_e2m1(uint32_t eight) {
+    const uint2 even = halves_of_e4m3((eight << 4 & 0x80808080) | (eight << 2 & 0x1c1c1c1c)),
+                odd = halves_of_e4m3((eight & 0x80808080) | (eight >> 2 & 0x1c1c1c1c));
+    return make_uint4(even.x, even.y, odd.x, odd.y);
 }
 
 /* The part-th eight weights of a thread's upper (0) or lower (1) row as four pairs of the type that x has. */
 template <DType D> static __device__ inline uint4 widen_words(const Tile &tile, int half, int part) {
-    if constexpr (D == DTYPE_F4_E2M1) return shift_e2m1(tile.word[2 * part + half]);
+    if constexpr (D == DTYPE_F4_E2M1) return halves_of_e2m1(tile.word[2 * part + half]);
     else if constexpr (D == DTYPE_F8_E4M3) {
         const uint32_t *words = tile.word + (part / 2 * 2 + half) * 4 + part % 2 * 2;
-        const uint2 low = shift_e4m3(words[0]), high = shift_e4m3(words[1]);
+        const uint2 low = halves_of_e4m3(words[0]), high = halves_of_e4m3(words[1]);
         return make_uint4(low.x, low.y, high.x, high.y);
     } else {
         const uint32_t *words = tile.word + (part * 2 + half) * 4;
@@ -3090,79 +3094,71 @@ static __device__ inline float e2m1_scale(uint32_t exponents, int i) {
     return __uint_as_float((i == 3 ? exponents >> 1 : exponents << (23 - 8 * i)) & 0x7f800000);
 }
 
-/* total += scale * sum; of e2m1, for the part-th block of a tile. */
-template <DType D> static __device__ inline void add_scaled(float total[4], const float sum[4], const Tile &tile, int part) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const uint2 &exponents = tile.scale[i / 2];
-        const float scale = D == DTYPE_F8_E4M3 ? __uint_as_float(i < 2 ? tile.scale[0].x : tile.scale[0].y) * E4M3_REPAIR
-                                               : e2m1_scale(part < 4 ? exponents.x : exponents.y, part % 4);
-        total[i] = fmaf(scale, sum[i], total[i]);
-    }
-}
-
-/* total += a tile times x, of which the lower terms, if there are any, follow the upper ones. */
+/* total += a tile times x, of which the lower terms, if there are any, follow the upper ones. undo: what undoes the scales of x in
+ * columns lane % 4 * 2 and the next. */
 template <DType D, int TERMS>
-static __device__ inline void multiply_tile(float total[4], const Tile &tile, const uint4 *x) {
+static __device__ inline void multiply_tile(float total[4], const Tile &tile, const uint4 x[8], const float undo[2]) {
     constexpr int parts = 1 << part_bits(D);
-    float sum[4] = {};
+    constexpr DType with = D == DTYPE_BF16 ? DTYPE_BF16 : DTYPE_F16;
+    float sum[4] = {}, block[4] = {};
+    float *into = D == DTYPE_BF16 ? total : D == DTYPE_F4_E2M1 ? block : sum;
 #pragma unroll
     for (int part = 0; part < parts; part++) {
         const uint4 a = widen_words<D>(tile, 0, part), c = widen_words<D>(tile, 1, part);
-        float *into = is_lifted(D) ? sum : total;
 #pragma unroll
         for (int term = 0; term < TERMS; term++) {
             const uint4 b = x[term * parts + part];
-            multiply_fragment<D>(into, a.x, c.x, a.y, c.y, b.x, b.y);
-            multiply_fragment<D>(into, a.z, c.z, a.w, c.w, b.z, b.w);
+            multiply_fragment<with>(into, a.x, c.x, a.y, c.y, b.x, b.y);
+            multiply_fragment<with>(into, a.z, c.z, a.w, c.w, b.z, b.w);
         }
-        if (D != DTYPE_F4_E2M1) continue;
-        add_scaled<D>(total, sum, tile, part);
-        for (int i = 0; i < 4; i++) sum[i] = 0;
-    }
-    if (D == DTYPE_F8_E4M3) add_scaled<D>(total, sum, tile, 0);
-}
-
-/* total += a tile times x, the first or the second of those that x holds. */
-template <DType D, int TERMS>
-static __device__ inline void multiply_first_or_second(float total[4], const Tile &tile, const uint4 x[8], bool second) {
-    constexpr int each = TERMS << part_bits(D);
-    static_assert(each == 4 || each == 8, "tiles that x holds");
-    if (each == 4 && second) multiply_tile<D, TERMS>(total, tile, x + 4);
-    else multiply_tile<D, TERMS>(total, tile, x);
-}
-
-/* This warp's segment of one strip times the rows of one work, of which x may hold the first tiles already. As soon as a tile is
- * in registers, the stream's next one takes its place. slot: where its first one lies. */
-static __device__ inline void multiply_segment(float total[4], uint4 x[8], bool held, Stream *stream, int *slot, const Experts &e,
-                                               const ExpertMemory &m, bool down, int work, DType D, int terms) {
-    const int segments = segments_of(e, down), end = count_tiles(D, down ? e.inter : e.hidden), stages = e.stages;
-    const int several = terms << part_bits(D) == 4 ? segments : 0;
-    int first = segment_of(e, down);
-    const bool all = first + segments + several >= end;         /* x holds what there is */
-    for (; first < end; first += segments + several) {
-        if (!held || !all) load_rows(x, e, m, down, work, first, D, terms);
-#pragma unroll 1
-        for (int i = first; i <= min(first + several, end - 1); i += segments) {
-            Tile tile;
-            wait_for_copies(stages - 1);
-            __syncwarp();
-            load_tile(&tile, m.ring + *slot, D);
-            __syncwarp();
-            fetch_tile(stream, e, m, *slot);
-            commit_copies();
-            const bool second = i != first;
-            if (D == DTYPE_F8_E4M3 && terms == 1) multiply_first_or_second<DTYPE_F8_E4M3, 1>(total, tile, x, second);
-            else if (D == DTYPE_F8_E4M3) multiply_first_or_second<DTYPE_F8_E4M3, 2>(total, tile, x, second);
-            else if (D == DTYPE_F4_E2M1) multiply_first_or_second<DTYPE_F4_E2M1, 1>(total, tile, x, second);
-            else if (D == DTYPE_BF16) multiply_first_or_second<DTYPE_BF16, 2>(total, tile, x, second);
-            else multiply_first_or_second<DTYPE_F16, 2>(total, tile, x, second);
-            *slot = next_slot(e, *slot);
-        }
-    }
-    if (D == DTYPE_F4_E2M1)
+        if (D == DTYPE_F4_E2M1)
 #pragma unroll
-        for (int i = 0; i < 4; i++) total[i] *= E2M1_REPAIR;
+            for (int i = 0; i < 4; i++) {
+                const uint2 &exponents = tile.scale[i / 2];
+                sum[i] = fmaf(e2m1_scale(part < 4 ? exponents.x : exponents.y, part % 4), block[i], sum[i]);
+                block[i] = 0;
+            }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float scale = D == DTYPE_F8_E4M3 ? __uint_as_float(i < 2 ? tile.scale[0].x : tile.scale[0].y)
+                                               : D == DTYPE_F4_E2M1 ? E2M1_REPAIR : 1;
+        if (D != DTYPE_BF16) total[i] = fmaf(scale * undo[i % 2], sum[i], total[i]);
+    }
+}
+
+/* This warp's segment of one strip times the rows of one work, which are in shared memory. As soon as a tile is in registers, the
+ * stream's next one takes its place. slot: where its first one lies. */
+static __device__ inline void multiply_segment(float total[4], const uint8_t *rows, Stream *stream, int *slot, const Experts &e,
+                                               const ExpertMemory &m, bool down, int work) {
+    const DType D = type_of(e, m, work);
+    const int terms = terms_of(e, m, work), cols = down ? e.inter : e.hidden, end = count_tiles(D, cols), stages = e.stages,
+              segments = segments_of(e, down), last = count_of(m, work) - 1, lane = lane_id(), stride = x_stride(e, cols);
+    const int each = terms << part_bits(D);
+    const uint8_t *own = rows + min(lane / 4, last) * stride + lane % 4 * 16, *scales = rows + x_scales(e, cols);
+    const float *undo_first = (const float *)(scales + min(lane % 4 * 2, last) * stride),
+                *undo_second = (const float *)(scales + min(lane % 4 * 2 + 1, last) * stride);
+#pragma unroll 1
+    for (int i = segment_of(e, down); i < end; i += segments) {
+        Tile tile;
+        wait_for_copies(stages - 1);
+        __syncwarp();
+        load_tile(&tile, m.ring + *slot, D);
+        uint4 x[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            if (j < 4 || each == 8) x[j] = *(const uint4 *)(own + (i * each + j) * 64);
+        const float undo[2] = {undo_first[i], undo_second[i]};      /* of bf16: anything */
+        __syncwarp();
+        fetch_tile(stream, e, m, *slot);
+        commit_copies();
+        if (D == DTYPE_F8_E4M3 && terms == 1) multiply_tile<DTYPE_F8_E4M3, 1>(total, tile, x, undo);
+        else if (D == DTYPE_F8_E4M3) multiply_tile<DTYPE_F8_E4M3, 2>(total, tile, x, undo);
+        else if (D == DTYPE_F4_E2M1) multiply_tile<DTYPE_F4_E2M1, 1>(total, tile, x, undo);
+        else if (D == DTYPE_BF16) multiply_tile<DTYPE_BF16, 2>(total, tile, x, undo);
+        else multiply_tile<DTYPE_F16, 2>(total, tile, x, undo);
+        *slot = next_slot(e, *slot);
+    }
 }
 
 /* The same in plain f32, for weights of any type at any address: a lane has one row and half of the columns of x. */
@@ -3209,13 +3205,12 @@ static __device__ inline void put_columns(const Experts &e, const ExpertMemory &
     }
 }
 
-/* A strip times the rows of a work. x: the first chunk of the rows, where it is held already. */
-static __device__ inline void multiply_strip(float total[4], uint4 x[8], bool held, Stream *stream, int *slot, const Experts &e,
+/* A strip times the rows of a work, which are in shared memory. */
+static __device__ inline void multiply_strip(float total[4], const uint8_t *rows, Stream *stream, int *slot, const Experts &e,
                                              const ExpertMemory &m, bool down, int work, int strip) {
     if (!down && strip * 8 >= e.inter) return;
-    const DType D = type_of(e, m, work);
-    if (D == EXACT) multiply_exactly(total, e, m, down, work, strip);
-    else multiply_segment(total, x, held, stream, slot, e, m, down, work, D, terms_of(e, m, work));
+    if (e.dtype[0] == EXACT) multiply_exactly(total, e, m, down, work, strip);
+    else multiply_segment(total, rows, stream, slot, e, m, down, work);
 }
 
 static __device__ inline float add_segments(const float *sums, int segments, int column, int row) {
@@ -3232,19 +3227,8 @@ static __device__ void add_gate_up(const Experts &e, const ExpertMemory &m, int 
     for (int i = (int)threadIdx.x; i < columns * 8; i += EXPERT_THREADS) {
         const int column = i / 8, r = i % 8, out = m.strip[column] * 8 + r, pick = m.pick[column];
         if (out >= e.inter) continue;
-        const DType D = e.dtype[is_shared(e, pick)];
-        const float value = silu(add_segments(m.sums, segments, column, r)) * add_segments(m.sums, segments, column, 8 + r);
-        const size_t row = gated_row(e, pick);
-        if (D == EXACT) e.gated[row + (size_t)out] = value;
-        else {
-            const float lifted = is_lifted(D) ? value * LIFT : value;
-            const bool half = D == DTYPE_F16;
-            const float rest = half ? remainder_of<DTYPE_F16>(lifted) : remainder_of<DTYPE_BF16>(lifted);
-            const uint32_t terms = half ? narrow_pair<DTYPE_F16>(lifted, rest) : narrow_pair<DTYPE_BF16>(lifted, rest);
-            uint16_t *to = (uint16_t *)(e.gated + row) + (out - r + value_place(D, r));
-            to[0] = (uint16_t)terms;
-            if (e.terms[is_shared(e, pick)] == 2) to[e.inter] = (uint16_t)(terms >> 16);
-        }
+        e.gated[gated_row(e, pick) + (size_t)out] =
+            silu(add_segments(m.sums, segments, column, r)) * add_segments(m.sums, segments, column, 8 + r);
     }
 }
 
@@ -3317,6 +3301,7 @@ static __device__ ExpertMemory expert_memory(const Experts &e, uint8_t *shared) 
     m.x = shared + EXPERT_WARPS * e.stages * e.slot_bytes;
     m.sums = (float *)(m.x + e.x_bytes);
     m.down_sums = (float *)m.x;
+    m.gated = m.x + DOWN_SUM_BYTES;
     m.plan = NULL;
     m.strip = (int *)(m.sums + MAX_SUMS * TILE_ROWS);
     m.pick = m.strip + MAX_DOWN_SUMS;
@@ -3343,13 +3328,12 @@ static __device__ void prepare(const Experts &e, const ExpertMemory &m) {
 /* The first phase, of which all teams take the same unit at the same time. */
 static __device__ inline void multiply_gate_up(Stream *stream, int *slot, const Experts &e, const ExpertMemory &m) {
     const int segments = segments_of(e, false), teams = teams_of(e, false), team = team_of(e, false);
-    uint4 x[8];
     int used = 0;               /* columns that wait */
     for (int place = 0; place < m.plan->gate;) {
         const Span span = find_span(e, m, place);
         const int count = count_of(m, span.work);
         __syncthreads();
-        if (e.dtype[0] != EXACT) stage_rows(e, m, span.work, type_of(e, m, span.work), terms_of(e, m, span.work));
+        if (e.dtype[0] != EXACT) stage_rows(e, m, m.x, false, m.works[span.work].begin, count);
         __syncthreads();
 #pragma unroll 1
         for (int i = 0; i < span.strips; i++) {
@@ -3361,7 +3345,7 @@ static __device__ inline void multiply_gate_up(Stream *stream, int *slot, const 
                 used = 0;
             }
             float total[4] = {};
-            multiply_strip(total, x, false, stream, slot, e, m, false, span.work, strip);
+            multiply_strip(total, m.x, stream, slot, e, m, false, span.work, strip);
             put_columns(e, m, total, false, span.work, strip, used + team * count, count);
             used += teams * count;
         }
@@ -3371,11 +3355,21 @@ static __device__ inline void multiply_gate_up(Stream *stream, int *slot, const 
     add_gate_up(e, m, used);
 }
 
+/* The rows of gated of as many works, from `first` on, as there is room for. */
+static __device__ inline void stage_gated(int *begin, int *end, const Experts &e, const ExpertMemory &m, int first) {
+    if (e.dtype[0] == EXACT) return;
+    const int from = m.works[first].begin;
+    *begin = *end = first;
+    while (*end < m.plan->works && m.works[*end + 1].begin - from <= e.gated_rows) ++*end;
+    __syncthreads();
+    stage_rows(e, m, m.gated, true, from, m.works[*end].begin - from);
+    __syncthreads();
+}
+
 /* The second one, of which each team takes its own task. */
 static __device__ inline void multiply_down(Stream *stream, int *slot, const Experts &e, const ExpertMemory &m) {
     const int segments = segments_of(e, true), teams = teams_of(e, true), team = team_of(e, true), lane = lane_id();
-    uint4 x[8];
-    int used = 0;
+    int used = 0, begin = 0, end = 0;               /* works whose rows are at hand */
     for (int round = 0; round < m.plan->down; round++) {
         const Span of_lane = find_task(e, m, round, min(lane, teams - 1)), span = find_task(e, m, round, team);
         int until = lane < teams && of_lane.strips ? of_lane.strips * count_of(m, of_lane.work) : 0;
@@ -3392,11 +3386,14 @@ static __device__ inline void multiply_down(Stream *stream, int *slot, const Exp
             __syncthreads();
             first -= used, used = 0;
         }
+        const int last = min(find_task(e, m, round, teams - 1).work, m.plan->works - 1);
+        if (last >= end) stage_gated(&begin, &end, e, m, find_task(e, m, round, 0).work);
+        const uint8_t *rows = m.gated + (m.works[span.work].begin - m.works[begin].begin) * x_stride(e, e.inter);
 #pragma unroll 1
         for (int i = 0; i < span.strips; i++) {
             const int count = count_of(m, span.work), strip = span.strip + i * (int)gridDim.x;
             float total[4] = {};
-            multiply_strip(total, x, i > 0, stream, slot, e, m, true, span.work, strip);
+            multiply_strip(total, rows, stream, slot, e, m, true, span.work, strip);
             put_columns(e, m, total, true, span.work, strip, first + i * count, count);
         }
         used += columns;
@@ -3436,23 +3433,28 @@ static DType streamed_type(const Matrix *gate, const Matrix *up, const Matrix *d
     return same && rows_aligned(gate->dtype, gate->cols) && rows_aligned(down->dtype, down->cols) ? gate->dtype : EXACT;
 }
 
-/* Cuts up a block's shared memory: as many rows of x beside a tile as there are, and as many stages as there is room for. */
+/* Cuts up a block's shared memory: as many rows of x beside a tile as there are, and as many stages as there is room for. What is
+ * left is for rows of gated. */
 static size_t lay_out_experts(Experts *e) {
-    const int picks = e->n_rows * e->slots, experts = e->experts + e->slots - e->per_token;
-    const int down_sums = MAX_DOWN_SUMS * TILE_ROWS * (int)sizeof(float);
-    const int x_row = max(x_stride(e->dtype[0], e->hidden, e->terms[0]), x_stride(e->dtype[1], e->hidden, e->terms[1]));
+    const int picks = e->n_rows * e->slots, experts = e->experts + e->slots - e->per_token, teams = EXPERT_WARPS >> e->segment_bits[DOWN];
     const int lists = experts * (divide_up(e->n_rows, 32) * (int)sizeof(uint32_t) + (int)sizeof(uint16_t));
+    const int x_row = x_stride(*e, e->hidden), gated_row = x_stride(*e, e->inter);
     e->slot_bytes = TILE_ROWS * TILE_BYTES + max(scale_bytes(e->dtype[0]), scale_bytes(e->dtype[1]));
     for (int least = ENOUGH_STAGES; least; least--)
         for (e->columns = min(e->n_rows, (int)TILE_COLUMNS); e->columns; e->columns--)
             for (e->stages = MAX_STAGES; e->stages >= least; e->stages--) {
-                e->x_bytes = (max(max(e->columns * x_row, lists), down_sums) + 15) / 16 * 16;
+                e->gated_rows = min(picks, teams * e->columns);
+                e->x_bytes = (max(max(e->columns * x_row, lists), DOWN_SUM_BYTES + e->gated_rows * gated_row) + 15) / 16 * 16;
                 const size_t works = (size_t)(e->most_chosen + divide_up(picks, e->columns) + 1),
                              bytes = (size_t)(EXPERT_WARPS * e->stages * e->slot_bytes + e->x_bytes)
                                      + MAX_SUMS * TILE_ROWS * sizeof(float) + MAX_DOWN_SUMS * COLUMN_BYTES
                                      + (size_t)e->most_chosen * sizeof(Chosen) + works * sizeof(Work)
-                                     + (size_t)picks * sizeof(int);
-                if (bytes + SMALL_SHARED <= gpu.shared_per_block) return bytes;
+                                     + (size_t)picks * sizeof(int) + SMALL_SHARED;
+                if (bytes > gpu.shared_per_block) continue;
+                const int more = min(DOWN_SUM_BYTES + picks * gated_row - e->x_bytes, (int)(gpu.shared_per_block - bytes) / 16 * 16);
+                e->x_bytes += max(more, 0);
+                e->gated_rows = (e->x_bytes - DOWN_SUM_BYTES) / gated_row;
+                return bytes + (size_t)max(more, 0) - SMALL_SHARED;
             }
     return 0;
 }
@@ -3510,7 +3512,7 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
                         .x = in, .weights = weights + row * (size_t)per_token, .gated = scratch, .y = y + row * (size_t)hidden,
                         .n_rows = n, .experts = config->n_routed_experts, .per_token = per_token, .hidden = hidden,
                         .inter = inter, .slots = slots, .aligned = floats_aligned(in, (size_t)hidden),
-                        .dtype = {dtype, merged ? shared_dtype : dtype}, .terms = {}, .segment_bits = {}, .columns = 0,
+                        .dtype = {dtype, merged ? shared_dtype : dtype}, .terms = {}, .segment_bits = {}, .columns = 0, .gated_rows = 0,
                         .most_chosen = min(n * per_token, config->n_routed_experts) + merged, .stages = 0, .slot_bytes = 0,
                         .x_bytes = 0});
     }
