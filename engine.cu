@@ -2557,15 +2557,18 @@ struct Router {
 /* A warp takes a row. */
 static __global__ void route_kernel(const Router router) {
     extern __shared__ float shared_scores[];
-    float *score = shared_scores, *choice = score + router.experts, total = 0;
+    float *score = shared_scores, *choice = score + router.experts, *picked = choice + router.experts + 2 * router.groups;
+    float total = 0;
     int *picks = router.picks + (size_t)blockIdx.x * (size_t)router.per_token;
     float *weights = router.weights + (size_t)blockIdx.x * (size_t)router.per_token;
     let_next_start();
+#pragma unroll 8
+    for (int e = lane_id(); e < router.experts; e += 32) choice[e] = router.bias[e];
     wait_for_previous();
 #pragma unroll 8
     for (int e = lane_id(); e < router.experts; e += 32) {
         score[e] = 1 / (1 + expf(-router.logits[(size_t)blockIdx.x * (size_t)router.experts + (size_t)e]));
-        choice[e] = score[e] + router.bias[e];      /* the bias balances the load: it chooses, it does not weigh */
+        choice[e] += score[e];                      /* the bias balances the load: it chooses, it does not weigh */
         if (isnan(choice[e])) choice[e] = INFINITY, score[e] = NAN;         /* chosen, so that it shows */
         if (choice[e] < -1e30f) choice[e] = -1e30f; /* -inf marks what is out of the race */
     }
@@ -2575,11 +2578,11 @@ static __global__ void route_kernel(const Router router) {
     for (int i = 0; i < router.per_token; i++) {
         const int pick = take_best(&best, choice, router.experts);
         total += score[pick];
-        if (lane_id() == 0) picks[i] = pick, weights[i] = score[pick];
+        if (lane_id() == 0) picks[i] = pick, picked[i] = score[pick];
     }
     __syncwarp();
     for (int i = lane_id(); i < router.per_token; i += 32)
-        weights[i] *= (router.normalise ? 1 / (total + 1e-20f) : 1) * router.factor;
+        weights[i] = picked[i] * ((router.normalise ? 1 / (total + 1e-20f) : 1) * router.factor);
 }
 
 static void route(int *picks, float *weights, const float *logits, const float *bias, int n_rows, const Config *config) {
@@ -2588,7 +2591,7 @@ static void route(int *picks, float *weights, const float *logits, const float *
                            .experts = config->n_routed_experts, .per_token = config->num_experts_per_tok,
                            .groups = config->n_group, .kept = config->topk_group, .factor = config->routed_scaling_factor,
                            .normalise = config->norm_topk_prob};
-    const size_t shared = 2 * ((size_t)router.experts + (size_t)router.groups) * sizeof(float);
+    const size_t shared = (2 * ((size_t)router.experts + (size_t)router.groups) + (size_t)router.per_token) * sizeof(float);
     allow_shared(route_kernel, shared);
     launch_early(route_kernel, dim3((unsigned)n_rows), 32, shared, 1, router);
 }
@@ -2601,14 +2604,13 @@ static void route(int *picks, float *weights, const float *logits, const float *
 enum {
     EXPERT_WARPS = 16, EXPERT_THREADS = 32 * EXPERT_WARPS,
     X_BLOCK = 256,              /* columns of x that a warp brings to shared memory at a time */
-    SEGMENT = 256,              /* columns of a segment at least; the segments take tiles in turns */
+    SEGMENT = 512,              /* columns of a segment at least; the segments take tiles in turns */
     MAX_SEGMENT_BITS = 3,
     TILE_ROWS = 16,             /* of weights in a tile: of one matrix, or eight each of gate and up */
     TILE_BYTES = 128,           /* of each of its rows */
     TILE_COLUMNS = 8,           /* rows of x that meet a tile */
     ENOUGH_STAGES = 3, MAX_STAGES = 4,              /* tiles that a warp has on their way; fewer where shared memory is small */
     RUN = 4,                    /* units after which the next columns of the same expert have their turn: L2 has its weights */
-    STRIPS = 3,                 /* of down, that a team multiplies by the same rows */
     MAX_SUMS = 192, MAX_DOWN_SUMS = 384,            /* columns of one segment's sums that wait in shared memory to be added up */
     DOWN_SUM_BYTES = MAX_DOWN_SUMS * TILE_ROWS * 4,
     COLUMN_BYTES = 11,          /* of strip, pick, next and leads */
@@ -2644,17 +2646,20 @@ struct Work { uint16_t chosen, begin; };
 
 /* What a block does. The first phase is a list of units, `units` for each work, dealt out in runs: a unit is a strip for each
  * team of warps, which all take the same unit at the same time. In the second phase a block has some strips and takes all works
- * for each: its tasks are a work and a group of up to STRIPS strips, which the teams take in turns, a round for all of them. The
- * shared expert's units come first: they are known beforehand. */
+ * for each: its tasks are works times strips, which the teams take in turns, a round for all of them. The shared expert's units
+ * come first: they are known beforehand. */
 struct Plan {
     int units, works, shared_works;
     int shared, gate;           /* units of the first phase, of the shared expert and of all */
     int first_shared, first_routed;                 /* where these begin in the list */
-    int strips, groups, down;   /* of the second phase; rounds */
+    int strips, rounds;         /* of the second phase */
 };
 
-/* Some of it: a team's strips of one work that follow each other. A place is a unit, or a round after all units. */
+/* A team's strips of one work that follow each other. */
 struct Span { int work, strip, strips; };
+
+/* A task: the number of its strip among the block's. */
+struct Task { int work, number; };
 
 /* A block's shared memory. */
 struct ExpertMemory {
@@ -2722,8 +2727,7 @@ static __device__ void plan_all(Plan *plan, const Experts &e, int works) {
     plan->first_routed = shared + share_begin(routed, last - block);
     plan->gate = plan->shared + shared + share_begin(routed, last - block + 1) - plan->first_routed;
     plan->strips = divide_up(divide_up(e.hidden, TILE_ROWS) - block, (int)gridDim.x);
-    plan->groups = divide_up(plan->strips, STRIPS);
-    plan->down = divide_up(plan->groups * works, teams_of(e, true));
+    plan->rounds = divide_up(plan->strips * works, teams_of(e, true));
 }
 
 /* From unit `index` of the list on, at most so many. Those of an expert come in runs, each for all of its works. */
@@ -2737,24 +2741,19 @@ static __device__ Span find_units(const Experts &e, const ExpertMemory &m, int i
     return {first + work, (run + unit) * teams + team_of(e, false), min(here - unit, most)};
 }
 
-/* A team's task in a round; no strips: none. */
-static __device__ inline Span find_task(const Experts &e, const ExpertMemory &m, int round, int team) {
-    const Plan &plan = *m.plan;
-    const int task = round * teams_of(e, true) + team, work = plan.groups == 1 ? task : task / plan.groups,
-              begin = (task - work * plan.groups) * STRIPS;
-    return {work, (int)blockIdx.x + begin * (int)gridDim.x, work < plan.works ? min((int)STRIPS, plan.strips - begin) : 0};
-}
-
-/* What is at a place of the plan for this warp's team. Not inlined: instructions that are seldom used are far away. */
+/* The strips of this warp's team from that unit of the block's on. Not inlined: what is seldom used is out of the way. */
 static __device__ __noinline__ Span find_span(const Experts &e, const ExpertMemory &m, int place) {
     const Plan &plan = *m.plan;
-    if (place < plan.shared) return find_units(e, m, plan.first_shared + place, plan.shared - place);
-    if (place < plan.gate) return find_units(e, m, plan.first_routed + place - plan.shared, plan.gate - place);
-    return find_task(e, m, place - plan.gate, team_of(e, true));
+    return place < plan.shared ? find_units(e, m, plan.first_shared + place, plan.shared - place)
+                               : find_units(e, m, plan.first_routed + place - plan.shared, plan.gate - place);
 }
 
-/* From strip to strip of a span. */
-static __device__ inline int strip_step(const Experts &e, bool down) { return down ? (int)gridDim.x : teams_of(e, false); }
+/* So many tasks further; work == works: there is none. */
+static __device__ inline void skip_tasks(Task *task, const Plan &plan, int n) {
+    task->number += n;
+    while (task->number >= plan.strips && task->work < plan.works) task->number -= plan.strips, task->work++;
+}
+static __device__ inline int strip_of(const Task &task) { return (int)blockIdx.x + task.number * (int)gridDim.x; }
 
 /* ---- the lists */
 
@@ -2867,12 +2866,12 @@ static __device__ inline int next_slot(const Experts &e, int slot) {
 
 /* What a warp reads, tile by tile, `stages` ahead of what it multiplies. */
 struct Stream {
-    int place;                  /* of the next span in the plan */
-    bool down;
+    int place;                  /* of the next unit among the block's; past them all: the second phase */
     int strip, strips;          /* the one being read; those of the span that follow it */
+    Task task;
     int left, bytes, step;      /* of its rows: from the next tile on; from this warp's first tile on; from tile to tile */
     const uint8_t *row[2];      /* this lane's 16 bytes of the next tile, in rows lane / 8 and lane / 8 + 8 */
-    int apart, jump;            /* from there to the rows four further on; from a strip's end to the next one */
+    int apart, jump;            /* from there to the rows four further on; from a strip's end to the next one of a span */
     const uint8_t *scale, *first_scale;             /* this lane's four bytes of scales: of the next tile, of strip 0 */
     int scale_step, scale_row, scale_shift;         /* from tile to tile, and for each 2^shift rows of weights */
     int scale_lanes;            /* that have any */
@@ -2888,7 +2887,7 @@ static __device__ inline void open_span(Stream *stream, const Experts &e, const 
     stream->bytes = (int)stride - begin;
     stream->step = segments * TILE_BYTES;
     stream->apart = 4 * (int)stride;
-    stream->jump = strip_step(e, down) * high * (int)stride
+    stream->jump = teams_of(e, false) * high * (int)stride
                    - ((count_tiles(D, cols) - segment + segments - 1) >> bits_of(e, down)) * stream->step;
     const size_t at = (size_t)(stream->strip * high + lane / 8) * stride + (size_t)(begin + lane % 8 * 16);
     stream->row[0] = chosen.data[down ? DOWN : GATE] + at;
@@ -2906,25 +2905,28 @@ static __device__ inline void open_span(Stream *stream, const Experts &e, const 
 /* The next strip that this warp has. False: there is none that is known. */
 static __device__ inline bool next_strip(Stream *stream, const Experts &e, const ExpertMemory &m) {
     const Plan &plan = *m.plan;
+    const bool down = stream->strips == 0 && stream->place >= plan.gate;
     if (stream->strips) {
         stream->strips--;
-        stream->strip += strip_step(e, stream->down);
+        stream->strip += teams_of(e, false);
         stream->row[0] += stream->jump, stream->row[1] += stream->jump;
-    } else {
-        Span span = {};
-        while (!span.strips) {
-            if (stream->place >= plan.gate + plan.down) return false;
-            span = find_span(e, m, stream->place);
-            stream->down = stream->place >= plan.gate;
-            stream->place += stream->down ? 1 : span.strips;
-        }
+    } else if (!down) {
+        const Span span = find_span(e, m, stream->place);
+        stream->place += span.strips;
         stream->strip = span.strip, stream->strips = span.strips - 1;
-        open_span(stream, e, m, span.work, stream->down);
+        open_span(stream, e, m, span.work, false);
+    } else {
+        if (!plan.rounds) return false;
+        skip_tasks(&stream->task, plan, stream->place == plan.gate ? team_of(e, true) : teams_of(e, true));
+        if (stream->task.work >= plan.works) return false;
+        stream->place = plan.gate + 1;
+        stream->strip = strip_of(stream->task);
+        open_span(stream, e, m, stream->task.work, true);
     }
-    const int first = stream->strip * (stream->down ? TILE_ROWS : TILE_ROWS / 2);
-    if (stream->down && first + 8 >= e.hidden) stream->row[1] = stream->row[0];     /* there are no more rows: these again */
+    const int first = stream->strip * (down ? TILE_ROWS : TILE_ROWS / 2);
+    if (down && first + 8 >= e.hidden) stream->row[1] = stream->row[0];             /* there are no more rows: these again */
     stream->scale = stream->first_scale + (first >> stream->scale_shift) * stream->scale_row;
-    stream->left = stream->down || first < e.inter ? stream->bytes : 0;
+    stream->left = down || first < e.inter ? stream->bytes : 0;
     return true;
 }
 
@@ -3094,10 +3096,12 @@ static __device__ inline float e2m1_scale(uint32_t exponents, int i) {
     return __uint_as_float((i == 3 ? exponents >> 1 : exponents << (23 - 8 * i)) & 0x7f800000);
 }
 
-/* total += a tile times x, of which the lower terms, if there are any, follow the upper ones. undo: what undoes the scales of x in
+/* total += a tile times x, of which the lower terms, if there are any, follow the upper ones: 64 bytes apart from `more` on, of
+ * which x has the first. undo: what undoes the scales of x in
  * columns lane % 4 * 2 and the next. */
 template <DType D, int TERMS>
-static __device__ inline void multiply_tile(float total[4], const Tile &tile, const uint4 x[8], const float undo[2]) {
+static __device__ inline void multiply_tile(float total[4], const Tile &tile, const uint4 x[4], const uint8_t *more,
+                                            const float undo[2]) {
     constexpr int parts = 1 << part_bits(D);
     constexpr DType with = D == DTYPE_BF16 ? DTYPE_BF16 : DTYPE_F16;
     float sum[4] = {}, block[4] = {};
@@ -3107,7 +3111,8 @@ static __device__ inline void multiply_tile(float total[4], const Tile &tile, co
         const uint4 a = widen_words<D>(tile, 0, part), c = widen_words<D>(tile, 1, part);
 #pragma unroll
         for (int term = 0; term < TERMS; term++) {
-            const uint4 b = x[term * parts + part];
+            const int i = term * parts + part;
+            const uint4 b = i < 4 ? x[i] : *(const uint4 *)(more + i * 64);
             multiply_fragment<with>(into, a.x, c.x, a.y, c.y, b.x, b.y);
             multiply_fragment<with>(into, a.z, c.z, a.w, c.w, b.z, b.w);
         }
@@ -3127,36 +3132,51 @@ static __device__ inline void multiply_tile(float total[4], const Tile &tile, co
     }
 }
 
+/* The rows of a work, which are in shared memory, as a thread sees them: its part of its own, and what undoes the scales of those
+ * whose sums it gets. */
+struct Rows {
+    const uint8_t *own;
+    const float *undo[2];
+    DType dtype;
+    int terms;
+};
+
+/* Idle columns of the instruction repeat one. */
+static __device__ inline Rows find_rows(const Experts &e, const ExpertMemory &m, const uint8_t *rows, int cols, int work) {
+    const int last = count_of(m, work) - 1, lane = lane_id(), stride = x_stride(e, cols);
+    const uint8_t *scales = rows + x_scales(e, cols);
+    return {.own = rows + min(lane / 4, last) * stride + lane % 4 * 16,
+            .undo = {(const float *)(scales + min(lane % 4 * 2, last) * stride),
+                     (const float *)(scales + min(lane % 4 * 2 + 1, last) * stride)},
+            .dtype = type_of(e, m, work), .terms = terms_of(e, m, work)};
+}
+
 /* This warp's segment of one strip times the rows of one work, which are in shared memory. As soon as a tile is in registers, the
  * stream's next one takes its place. slot: where its first one lies. */
-static __device__ inline void multiply_segment(float total[4], const uint8_t *rows, Stream *stream, int *slot, const Experts &e,
-                                               const ExpertMemory &m, bool down, int work) {
-    const DType D = type_of(e, m, work);
-    const int terms = terms_of(e, m, work), cols = down ? e.inter : e.hidden, end = count_tiles(D, cols), stages = e.stages,
-              segments = segments_of(e, down), last = count_of(m, work) - 1, lane = lane_id(), stride = x_stride(e, cols);
-    const int each = terms << part_bits(D);
-    const uint8_t *own = rows + min(lane / 4, last) * stride + lane % 4 * 16, *scales = rows + x_scales(e, cols);
-    const float *undo_first = (const float *)(scales + min(lane % 4 * 2, last) * stride),
-                *undo_second = (const float *)(scales + min(lane % 4 * 2 + 1, last) * stride);
+static __device__ inline void multiply_segment(float total[4], const Rows &rows, Stream *stream, int *slot, const Experts &e,
+                                               const ExpertMemory &m, bool down) {
+    const DType D = rows.dtype;
+    const int terms = rows.terms, end = count_tiles(D, down ? e.inter : e.hidden), stages = e.stages,
+              segments = segments_of(e, down), each = terms << part_bits(D);
 #pragma unroll 1
     for (int i = segment_of(e, down); i < end; i += segments) {
         Tile tile;
         wait_for_copies(stages - 1);
         __syncwarp();
         load_tile(&tile, m.ring + *slot, D);
-        uint4 x[8];
+        const uint8_t *own = rows.own + i * each * 64;
+        uint4 x[4];
 #pragma unroll
-        for (int j = 0; j < 8; j++)
-            if (j < 4 || each == 8) x[j] = *(const uint4 *)(own + (i * each + j) * 64);
-        const float undo[2] = {undo_first[i], undo_second[i]};      /* of bf16: anything */
+        for (int j = 0; j < 4; j++) x[j] = *(const uint4 *)(own + j * 64);
         __syncwarp();
         fetch_tile(stream, e, m, *slot);
         commit_copies();
-        if (D == DTYPE_F8_E4M3 && terms == 1) multiply_tile<DTYPE_F8_E4M3, 1>(total, tile, x, undo);
-        else if (D == DTYPE_F8_E4M3) multiply_tile<DTYPE_F8_E4M3, 2>(total, tile, x, undo);
-        else if (D == DTYPE_F4_E2M1) multiply_tile<DTYPE_F4_E2M1, 1>(total, tile, x, undo);
-        else if (D == DTYPE_BF16) multiply_tile<DTYPE_BF16, 2>(total, tile, x, undo);
-        else multiply_tile<DTYPE_F16, 2>(total, tile, x, undo);
+        const float undo[2] = {rows.undo[0][i], rows.undo[1][i]};   /* of bf16: anything */
+        if (D == DTYPE_F8_E4M3 && terms == 1) multiply_tile<DTYPE_F8_E4M3, 1>(total, tile, x, own, undo);
+        else if (D == DTYPE_F8_E4M3) multiply_tile<DTYPE_F8_E4M3, 2>(total, tile, x, own, undo);
+        else if (D == DTYPE_F4_E2M1) multiply_tile<DTYPE_F4_E2M1, 1>(total, tile, x, own, undo);
+        else if (D == DTYPE_BF16) multiply_tile<DTYPE_BF16, 2>(total, tile, x, own, undo);
+        else multiply_tile<DTYPE_F16, 2>(total, tile, x, own, undo);
         *slot = next_slot(e, *slot);
     }
 }
@@ -3205,12 +3225,12 @@ static __device__ inline void put_columns(const Experts &e, const ExpertMemory &
     }
 }
 
-/* A strip times the rows of a work, which are in shared memory. */
-static __device__ inline void multiply_strip(float total[4], const uint8_t *rows, Stream *stream, int *slot, const Experts &e,
+/* A strip times the rows of a work. */
+static __device__ inline void multiply_strip(float total[4], const Rows &rows, Stream *stream, int *slot, const Experts &e,
                                              const ExpertMemory &m, bool down, int work, int strip) {
     if (!down && strip * 8 >= e.inter) return;
     if (e.dtype[0] == EXACT) multiply_exactly(total, e, m, down, work, strip);
-    else multiply_segment(total, rows, stream, slot, e, m, down, work);
+    else multiply_segment(total, rows, stream, slot, e, m, down);
 }
 
 static __device__ inline float add_segments(const float *sums, int segments, int column, int row) {
@@ -3335,6 +3355,7 @@ static __device__ inline void multiply_gate_up(Stream *stream, int *slot, const 
         __syncthreads();
         if (e.dtype[0] != EXACT) stage_rows(e, m, m.x, false, m.works[span.work].begin, count);
         __syncthreads();
+        const Rows rows = find_rows(e, m, m.x, e.hidden, span.work);
 #pragma unroll 1
         for (int i = 0; i < span.strips; i++) {
             const int strip = span.strip + i * teams;
@@ -3345,7 +3366,7 @@ static __device__ inline void multiply_gate_up(Stream *stream, int *slot, const 
                 used = 0;
             }
             float total[4] = {};
-            multiply_strip(total, m.x, stream, slot, e, m, false, span.work, strip);
+            multiply_strip(total, rows, stream, slot, e, m, false, span.work, strip);
             put_columns(e, m, total, false, span.work, strip, used + team * count, count);
             used += teams * count;
         }
@@ -3355,24 +3376,26 @@ static __device__ inline void multiply_gate_up(Stream *stream, int *slot, const 
     add_gate_up(e, m, used);
 }
 
-/* The rows of gated of as many works, from `first` on, as there is room for. */
-static __device__ inline void stage_gated(int *begin, int *end, const Experts &e, const ExpertMemory &m, int first) {
-    if (e.dtype[0] == EXACT) return;
+/* The rows of gated of as many works, from `first` on, as there is room for. Returns where they end. */
+static __device__ inline int stage_gated(const Experts &e, const ExpertMemory &m, int first) {
     const int from = m.works[first].begin;
-    *begin = *end = first;
-    while (*end < m.plan->works && m.works[*end + 1].begin - from <= e.gated_rows) ++*end;
+    int end = first;
+    while (end < m.plan->works && m.works[end + 1].begin - from <= e.gated_rows) end++;
     __syncthreads();
-    stage_rows(e, m, m.gated, true, from, m.works[*end].begin - from);
+    if (e.dtype[0] != EXACT) stage_rows(e, m, m.gated, true, from, m.works[end].begin - from);
     __syncthreads();
+    return end;
 }
 
-/* The second one, of which each team takes its own task. */
+/* The second one, of which each team takes its own task. Lane t knows team t's. */
 static __device__ inline void multiply_down(Stream *stream, int *slot, const Experts &e, const ExpertMemory &m) {
+    const Plan &plan = *m.plan;
     const int segments = segments_of(e, true), teams = teams_of(e, true), team = team_of(e, true), lane = lane_id();
-    int used = 0, begin = 0, end = 0;               /* works whose rows are at hand */
-    for (int round = 0; round < m.plan->down; round++) {
-        const Span of_lane = find_task(e, m, round, min(lane, teams - 1)), span = find_task(e, m, round, team);
-        int until = lane < teams && of_lane.strips ? of_lane.strips * count_of(m, of_lane.work) : 0;
+    int used = 0, begin = 0, end = 0;               /* columns that wait; works whose rows are at hand */
+    Task task = {};
+    if (plan.rounds) skip_tasks(&task, plan, min(lane, teams - 1));
+    for (int round = 0; round < plan.rounds; round++, skip_tasks(&task, plan, teams)) {
+        int until = lane < teams && task.work < plan.works ? count_of(m, task.work) : 0;
         int first = used - __shfl_sync(~0u, until, team);
         for (int distance = 1; distance < teams; distance *= 2) {
             const int other = __shfl_up_sync(~0u, until, (unsigned)distance);
@@ -3386,15 +3409,15 @@ static __device__ inline void multiply_down(Stream *stream, int *slot, const Exp
             __syncthreads();
             first -= used, used = 0;
         }
-        const int last = min(find_task(e, m, round, teams - 1).work, m.plan->works - 1);
-        if (last >= end) stage_gated(&begin, &end, e, m, find_task(e, m, round, 0).work);
-        const uint8_t *rows = m.gated + (m.works[span.work].begin - m.works[begin].begin) * x_stride(e, e.inter);
-#pragma unroll 1
-        for (int i = 0; i < span.strips; i++) {
-            const int count = count_of(m, span.work), strip = span.strip + i * (int)gridDim.x;
+        if (min(__shfl_sync(~0u, task.work, teams - 1), plan.works - 1) >= end)
+            begin = __shfl_sync(~0u, task.work, 0), end = stage_gated(e, m, begin);
+        const Task own = {__shfl_sync(~0u, task.work, team), __shfl_sync(~0u, task.number, team)};
+        if (own.work < plan.works) {
+            const int place = m.works[own.work].begin - m.works[begin].begin;
+            const Rows rows = find_rows(e, m, m.gated + place * x_stride(e, e.inter), e.inter, own.work);
             float total[4] = {};
-            multiply_strip(total, rows, stream, slot, e, m, true, span.work, strip);
-            put_columns(e, m, total, true, span.work, strip, first + i * count, count);
+            multiply_strip(total, rows, stream, slot, e, m, true, own.work, strip_of(own));
+            put_columns(e, m, total, true, own.work, strip_of(own), first, count_of(m, own.work));
         }
         used += columns;
     }
