@@ -2473,7 +2473,8 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
  * Mixture of experts (DeepSeek-V3, 2.1.2)
  *
  *     route -> route_kernel -> limit_groups, take_best
- *     experts -> experts_kernel -> list_works -> multiply_strips (load_rows, fetch_tile, multiply_tile) -> add_gate_up, add_down
+ *     experts -> experts_kernel -> list_works -> multiply_gate_up, multiply_down
+ *     multiply_gate_up, multiply_down -> stage_rows, multiply_strip (fetch_tile, multiply_tile) -> add_gate_up, add_down
  *
  * Owns: the router, and the experts' products. An expert's weights are read once for up to eight rows that chose it, and the
  * host never learns who was chosen. All experts of a layer run in one launch of as many blocks as there are multiprocessors, the
@@ -2484,8 +2485,10 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
  * Each warp has a ring of tiles in shared memory, which it fills some tiles ahead of what it multiplies: from strip to strip,
  * from expert to expert and from the first phase into the second, so that memory is busy while sums are added and while blocks
  * wait for each other; and the shared expert's tiles are on their way before the router has ended. The warps of a team each sum
- * up some of the columns of a strip, and their sums are added in order. How the columns are cut depends on the shape alone. x
- * meets the weights as one number of 16 bits, and stands in shared memory; gated is written as such a number, and read from L2.
+ * up some of the columns of a strip, and their sums are added in order. How the columns are cut depends on the shape alone.
+ *
+ * x and gated stand in shared memory as one or two numbers of 16 bits. Weights of 16 bits meet two, so that a product is right to
+ * about 2^-17 of x, or 2^-22; e4m3 where the matrices are small, by the rule of products, and else one of f16, 2^-12; e2m1 one.
  */
 
 /* Integers in the order of the floats. */
@@ -2596,13 +2599,10 @@ static void route(int *picks, float *weights, const float *logits, const float *
     launch_early(route_kernel, dim3((unsigned)n_rows), 32, shared, 1, router);
 }
 
-/* ---- experts: one launch, whose blocks all stay until its end
- *
- *     experts -> experts_kernel -> list_works -> multiply_work (fetch_tile, load_rows, multiply_tile) -> add_gate_up, add_down
- */
+/* ---- experts: one launch, whose blocks all stay until its end */
 
 enum {
-    EXPERT_WARPS = 16, EXPERT_THREADS = 32 * EXPERT_WARPS,
+    EXPERT_WARP_BITS = 4, EXPERT_WARPS = 1 << EXPERT_WARP_BITS, EXPERT_THREADS = 32 * EXPERT_WARPS,
     X_BLOCK = 256,              /* columns of x that a warp brings to shared memory at a time */
     SEGMENT = 512,              /* columns of a segment at least; the segments take tiles in turns */
     MAX_SEGMENT_BITS = 3,
@@ -2717,6 +2717,7 @@ static __device__ void plan_shared(Plan *plan, const Experts &e) {
     plan->works = plan->shared_works;
     plan->first_shared = share_begin(plan->shared_works * plan->units, block);
     plan->gate = plan->shared = share_begin(plan->shared_works * plan->units, block + 1) - plan->first_shared;
+    plan->strips = divide_up(divide_up(e.hidden, TILE_ROWS) - block, (int)gridDim.x);
 }
 
 /* The other way round than the shared expert's, so that the blocks with one more of these have one less of those. */
@@ -2726,8 +2727,7 @@ static __device__ void plan_all(Plan *plan, const Experts &e, int works) {
     plan->works = works;
     plan->first_routed = shared + share_begin(routed, last - block);
     plan->gate = plan->shared + shared + share_begin(routed, last - block + 1) - plan->first_routed;
-    plan->strips = divide_up(divide_up(e.hidden, TILE_ROWS) - block, (int)gridDim.x);
-    plan->rounds = divide_up(plan->strips * works, teams_of(e, true));
+    plan->rounds = (plan->strips * works + teams_of(e, true) - 1) >> (EXPERT_WARP_BITS - bits_of(e, true));
 }
 
 /* From unit `index` of the list on, at most so many. Those of an expert come in runs, each for all of its works. */
@@ -2805,12 +2805,9 @@ static __device__ void put_expert(const Experts &e, const ExpertMemory &m, int e
  * dealt out, by row. Returns the number of works. */
 static __device__ int list_works(const Experts &e, const ExpertMemory &m) {
     const int experts = e.experts + e.slots - e.per_token, picks = e.n_rows * e.slots, words = divide_up(e.n_rows, 32);
-    uint32_t *mask = (uint32_t *)m.x;               /* [experts, words], and then [experts], until x is needed there */
+    uint32_t *mask = (uint32_t *)m.x;               /* [experts, words], zeros at first, and then [experts] */
     uint16_t *begin = (uint16_t *)(mask + experts * words);
     int own = 0;                                    /* of this thread's last pick, mostly its only one */
-#pragma unroll 1
-    for (int i = (int)threadIdx.x; i < experts * words; i += EXPERT_THREADS) mask[i] = 0;
-    __syncthreads();
 #pragma unroll 1
     for (int i = (int)threadIdx.x; i < picks; i += EXPERT_THREADS) {
         const int row = i / e.slots;
@@ -3342,6 +3339,8 @@ static __device__ void prepare(const Experts &e, const ExpertMemory &m) {
     for (int i = (int)(threadIdx.x * gridDim.x + blockIdx.x) * line; i < bytes; i += (int)(EXPERT_THREADS * gridDim.x) * line)
         for (int matrix = GATE; matrix <= DOWN; matrix++)
             asm volatile("prefetch.global.L2 [%0];" :: "l"((const uint8_t *)e.table[matrix] + i));
+    const int masks = (e.experts + e.slots - e.per_token) * divide_up(e.n_rows, 32);
+    for (int i = (int)threadIdx.x; i < masks; i += EXPERT_THREADS) ((uint32_t *)m.x)[i] = 0;
     __syncthreads();
 }
 
