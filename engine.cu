@@ -2473,8 +2473,8 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
  * Mixture of experts (DeepSeek-V3, 2.1.2)
  *
  *     route -> route_kernel -> limit_groups, take_best
- *     experts -> experts_kernel -> list_works -> multiply_gate_up, multiply_down
- *     multiply_gate_up, multiply_down -> stage_rows, multiply_strip (fetch_tile, multiply_tile) -> add_gate_up, add_down
+ *     experts -> experts_kernel -> list_works, multiply_all
+ *     multiply_all -> stage_rows, multiply_strip (fetch_tile, multiply_tile), put_columns, add_gate_up, add_down
  *
  * Owns: the router, and the experts' products. An expert's weights are read once for up to eight rows that chose it, and the
  * host never learns who was chosen. All experts of a layer run in one launch of as many blocks as there are multiprocessors, the
@@ -2602,9 +2602,9 @@ static void route(int *picks, float *weights, const float *logits, const float *
 /* ---- experts: one launch, whose blocks all stay until its end */
 
 enum {
-    EXPERT_WARP_BITS = 4, EXPERT_WARPS = 1 << EXPERT_WARP_BITS, EXPERT_THREADS = 32 * EXPERT_WARPS,
+    EXPERT_WARPS = 16, EXPERT_THREADS = 32 * EXPERT_WARPS,
     X_BLOCK = 256,              /* columns of x that a warp brings to shared memory at a time */
-    SEGMENT = 512,              /* columns of a segment at least; the segments take tiles in turns */
+    GATE_SEGMENT = 256, DOWN_SEGMENT = 512,         /* columns of a segment at least; the segments take tiles in turns */
     MAX_SEGMENT_BITS = 3,
     TILE_ROWS = 16,             /* of weights in a tile: of one matrix, or eight each of gate and up */
     TILE_BYTES = 128,           /* of each of its rows */
@@ -2634,7 +2634,7 @@ struct Experts {
     int terms[2];               /* of x, that these meet */
     int segment_bits[3];        /* 2^bits warps share the columns of a strip, in either phase: a team */
     int columns;                /* rows of x that meet a tile at a time */
-    int gated_rows;             /* of gated that are in shared memory at a time */
+    int gated_rows, batch_strips;                   /* rows of gated, and strips of down, of a batch at most */
     int most_chosen, stages, slot_bytes, x_bytes;   /* what lay_out_experts() has found room for */
 };
 
@@ -2646,19 +2646,23 @@ struct Work { uint16_t chosen, begin; };
 
 /* What a block does. The first phase is a list of units, `units` for each work, dealt out in runs: a unit is a strip for each
  * team of warps, which all take the same unit at the same time. In the second phase a block has some strips and takes all works
- * for each: its tasks are works times strips, which the teams take in turns, a round for all of them. The shared expert's units
- * come first: they are known beforehand. */
+ * for each: its tasks are works times strips, which the teams take in turns. The shared expert's units come first: they are known
+ * beforehand. */
 struct Plan {
     int units, works, shared_works;
     int shared, gate;           /* units of the first phase, of the shared expert and of all */
     int first_shared, first_routed;                 /* where these begin in the list */
-    int strips, rounds;         /* of the second phase */
+    int strips;                 /* of the second phase */
+    bool listed;                /* all of this is known */
 };
 
-/* A team's strips of one work that follow each other. */
+/* A team's strips of one work that follow each other, teams_of() apart. */
 struct Span { int work, strip, strips; };
 
-/* A task: the number of its strip among the block's. */
+/* Works whose rows of gated are in shared memory at the same time, and whose sums for some of the block's strips wait there. */
+struct Batch { int work, end, strip, strips; };
+
+/* One of them: strip number, of the batch's. */
 struct Task { int work, number; };
 
 /* A block's shared memory. */
@@ -2727,7 +2731,7 @@ static __device__ void plan_all(Plan *plan, const Experts &e, int works) {
     plan->works = works;
     plan->first_routed = shared + share_begin(routed, last - block);
     plan->gate = plan->shared + shared + share_begin(routed, last - block + 1) - plan->first_routed;
-    plan->rounds = (plan->strips * works + teams_of(e, true) - 1) >> (EXPERT_WARP_BITS - bits_of(e, true));
+    plan->listed = true;
 }
 
 /* From unit `index` of the list on, at most so many. Those of an expert come in runs, each for all of its works. */
@@ -2748,12 +2752,27 @@ static __device__ __noinline__ Span find_span(const Experts &e, const ExpertMemo
                                : find_units(e, m, plan.first_routed + place - plan.shared, plan.gate - place);
 }
 
-/* So many tasks further; work == works: there is none. */
-static __device__ inline void skip_tasks(Task *task, const Plan &plan, int n) {
-    task->number += n;
-    while (task->number >= plan.strips && task->work < plan.works) task->number -= plan.strips, task->work++;
+/* The next batch of the second phase, after {}. False: there is none. */
+static __device__ inline bool next_batch(Batch *batch, const Experts &e, const ExpertMemory &m) {
+    const int works = m.plan->works, most = MAX_DOWN_SUMS >> bits_of(e, true);
+    if (!works) return false;
+    if (batch->end == works || batch->strips == 0) {
+        batch->strip += batch->strips;
+        batch->strips = min(m.plan->strips - batch->strip, e.batch_strips);
+        batch->end = 0;
+        if (batch->strips == 0) return false;
+    }
+    const int rows = min(e.gated_rows, most / batch->strips);
+    batch->work = batch->end;
+    while (batch->end < works && m.works[batch->end + 1].begin - m.works[batch->work].begin <= rows) batch->end++;
+    return true;
 }
-static __device__ inline int strip_of(const Task &task) { return (int)blockIdx.x + task.number * (int)gridDim.x; }
+
+/* The task itself, if its number is one of the batch's, or that one of a later work. False: there are not so many. */
+static __device__ inline bool find_task(Task *task, const Batch &batch) {
+    while (task->work < batch.end && task->number >= batch.strips) task->number -= batch.strips, task->work++;
+    return task->work < batch.end;
+}
 
 /* ---- the lists */
 
@@ -2863,43 +2882,59 @@ static __device__ inline int next_slot(const Experts &e, int slot) {
 
 /* What a warp reads, tile by tile, `stages` ahead of what it multiplies. */
 struct Stream {
-    int place;                  /* of the next unit among the block's; past them all: the second phase */
-    int strip, strips;          /* the one being read; those of the span that follow it */
-    Task task;
-    int left, bytes, step;      /* of its rows: from the next tile on; from this warp's first tile on; from tile to tile */
     const uint8_t *row[2];      /* this lane's 16 bytes of the next tile, in rows lane / 8 and lane / 8 + 8 */
-    int apart, jump;            /* from there to the rows four further on; from a strip's end to the next one of a span */
-    const uint8_t *scale, *first_scale;             /* this lane's four bytes of scales: of the next tile, of strip 0 */
-    int scale_step, scale_row, scale_shift;         /* from tile to tile, and for each 2^shift rows of weights */
+    const uint8_t *scale;       /* this lane's four bytes of its scales */
+    int left;                   /* bytes of its rows from there on */
+    int step, scale_step;       /* from tile to tile */
+    int apart;                  /* from a row to the one four further on */
     int scale_lanes;            /* that have any */
+
+    int place;                  /* of the next unit among the block's */
+    int strip, strips;          /* the one being read; those of a span that follow it */
+    Batch batch;
+    Task task;
+    int kind;                   /* of weights and of phase, which the following hold for */
+    int stride, own, bytes, jump;                   /* of a row; this lane's first byte; bytes from the warp's first; between strips */
+    int scale_row, scale_shift, scale_own;          /* bytes for each 2^shift rows; this lane's first byte */
+    const uint8_t *first_scale; /* this lane's, of strip 0 */
 };
 
-/* Rows of gate and up come in eights, as they are down's columns, and so do those of down. */
-static __device__ inline void open_span(Stream *stream, const Experts &e, const ExpertMemory &m, int work, bool down) {
-    const Chosen &chosen = m.chosen[m.works[work].chosen];
-    const DType D = type_of(e, m, work);
-    const int lane = lane_id(), high = down ? TILE_ROWS : TILE_ROWS / 2, cols = down ? e.inter : e.hidden;
-    const int segments = segments_of(e, down), segment = segment_of(e, down), begin = segment * TILE_BYTES;
-    const uint32_t stride = (uint32_t)weight_bytes(D, (size_t)cols);
-    stream->bytes = (int)stride - begin;
+/* What all strips of the same type and phase have in common. */
+static __device__ inline void set_kind(Stream *stream, const Experts &e, bool down, bool shared) {
+    const DType D = e.dtype[shared];
+    const int lane = lane_id(), cols = down ? e.inter : e.hidden, segments = segments_of(e, down), segment = segment_of(e, down),
+              tiles = count_tiles(D, cols);
+    stream->kind = 1 + down + 2 * shared;
+    stream->stride = (int)weight_bytes(D, (size_t)cols);
+    stream->bytes = stream->stride - segment * TILE_BYTES;
+    stream->own = lane / 8 * stream->stride + segment * TILE_BYTES + lane % 8 * 16;
+    stream->apart = 4 * stream->stride;
     stream->step = segments * TILE_BYTES;
-    stream->apart = 4 * (int)stride;
-    stream->jump = teams_of(e, false) * high * (int)stride
-                   - ((count_tiles(D, cols) - segment + segments - 1) >> bits_of(e, down)) * stream->step;
-    const size_t at = (size_t)(stream->strip * high + lane / 8) * stride + (size_t)(begin + lane % 8 * 16);
-    stream->row[0] = chosen.data[down ? DOWN : GATE] + at;
-    stream->row[1] = chosen.data[down ? DOWN : UP] + at + (down ? 8 * stride : 0);
-    const bool block = D == DTYPE_F8_E4M3, upper = block ? lane == 0 : lane < TILE_ROWS;
+    stream->jump = teams_of(e, false) * 8 * stream->stride - ((tiles - segment + segments - 1) >> bits_of(e, down)) * stream->step;
+    const bool block = D == DTYPE_F8_E4M3;
     const int each = block ? 4 : 8;
     stream->scale_step = segments * each;
-    stream->scale_row = count_tiles(D, cols) * each;
+    stream->scale_row = tiles * each;
     stream->scale_shift = block ? power_of(SCALE_BLOCK) : 0;
     stream->scale_lanes = block ? 2 : D == DTYPE_F4_E2M1 ? 32 : 0;
-    stream->first_scale = (const uint8_t *)chosen.scale[down ? DOWN : upper ? GATE : UP] + segment * each
-                          + (block ? 0 : (lane / 2 % 8 + (down && !upper ? 8 : 0)) * stream->scale_row + lane % 2 * 4);
+    stream->scale_own = segment * each
+                        + (block ? 0 : (lane / 2 % 8 + (down && lane >= TILE_ROWS ? 8 : 0)) * stream->scale_row + lane % 2 * 4);
 }
 
-/* The next strip that this warp has. False: there is none that is known. */
+/* Begins with a strip of that work. */
+static __device__ inline void open_work(Stream *stream, const Experts &e, const ExpertMemory &m, int work, bool down) {
+    const bool shared = work < m.plan->shared_works;
+    if (stream->kind != 1 + down + 2 * shared) set_kind(stream, e, down, shared);
+    const Chosen &chosen = m.chosen[m.works[work].chosen];
+    const int lower = lane_id() >= (stream->scale_lanes == 2 ? 1 : TILE_ROWS), which = down ? DOWN : lower ? UP : GATE;
+    const size_t at = (size_t)(stream->strip * (down ? TILE_ROWS : TILE_ROWS / 2)) * (size_t)stream->stride + (size_t)stream->own;
+    stream->row[0] = chosen.data[down ? DOWN : GATE] + at;
+    stream->row[1] = chosen.data[down ? DOWN : UP] + at + (down ? 8 * stream->stride : 0);
+    stream->first_scale = (const uint8_t *)chosen.scale[which] + stream->scale_own;
+}
+
+/* The next strip that this warp has. False: there is none that is known. Rows of gate and up come in eights, as they are down's
+ * columns, and so do those of down. */
 static __device__ inline bool next_strip(Stream *stream, const Experts &e, const ExpertMemory &m) {
     const Plan &plan = *m.plan;
     const bool down = stream->strips == 0 && stream->place >= plan.gate;
@@ -2911,14 +2946,16 @@ static __device__ inline bool next_strip(Stream *stream, const Experts &e, const
         const Span span = find_span(e, m, stream->place);
         stream->place += span.strips;
         stream->strip = span.strip, stream->strips = span.strips - 1;
-        open_span(stream, e, m, span.work, false);
+        open_work(stream, e, m, span.work, false);
     } else {
-        if (!plan.rounds) return false;
-        skip_tasks(&stream->task, plan, stream->place == plan.gate ? team_of(e, true) : teams_of(e, true));
-        if (stream->task.work >= plan.works) return false;
-        stream->place = plan.gate + 1;
-        stream->strip = strip_of(stream->task);
-        open_span(stream, e, m, stream->task.work, true);
+        if (!plan.listed) return false;
+        stream->task.number += teams_of(e, true);
+        while (!find_task(&stream->task, stream->batch)) {
+            if (!next_batch(&stream->batch, e, m)) return false;
+            stream->task = {stream->batch.work, team_of(e, true)};
+        }
+        stream->strip = (int)blockIdx.x + (stream->batch.strip + stream->task.number) * (int)gridDim.x;
+        open_work(stream, e, m, stream->task.work, true);
     }
     const int first = stream->strip * (down ? TILE_ROWS : TILE_ROWS / 2);
     if (down && first + 8 >= e.hidden) stream->row[1] = stream->row[0];             /* there are no more rows: these again */
@@ -3194,9 +3231,9 @@ static __device__ void multiply_exactly(float total[4], const Experts &e, const 
         const int pick = m.order[order + min(lane / 16 * 4 + c, last)];
         x[c] = down ? e.gated + gated_row(e, pick) : e.x + (size_t)row_of(pick) * (size_t)e.hidden;
     }
-    for (int begin = segment_of(e, down) * SEGMENT; begin < cols; begin += segments_of(e, down) * SEGMENT)
+    const int some = divide_up(cols, segments_of(e, down)), from = segment_of(e, down) * some;
 #pragma unroll 1
-        for (int k = begin; k < min(begin + SEGMENT, cols); k++) {
+        for (int k = from; k < min(from + some, cols); k++) {
             float weight = load_stored(data, (size_t)k, stored);
             if (stored == DTYPE_F8_E4M3) weight *= scale[k / SCALE_BLOCK];
             if (stored == DTYPE_F4_E2M1) weight *= widen_e8m0(exponents[k / EXPONENT_BLOCK]);
@@ -3344,84 +3381,48 @@ static __device__ void prepare(const Experts &e, const ExpertMemory &m) {
     __syncthreads();
 }
 
-/* The first phase, of which all teams take the same unit at the same time. */
-static __device__ inline void multiply_gate_up(Stream *stream, int *slot, const Experts &e, const ExpertMemory &m) {
-    const int segments = segments_of(e, false), teams = teams_of(e, false), team = team_of(e, false);
-    int used = 0;               /* columns that wait */
-    for (int place = 0; place < m.plan->gate;) {
-        const Span span = find_span(e, m, place);
-        const int count = count_of(m, span.work);
-        __syncthreads();
-        if (e.dtype[0] != EXACT) stage_rows(e, m, m.x, false, m.works[span.work].begin, count);
-        __syncthreads();
-        const Rows rows = find_rows(e, m, m.x, e.hidden, span.work);
-#pragma unroll 1
-        for (int i = 0; i < span.strips; i++) {
-            const int strip = span.strip + i * teams;
-            if ((used + teams * count) * segments > MAX_SUMS) {
-                __syncthreads();
-                add_gate_up(e, m, used);
-                __syncthreads();
-                used = 0;
-            }
-            float total[4] = {};
-            multiply_strip(total, rows, stream, slot, e, m, false, span.work, strip);
-            put_columns(e, m, total, false, span.work, strip, used + team * count, count);
-            used += teams * count;
-        }
-        place += span.strips;
-    }
-    __syncthreads();
-    add_gate_up(e, m, used);
-}
-
-/* The rows of gated of as many works, from `first` on, as there is room for. Returns where they end. */
-static __device__ inline int stage_gated(const Experts &e, const ExpertMemory &m, int first) {
-    const int from = m.works[first].begin;
-    int end = first;
-    while (end < m.plan->works && m.works[end + 1].begin - from <= e.gated_rows) end++;
-    __syncthreads();
-    if (e.dtype[0] != EXACT) stage_rows(e, m, m.gated, true, from, m.works[end].begin - from);
-    __syncthreads();
-    return end;
-}
-
-/* The second one, of which each team takes its own task. Lane t knows team t's. */
-static __device__ inline void multiply_down(Stream *stream, int *slot, const Experts &e, const ExpertMemory &m) {
+/* A strip of gate and up and of one work, or of down, after the other: those whose sums wait together, by rows that are in shared
+ * memory together. */
+static __device__ inline void multiply_all(Stream *stream, const Experts &e, const ExpertMemory &m) {
     const Plan &plan = *m.plan;
-    const int segments = segments_of(e, true), teams = teams_of(e, true), team = team_of(e, true), lane = lane_id();
-    int used = 0, begin = 0, end = 0;               /* columns that wait; works whose rows are at hand */
-    Task task = {};
-    if (plan.rounds) skip_tasks(&task, plan, min(lane, teams - 1));
-    for (int round = 0; round < plan.rounds; round++, skip_tasks(&task, plan, teams)) {
-        int until = lane < teams && task.work < plan.works ? count_of(m, task.work) : 0;
-        int first = used - __shfl_sync(~0u, until, team);
-        for (int distance = 1; distance < teams; distance *= 2) {
-            const int other = __shfl_up_sync(~0u, until, (unsigned)distance);
-            if (lane >= distance) until += other;
+    Batch batch = {};
+    int slot = 0, place = 0, staged = -1;
+    for (bool down = false; true;) {
+        if (!down && place >= plan.gate) {
+            wait_for_all_blocks();                  /* they have written all of gated */
+            let_next_start();
+            down = true, batch = {};
         }
-        const int columns = __shfl_sync(~0u, until, teams - 1);     /* of all teams' tasks */
-        first += __shfl_sync(~0u, until, team);
-        if ((used + columns) * segments > MAX_DOWN_SUMS) {
-            __syncthreads();
-            add_down(e, m, used);
-            __syncthreads();
-            first -= used, used = 0;
+        const int segments = segments_of(e, down), teams = teams_of(e, down), team = team_of(e, down);
+        int strip = (int)blockIdx.x, step = (int)gridDim.x;
+        if (down) {
+            if (!next_batch(&batch, e, m)) break;
+            strip += batch.strip * step;
+        } else {
+            const Span span = find_span(e, m, place);
+            batch = {span.work, span.work + 1, 0, min(span.strips, MAX_SUMS / (segments * teams * count_of(m, span.work)))};
+            place += batch.strips;
+            strip = span.strip, step = teams;
         }
-        if (min(__shfl_sync(~0u, task.work, teams - 1), plan.works - 1) >= end)
-            begin = __shfl_sync(~0u, task.work, 0), end = stage_gated(e, m, begin);
-        const Task own = {__shfl_sync(~0u, task.work, team), __shfl_sync(~0u, task.number, team)};
-        if (own.work < plan.works) {
-            const int place = m.works[own.work].begin - m.works[begin].begin;
-            const Rows rows = find_rows(e, m, m.gated + place * x_stride(e, e.inter), e.inter, own.work);
+        const int begin = m.works[batch.work].begin, rows = m.works[batch.end].begin - begin, cols = down ? e.inter : e.hidden;
+        uint8_t *at = down ? m.gated : m.x;
+        __syncthreads();
+        if (e.dtype[0] != EXACT && (down || batch.work != staged)) stage_rows(e, m, at, down, begin, rows);
+        staged = batch.work;
+        __syncthreads();
+#pragma unroll 1
+        for (Task task = {batch.work, down ? team : 0}; find_task(&task, batch); task.number += down ? teams : 1) {
+            const int number = m.works[task.work].begin - begin, count = count_of(m, task.work), strip_here = strip + task.number * step;
+            const Rows of_work = find_rows(e, m, at + number * x_stride(e, cols), cols, task.work);
             float total[4] = {};
-            multiply_strip(total, rows, stream, slot, e, m, true, own.work, strip_of(own));
-            put_columns(e, m, total, true, own.work, strip_of(own), first, count_of(m, own.work));
+            multiply_strip(total, of_work, stream, &slot, e, m, down, task.work, strip_here);
+            put_columns(e, m, total, down, task.work, strip_here,
+                        down ? number * batch.strips + task.number * count : (task.number * teams + team) * count, count);
         }
-        used += columns;
+        __syncthreads();
+        if (down) add_down(e, m, rows * batch.strips);
+        else add_gate_up(e, m, rows * batch.strips * teams);
     }
-    __syncthreads();
-    add_down(e, m, used);
 }
 
 static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const __grid_constant__ Experts e) {
@@ -3434,7 +3435,7 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const
     __syncthreads();
     prepare(e, m);
     Stream stream = {};
-    int ahead = 0, slot = 0;
+    int ahead = 0;
     for (bool known = false; true; known = true) {              /* as many tiles on their way as there is room for */
         for (; ahead < e.stages && !exact && (fetch_tile(&stream, e, m, ahead * e.slot_bytes) || known); ahead++) commit_copies();
         if (known) break;
@@ -3443,10 +3444,7 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const
         if (threadIdx.x == 0) plan_all(&plan, e, works);
         __syncthreads();
     }
-    multiply_gate_up(&stream, &slot, e, m);
-    wait_for_all_blocks();      /* they have written all of gated */
-    let_next_start();
-    multiply_down(&stream, &slot, e, m);
+    multiply_all(&stream, e, m);
 }
 
 /* How an expert's matrices are multiplied. */
@@ -3458,14 +3456,15 @@ static DType streamed_type(const Matrix *gate, const Matrix *up, const Matrix *d
 /* Cuts up a block's shared memory: as many rows of x beside a tile as there are, and as many stages as there is room for. What is
  * left is for rows of gated. */
 static size_t lay_out_experts(Experts *e) {
-    const int picks = e->n_rows * e->slots, experts = e->experts + e->slots - e->per_token, teams = EXPERT_WARPS >> e->segment_bits[DOWN];
+    const int picks = e->n_rows * e->slots, experts = e->experts + e->slots - e->per_token;
+    e->batch_strips = (MAX_DOWN_SUMS >> e->segment_bits[DOWN]) / TILE_COLUMNS;
     const int lists = experts * (divide_up(e->n_rows, 32) * (int)sizeof(uint32_t) + (int)sizeof(uint16_t));
     const int x_row = x_stride(*e, e->hidden), gated_row = x_stride(*e, e->inter);
     e->slot_bytes = TILE_ROWS * TILE_BYTES + max(scale_bytes(e->dtype[0]), scale_bytes(e->dtype[1]));
     for (int least = ENOUGH_STAGES; least; least--)
         for (e->columns = min(e->n_rows, (int)TILE_COLUMNS); e->columns; e->columns--)
             for (e->stages = MAX_STAGES; e->stages >= least; e->stages--) {
-                e->gated_rows = min(picks, teams * e->columns);
+                e->gated_rows = e->columns;
                 e->x_bytes = (max(max(e->columns * x_row, lists), DOWN_SUM_BYTES + e->gated_rows * gated_row) + 15) / 16 * 16;
                 const size_t works = (size_t)(e->most_chosen + divide_up(picks, e->columns) + 1),
                              bytes = (size_t)(EXPERT_WARPS * e->stages * e->slot_bytes + e->x_bytes)
@@ -3488,15 +3487,15 @@ static int count_terms(DType dtype, const Experts &e) {
 }
 
 /* As many segments as there are columns for, or the next lower power of two. */
-static int count_segment_bits(int cols) {
+static int count_segment_bits(int cols, int least) {
     int bits = 0;
-    while (bits < MAX_SEGMENT_BITS && 2 << bits <= divide_up(cols, SEGMENT)) bits++;
+    while (bits < MAX_SEGMENT_BITS && 2 << bits <= divide_up(cols, least)) bits++;
     return bits;
 }
 
 static void launch_experts(Experts e) {
-    e.segment_bits[GATE] = e.segment_bits[UP] = count_segment_bits(e.hidden);
-    e.segment_bits[DOWN] = count_segment_bits(e.inter);
+    e.segment_bits[GATE] = e.segment_bits[UP] = count_segment_bits(e.hidden, GATE_SEGMENT);
+    e.segment_bits[DOWN] = count_segment_bits(e.inter, DOWN_SEGMENT);
     for (int i = 0; i < 2; i++) e.terms[i] = count_terms(e.dtype[i], e);
     const size_t shared = lay_out_experts(&e);
     const int units = divide_up(e.inter, (EXPERT_WARPS >> e.segment_bits[GATE]) * TILE_ROWS / 2);
@@ -3534,7 +3533,7 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
                         .x = in, .weights = weights + row * (size_t)per_token, .gated = scratch, .y = y + row * (size_t)hidden,
                         .n_rows = n, .experts = config->n_routed_experts, .per_token = per_token, .hidden = hidden,
                         .inter = inter, .slots = slots, .aligned = floats_aligned(in, (size_t)hidden),
-                        .dtype = {dtype, merged ? shared_dtype : dtype}, .terms = {}, .segment_bits = {}, .columns = 0, .gated_rows = 0,
+                        .dtype = {dtype, merged ? shared_dtype : dtype}, .terms = {}, .segment_bits = {}, .columns = 0, .gated_rows = 0, .batch_strips = 0,
                         .most_chosen = min(n * per_token, config->n_routed_experts) + merged, .stages = 0, .slot_bytes = 0,
                         .x_bytes = 0});
     }
