@@ -2473,8 +2473,8 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
  * Mixture of experts (DeepSeek-V3, 2.1.2)
  *
  *     route -> route_kernel -> limit_groups, take_best
- *     experts -> experts_kernel -> list_works, multiply_all
- *     multiply_all -> stage_rows, multiply_strip (fetch_tile, multiply_tile), put_columns, add_gate_up, add_down
+ *     experts -> experts_kernel -> list_works -> multiply_gate_up, multiply_down
+ *     multiply_gate_up, multiply_down -> stage_rows, multiply_strip (fetch_tile, multiply_tile) -> add_gate_up, add_down
  *
  * Owns: the router, and the experts' products. An expert's weights are read once for up to eight rows that chose it, and the
  * host never learns who was chosen. All experts of a layer run in one launch of as many blocks as there are multiprocessors, the
@@ -2604,13 +2604,14 @@ static void route(int *picks, float *weights, const float *logits, const float *
 enum {
     EXPERT_WARPS = 16, EXPERT_THREADS = 32 * EXPERT_WARPS,
     X_BLOCK = 256,              /* columns of x that a warp brings to shared memory at a time */
-    GATE_SEGMENT = 256, DOWN_SEGMENT = 512,         /* columns of a segment at least; the segments take tiles in turns */
+    SEGMENT = 256,              /* columns of a segment at least; the segments take tiles in turns */
     MAX_SEGMENT_BITS = 3,
     TILE_ROWS = 16,             /* of weights in a tile: of one matrix, or eight each of gate and up */
     TILE_BYTES = 128,           /* of each of its rows */
     TILE_COLUMNS = 8,           /* rows of x that meet a tile */
     ENOUGH_STAGES = 3, MAX_STAGES = 4,              /* tiles that a warp has on their way; fewer where shared memory is small */
     RUN = 4,                    /* units after which the next columns of the same expert have their turn: L2 has its weights */
+    STRIPS = 3,                 /* of down, that a team multiplies by the same rows */
     MAX_SUMS = 192, MAX_DOWN_SUMS = 384,            /* columns of one segment's sums that wait in shared memory to be added up */
     DOWN_SUM_BYTES = MAX_DOWN_SUMS * TILE_ROWS * 4,
     COLUMN_BYTES = 11,          /* of strip, pick, next and leads */
@@ -2634,7 +2635,7 @@ struct Experts {
     int terms[2];               /* of x, that these meet */
     int segment_bits[3];        /* 2^bits warps share the columns of a strip, in either phase: a team */
     int columns;                /* rows of x that meet a tile at a time */
-    int gated_rows, batch_strips;                   /* rows of gated, and strips of down, of a batch at most */
+    int gated_rows;             /* of gated that are in shared memory at a time */
     int most_chosen, stages, slot_bytes, x_bytes;   /* what lay_out_experts() has found room for */
 };
 
@@ -2646,24 +2647,17 @@ struct Work { uint16_t chosen, begin; };
 
 /* What a block does. The first phase is a list of units, `units` for each work, dealt out in runs: a unit is a strip for each
  * team of warps, which all take the same unit at the same time. In the second phase a block has some strips and takes all works
- * for each: its tasks are works times strips, which the teams take in turns. The shared expert's units come first: they are known
- * beforehand. */
+ * for each: its tasks are a work and a group of up to STRIPS strips, which the teams take in turns, a round for all of them. The
+ * shared expert's units come first: they are known beforehand. */
 struct Plan {
     int units, works, shared_works;
     int shared, gate;           /* units of the first phase, of the shared expert and of all */
     int first_shared, first_routed;                 /* where these begin in the list */
-    int strips;                 /* of the second phase */
-    bool listed;                /* all of this is known */
+    int strips, groups, down;   /* of the second phase; rounds */
 };
 
-/* A team's strips of one work that follow each other, teams_of() apart. */
+/* Some of it: a team's strips of one work that follow each other. A place is a unit, or a round after all units. */
 struct Span { int work, strip, strips; };
-
-/* Works whose rows of gated are in shared memory at the same time, and whose sums for some of the block's strips wait there. */
-struct Batch { int work, end, strip, strips; };
-
-/* One of them: strip number, of the batch's. */
-struct Task { int work, number; };
 
 /* A block's shared memory. */
 struct ExpertMemory {
@@ -2722,6 +2716,7 @@ static __device__ void plan_shared(Plan *plan, const Experts &e) {
     plan->first_shared = share_begin(plan->shared_works * plan->units, block);
     plan->gate = plan->shared = share_begin(plan->shared_works * plan->units, block + 1) - plan->first_shared;
     plan->strips = divide_up(divide_up(e.hidden, TILE_ROWS) - block, (int)gridDim.x);
+    plan->groups = divide_up(plan->strips, STRIPS);
 }
 
 /* The other way round than the shared expert's, so that the blocks with one more of these have one less of those. */
@@ -2731,7 +2726,7 @@ static __device__ void plan_all(Plan *plan, const Experts &e, int works) {
     plan->works = works;
     plan->first_routed = shared + share_begin(routed, last - block);
     plan->gate = plan->shared + shared + share_begin(routed, last - block + 1) - plan->first_routed;
-    plan->listed = true;
+    plan->down = divide_up(plan->groups * works, teams_of(e, true));
 }
 
 /* From unit `index` of the list on, at most so many. Those of an expert come in runs, each for all of its works. */
@@ -2745,34 +2740,24 @@ static __device__ Span find_units(const Experts &e, const ExpertMemory &m, int i
     return {first + work, (run + unit) * teams + team_of(e, false), min(here - unit, most)};
 }
 
-/* The strips of this warp's team from that unit of the block's on. Not inlined: what is seldom used is out of the way. */
+/* A team's task in a round; no strips: none. */
+static __device__ inline Span find_task(const Experts &e, const ExpertMemory &m, int round, int team) {
+    const Plan &plan = *m.plan;
+    const int task = round * teams_of(e, true) + team, work = plan.groups == 1 ? task : task / plan.groups,
+              begin = (task - work * plan.groups) * STRIPS;
+    return {work, (int)blockIdx.x + begin * (int)gridDim.x, work < plan.works ? min((int)STRIPS, plan.strips - begin) : 0};
+}
+
+/* What is at a place of the plan for this warp's team. Not inlined: instructions that are seldom used are far away. */
 static __device__ __noinline__ Span find_span(const Experts &e, const ExpertMemory &m, int place) {
     const Plan &plan = *m.plan;
-    return place < plan.shared ? find_units(e, m, plan.first_shared + place, plan.shared - place)
-                               : find_units(e, m, plan.first_routed + place - plan.shared, plan.gate - place);
+    if (place < plan.shared) return find_units(e, m, plan.first_shared + place, plan.shared - place);
+    if (place < plan.gate) return find_units(e, m, plan.first_routed + place - plan.shared, plan.gate - place);
+    return find_task(e, m, place - plan.gate, team_of(e, true));
 }
 
-/* The next batch of the second phase, after {}. False: there is none. */
-static __device__ inline bool next_batch(Batch *batch, const Experts &e, const ExpertMemory &m) {
-    const int works = m.plan->works, most = MAX_DOWN_SUMS >> bits_of(e, true);
-    if (!works) return false;
-    if (batch->end == works || batch->strips == 0) {
-        batch->strip += batch->strips;
-        batch->strips = min(m.plan->strips - batch->strip, e.batch_strips);
-        batch->end = 0;
-        if (batch->strips == 0) return false;
-    }
-    const int rows = min(e.gated_rows, most / batch->strips);
-    batch->work = batch->end;
-    while (batch->end < works && m.works[batch->end + 1].begin - m.works[batch->work].begin <= rows) batch->end++;
-    return true;
-}
-
-/* The task itself, if its number is one of the batch's, or that one of a later work. False: there are not so many. */
-static __device__ inline bool find_task(Task *task, const Batch &batch) {
-    while (task->work < batch.end && task->number >= batch.strips) task->number -= batch.strips, task->work++;
-    return task->work < batch.end;
-}
+/* From strip to strip of a span. */
+static __device__ inline int strip_step(const Experts &e, bool down) { return down ? (int)gridDim.x : teams_of(e, false); }
 
 /* ---- the lists */
 
@@ -2882,85 +2867,64 @@ static __device__ inline int next_slot(const Experts &e, int slot) {
 
 /* What a warp reads, tile by tile, `stages` ahead of what it multiplies. */
 struct Stream {
+    int place;                  /* of the next span in the plan */
+    bool down;
+    int strip, strips;          /* the one being read; those of the span that follow it */
+    int left, bytes, step;      /* of its rows: from the next tile on; from this warp's first tile on; from tile to tile */
     const uint8_t *row[2];      /* this lane's 16 bytes of the next tile, in rows lane / 8 and lane / 8 + 8 */
-    const uint8_t *scale;       /* this lane's four bytes of its scales */
-    int left;                   /* bytes of its rows from there on */
-    int step, scale_step;       /* from tile to tile */
-    int apart;                  /* from a row to the one four further on */
+    int apart, jump;            /* from there to the rows four further on; from a strip's end to the next one */
+    const uint8_t *scale, *first_scale;             /* this lane's four bytes of scales: of the next tile, of strip 0 */
+    int scale_step, scale_row, scale_shift;         /* from tile to tile, and for each 2^shift rows of weights */
     int scale_lanes;            /* that have any */
-
-    int place;                  /* of the next unit among the block's */
-    int strip, strips;          /* the one being read; those of a span that follow it */
-    Batch batch;
-    Task task;
-    int kind;                   /* of weights and of phase, which the following hold for */
-    int stride, own, bytes, jump;                   /* of a row; this lane's first byte; bytes from the warp's first; between strips */
-    int scale_row, scale_shift, scale_own;          /* bytes for each 2^shift rows; this lane's first byte */
-    const uint8_t *first_scale; /* this lane's, of strip 0 */
 };
 
-/* What all strips of the same type and phase have in common. */
-static __device__ inline void set_kind(Stream *stream, const Experts &e, bool down, bool shared) {
-    const DType D = e.dtype[shared];
-    const int lane = lane_id(), cols = down ? e.inter : e.hidden, segments = segments_of(e, down), segment = segment_of(e, down),
-              tiles = count_tiles(D, cols);
-    stream->kind = 1 + down + 2 * shared;
-    stream->stride = (int)weight_bytes(D, (size_t)cols);
-    stream->bytes = stream->stride - segment * TILE_BYTES;
-    stream->own = lane / 8 * stream->stride + segment * TILE_BYTES + lane % 8 * 16;
-    stream->apart = 4 * stream->stride;
+/* Rows of gate and up come in eights, as they are down's columns, and so do those of down. */
+static __device__ inline void open_span(Stream *stream, const Experts &e, const ExpertMemory &m, int work, bool down) {
+    const Chosen &chosen = m.chosen[m.works[work].chosen];
+    const DType D = type_of(e, m, work);
+    const int lane = lane_id(), high = down ? TILE_ROWS : TILE_ROWS / 2, cols = down ? e.inter : e.hidden;
+    const int segments = segments_of(e, down), segment = segment_of(e, down), begin = segment * TILE_BYTES;
+    const uint32_t stride = (uint32_t)weight_bytes(D, (size_t)cols);
+    stream->bytes = (int)stride - begin;
     stream->step = segments * TILE_BYTES;
-    stream->jump = teams_of(e, false) * 8 * stream->stride - ((tiles - segment + segments - 1) >> bits_of(e, down)) * stream->step;
-    const bool block = D == DTYPE_F8_E4M3;
+    stream->apart = 4 * (int)stride;
+    stream->jump = strip_step(e, down) * high * (int)stride
+                   - ((count_tiles(D, cols) - segment + segments - 1) >> bits_of(e, down)) * stream->step;
+    const size_t at = (size_t)(stream->strip * high + lane / 8) * stride + (size_t)(begin + lane % 8 * 16);
+    stream->row[0] = chosen.data[down ? DOWN : GATE] + at;
+    stream->row[1] = chosen.data[down ? DOWN : UP] + at + (down ? 8 * stride : 0);
+    const bool block = D == DTYPE_F8_E4M3, upper = block ? lane == 0 : lane < TILE_ROWS;
     const int each = block ? 4 : 8;
     stream->scale_step = segments * each;
-    stream->scale_row = tiles * each;
+    stream->scale_row = count_tiles(D, cols) * each;
     stream->scale_shift = block ? power_of(SCALE_BLOCK) : 0;
     stream->scale_lanes = block ? 2 : D == DTYPE_F4_E2M1 ? 32 : 0;
-    stream->scale_own = segment * each
-                        + (block ? 0 : (lane / 2 % 8 + (down && lane >= TILE_ROWS ? 8 : 0)) * stream->scale_row + lane % 2 * 4);
+    stream->first_scale = (const uint8_t *)chosen.scale[down ? DOWN : upper ? GATE : UP] + segment * each
+                          + (block ? 0 : (lane / 2 % 8 + (down && !upper ? 8 : 0)) * stream->scale_row + lane % 2 * 4);
 }
 
-/* Begins with a strip of that work. */
-static __device__ inline void open_work(Stream *stream, const Experts &e, const ExpertMemory &m, int work, bool down) {
-    const bool shared = work < m.plan->shared_works;
-    if (stream->kind != 1 + down + 2 * shared) set_kind(stream, e, down, shared);
-    const Chosen &chosen = m.chosen[m.works[work].chosen];
-    const int lower = lane_id() >= (stream->scale_lanes == 2 ? 1 : TILE_ROWS), which = down ? DOWN : lower ? UP : GATE;
-    const size_t at = (size_t)(stream->strip * (down ? TILE_ROWS : TILE_ROWS / 2)) * (size_t)stream->stride + (size_t)stream->own;
-    stream->row[0] = chosen.data[down ? DOWN : GATE] + at;
-    stream->row[1] = chosen.data[down ? DOWN : UP] + at + (down ? 8 * stream->stride : 0);
-    stream->first_scale = (const uint8_t *)chosen.scale[which] + stream->scale_own;
-}
-
-/* The next strip that this warp has. False: there is none that is known. Rows of gate and up come in eights, as they are down's
- * columns, and so do those of down. */
+/* The next strip that this warp has. False: there is none that is known. */
 static __device__ inline bool next_strip(Stream *stream, const Experts &e, const ExpertMemory &m) {
     const Plan &plan = *m.plan;
-    const bool down = stream->strips == 0 && stream->place >= plan.gate;
     if (stream->strips) {
         stream->strips--;
-        stream->strip += teams_of(e, false);
+        stream->strip += strip_step(e, stream->down);
         stream->row[0] += stream->jump, stream->row[1] += stream->jump;
-    } else if (!down) {
-        const Span span = find_span(e, m, stream->place);
-        stream->place += span.strips;
-        stream->strip = span.strip, stream->strips = span.strips - 1;
-        open_work(stream, e, m, span.work, false);
     } else {
-        if (!plan.listed) return false;
-        stream->task.number += teams_of(e, true);
-        while (!find_task(&stream->task, stream->batch)) {
-            if (!next_batch(&stream->batch, e, m)) return false;
-            stream->task = {stream->batch.work, team_of(e, true)};
+        Span span = {};
+        while (!span.strips) {
+            if (stream->place >= plan.gate + plan.down) return false;
+            span = find_span(e, m, stream->place);
+            stream->down = stream->place >= plan.gate;
+            stream->place += stream->down ? 1 : span.strips;
         }
-        stream->strip = (int)blockIdx.x + (stream->batch.strip + stream->task.number) * (int)gridDim.x;
-        open_work(stream, e, m, stream->task.work, true);
+        stream->strip = span.strip, stream->strips = span.strips - 1;
+        open_span(stream, e, m, span.work, stream->down);
     }
-    const int first = stream->strip * (down ? TILE_ROWS : TILE_ROWS / 2);
-    if (down && first + 8 >= e.hidden) stream->row[1] = stream->row[0];             /* there are no more rows: these again */
+    const int first = stream->strip * (stream->down ? TILE_ROWS : TILE_ROWS / 2);
+    if (stream->down && first + 8 >= e.hidden) stream->row[1] = stream->row[0];     /* there are no more rows: these again */
     stream->scale = stream->first_scale + (first >> stream->scale_shift) * stream->scale_row;
-    stream->left = down || first < e.inter ? stream->bytes : 0;
+    stream->left = stream->down || first < e.inter ? stream->bytes : 0;
     return true;
 }
 
@@ -3130,12 +3094,10 @@ static __device__ inline float e2m1_scale(uint32_t exponents, int i) {
     return __uint_as_float((i == 3 ? exponents >> 1 : exponents << (23 - 8 * i)) & 0x7f800000);
 }
 
-/* total += a tile times x, of which the lower terms, if there are any, follow the upper ones: 64 bytes apart from `more` on, of
- * which x has the first. undo: what undoes the scales of x in
+/* total += a tile times x, of which the lower terms, if there are any, follow the upper ones. undo: what undoes the scales of x in
  * columns lane % 4 * 2 and the next. */
 template <DType D, int TERMS>
-static __device__ inline void multiply_tile(float total[4], const Tile &tile, const uint4 x[4], const uint8_t *more,
-                                            const float undo[2]) {
+static __device__ inline void multiply_tile(float total[4], const Tile &tile, const uint8_t *x, const float undo[2]) {
     constexpr int parts = 1 << part_bits(D);
     constexpr DType with = D == DTYPE_BF16 ? DTYPE_BF16 : DTYPE_F16;
     float sum[4] = {}, block[4] = {};
@@ -3145,8 +3107,7 @@ static __device__ inline void multiply_tile(float total[4], const Tile &tile, co
         const uint4 a = widen_words<D>(tile, 0, part), c = widen_words<D>(tile, 1, part);
 #pragma unroll
         for (int term = 0; term < TERMS; term++) {
-            const int i = term * parts + part;
-            const uint4 b = i < 4 ? x[i] : *(const uint4 *)(more + i * 64);
+            const uint4 b = *(const uint4 *)(x + (term * parts + part) * 64);
             multiply_fragment<with>(into, a.x, c.x, a.y, c.y, b.x, b.y);
             multiply_fragment<with>(into, a.z, c.z, a.w, c.w, b.z, b.w);
         }
@@ -3166,51 +3127,32 @@ static __device__ inline void multiply_tile(float total[4], const Tile &tile, co
     }
 }
 
-/* The rows of a work, which are in shared memory, as a thread sees them: its part of its own, and what undoes the scales of those
- * whose sums it gets. */
-struct Rows {
-    const uint8_t *own;
-    const float *undo[2];
-    DType dtype;
-    int terms;
-};
-
-/* Idle columns of the instruction repeat one. */
-static __device__ inline Rows find_rows(const Experts &e, const ExpertMemory &m, const uint8_t *rows, int cols, int work) {
-    const int last = count_of(m, work) - 1, lane = lane_id(), stride = x_stride(e, cols);
-    const uint8_t *scales = rows + x_scales(e, cols);
-    return {.own = rows + min(lane / 4, last) * stride + lane % 4 * 16,
-            .undo = {(const float *)(scales + min(lane % 4 * 2, last) * stride),
-                     (const float *)(scales + min(lane % 4 * 2 + 1, last) * stride)},
-            .dtype = type_of(e, m, work), .terms = terms_of(e, m, work)};
-}
-
 /* This warp's segment of one strip times the rows of one work, which are in shared memory. As soon as a tile is in registers, the
  * stream's next one takes its place. slot: where its first one lies. */
-static __device__ inline void multiply_segment(float total[4], const Rows &rows, Stream *stream, int *slot, const Experts &e,
-                                               const ExpertMemory &m, bool down) {
-    const DType D = rows.dtype;
-    const int terms = rows.terms, end = count_tiles(D, down ? e.inter : e.hidden), stages = e.stages,
-              segments = segments_of(e, down), each = terms << part_bits(D);
+static __device__ inline void multiply_segment(float total[4], const uint8_t *rows, Stream *stream, int *slot, const Experts &e,
+                                               const ExpertMemory &m, bool down, int work) {
+    const DType D = type_of(e, m, work);
+    const int terms = terms_of(e, m, work), cols = down ? e.inter : e.hidden, end = count_tiles(D, cols), stages = e.stages,
+              segments = segments_of(e, down), last = count_of(m, work) - 1, lane = lane_id(), stride = x_stride(e, cols);
+    const uint8_t *x = rows + min(lane / 4, last) * stride + lane % 4 * 16, *undo_first = rows + x_scales(e, cols),
+                  *undo_second = undo_first + min(lane % 4 * 2 + 1, last) * stride;
+    undo_first += min(lane % 4 * 2, last) * stride;
 #pragma unroll 1
     for (int i = segment_of(e, down); i < end; i += segments) {
         Tile tile;
         wait_for_copies(stages - 1);
         __syncwarp();
         load_tile(&tile, m.ring + *slot, D);
-        const uint8_t *own = rows.own + i * each * 64;
-        uint4 x[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) x[j] = *(const uint4 *)(own + j * 64);
         __syncwarp();
         fetch_tile(stream, e, m, *slot);
         commit_copies();
-        const float undo[2] = {rows.undo[0][i], rows.undo[1][i]};   /* of bf16: anything */
-        if (D == DTYPE_F8_E4M3 && terms == 1) multiply_tile<DTYPE_F8_E4M3, 1>(total, tile, x, own, undo);
-        else if (D == DTYPE_F8_E4M3) multiply_tile<DTYPE_F8_E4M3, 2>(total, tile, x, own, undo);
-        else if (D == DTYPE_F4_E2M1) multiply_tile<DTYPE_F4_E2M1, 1>(total, tile, x, own, undo);
-        else if (D == DTYPE_BF16) multiply_tile<DTYPE_BF16, 2>(total, tile, x, own, undo);
-        else multiply_tile<DTYPE_F16, 2>(total, tile, x, own, undo);
+        const uint8_t *of_tile = x + (i * terms << (part_bits(D) + 6));
+        const float undo[2] = {((const float *)undo_first)[i], ((const float *)undo_second)[i]};    /* of bf16: anything */
+        if (D == DTYPE_F8_E4M3 && terms == 1) multiply_tile<DTYPE_F8_E4M3, 1>(total, tile, of_tile, undo);
+        else if (D == DTYPE_F8_E4M3) multiply_tile<DTYPE_F8_E4M3, 2>(total, tile, of_tile, undo);
+        else if (D == DTYPE_F4_E2M1) multiply_tile<DTYPE_F4_E2M1, 1>(total, tile, of_tile, undo);
+        else if (D == DTYPE_BF16) multiply_tile<DTYPE_BF16, 2>(total, tile, of_tile, undo);
+        else multiply_tile<DTYPE_F16, 2>(total, tile, of_tile, undo);
         *slot = next_slot(e, *slot);
     }
 }
@@ -3231,9 +3173,9 @@ static __device__ void multiply_exactly(float total[4], const Experts &e, const 
         const int pick = m.order[order + min(lane / 16 * 4 + c, last)];
         x[c] = down ? e.gated + gated_row(e, pick) : e.x + (size_t)row_of(pick) * (size_t)e.hidden;
     }
-    const int some = divide_up(cols, segments_of(e, down)), from = segment_of(e, down) * some;
+    for (int begin = segment_of(e, down) * SEGMENT; begin < cols; begin += segments_of(e, down) * SEGMENT)
 #pragma unroll 1
-        for (int k = from; k < min(from + some, cols); k++) {
+        for (int k = begin; k < min(begin + SEGMENT, cols); k++) {
             float weight = load_stored(data, (size_t)k, stored);
             if (stored == DTYPE_F8_E4M3) weight *= scale[k / SCALE_BLOCK];
             if (stored == DTYPE_F4_E2M1) weight *= widen_e8m0(exponents[k / EXPONENT_BLOCK]);
@@ -3259,12 +3201,12 @@ static __device__ inline void put_columns(const Experts &e, const ExpertMemory &
     }
 }
 
-/* A strip times the rows of a work. */
-static __device__ inline void multiply_strip(float total[4], const Rows &rows, Stream *stream, int *slot, const Experts &e,
+/* A strip times the rows of a work, which are in shared memory. */
+static __device__ inline void multiply_strip(float total[4], const uint8_t *rows, Stream *stream, int *slot, const Experts &e,
                                              const ExpertMemory &m, bool down, int work, int strip) {
     if (!down && strip * 8 >= e.inter) return;
     if (e.dtype[0] == EXACT) multiply_exactly(total, e, m, down, work, strip);
-    else multiply_segment(total, rows, stream, slot, e, m, down);
+    else multiply_segment(total, rows, stream, slot, e, m, down, work);
 }
 
 static __device__ inline float add_segments(const float *sums, int segments, int column, int row) {
@@ -3381,48 +3323,82 @@ static __device__ void prepare(const Experts &e, const ExpertMemory &m) {
     __syncthreads();
 }
 
-/* A strip of gate and up and of one work, or of down, after the other: those whose sums wait together, by rows that are in shared
- * memory together. */
-static __device__ inline void multiply_all(Stream *stream, const Experts &e, const ExpertMemory &m) {
-    const Plan &plan = *m.plan;
-    Batch batch = {};
-    int slot = 0, place = 0, staged = -1;
-    for (bool down = false; true;) {
-        if (!down && place >= plan.gate) {
-            wait_for_all_blocks();                  /* they have written all of gated */
-            let_next_start();
-            down = true, batch = {};
-        }
-        const int segments = segments_of(e, down), teams = teams_of(e, down), team = team_of(e, down);
-        int strip = (int)blockIdx.x, step = (int)gridDim.x;
-        if (down) {
-            if (!next_batch(&batch, e, m)) break;
-            strip += batch.strip * step;
-        } else {
-            const Span span = find_span(e, m, place);
-            batch = {span.work, span.work + 1, 0, min(span.strips, MAX_SUMS / (segments * teams * count_of(m, span.work)))};
-            place += batch.strips;
-            strip = span.strip, step = teams;
-        }
-        const int begin = m.works[batch.work].begin, rows = m.works[batch.end].begin - begin, cols = down ? e.inter : e.hidden;
-        uint8_t *at = down ? m.gated : m.x;
+/* The first phase, of which all teams take the same unit at the same time. */
+static __device__ inline void multiply_gate_up(Stream *stream, int *slot, const Experts &e, const ExpertMemory &m) {
+    const int segments = segments_of(e, false), teams = teams_of(e, false), team = team_of(e, false);
+    int used = 0;               /* columns that wait */
+    for (int place = 0; place < m.plan->gate;) {
+        const Span span = find_span(e, m, place);
+        const int count = count_of(m, span.work);
         __syncthreads();
-        if (e.dtype[0] != EXACT && (down || batch.work != staged)) stage_rows(e, m, at, down, begin, rows);
-        staged = batch.work;
+        if (e.dtype[0] != EXACT) stage_rows(e, m, m.x, false, m.works[span.work].begin, count);
         __syncthreads();
 #pragma unroll 1
-        for (Task task = {batch.work, down ? team : 0}; find_task(&task, batch); task.number += down ? teams : 1) {
-            const int number = m.works[task.work].begin - begin, count = count_of(m, task.work), strip_here = strip + task.number * step;
-            const Rows of_work = find_rows(e, m, at + number * x_stride(e, cols), cols, task.work);
+        for (int i = 0; i < span.strips; i++) {
+            const int strip = span.strip + i * teams;
+            if ((used + teams * count) * segments > MAX_SUMS) {
+                __syncthreads();
+                add_gate_up(e, m, used);
+                __syncthreads();
+                used = 0;
+            }
             float total[4] = {};
-            multiply_strip(total, of_work, stream, &slot, e, m, down, task.work, strip_here);
-            put_columns(e, m, total, down, task.work, strip_here,
-                        down ? number * batch.strips + task.number * count : (task.number * teams + team) * count, count);
+            multiply_strip(total, m.x, stream, slot, e, m, false, span.work, strip);
+            put_columns(e, m, total, false, span.work, strip, used + team * count, count);
+            used += teams * count;
         }
-        __syncthreads();
-        if (down) add_down(e, m, rows * batch.strips);
-        else add_gate_up(e, m, rows * batch.strips * teams);
+        place += span.strips;
     }
+    __syncthreads();
+    add_gate_up(e, m, used);
+}
+
+/* The rows of gated of as many works, from `first` on, as there is room for. */
+static __device__ inline void stage_gated(int *begin, int *end, const Experts &e, const ExpertMemory &m, int first) {
+    if (e.dtype[0] == EXACT) return;
+    const int from = m.works[first].begin;
+    *begin = *end = first;
+    while (*end < m.plan->works && m.works[*end + 1].begin - from <= e.gated_rows) ++*end;
+    __syncthreads();
+    stage_rows(e, m, m.gated, true, from, m.works[*end].begin - from);
+    __syncthreads();
+}
+
+/* The second one, of which each team takes its own task. */
+static __device__ inline void multiply_down(Stream *stream, int *slot, const Experts &e, const ExpertMemory &m) {
+    const int segments = segments_of(e, true), teams = teams_of(e, true), team = team_of(e, true), lane = lane_id();
+    int used = 0, begin = 0, end = 0;               /* works whose rows are at hand */
+    for (int round = 0; round < m.plan->down; round++) {
+        const Span of_lane = find_task(e, m, round, min(lane, teams - 1)), span = find_task(e, m, round, team);
+        int until = lane < teams && of_lane.strips ? of_lane.strips * count_of(m, of_lane.work) : 0;
+        int first = used - __shfl_sync(~0u, until, team);
+        for (int distance = 1; distance < teams; distance *= 2) {
+            const int other = __shfl_up_sync(~0u, until, (unsigned)distance);
+            if (lane >= distance) until += other;
+        }
+        const int columns = __shfl_sync(~0u, until, teams - 1);     /* of all teams' tasks */
+        first += __shfl_sync(~0u, until, team);
+        if ((used + columns) * segments > MAX_DOWN_SUMS) {
+            __syncthreads();
+            add_down(e, m, used);
+            __syncthreads();
+            first -= used, used = 0;
+        }
+        const int last = min(find_task(e, m, round, teams - 1).work, m.plan->works - 1);
+        if (last >= end) stage_gated(&begin, &end, e, m, find_task(e, m, round, 0).work);
+        const int place = span.strips ? m.works[span.work].begin - m.works[begin].begin : 0;
+        const uint8_t *rows = m.gated + place * x_stride(e, e.inter);
+#pragma unroll 1
+        for (int i = 0; i < span.strips; i++) {
+            const int count = count_of(m, span.work), strip = span.strip + i * (int)gridDim.x;
+            float total[4] = {};
+            multiply_strip(total, rows, stream, slot, e, m, true, span.work, strip);
+            put_columns(e, m, total, true, span.work, strip, first + i * count, count);
+        }
+        used += columns;
+    }
+    __syncthreads();
+    add_down(e, m, used);
 }
 
 static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const __grid_constant__ Experts e) {
@@ -3435,7 +3411,7 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const
     __syncthreads();
     prepare(e, m);
     Stream stream = {};
-    int ahead = 0;
+    int ahead = 0, slot = 0;
     for (bool known = false; true; known = true) {              /* as many tiles on their way as there is room for */
         for (; ahead < e.stages && !exact && (fetch_tile(&stream, e, m, ahead * e.slot_bytes) || known); ahead++) commit_copies();
         if (known) break;
@@ -3444,7 +3420,10 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const
         if (threadIdx.x == 0) plan_all(&plan, e, works);
         __syncthreads();
     }
-    multiply_all(&stream, e, m);
+    multiply_gate_up(&stream, &slot, e, m);
+    wait_for_all_blocks();      /* they have written all of gated */
+    let_next_start();
+    multiply_down(&stream, &slot, e, m);
 }
 
 /* How an expert's matrices are multiplied. */
@@ -3456,15 +3435,14 @@ static DType streamed_type(const Matrix *gate, const Matrix *up, const Matrix *d
 /* Cuts up a block's shared memory: as many rows of x beside a tile as there are, and as many stages as there is room for. What is
  * left is for rows of gated. */
 static size_t lay_out_experts(Experts *e) {
-    const int picks = e->n_rows * e->slots, experts = e->experts + e->slots - e->per_token;
-    e->batch_strips = (MAX_DOWN_SUMS >> e->segment_bits[DOWN]) / TILE_COLUMNS;
+    const int picks = e->n_rows * e->slots, experts = e->experts + e->slots - e->per_token, teams = EXPERT_WARPS >> e->segment_bits[DOWN];
     const int lists = experts * (divide_up(e->n_rows, 32) * (int)sizeof(uint32_t) + (int)sizeof(uint16_t));
     const int x_row = x_stride(*e, e->hidden), gated_row = x_stride(*e, e->inter);
     e->slot_bytes = TILE_ROWS * TILE_BYTES + max(scale_bytes(e->dtype[0]), scale_bytes(e->dtype[1]));
     for (int least = ENOUGH_STAGES; least; least--)
         for (e->columns = min(e->n_rows, (int)TILE_COLUMNS); e->columns; e->columns--)
             for (e->stages = MAX_STAGES; e->stages >= least; e->stages--) {
-                e->gated_rows = e->columns;
+                e->gated_rows = min(picks, teams * e->columns);
                 e->x_bytes = (max(max(e->columns * x_row, lists), DOWN_SUM_BYTES + e->gated_rows * gated_row) + 15) / 16 * 16;
                 const size_t works = (size_t)(e->most_chosen + divide_up(picks, e->columns) + 1),
                              bytes = (size_t)(EXPERT_WARPS * e->stages * e->slot_bytes + e->x_bytes)
@@ -3487,15 +3465,15 @@ static int count_terms(DType dtype, const Experts &e) {
 }
 
 /* As many segments as there are columns for, or the next lower power of two. */
-static int count_segment_bits(int cols, int least) {
+static int count_segment_bits(int cols) {
     int bits = 0;
-    while (bits < MAX_SEGMENT_BITS && 2 << bits <= divide_up(cols, least)) bits++;
+    while (bits < MAX_SEGMENT_BITS && 2 << bits <= divide_up(cols, SEGMENT)) bits++;
     return bits;
 }
 
 static void launch_experts(Experts e) {
-    e.segment_bits[GATE] = e.segment_bits[UP] = count_segment_bits(e.hidden, GATE_SEGMENT);
-    e.segment_bits[DOWN] = count_segment_bits(e.inter, DOWN_SEGMENT);
+    e.segment_bits[GATE] = e.segment_bits[UP] = count_segment_bits(e.hidden);
+    e.segment_bits[DOWN] = count_segment_bits(e.inter);
     for (int i = 0; i < 2; i++) e.terms[i] = count_terms(e.dtype[i], e);
     const size_t shared = lay_out_experts(&e);
     const int units = divide_up(e.inter, (EXPERT_WARPS >> e.segment_bits[GATE]) * TILE_ROWS / 2);
@@ -3533,7 +3511,7 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
                         .x = in, .weights = weights + row * (size_t)per_token, .gated = scratch, .y = y + row * (size_t)hidden,
                         .n_rows = n, .experts = config->n_routed_experts, .per_token = per_token, .hidden = hidden,
                         .inter = inter, .slots = slots, .aligned = floats_aligned(in, (size_t)hidden),
-                        .dtype = {dtype, merged ? shared_dtype : dtype}, .terms = {}, .segment_bits = {}, .columns = 0, .gated_rows = 0, .batch_strips = 0,
+                        .dtype = {dtype, merged ? shared_dtype : dtype}, .terms = {}, .segment_bits = {}, .columns = 0, .gated_rows = 0,
                         .most_chosen = min(n * per_token, config->n_routed_experts) + merged, .stages = 0, .slot_bytes = 0,
                         .x_bytes = 0});
     }
