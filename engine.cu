@@ -2604,7 +2604,7 @@ static void route(int *picks, float *weights, const float *logits, const float *
 enum {
     EXPERT_WARPS = 16, EXPERT_THREADS = 32 * EXPERT_WARPS,
     X_BLOCK = 256,              /* columns of x that a warp brings to shared memory at a time */
-    SEGMENT = 256,              /* columns of a segment at least; the segments take tiles in turns */
+    SEGMENT = 128,              /* columns of a segment at least, of e2m1 four times that; the segments take tiles in turns */
     MAX_SEGMENT_BITS = 3,
     TILE_ROWS = 16,             /* of weights in a tile: of one matrix, or eight each of gate and up */
     TILE_BYTES = 128,           /* of each of its rows */
@@ -2663,8 +2663,8 @@ struct Span { int work, strip, strips; };
 struct ExpertMemory {
     uint8_t *ring, *x;          /* ring: this warp's */
     Plan *plan;
-    float *sums, *down_sums;    /* [column, segment, TILE_ROWS], of either phase: the second's lie where x was, and then */
-    uint8_t *gated;             /* the rows of gated that are at hand */
+    float *sums, *down_sums;    /* [column, segment, TILE_ROWS], of either phase: the second's lie where x was, and behind */
+    uint8_t *gated;             /* them the rows of gated that are at hand */
     int *strip, *pick;          /* [column] whose sums these are; a pick is row << 16 | number */
     uint16_t *next;             /* [column]: see link_columns() */
     uint8_t *leads;             /* [column] */
@@ -2673,8 +2673,8 @@ struct ExpertMemory {
     int *order;                 /* [picks] by expert */
 };
 
-/* Values of a row in a tile: 2^tile_bits, since a division takes as long as a read of memory. Four threads have 2^part_bits eights
- * each of them. */
+/* Values of a row in a tile: 2^tile_bits, since a division takes as long as a read of memory. Four threads have 2^part_bits
+ * eights each of them. */
 static __host__ __device__ constexpr int tile_bits(DType D) { return D == DTYPE_F4_E2M1 ? 8 : D == DTYPE_F8_E4M3 ? 7 : 6; }
 static __host__ __device__ constexpr int part_bits(DType D) { return tile_bits(D) - 5; }
 static __host__ __device__ inline int count_tiles(DType D, int cols) { return (cols + (1 << tile_bits(D)) - 1) >> tile_bits(D); }
@@ -2700,7 +2700,6 @@ static __device__ inline int segments_of(const Experts &e, bool down) { return 1
 static __device__ inline int teams_of(const Experts &e, bool down) { return EXPERT_WARPS >> bits_of(e, down); }
 static __device__ inline int team_of(const Experts &e, bool down) { return warp_id() >> bits_of(e, down); }
 static __device__ inline int segment_of(const Experts &e, bool down) { return warp_id() & (segments_of(e, down) - 1); }
-
 
 /* ---- the plan */
 
@@ -2949,8 +2948,8 @@ static __device__ inline bool fetch_tile(Stream *stream, const Experts &e, const
 
 /* ---- x as the tensor cores want it
  *
- * bf16 weights meet numbers of bf16, others numbers of f16: each stretch of a row that meets one tile is scaled by a power of two,
- * which makes its largest value about 2^14, and sums are scaled back.
+ * bf16 weights meet numbers of bf16, others numbers of f16: each stretch of a row that meets one tile is scaled by a power of
+ * two, which makes its largest value about 2^14, and sums are scaled back.
  */
 
 /* The eights of a row in a tile are dealt out to four threads, as many after each other as 16 bytes of weights hold of e4m3, and
@@ -3008,7 +3007,8 @@ static __device__ void stage_rows(const Experts &e, const ExpertMemory &m, uint8
         float v[8] = {};
         if (!down) load_eight(v, e.x + (size_t)row_of(pick) * (size_t)e.hidden + eight * 8, cols - eight * 8, e.aligned);
         else if (eight * 8 < cols) {
-            const float4 *from = (const float4 *)(e.gated + gated_row(e, pick) + eight * 8), a = __ldcg(from), b = __ldcg(from + 1);
+            const float4 *from = (const float4 *)(e.gated + gated_row(e, pick) + eight * 8);
+            const float4 a = __ldcg(from), b = __ldcg(from + 1);
             v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
         }
         if (D != DTYPE_BF16)
@@ -3094,8 +3094,8 @@ static __device__ inline float e2m1_scale(uint32_t exponents, int i) {
     return __uint_as_float((i == 3 ? exponents >> 1 : exponents << (23 - 8 * i)) & 0x7f800000);
 }
 
-/* total += a tile times x, of which the lower terms, if there are any, follow the upper ones. undo: what undoes the scales of x in
- * columns lane % 4 * 2 and the next. */
+/* total += a tile times x, of which the lower terms, if there are any, follow the upper ones. undo: what undoes the scales of x
+ * in columns lane % 4 * 2 and the next. */
 template <DType D, int TERMS>
 static __device__ inline void multiply_tile(float total[4], const Tile &tile, const uint8_t *x, const float undo[2]) {
     constexpr int parts = 1 << part_bits(D);
@@ -3413,7 +3413,10 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const
     Stream stream = {};
     int ahead = 0, slot = 0;
     for (bool known = false; true; known = true) {              /* as many tiles on their way as there is room for */
-        for (; ahead < e.stages && !exact && (fetch_tile(&stream, e, m, ahead * e.slot_bytes) || known); ahead++) commit_copies();
+        for (; ahead < e.stages && !exact; ahead++) {
+            if (!fetch_tile(&stream, e, m, ahead * e.slot_bytes) && !known) break;
+            commit_copies();
+        }
         if (known) break;
         wait_for_previous();
         const int works = list_works(e, m);
@@ -3435,7 +3438,8 @@ static DType streamed_type(const Matrix *gate, const Matrix *up, const Matrix *d
 /* Cuts up a block's shared memory: as many rows of x beside a tile as there are, and as many stages as there is room for. What is
  * left is for rows of gated. */
 static size_t lay_out_experts(Experts *e) {
-    const int picks = e->n_rows * e->slots, experts = e->experts + e->slots - e->per_token, teams = EXPERT_WARPS >> e->segment_bits[DOWN];
+    const int picks = e->n_rows * e->slots, experts = e->experts + e->slots - e->per_token;
+    const int teams = EXPERT_WARPS >> e->segment_bits[DOWN];
     const int lists = experts * (divide_up(e->n_rows, 32) * (int)sizeof(uint32_t) + (int)sizeof(uint16_t));
     const int x_row = x_stride(*e, e->hidden), gated_row = x_stride(*e, e->inter);
     e->slot_bytes = TILE_ROWS * TILE_BYTES + max(scale_bytes(e->dtype[0]), scale_bytes(e->dtype[1]));
@@ -3450,30 +3454,31 @@ static size_t lay_out_experts(Experts *e) {
                                      + (size_t)e->most_chosen * sizeof(Chosen) + works * sizeof(Work)
                                      + (size_t)picks * sizeof(int) + SMALL_SHARED;
                 if (bytes > gpu.shared_per_block) continue;
-                const int more = min(DOWN_SUM_BYTES + picks * gated_row - e->x_bytes, (int)(gpu.shared_per_block - bytes) / 16 * 16);
-                e->x_bytes += max(more, 0);
+                const int room = (int)(gpu.shared_per_block - bytes) / 16 * 16,
+                          more = max(min(DOWN_SUM_BYTES + picks * gated_row - e->x_bytes, room), 0);
+                e->x_bytes += more;
                 e->gated_rows = (e->x_bytes - DOWN_SUM_BYTES) / gated_row;
-                return bytes + (size_t)max(more, 0) - SMALL_SHARED;
+                return bytes + (size_t)more - SMALL_SHARED;
             }
     return 0;
 }
 
-/* As in products: two for 16-bit weights, and for e4m3 where those that a row meets are few. e2m1 is the type of large experts. */
+/* As in products: two for 16-bit weights, and for e4m3 where a row meets few. e2m1 is the type of large experts. */
 static int count_terms(DType dtype, const Experts &e) {
     if (dtype == DTYPE_BF16 || dtype == DTYPE_F16) return 2;
     return dtype == DTYPE_F8_E4M3 && (size_t)e.slots * (size_t)e.inter * (size_t)e.hidden <= TWO_TERMS_MOST ? 2 : 1;
 }
 
 /* As many segments as there are columns for, or the next lower power of two. */
-static int count_segment_bits(int cols) {
+static int count_segment_bits(DType D, int cols) {
     int bits = 0;
-    while (bits < MAX_SEGMENT_BITS && 2 << bits <= divide_up(cols, SEGMENT)) bits++;
+    while (bits < MAX_SEGMENT_BITS && 2 << bits <= divide_up(cols, D == DTYPE_F4_E2M1 ? 4 * SEGMENT : SEGMENT)) bits++;
     return bits;
 }
 
 static void launch_experts(Experts e) {
-    e.segment_bits[GATE] = e.segment_bits[UP] = count_segment_bits(e.hidden);
-    e.segment_bits[DOWN] = count_segment_bits(e.inter);
+    e.segment_bits[GATE] = e.segment_bits[UP] = count_segment_bits(e.dtype[0], e.hidden);
+    e.segment_bits[DOWN] = count_segment_bits(e.dtype[0], e.inter);
     for (int i = 0; i < 2; i++) e.terms[i] = count_terms(e.dtype[i], e);
     const size_t shared = lay_out_experts(&e);
     const int units = divide_up(e.inter, (EXPERT_WARPS >> e.segment_bits[GATE]) * TILE_ROWS / 2);
@@ -3511,9 +3516,9 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
                         .x = in, .weights = weights + row * (size_t)per_token, .gated = scratch, .y = y + row * (size_t)hidden,
                         .n_rows = n, .experts = config->n_routed_experts, .per_token = per_token, .hidden = hidden,
                         .inter = inter, .slots = slots, .aligned = floats_aligned(in, (size_t)hidden),
-                        .dtype = {dtype, merged ? shared_dtype : dtype}, .terms = {}, .segment_bits = {}, .columns = 0, .gated_rows = 0,
-                        .most_chosen = min(n * per_token, config->n_routed_experts) + merged, .stages = 0, .slot_bytes = 0,
-                        .x_bytes = 0});
+                        .dtype = {dtype, merged ? shared_dtype : dtype}, .terms = {}, .segment_bits = {}, .columns = 0,
+                        .gated_rows = 0, .most_chosen = min(n * per_token, config->n_routed_experts) + merged, .stages = 0,
+                        .slot_bytes = 0, .x_bytes = 0});
     }
 }
 
