@@ -2804,6 +2804,20 @@ static __device__ void put_expert(const Experts &e, const ExpertMemory &m, int e
         m.works[work++] = {.chosen = (uint16_t)chosen, .begin = (uint16_t)(begin + i)};
 }
 
+/* The works where there is one row: its picks in the order of the experts. Returns their number. */
+static __device__ int list_row(const Experts &e, const ExpertMemory &m) {
+    const int pick = min(lane_id(), e.slots - 1), expert = listed_expert(e, pick);
+    int place = 0;
+    for (int other = 0; other < e.slots; other++) place += __shfl_sync(~0u, expert, other) < expert;
+    if (threadIdx.x < (unsigned)e.slots) {
+        put_expert(e, m, expert, place, place, place, 1);
+        m.order[place] = pick;
+    }
+    if (threadIdx.x == 0) m.works[e.slots] = {.chosen = NOBODY, .begin = (uint16_t)e.slots};
+    __syncthreads();
+    return e.slots;
+}
+
 /* Who chose whom, which every block finds out for itself: a mask of rows for each expert, sums over the experts, and the picks
  * dealt out, by row. Returns the number of works. */
 static __device__ int list_works(const Experts &e, const ExpertMemory &m) {
@@ -3326,13 +3340,16 @@ static __device__ void prepare(const Experts &e, const ExpertMemory &m) {
 /* The first phase, of which all teams take the same unit at the same time. */
 static __device__ inline void multiply_gate_up(Stream *stream, int *slot, const Experts &e, const ExpertMemory &m) {
     const int segments = segments_of(e, false), teams = teams_of(e, false), team = team_of(e, false);
-    int used = 0;               /* columns that wait */
+    int used = 0, staged = -1;  /* columns that wait; what tells the rows at hand from others: a single one meets all experts */
     for (int place = 0; place < m.plan->gate;) {
         const Span span = find_span(e, m, place);
-        const int count = count_of(m, span.work);
-        __syncthreads();
-        if (e.dtype[0] != EXACT) stage_rows(e, m, m.x, false, m.works[span.work].begin, count);
-        __syncthreads();
+        const int count = count_of(m, span.work), rows = e.n_rows > 1 ? span.work : (int)type_of(e, m, span.work);
+        if (rows != staged && e.dtype[0] != EXACT) {
+            __syncthreads();
+            stage_rows(e, m, m.x, false, m.works[span.work].begin, count);
+            __syncthreads();
+        }
+        staged = rows;
 #pragma unroll 1
         for (int i = 0; i < span.strips; i++) {
             const int strip = span.strip + i * teams;
@@ -3419,7 +3436,7 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const
         }
         if (known) break;
         wait_for_previous();
-        const int works = list_works(e, m);
+        const int works = e.n_rows == 1 && e.slots <= 32 ? list_row(e, m) : list_works(e, m);
         if (threadIdx.x == 0) plan_all(&plan, e, works);
         __syncthreads();
     }
