@@ -2712,7 +2712,8 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
  * Mixture of experts (DeepSeek-V3, 2.1.2)
  *
  *     route -> route_kernel -> limit_groups
- *     experts -> experts_kernel -> list_works -> multiply_strips (load_rows, fetch_tile, multiply_tile) -> add_gate_up, add_down
+ *     experts -> experts_kernel -> list_works -> multiply_gate_up, multiply_down
+ *     multiply_gate_up, multiply_down -> stage_rows, multiply_strip (fetch_tile, multiply_tile) -> add_gate_up, add_down
  *
  * Owns: the router, and the experts' products. An expert's weights are read once for up to eight rows that chose it, and the
  * host never learns who was chosen. All experts of a layer run in one launch of as many blocks as there are multiprocessors, the
@@ -2723,8 +2724,10 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
  * Each warp has a ring of tiles in shared memory, which it fills some tiles ahead of what it multiplies: from strip to strip,
  * from expert to expert and from the first phase into the second, so that memory is busy while sums are added and while blocks
  * wait for each other; and the shared expert's tiles are on their way before the router has ended. The warps of a team each sum
- * up some of the columns of a strip, and their sums are added in order. How the columns are cut depends on the shape alone. x
- * meets the weights as one number of 16 bits, and stands in shared memory; gated is written as such a number, and read from L2.
+ * up some of the columns of a strip, and their sums are added in order. How the columns are cut depends on the shape alone.
+ *
+ * x and gated stand in shared memory as one or two numbers of 16 bits. Weights of 16 bits meet two, so that a product is right to
+ * about 2^-17 of x, or 2^-22; e4m3 where the matrices are small, by the rule of products, and else one of f16, 2^-12; e2m1 one.
  */
 
 /* Integers in the order of the floats, none of them 0. */
@@ -2742,6 +2745,7 @@ struct Router {
     bool normalise;
 };
 
+<<<<<<< HEAD
 /* Keeps the topk_group groups whose two best choices add up highest; experts of the others become -inf, not 0, since a biased
  * score may be negative. A lane has EACH experts from `first` on. shared: [groups][size + 1], so that lanes that look at groups
  * meet different banks; and twice [groups]. */
@@ -2835,6 +2839,37 @@ template <int EACH> static __global__ void route_kernel(const __grid_constant__ 
     for (int i = 0; i < router.per_token; i++) total += chosen[i];
     const float factor = (router.normalise ? 1 / (total + 1e-20f) : 1) * router.factor;
     for (int i = lane; i < router.per_token; i += 32) weights[i] = chosen[i] * factor;
+=======
+/* A warp takes a row. */
+static __global__ void route_kernel(const Router router) {
+    extern __shared__ float shared_scores[];
+    float *score = shared_scores, *choice = score + router.experts, *picked = choice + router.experts + 2 * router.groups;
+    float total = 0;
+    int *picks = router.picks + (size_t)blockIdx.x * (size_t)router.per_token;
+    float *weights = router.weights + (size_t)blockIdx.x * (size_t)router.per_token;
+    let_next_start();
+#pragma unroll 8
+    for (int e = lane_id(); e < router.experts; e += 32) choice[e] = router.bias[e];
+    wait_for_previous();
+#pragma unroll 8
+    for (int e = lane_id(); e < router.experts; e += 32) {
+        score[e] = 1 / (1 + expf(-router.logits[(size_t)blockIdx.x * (size_t)router.experts + (size_t)e]));
+        choice[e] += score[e];                      /* the bias balances the load: it chooses, it does not weigh */
+        if (isnan(choice[e])) choice[e] = INFINITY, score[e] = NAN;         /* chosen, so that it shows */
+        if (choice[e] < -1e30f) choice[e] = -1e30f; /* -inf marks what is out of the race */
+    }
+    __syncwarp();
+    if (router.groups > 1) limit_groups(choice, choice + router.experts, router.experts, router.groups, router.kept);
+    Best best = find_best(choice, router.experts);
+    for (int i = 0; i < router.per_token; i++) {
+        const int pick = take_best(&best, choice, router.experts);
+        total += score[pick];
+        if (lane_id() == 0) picks[i] = pick, picked[i] = score[pick];
+    }
+    __syncwarp();
+    for (int i = lane_id(); i < router.per_token; i += 32)
+        weights[i] = picked[i] * ((router.normalise ? 1 / (total + 1e-20f) : 1) * router.factor);
+>>>>>>> moe
 }
 
 static void route(int *picks, float *weights, const float *logits, const float *bias, int n_rows, const Config *config) {
@@ -2843,20 +2878,24 @@ static void route(int *picks, float *weights, const float *logits, const float *
                            .experts = config->n_routed_experts, .per_token = config->num_experts_per_tok,
                            .groups = config->n_group, .kept = config->topk_group, .factor = config->routed_scaling_factor,
                            .normalise = config->norm_topk_prob};
+<<<<<<< HEAD
     const auto kernel = router.experts <= 256 ? route_kernel<8> : router.experts <= 512 ? route_kernel<16> : route_kernel<128>;
     const size_t shared = ((size_t)router.per_token + (size_t)router.experts + 3 * (size_t)router.groups) * sizeof(float);
     allow_shared(kernel, shared);
     launch(kernel, (unsigned)n_rows, 32, shared, router);
+=======
+    const size_t shared = (2 * ((size_t)router.experts + (size_t)router.groups) + (size_t)router.per_token) * sizeof(float);
+    allow_shared(route_kernel, shared);
+    launch_early(route_kernel, dim3((unsigned)n_rows), 32, shared, 1, router);
+>>>>>>> moe
 }
 
-/* ---- experts: one launch, whose blocks all stay until its end
- *
- *     experts -> experts_kernel -> list_works -> multiply_work (fetch_tile, load_rows, multiply_tile) -> add_gate_up, add_down
- */
+/* ---- experts: one launch, whose blocks all stay until its end */
 
 enum {
     EXPERT_WARPS = 16, EXPERT_THREADS = 32 * EXPERT_WARPS,
-    CHUNK_BITS = 8, CHUNK = 1 << CHUNK_BITS,        /* values of x that a warp has in registers, all terms counted */
+    X_BLOCK = 256,              /* columns of x that a warp brings to shared memory at a time */
+    SEGMENT = 128,              /* columns of a segment at least, of e2m1 four times that; the segments take tiles in turns */
     MAX_SEGMENT_BITS = 3,
     TILE_ROWS = 16,             /* of weights in a tile: of one matrix, or eight each of gate and up */
     TILE_BYTES = 128,           /* of each of its rows */
@@ -2865,6 +2904,7 @@ enum {
     RUN = 4,                    /* units after which the next columns of the same expert have their turn: L2 has its weights */
     STRIPS = 3,                 /* of down, that a team multiplies by the same rows */
     MAX_SUMS = 192, MAX_DOWN_SUMS = 384,            /* columns of one segment's sums that wait in shared memory to be added up */
+    DOWN_SUM_BYTES = MAX_DOWN_SUMS * TILE_ROWS * 4,
     COLUMN_BYTES = 11,          /* of strip, pick, next and leads */
     MAX_LISTED = 16 * MAX_PASS_ROWS, MAX_MASKS = 64 << 10,      /* of a launch: picks; bytes of masks */
     SMALL_SHARED = 1024,        /* bytes at most of what is declared in functions */
@@ -2877,7 +2917,7 @@ struct Experts {
     Matrix shared[3];           /* of the shared expert, where it runs with the others */
     const int *picks;
     const float *x, *weights;
-    float *gated;               /* [rows * slots, inter], or as many upper terms and then lower terms in each row */
+    float *gated;               /* [rows * slots, inter] */
     float *y;
     int n_rows, experts, per_token, hidden, inter;
     int slots;                  /* picks of a row; with the shared expert, which then is the last */
@@ -2886,6 +2926,7 @@ struct Experts {
     int terms[2];               /* of x, that these meet */
     int segment_bits[3];        /* 2^bits warps share the columns of a strip, in either phase: a team */
     int columns;                /* rows of x that meet a tile at a time */
+    int gated_rows;             /* of gated that are in shared memory at a time */
     int most_chosen, stages, slot_bytes, x_bytes;   /* what lay_out_experts() has found room for */
 };
 
@@ -2896,16 +2937,25 @@ struct Chosen { const uint8_t *data[3]; const void *scale[3]; };
 struct Work { uint16_t chosen, begin; };
 
 /* What a block does. The first phase is a list of units, `units` for each work, dealt out in runs: a unit is a strip for each
- * team of warps. In the second phase a block has some strips and takes all works for each; a unit there is a work and a group of
- * up to STRIPS strips, and the teams take units in turns. A round is a unit for all teams together, or then one for each. The
+ * team of warps, which all take the same unit at the same time. In the second phase a block has some strips and takes all works
+ * for each: its tasks are a work and a group of up to STRIPS strips, which the teams take in turns, a round for all of them. The
  * shared expert's units come first: they are known beforehand. */
-struct Rounds { int shared, gate, down, units, strips, groups, works, shared_works, first_shared, first_routed; };
+struct Plan {
+    int units, works, shared_works;
+    int shared, gate;           /* units of the first phase, of the shared expert and of all */
+    int first_shared, first_routed;                 /* where these begin in the list */
+    int strips, groups, down;   /* of the second phase; rounds */
+};
+
+/* Some of it: a team's strips of one work that follow each other. A place is a unit, or a round after all units. */
+struct Span { int work, strip, strips; };
 
 /* A block's shared memory. */
 struct ExpertMemory {
     uint8_t *ring, *x;          /* ring: this warp's */
-    Rounds *rounds;
-    float *sums, *down_sums;    /* [column, segment, TILE_ROWS], of either phase: the second's lie where x was */
+    Plan *plan;
+    float *sums, *down_sums;    /* [column, segment, TILE_ROWS], of either phase: the second's lie where x was, and behind */
+    uint8_t *gated;             /* them the rows of gated that are at hand */
     int *strip, *pick;          /* [column] whose sums these are; a pick is row << 16 | number */
     uint16_t *next;             /* [column]: see link_columns() */
     uint8_t *leads;             /* [column] */
@@ -2914,16 +2964,11 @@ struct ExpertMemory {
     int *order;                 /* [picks] by expert */
 };
 
-/* A team's place in them. work == works: nothing to do. */
-struct Cursor { int round, work, unit; };
-
-/* Values of a row in a tile, and columns of a chunk: 2^bits of them, since a division takes as long as a read of memory. */
+/* Values of a row in a tile: 2^tile_bits, since a division takes as long as a read of memory. Four threads have 2^part_bits
+ * eights each of them. */
 static __host__ __device__ constexpr int tile_bits(DType D) { return D == DTYPE_F4_E2M1 ? 8 : D == DTYPE_F8_E4M3 ? 7 : 6; }
-static __host__ __device__ constexpr int tile_values(DType D) { return 1 << tile_bits(D); }
-static __host__ __device__ constexpr int chunk_columns(int terms) { return CHUNK >> (terms - 1); }
-static __host__ __device__ inline int count_chunks(int cols, int terms) {
-    return (cols + chunk_columns(terms) - 1) >> (CHUNK_BITS + 1 - terms);
-}
+static __host__ __device__ constexpr int part_bits(DType D) { return tile_bits(D) - 5; }
+static __host__ __device__ inline int count_tiles(DType D, int cols) { return (cols + (1 << tile_bits(D)) - 1) >> tile_bits(D); }
 
 /* Room for a tile's scales: of e4m3 one for its upper and one for its lower rows, of e2m1 eight bytes for each row. */
 static __host__ __device__ inline int scale_bytes(DType D) { return D == DTYPE_F4_E2M1 ? 128 : D == DTYPE_F8_E4M3 ? 16 : 0; }
@@ -2934,11 +2979,11 @@ static __device__ inline bool is_shared(const Experts &e, int pick) { return num
 static __device__ inline size_t gated_row(const Experts &e, int pick) {
     return (size_t)(row_of(pick) * e.slots + number_of(pick)) * (size_t)e.inter;
 }
-static __device__ inline DType type_of(const Experts &e, const Rounds &rounds, int work) {
-    return e.dtype[work < rounds.shared_works];
+static __device__ inline DType type_of(const Experts &e, const ExpertMemory &m, int work) {
+    return e.dtype[work < m.plan->shared_works];
 }
-static __device__ inline int terms_of(const Experts &e, const Rounds &rounds, int work) {
-    return e.terms[work < rounds.shared_works];
+static __device__ inline int terms_of(const Experts &e, const ExpertMemory &m, int work) {
+    return e.terms[work < m.plan->shared_works];
 }
 static __device__ inline int count_of(const ExpertMemory &m, int work) { return m.works[work + 1].begin - m.works[work].begin; }
 static __device__ inline int bits_of(const Experts &e, bool down) { return e.segment_bits[down ? DOWN : GATE]; }
@@ -2947,83 +2992,62 @@ static __device__ inline int teams_of(const Experts &e, bool down) { return EXPE
 static __device__ inline int team_of(const Experts &e, bool down) { return warp_id() >> bits_of(e, down); }
 static __device__ inline int segment_of(const Experts &e, bool down) { return warp_id() & (segments_of(e, down) - 1); }
 
-/* The chunk with which a segment begins. */
-static __device__ inline int segment_begin(const Experts &e, bool down, int terms, int segment) {
-    return count_chunks(down ? e.inter : e.hidden, terms) * segment >> bits_of(e, down);
-}
-
-/* ---- rounds */
+/* ---- the plan */
 
 /* Where the share of a block begins, of n things that are dealt out in runs. */
 static __device__ inline int share_begin(int n, int block) { return (int)((unsigned)n * (unsigned)block / gridDim.x); }
 
-static __device__ void count_shared_rounds(Rounds *rounds, const Experts &e) {
+static __device__ void plan_shared(Plan *plan, const Experts &e) {
     const int block = (int)blockIdx.x;
-    *rounds = {};
-    rounds->units = divide_up(e.inter, teams_of(e, false) * TILE_ROWS / 2);
-    rounds->shared_works = e.slots > e.per_token ? divide_up(e.n_rows, e.columns) : 0;
-    rounds->works = rounds->shared_works;
-    rounds->first_shared = share_begin(rounds->shared_works * rounds->units, block);
-    rounds->gate = rounds->shared = share_begin(rounds->shared_works * rounds->units, block + 1) - rounds->first_shared;
+    *plan = {};
+    plan->units = divide_up(e.inter, teams_of(e, false) * TILE_ROWS / 2);
+    plan->shared_works = e.slots > e.per_token ? divide_up(e.n_rows, e.columns) : 0;
+    plan->works = plan->shared_works;
+    plan->first_shared = share_begin(plan->shared_works * plan->units, block);
+    plan->gate = plan->shared = share_begin(plan->shared_works * plan->units, block + 1) - plan->first_shared;
+    plan->strips = divide_up(divide_up(e.hidden, TILE_ROWS) - block, (int)gridDim.x);
+    plan->groups = divide_up(plan->strips, STRIPS);
 }
 
 /* The other way round than the shared expert's, so that the blocks with one more of these have one less of those. */
-static __device__ void count_rounds(Rounds *rounds, const Experts &e, int works) {
-    const int block = (int)blockIdx.x, last = (int)gridDim.x - 1, shared = rounds->shared_works * rounds->units,
-              routed = works * rounds->units - shared;
-    rounds->works = works;
-    rounds->first_routed = shared + share_begin(routed, last - block);
-    rounds->gate = rounds->shared + shared + share_begin(routed, last - block + 1) - rounds->first_routed;
-    rounds->strips = divide_up(divide_up(e.hidden, TILE_ROWS) - block, (int)gridDim.x);
-    rounds->groups = divide_up(rounds->strips, STRIPS);
-    rounds->down = divide_up(rounds->groups * works, teams_of(e, true));
+static __device__ void plan_all(Plan *plan, const Experts &e, int works) {
+    const int block = (int)blockIdx.x, last = (int)gridDim.x - 1, shared = plan->shared_works * plan->units,
+              routed = works * plan->units - shared;
+    plan->works = works;
+    plan->first_routed = shared + share_begin(routed, last - block);
+    plan->gate = plan->shared + shared + share_begin(routed, last - block + 1) - plan->first_routed;
+    plan->down = divide_up(plan->groups * works, teams_of(e, true));
 }
 
-static __device__ inline int first_work(const ExpertMemory &m, int work) {
-    while (work && m.works[work - 1].chosen == m.works[work].chosen) work--;
-    return work;
-}
-
-/* Units of an expert come in runs, each for all of its works. */
-static __device__ void find_unit(Cursor *cursor, const ExpertMemory &m, int units, int index) {
-    const int first = first_work(m, index / units);
-    int n = 1;
+/* From unit `index` of the list on, at most so many. Those of an expert come in runs, each for all of its works. */
+static __device__ Span find_units(const Experts &e, const ExpertMemory &m, int index, int most) {
+    const int units = m.plan->units, teams = teams_of(e, false);
+    int first = index / units, n = 1;
+    while (first && m.works[first - 1].chosen == m.works[first].chosen) first--;
     while (m.works[first + n].chosen == m.works[first].chosen) n++;
-    const int offset = index - first * units, run = offset / (RUN * n), rest = offset % (RUN * n);
-    const int length = min((int)RUN, units - run * RUN);
-    cursor->work = first + rest / length;
-    cursor->unit = run * RUN + rest % length;
+    const int length = n == 1 ? units : RUN, offset = index - first * units, run = offset / (length * n) * length,
+              rest = offset - run * n, here = min(length, units - run), work = rest / here, unit = rest - work * here;
+    return {first + work, (run + unit) * teams + team_of(e, false), min(here - unit, most)};
 }
 
-static __device__ void next_unit(Cursor *cursor, const ExpertMemory &m, int units) {
-    if (++cursor->unit % RUN && cursor->unit < units) return;
-    const int chosen = m.works[cursor->work].chosen;
-    if (m.works[cursor->work + 1].chosen == chosen) cursor->work++, cursor->unit = (cursor->unit - 1) / RUN * RUN;
-    else if (cursor->unit < units) cursor->work = first_work(m, cursor->work);
-    else cursor->work++, cursor->unit = 0;
+/* A team's task in a round; no strips: none. */
+static __device__ inline Span find_task(const Experts &e, const ExpertMemory &m, int round, int team) {
+    const Plan &plan = *m.plan;
+    const int task = round * teams_of(e, true) + team, work = plan.groups == 1 ? task : task / plan.groups,
+              begin = (task - work * plan.groups) * STRIPS;
+    return {work, (int)blockIdx.x + begin * (int)gridDim.x, work < plan.works ? min((int)STRIPS, plan.strips - begin) : 0};
 }
 
-static __device__ void step(Cursor *cursor, const Experts &e, const ExpertMemory &m, int team) {
-    const Rounds &rounds = *m.rounds;
-    const int round = ++cursor->round;
-    if (round < rounds.gate) {
-        if (round == rounds.shared) find_unit(cursor, m, rounds.units, rounds.first_routed);
-        else if (round == 0) find_unit(cursor, m, rounds.units, rounds.first_shared);
-        else next_unit(cursor, m, rounds.units);
-        return;
-    }
-    if (round == rounds.gate) cursor->work = 0, cursor->unit = team;
-    else cursor->unit += teams_of(e, true);
-    while (cursor->work < rounds.works && cursor->unit >= rounds.groups) cursor->unit -= rounds.groups, cursor->work++;
+/* What is at a place of the plan for this warp's team. Not inlined: instructions that are seldom used are far away. */
+static __device__ __noinline__ Span find_span(const Experts &e, const ExpertMemory &m, int place) {
+    const Plan &plan = *m.plan;
+    if (place < plan.shared) return find_units(e, m, plan.first_shared + place, plan.shared - place);
+    if (place < plan.gate) return find_units(e, m, plan.first_routed + place - plan.shared, plan.gate - place);
+    return find_task(e, m, place - plan.gate, team_of(e, true));
 }
 
-/* The first strip of that team, in strips of eight rows of gate and up, or of sixteen of down, and how many there are. */
-static __device__ inline int strip_of(const Experts &e, int unit, bool down, int team) {
-    return down ? (int)blockIdx.x + unit * STRIPS * (int)gridDim.x : unit * teams_of(e, false) + team;
-}
-static __device__ inline int strips_of(const Rounds &rounds, int unit, bool down) {
-    return down ? min((int)STRIPS, rounds.strips - unit * STRIPS) : 1;
-}
+/* From strip to strip of a span. */
+static __device__ inline int strip_step(const Experts &e, bool down) { return down ? (int)gridDim.x : teams_of(e, false); }
 
 /* ---- the lists */
 
@@ -3071,19 +3095,32 @@ static __device__ void put_expert(const Experts &e, const ExpertMemory &m, int e
         m.works[work++] = {.chosen = (uint16_t)chosen, .begin = (uint16_t)(begin + i)};
 }
 
+/* The works where there is one row: its picks in the order of the experts. Returns their number. */
+static __device__ int list_row(const Experts &e, const ExpertMemory &m) {
+    const int pick = min(lane_id(), e.slots - 1), expert = listed_expert(e, pick);
+    int place = 0;
+    for (int other = 0; other < e.slots; other++) place += __shfl_sync(~0u, expert, other) < expert;
+    if (threadIdx.x < (unsigned)e.slots) {
+        put_expert(e, m, expert, place, place, place, 1);
+        m.order[place] = pick;
+    }
+    if (threadIdx.x == 0) m.works[e.slots] = {.chosen = NOBODY, .begin = (uint16_t)e.slots};
+    __syncthreads();
+    return e.slots;
+}
+
 /* Who chose whom, which every block finds out for itself: a mask of rows for each expert, sums over the experts, and the picks
  * dealt out, by row. Returns the number of works. */
 static __device__ int list_works(const Experts &e, const ExpertMemory &m) {
     const int experts = e.experts + e.slots - e.per_token, picks = e.n_rows * e.slots, words = divide_up(e.n_rows, 32);
-    uint32_t *mask = (uint32_t *)m.x;               /* [experts, words], and then [experts], until x is needed there */
+    uint32_t *mask = (uint32_t *)m.x;               /* [experts, words], zeros at first, and then [experts] */
     uint16_t *begin = (uint16_t *)(mask + experts * words);
-#pragma unroll 1
-    for (int i = (int)threadIdx.x; i < experts * words; i += EXPERT_THREADS) mask[i] = 0;
-    __syncthreads();
+    int own = 0;                                    /* of this thread's last pick, mostly its only one */
 #pragma unroll 1
     for (int i = (int)threadIdx.x; i < picks; i += EXPERT_THREADS) {
         const int row = i / e.slots;
-        atomicOr(&mask[listed_expert(e, row << 16 | i % e.slots) * words + row / 32], 1u << row % 32);
+        own = listed_expert(e, row << 16 | i % e.slots);
+        atomicOr(&mask[own * words + row / 32], 1u << row % 32);
     }
     __syncthreads();
     uint64_t all = 0, part;                         /* chosen experts, works << 20, picks << 40 */
@@ -3104,7 +3141,8 @@ static __device__ int list_works(const Experts &e, const ExpertMemory &m) {
     __syncthreads();
 #pragma unroll 1
     for (int i = (int)threadIdx.x; i < picks; i += EXPERT_THREADS) {
-        const int row = i / e.slots, pick = row << 16 | i % e.slots, expert = listed_expert(e, pick);
+        const int row = i / e.slots, pick = row << 16 | i % e.slots,
+                  expert = picks <= EXPERT_THREADS ? own : listed_expert(e, pick);
         int place = begin[expert] + __popc(mask[expert * words + row / 32] & ((1u << row % 32) - 1));
 #pragma unroll 1
         for (int w = 0; w < row / 32; w++) place += __popc(mask[expert * words + w]);
@@ -3133,62 +3171,71 @@ static __device__ inline int next_slot(const Experts &e, int slot) {
 
 /* What a warp reads, tile by tile, `stages` ahead of what it multiplies. */
 struct Stream {
-    Cursor cursor;
-    int strip, strips;          /* the one being read; those that follow it */
-    int left;                   /* bytes of its rows, of this warp's segment, from the next tile on */
+    int place;                  /* of the next span in the plan */
+    bool down;
+    int strip, strips;          /* the one being read; those of the span that follow it */
+    int left, bytes, step;      /* of its rows: from the next tile on; from this warp's first tile on; from tile to tile */
     const uint8_t *row[2];      /* this lane's 16 bytes of the next tile, in rows lane / 8 and lane / 8 + 8 */
-    uint32_t apart;             /* from there to the rows four further on; then a row's bytes, too: */
-    uint32_t stride;
-    const uint8_t *scale;       /* this lane's four bytes of the next tile's scales */
-    int scale_lanes, scale_bytes;                   /* lanes that have some; from tile to tile */
-    DType dtype;
+    int apart, jump;            /* from there to the rows four further on; from a strip's end to the next one */
+    const uint8_t *scale, *first_scale;             /* this lane's four bytes of scales: of the next tile, of strip 0 */
+    int scale_step, scale_row, scale_shift;         /* from tile to tile, and for each 2^shift rows of weights */
+    int scale_lanes;            /* that have any */
 };
 
-/* Everything that changes from strip to strip. Rows of gate and up come in eights, as they are down's columns, and so do those of
- * down; where there are none, what lies before them is read again. */
-static __device__ inline void open_strip(Stream *stream, const Experts &e, const ExpertMemory &m, bool down) {
-    const Chosen &chosen = m.chosen[m.works[stream->cursor.work].chosen];
-    const DType D = stream->dtype;
-    const int lane = lane_id(), first = down ? stream->strip * TILE_ROWS : min(stream->strip * 8, e.inter - 8),
-              cols = down ? e.inter : e.hidden, lower = down && first + 8 < e.hidden ? 8 : 0,
-              terms = terms_of(e, *m.rounds, stream->cursor.work), segment = segment_of(e, down);
-    const int begin = segment_begin(e, down, terms, segment) * chunk_columns(terms),
-              end = min(segment_begin(e, down, terms, segment + 1) * chunk_columns(terms), cols);
-    stream->left = (int)weight_bytes(D, (size_t)(end - begin));
-    const size_t at = (size_t)(first + lane / 8) * stream->stride + weight_bytes(D, (size_t)begin) + (size_t)(lane % 8 * 16);
+/* Rows of gate and up come in eights, as they are down's columns, and so do those of down. */
+static __device__ inline void open_span(Stream *stream, const Experts &e, const ExpertMemory &m, int work, bool down) {
+    const Chosen &chosen = m.chosen[m.works[work].chosen];
+    const DType D = type_of(e, m, work);
+    const int lane = lane_id(), high = down ? TILE_ROWS : TILE_ROWS / 2, cols = down ? e.inter : e.hidden;
+    const int segments = segments_of(e, down), segment = segment_of(e, down), begin = segment * TILE_BYTES;
+    const uint32_t stride = (uint32_t)weight_bytes(D, (size_t)cols);
+    stream->bytes = (int)stride - begin;
+    stream->step = segments * TILE_BYTES;
+    stream->apart = 4 * (int)stride;
+    stream->jump = strip_step(e, down) * high * (int)stride
+                   - ((count_tiles(D, cols) - segment + segments - 1) >> bits_of(e, down)) * stream->step;
+    const size_t at = (size_t)(stream->strip * high + lane / 8) * stride + (size_t)(begin + lane % 8 * 16);
     stream->row[0] = chosen.data[down ? DOWN : GATE] + at;
-    stream->row[1] = chosen.data[down ? DOWN : UP] + at + (uint32_t)lower * stream->stride;
-    const bool block = D == DTYPE_F8_E4M3, upper = block ? lane == 0 : lane / 2 < 8;
-    const int row = block ? first / SCALE_BLOCK : first + lane / 2 % 8 + (upper ? 0 : lower);
-    stream->scale = (const uint8_t *)chosen.scale[down ? DOWN : upper ? GATE : UP] + (block ? 0 : lane % 2 * 4)
-                    + (size_t)(row * (cols + tile_values(D) - 1 >> tile_bits(D)) + (begin >> tile_bits(D)))
-                      * (size_t)stream->scale_bytes;
+    stream->row[1] = chosen.data[down ? DOWN : UP] + at + (down ? 8 * stride : 0);
+    const bool block = D == DTYPE_F8_E4M3, upper = block ? lane == 0 : lane < TILE_ROWS;
+    const int each = block ? 4 : 8;
+    stream->scale_step = segments * each;
+    stream->scale_row = count_tiles(D, cols) * each;
+    stream->scale_shift = block ? power_of(SCALE_BLOCK) : 0;
+    stream->scale_lanes = block ? 2 : D == DTYPE_F4_E2M1 ? 32 : 0;
+    stream->first_scale = (const uint8_t *)chosen.scale[down ? DOWN : upper ? GATE : UP] + segment * each
+                          + (block ? 0 : (lane / 2 % 8 + (down && !upper ? 8 : 0)) * stream->scale_row + lane % 2 * 4);
 }
 
-/* The next strip, or the first one of the next round in which this warp has any. False: there is none that is known. */
+/* The next strip that this warp has. False: there is none that is known. */
 static __device__ inline bool next_strip(Stream *stream, const Experts &e, const ExpertMemory &m) {
-    const Rounds &rounds = *m.rounds;
-    if (stream->strips == 0) {
-        do {
-            if (stream->cursor.round + 1 >= rounds.gate + rounds.down) return false;
-            step(&stream->cursor, e, m, team_of(e, true));
-        } while (stream->cursor.work >= rounds.works);
-        const bool down = stream->cursor.round >= rounds.gate;
-        stream->dtype = type_of(e, rounds, stream->cursor.work);
-        stream->strip = strip_of(e, stream->cursor.unit, down, team_of(e, down));
-        stream->strips = strips_of(rounds, stream->cursor.unit, down) - 1;
-        stream->stride = (uint32_t)weight_bytes(stream->dtype, (size_t)(down ? e.inter : e.hidden));
-        stream->apart = 4 * stream->stride;
-        stream->scale_lanes = stream->dtype == DTYPE_F8_E4M3 ? 2 : stream->dtype == DTYPE_F4_E2M1 ? 32 : 0;
-        stream->scale_bytes = stream->dtype == DTYPE_F8_E4M3 ? 4 : 8;
-    } else stream->strip += (int)gridDim.x, stream->strips--;
-    open_strip(stream, e, m, stream->cursor.round >= rounds.gate);
+    const Plan &plan = *m.plan;
+    if (stream->strips) {
+        stream->strips--;
+        stream->strip += strip_step(e, stream->down);
+        stream->row[0] += stream->jump, stream->row[1] += stream->jump;
+    } else {
+        Span span = {};
+        while (!span.strips) {
+            if (stream->place >= plan.gate + plan.down) return false;
+            span = find_span(e, m, stream->place);
+            stream->down = stream->place >= plan.gate;
+            stream->place += stream->down ? 1 : span.strips;
+        }
+        stream->strip = span.strip, stream->strips = span.strips - 1;
+        open_span(stream, e, m, span.work, stream->down);
+    }
+    const int first = stream->strip * (stream->down ? TILE_ROWS : TILE_ROWS / 2);
+    if (stream->down && first + 8 >= e.hidden) stream->row[1] = stream->row[0];     /* there are no more rows: these again */
+    stream->scale = stream->first_scale + (first >> stream->scale_shift) * stream->scale_row;
+    stream->left = stream->down || first < e.inter ? stream->bytes : 0;
     return true;
 }
 
 /* Starts to read this warp's next tile to that place of the ring. False: there is none that is known. */
 static __device__ inline bool fetch_tile(Stream *stream, const Experts &e, const ExpertMemory &m, int place) {
-    if (stream->left <= 0 && !next_strip(stream, e, m)) return false;
+    while (stream->left <= 0)
+        if (!next_strip(stream, e, m)) return false;
     const int lane = lane_id(), own = lane / 8 * TILE_BYTES + (lane % 8 ^ swizzled(lane / 8)) * 16;
     uint8_t *slot = m.ring + place;
     const bool there = lane % 8 * 16 < stream->left;
@@ -3196,36 +3243,31 @@ static __device__ inline bool fetch_tile(Stream *stream, const Experts &e, const
     for (int i = 0; i < 2; i++) {
         start_copy_to_shared(slot + own + i * 8 * TILE_BYTES, stream->row[i], there);
         start_copy_to_shared(slot + (own ^ 2 * 16) + (i * 8 + 4) * TILE_BYTES, stream->row[i] + stream->apart, there);
-        stream->row[i] += TILE_BYTES;
+        stream->row[i] += stream->step;
     }
     if (lane < stream->scale_lanes) copy_scales_to_shared(slot + TILE_ROWS * TILE_BYTES + lane * 4, stream->scale);
-    stream->scale += stream->scale_bytes;
-    stream->left -= TILE_BYTES;
+    stream->scale += stream->scale_step;
+    stream->left -= stream->step;
     return true;
 }
 
-/* ---- x as the tensor cores want it */
+/* ---- x as the tensor cores want it
+ *
+ * bf16 weights meet numbers of bf16, others numbers of f16: each stretch of a row that meets one tile is scaled by a power of
+ * two, which makes its largest value about 2^14, and sums are scaled back.
+ */
 
-/* e4m3 and e2m1 weights are only shifted into bf16's place, which leaves them 2^-120 or 2^-126 of what they are: x is 2^64 of what
- * it is instead (from 2^63 on it becomes infinite, and shows), and sums are multiplied by what is left. */
-static constexpr float LIFT = 0x1p64f, E4M3_REPAIR = 0x1p56f, E2M1_REPAIR = 0x1p62f;
-
-/* Of the 32 eights of a chunk, all terms counted, a thread has eight, and four threads each their own. Which is the i-th of thread
- * t: as many as 16 bytes of e4m3 hold follow each other. */
-static __device__ inline int eight_of(DType D, int t, int i) {
-    return D == DTYPE_F8_E4M3 ? i / 2 * 8 + t * 2 + i % 2 : i * 4 + t;
-}
-/* The same backwards, as i * 4 + t. */
+/* The eights of a row in a tile are dealt out to four threads, as many after each other as 16 bytes of weights hold of e4m3, and
+ * one at a time of other types. Where is that one, the i-th of thread t: i * 4 + t. */
 static __device__ inline int eight_place(DType D, int eight) {
     return D == DTYPE_F8_E4M3 ? eight / 8 * 8 + eight % 2 * 4 + eight / 2 % 4 : eight;
 }
 
-/* Place of value i of an eight among them, in the order of narrow_eight(). */
-static __device__ inline int value_place(DType D, int i) {
-    return D == DTYPE_F4_E2M1 ? i % 4 * 2 + i / 4 : D == DTYPE_F8_E4M3 ? i / 4 * 4 + i % 2 * 2 + i % 4 / 2 : i;
+/* Eight values, which have been rounded to pairs of neighbours, in the order in which halves_of_e2m1 gives the weights. */
+static __device__ inline uint4 order_for_e2m1(const uint4 &v) {
+    return make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.x, v.y, 0x7632),
+                      __byte_perm(v.z, v.w, 0x7632));
 }
-
-static __device__ inline bool is_lifted(DType D) { return D == DTYPE_F8_E4M3 || D == DTYPE_F4_E2M1; }
 
 /* A term of eight values, which become what it leaves. */
 template <DType D> static __device__ inline uint4 take_term(float v[8]) {
@@ -3234,54 +3276,54 @@ template <DType D> static __device__ inline uint4 take_term(float v[8]) {
     for (int i = 0; i < 8; i++) v[i] = remainder_of<D>(v[i]);
     return term;
 }
-static __device__ inline uint4 take_term(DType D, float v[8]) {
-    if (D == DTYPE_F4_E2M1) return take_term<DTYPE_F4_E2M1>(v);
-    if (D == DTYPE_BF16) return take_term<DTYPE_BF16>(v);
-    if (D == DTYPE_F16) return take_term<DTYPE_F16>(v);
-    return take_term<DTYPE_F8_E4M3>(v);
+
+/* A row in shared memory: for each tile first the upper terms, then the lower ones; and then the scales that undo the tiles'.
+ * Where these begin, and bytes of a row, such that two threads in neighbouring rows meet different banks. */
+static __host__ __device__ inline int x_scales(const Experts &e, int cols) {
+    return divide_up(cols, X_BLOCK) * X_BLOCK * 2 * max(e.terms[0], e.terms[1]);
+}
+static __host__ __device__ inline int x_stride(const Experts &e, int cols) {
+    return (x_scales(e, cols) + divide_up(cols, X_BLOCK) * X_BLOCK / 64 * (int)sizeof(float) + 127) / 128 * 128 + STAGED_PAD;
 }
 
-/* Bytes of a row of x, whole chunks, in shared memory. */
-static __host__ __device__ inline int x_stride(int cols, int terms) {
-    return count_chunks(cols, terms) * CHUNK * 2 + STAGED_PAD;
+/* v becomes its scale times v, with the lanes of one tile. Returns what undoes that. */
+static __device__ inline float scale_values(float v[8], int lanes) {
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(v[i]));
+    for (int distance = 1; distance < lanes; distance *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
+    const uint32_t exponent = min(268 - (__float_as_uint(most) >> 23), 253u);
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] *= __uint_as_float(exponent << 23);
+    return __uint_as_float((254 - exponent) << 23);
 }
 
-/* The rows of a work, for the whole block: of each chunk first the upper terms, then the lower. */
-static __device__ void stage_rows(const Experts &e, const ExpertMemory &m, int work, DType D, int terms) {
-    const int begin = m.works[work].begin, count = count_of(m, work), stride = x_stride(e.hidden, terms);
-    const int each = chunk_columns(terms) / 8, eights = count_chunks(e.hidden, terms) * each;
-    int column = 0, eight = (int)threadIdx.x;
+/* The rows of so many picks, from order[begin] on, for the whole block: of x, or of gated. A warp takes X_BLOCK columns. */
+static __device__ void stage_rows(const Experts &e, const ExpertMemory &m, uint8_t *to, bool down, int begin, int count) {
+    const int cols = down ? e.inter : e.hidden, blocks = divide_up(cols, X_BLOCK), stride = x_stride(e, cols), lane = lane_id();
+    int slot = 0, block = warp_id();
 #pragma unroll 2
-    for (; true; eight += EXPERT_THREADS) {
-        while (eight >= eights) eight -= eights, column++;
-        if (column >= count) break;
-        const float *from = e.x + (size_t)(row_of(m.order[begin + column])) * (size_t)e.hidden + eight * 8;
-        uint8_t *to = m.x + column * stride + (eight * terms & -CHUNK / 8) * 16 + eight_place(D, eight & (each - 1)) * 16;
-        float v[8];
-        load_eight(v, from, e.hidden - eight * 8, e.aligned);
-        if (is_lifted(D))
-#pragma unroll
-            for (int j = 0; j < 8; j++) v[j] *= LIFT;
-        for (int term = 0; term < terms; term++) *(uint4 *)(to + term * each * 16) = take_term(D, v);
-    }
-}
-
-/* This thread's 64 values of a chunk, of its row of x or of gated; idle columns of the instruction repeat one. */
-static __device__ inline void load_rows(uint4 x[8], const Experts &e, const ExpertMemory &m, bool down, int work, int chunk,
-                                        DType D, int terms) {
-    const int column = min(lane_id() / 4, count_of(m, work) - 1), t = lane_id() % 4;
-    if (!down) {
-        const uint8_t *from = m.x + column * x_stride(e.hidden, terms) + chunk * CHUNK * 2 + t * 16;
-#pragma unroll
-        for (int i = 0; i < 8; i++) x[i] = *(const uint4 *)(from + i * 64);
-        return;
-    }
-    const uint16_t *from = (const uint16_t *)(e.gated + gated_row(e, m.order[m.works[work].begin + column]));
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const bool lower = terms == 2 && i >= 4;
-        const int k = chunk * chunk_columns(terms) + eight_of(D, t, lower ? i - 4 : i) * 8;
-        x[i] = k < e.inter ? __ldcg((const uint4 *)(from + (lower ? e.inter : 0) + k)) : make_uint4(0, 0, 0, 0);
+    for (; true; block += EXPERT_WARPS) {
+        while (block >= blocks) block -= blocks, slot++;
+        if (slot >= count) break;
+        const int pick = m.order[begin + slot], eight = block * (X_BLOCK / 8) + lane;
+        const DType D = e.dtype[is_shared(e, pick)];
+        const int terms = e.terms[is_shared(e, pick)], bits = part_bits(D) + 2, tile = eight >> bits;
+        float v[8] = {};
+        if (!down) load_eight(v, e.x + (size_t)row_of(pick) * (size_t)e.hidden + eight * 8, cols - eight * 8, e.aligned);
+        else if (eight * 8 < cols) {
+            const float4 *from = (const float4 *)(e.gated + gated_row(e, pick) + eight * 8);
+            const float4 a = __ldcg(from), b = __ldcg(from + 1);
+            v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+        }
+        if (D != DTYPE_BF16)
+            *(float *)(to + slot * stride + x_scales(e, cols) + tile * (int)sizeof(float)) = scale_values(v, 1 << bits);
+        const int place = (tile * terms << bits) + eight_place(D, eight & ((1 << bits) - 1));
+        for (int term = 0; term < terms; term++) {
+            const uint4 eight_values = D == DTYPE_BF16 ? take_term<DTYPE_BF16>(v) : take_term<DTYPE_F16>(v);
+            *(uint4 *)(to + slot * stride + (place + (term << bits)) * 16) =
+                D == DTYPE_F4_E2M1 ? order_for_e2m1(eight_values) : eight_values;
+        }
     }
 }
 
@@ -3317,24 +3359,34 @@ static __device__ inline void load_tile(Tile *tile, const uint8_t *slot, DType D
     }
 }
 
-/* Eight e2m1 weights as pairs of values i and i + 4: a multiplication puts copies of sign and size into their places. */
-static __device__ inline uint4 shift_e2m1(uint32_t eight) {
-    const uint32_t high = eight >> 8, mask = 0x81c081c0;
-    return make_uint4((eight & 0x000f000f) * 0x1040 & mask, (eight & 0x00f000f0) * 0x104 & mask,
-                      (high & 0x000f000f) * 0x1040 & mask, (high & 0x00f000f0) * 0x104 & mask);
+/* Four e4m3 weights as pairs of f16. */
+static __device__ inline uint2 halves_of_e4m3(uint32_t four) {
+    uint2 pairs;
+#if __CUDA_ARCH__ >= 890
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}" : "=r"(pairs.x), "=r"(pairs.y) : "r"(four));
+#else
+    const __half2_raw low = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)four, __NV_E4M3),
+                      high = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)(four >> 16), __NV_E4M3);
+    pairs = make_uint2(low.x | (uint32_t)low.y << 16, high.x | (uint32_t)high.y << 16);
+#endif
+    return pairs;
 }
 
-/* Four e4m3 weights as pairs: the first and the third, the second and the fourth. */
-static __device__ inline uint2 shift_e4m3(uint32_t four) {
-    return make_uint2((four << 8 & 0x80008000) | (four << 4 & 0x07f007f0), (four & 0x80008000) | (four >> 4 & 0x07f007f0));
+/* Eight e2m1 weights, of which e4m3 has the bits too, as E2M1_REPAIR less: 0 and 2, 4 and 6, 1 and 3, 5 and 7. */
+static constexpr float E2M1_REPAIR = 0x1p6f;
+static __device__ inline uint4 halves_of_e2m1(uint32_t eight) {
+    const uint2 even = halves_of_e4m3((eight << 4 & 0x80808080) | (eight << 2 & 0x1c1c1c1c)),
+                odd = halves_of_e4m3((eight & 0x80808080) | (eight >> 2 & 0x1c1c1c1c));
+    return make_uint4(even.x, even.y, odd.x, odd.y);
 }
 
 /* The part-th eight weights of a thread's upper (0) or lower (1) row as four pairs of the type that x has. */
 template <DType D> static __device__ inline uint4 widen_words(const Tile &tile, int half, int part) {
-    if constexpr (D == DTYPE_F4_E2M1) return shift_e2m1(tile.word[2 * part + half]);
+    if constexpr (D == DTYPE_F4_E2M1) return halves_of_e2m1(tile.word[2 * part + half]);
     else if constexpr (D == DTYPE_F8_E4M3) {
         const uint32_t *words = tile.word + (part / 2 * 2 + half) * 4 + part % 2 * 2;
-        const uint2 low = shift_e4m3(words[0]), high = shift_e4m3(words[1]);
+        const uint2 low = halves_of_e4m3(words[0]), high = halves_of_e4m3(words[1]);
         return make_uint4(low.x, low.y, high.x, high.y);
     } else {
         const uint32_t *words = tile.word + (part * 2 + half) * 4;
@@ -3347,98 +3399,88 @@ static __device__ inline float e2m1_scale(uint32_t exponents, int i) {
     return __uint_as_float((i == 3 ? exponents >> 1 : exponents << (23 - 8 * i)) & 0x7f800000);
 }
 
-/* total += scale * sum; of e2m1, for the part-th block of a tile. */
-template <DType D> static __device__ inline void add_scaled(float total[4], const float sum[4], const Tile &tile, int part) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const uint2 &exponents = tile.scale[i / 2];
-        const float scale = D == DTYPE_F8_E4M3 ? __uint_as_float(i < 2 ? tile.scale[0].x : tile.scale[0].y) * E4M3_REPAIR
-                                               : e2m1_scale(part < 4 ? exponents.x : exponents.y, part % 4);
-        total[i] = fmaf(scale, sum[i], total[i]);
-    }
-}
-
-/* total += a tile times x, of which the lower terms, if there are any, are four eights further on. */
+/* total += a tile times x, of which the lower terms, if there are any, follow the upper ones. undo: what undoes the scales of x
+ * in columns lane % 4 * 2 and the next. */
 template <DType D, int TERMS>
-static __device__ inline void multiply_tile(float total[4], const Tile &tile, const uint4 *x) {
-    constexpr int parts = tile_values(D) / 32;
-    float sum[4] = {};
+static __device__ inline void multiply_tile(float total[4], const Tile &tile, const uint8_t *x, const float undo[2]) {
+    constexpr int parts = 1 << part_bits(D);
+    constexpr DType with = D == DTYPE_BF16 ? DTYPE_BF16 : DTYPE_F16;
+    float sum[4] = {}, block[4] = {};
+    float *into = D == DTYPE_BF16 ? total : D == DTYPE_F4_E2M1 ? block : sum;
 #pragma unroll
     for (int part = 0; part < parts; part++) {
         const uint4 a = widen_words<D>(tile, 0, part), c = widen_words<D>(tile, 1, part);
-        float *into = is_lifted(D) ? sum : total;
 #pragma unroll
         for (int term = 0; term < TERMS; term++) {
-            const uint4 b = x[term * 4 + part];
-            multiply_fragment<D>(into, a.x, c.x, a.y, c.y, b.x, b.y);
-            multiply_fragment<D>(into, a.z, c.z, a.w, c.w, b.z, b.w);
+            const uint4 b = *(const uint4 *)(x + (term * parts + part) * 64);
+            multiply_fragment<with>(into, a.x, c.x, a.y, c.y, b.x, b.y);
+            multiply_fragment<with>(into, a.z, c.z, a.w, c.w, b.z, b.w);
         }
-        if (D != DTYPE_F4_E2M1) continue;
-        add_scaled<D>(total, sum, tile, part);
-        for (int i = 0; i < 4; i++) sum[i] = 0;
-    }
-    if (D == DTYPE_F8_E4M3) add_scaled<D>(total, sum, tile, 0);
-}
-
-/* total += the tile of that number in a chunk times x. */
-template <DType D, int TERMS>
-static __device__ inline void multiply_numbered(float total[4], const Tile &tile, const uint4 x[8], int number) {
-    constexpr int tiles = chunk_columns(TERMS) / tile_values(D);
-    static_assert(tiles <= 2, "tiles of a chunk");
-    if (tiles == 1 || number == 0) multiply_tile<D, TERMS>(total, tile, x);
-    else multiply_tile<D, TERMS>(total, tile, x + tile_values(D) / 32);
-}
-
-/* This warp's segment of one strip times the rows of one work, whose first chunk of x may be held already. As soon as a tile is
- * in registers, the stream's next one takes its place. slot: where its first one lies. */
-static __device__ inline void multiply_segment(float total[4], uint4 x[8], bool held, Stream *stream, int *slot, const Experts &e,
-                                               const ExpertMemory &m, bool down, int work, DType D, int terms) {
-    const int cols = down ? e.inter : e.hidden, segment = segment_of(e, down), stages = e.stages;
-    const int first = segment_begin(e, down, terms, segment), end = segment_begin(e, down, terms, segment + 1);
-    for (int chunk = first; chunk < end; chunk++) {
-        if (!held || end - first > 1) load_rows(x, e, m, down, work, chunk, D, terms);
-        const int tiles = min(chunk_columns(terms), cols - chunk * chunk_columns(terms)) + tile_values(D) - 1 >> tile_bits(D);
-#pragma unroll 1
-        for (int i = 0; i < tiles; i++) {
-            Tile tile;
-            wait_for_copies(stages - 1);
-            __syncwarp();
-            load_tile(&tile, m.ring + *slot, D);
-            __syncwarp();
-            fetch_tile(stream, e, m, *slot);
-            commit_copies();
-            if (D == DTYPE_F8_E4M3 && terms == 1) multiply_numbered<DTYPE_F8_E4M3, 1>(total, tile, x, i);
-            else if (D == DTYPE_F8_E4M3) multiply_numbered<DTYPE_F8_E4M3, 2>(total, tile, x, i);
-            else if (D == DTYPE_F4_E2M1) multiply_numbered<DTYPE_F4_E2M1, 1>(total, tile, x, i);
-            else if (D == DTYPE_BF16) multiply_numbered<DTYPE_BF16, 2>(total, tile, x, i);
-            else multiply_numbered<DTYPE_F16, 2>(total, tile, x, i);
-            *slot = next_slot(e, *slot);
-        }
-    }
-    if (D == DTYPE_F4_E2M1)
+        if (D == DTYPE_F4_E2M1)
 #pragma unroll
-        for (int i = 0; i < 4; i++) total[i] *= E2M1_REPAIR;
+            for (int i = 0; i < 4; i++) {
+                const uint2 &exponents = tile.scale[i / 2];
+                sum[i] = fmaf(e2m1_scale(part < 4 ? exponents.x : exponents.y, part % 4), block[i], sum[i]);
+                block[i] = 0;
+            }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float scale = D == DTYPE_F8_E4M3 ? __uint_as_float(i < 2 ? tile.scale[0].x : tile.scale[0].y)
+                                               : D == DTYPE_F4_E2M1 ? E2M1_REPAIR : 1;
+        if (D != DTYPE_BF16) total[i] = fmaf(scale * undo[i % 2], sum[i], total[i]);
+    }
+}
+
+/* This warp's segment of one strip times the rows of one work, which are in shared memory. As soon as a tile is in registers, the
+ * stream's next one takes its place. slot: where its first one lies. */
+static __device__ inline void multiply_segment(float total[4], const uint8_t *rows, Stream *stream, int *slot, const Experts &e,
+                                               const ExpertMemory &m, bool down, int work) {
+    const DType D = type_of(e, m, work);
+    const int terms = terms_of(e, m, work), cols = down ? e.inter : e.hidden, end = count_tiles(D, cols), stages = e.stages,
+              segments = segments_of(e, down), last = count_of(m, work) - 1, lane = lane_id(), stride = x_stride(e, cols);
+    const uint8_t *x = rows + min(lane / 4, last) * stride + lane % 4 * 16, *undo_first = rows + x_scales(e, cols),
+                  *undo_second = undo_first + min(lane % 4 * 2 + 1, last) * stride;
+    undo_first += min(lane % 4 * 2, last) * stride;
+#pragma unroll 1
+    for (int i = segment_of(e, down); i < end; i += segments) {
+        Tile tile;
+        wait_for_copies(stages - 1);
+        __syncwarp();
+        load_tile(&tile, m.ring + *slot, D);
+        __syncwarp();
+        fetch_tile(stream, e, m, *slot);
+        commit_copies();
+        const uint8_t *of_tile = x + (i * terms << (part_bits(D) + 6));
+        const float undo[2] = {((const float *)undo_first)[i], ((const float *)undo_second)[i]};    /* of bf16: anything */
+        if (D == DTYPE_F8_E4M3 && terms == 1) multiply_tile<DTYPE_F8_E4M3, 1>(total, tile, of_tile, undo);
+        else if (D == DTYPE_F8_E4M3) multiply_tile<DTYPE_F8_E4M3, 2>(total, tile, of_tile, undo);
+        else if (D == DTYPE_F4_E2M1) multiply_tile<DTYPE_F4_E2M1, 1>(total, tile, of_tile, undo);
+        else if (D == DTYPE_BF16) multiply_tile<DTYPE_BF16, 2>(total, tile, of_tile, undo);
+        else multiply_tile<DTYPE_F16, 2>(total, tile, of_tile, undo);
+        *slot = next_slot(e, *slot);
+    }
 }
 
 /* The same in plain f32, for weights of any type at any address: a lane has one row and half of the columns of x. */
 static __device__ void multiply_exactly(float total[4], const Experts &e, const ExpertMemory &m, bool down,
                                         int work, int strip) {
     const int cols = down ? e.inter : e.hidden, rows = down ? e.hidden : e.inter, lane = lane_id(),
-              high = down ? TILE_ROWS : TILE_ROWS / 2, begin = m.works[work].begin, last = count_of(m, work) - 1,
+              high = down ? TILE_ROWS : TILE_ROWS / 2, order = m.works[work].begin, last = count_of(m, work) - 1,
               which = down ? DOWN : lane % TILE_ROWS < 8 ? GATE : UP;
-    const DType stored = (work < m.rounds->shared_works ? e.shared[which] : e.table[which][0]).dtype;
+    const DType stored = (work < m.plan->shared_works ? e.shared[which] : e.table[which][0]).dtype;
     const Chosen &chosen = m.chosen[m.works[work].chosen];
     const int row = min(strip * high + lane % high, rows - 1);
     const uint8_t *data = chosen.data[which] + (size_t)row * weight_bytes(stored, (size_t)cols);
     const float *scale = (const float *)chosen.scale[which] + row / SCALE_BLOCK * divide_up(cols, SCALE_BLOCK), *x[4];
     const uint8_t *exponents = (const uint8_t *)chosen.scale[which] + row * divide_up(cols, EXPONENT_BLOCK);
     for (int c = 0; c < 4; c++) {
-        const int pick = m.order[begin + min(lane / 16 * 4 + c, last)];
+        const int pick = m.order[order + min(lane / 16 * 4 + c, last)];
         x[c] = down ? e.gated + gated_row(e, pick) : e.x + (size_t)row_of(pick) * (size_t)e.hidden;
     }
-    for (int chunk = segment_of(e, down); chunk * CHUNK < cols; chunk += segments_of(e, down))
+    for (int begin = segment_of(e, down) * SEGMENT; begin < cols; begin += segments_of(e, down) * SEGMENT)
 #pragma unroll 1
-        for (int k = chunk * CHUNK; k < min(chunk * CHUNK + CHUNK, cols); k++) {
+        for (int k = begin; k < min(begin + SEGMENT, cols); k++) {
             float weight = load_stored(data, (size_t)k, stored);
             if (stored == DTYPE_F8_E4M3) weight *= scale[k / SCALE_BLOCK];
             if (stored == DTYPE_F4_E2M1) weight *= widen_e8m0(exponents[k / EXPONENT_BLOCK]);
@@ -3452,9 +3494,9 @@ static __device__ void multiply_exactly(float total[4], const Experts &e, const 
 static __device__ inline void put_columns(const Experts &e, const ExpertMemory &m, const float total[4], bool down, int work,
                                           int strip, int first, int count) {
     const int lane = lane_id(), segments = segments_of(e, down), segment = segment_of(e, down);
+    const bool exact = e.dtype[0] == EXACT;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const bool exact = e.dtype[0] == EXACT;
         const int column = exact ? lane / 16 * 4 + i : lane % 4 * 2 + i % 2, row = exact ? lane % 16 : lane / 4 + i / 2 * 8;
         if (column < count) (down ? m.down_sums : m.sums)[((first + column) * segments + segment) * TILE_ROWS + row] = total[i];
     }
@@ -3464,19 +3506,12 @@ static __device__ inline void put_columns(const Experts &e, const ExpertMemory &
     }
 }
 
-/* One team's part of a round, its sums into columns from `first` on. x: the first chunk of the rows, where it is held already. */
-static __device__ inline void multiply_strips(uint4 x[8], bool held, Stream *stream, int *slot, const Experts &e,
-                                              const ExpertMemory &m, bool down, int work, int unit, int first) {
-    const DType D = type_of(e, *m.rounds, work);
-    const int count = count_of(m, work), terms = terms_of(e, *m.rounds, work);
-    int strip = strip_of(e, unit, down, team_of(e, down));
-#pragma unroll 1
-    for (int left = strips_of(*m.rounds, unit, down); left; left--, held = true, strip += (int)gridDim.x, first += count) {
-        float total[4] = {};
-        if (D == EXACT) multiply_exactly(total, e, m, down, work, strip);
-        else multiply_segment(total, x, held, stream, slot, e, m, down, work, D, terms);
-        put_columns(e, m, total, down, work, strip, first, count);
-    }
+/* A strip times the rows of a work, which are in shared memory. */
+static __device__ inline void multiply_strip(float total[4], const uint8_t *rows, Stream *stream, int *slot, const Experts &e,
+                                             const ExpertMemory &m, bool down, int work, int strip) {
+    if (!down && strip * 8 >= e.inter) return;
+    if (e.dtype[0] == EXACT) multiply_exactly(total, e, m, down, work, strip);
+    else multiply_segment(total, rows, stream, slot, e, m, down, work);
 }
 
 static __device__ inline float add_segments(const float *sums, int segments, int column, int row) {
@@ -3493,59 +3528,50 @@ static __device__ void add_gate_up(const Experts &e, const ExpertMemory &m, int 
     for (int i = (int)threadIdx.x; i < columns * 8; i += EXPERT_THREADS) {
         const int column = i / 8, r = i % 8, out = m.strip[column] * 8 + r, pick = m.pick[column];
         if (out >= e.inter) continue;
-        const DType D = e.dtype[is_shared(e, pick)];
-        const float value = silu(add_segments(m.sums, segments, column, r)) * add_segments(m.sums, segments, column, 8 + r);
-        const size_t row = gated_row(e, pick);
-        if (D == EXACT) e.gated[row + (size_t)out] = value;
-        else {
-            const float lifted = is_lifted(D) ? value * LIFT : value;
-            const bool half = D == DTYPE_F16;
-            const float rest = half ? remainder_of<DTYPE_F16>(lifted) : remainder_of<DTYPE_BF16>(lifted);
-            const uint32_t terms = half ? narrow_pair<DTYPE_F16>(lifted, rest) : narrow_pair<DTYPE_BF16>(lifted, rest);
-            uint16_t *to = (uint16_t *)(e.gated + row) + (out - r + value_place(D, r));
-            to[0] = (uint16_t)terms;
-            if (e.terms[is_shared(e, pick)] == 2) to[e.inter] = (uint16_t)(terms >> 16);
-        }
+        e.gated[gated_row(e, pick) + (size_t)out] =
+            silu(add_segments(m.sums, segments, column, r)) * add_segments(m.sums, segments, column, 8 + r);
     }
 }
 
 /* Which columns that wait belong to the same row and strip: next[c] is the next one, leads[c] says that there is none before. */
 static __device__ void link_columns(const ExpertMemory &m, int columns) {
-    const int c = (int)threadIdx.x;
-    if (c < columns) {
+    for (int c = warp_id(); c < columns; c += EXPERT_WARPS) {
         const int row = row_of(m.pick[c]), strip = m.strip[c];
-        int before = c - 1, after = c + 1;
-        while (before >= 0 && (m.strip[before] != strip || row_of(m.pick[before]) != row)) before--;
-        while (after < columns && (m.strip[after] != strip || row_of(m.pick[after]) != row)) after++;
-        m.next[c] = after;
-        m.leads[c] = before < 0;
+        int next = columns;
+        bool leads = true;
+        for (int base = 0; base < columns && next == columns; base += 32) {
+            const int other = base + lane_id();
+            const bool same = other < columns && m.strip[other] == strip && row_of(m.pick[other]) == row;
+            const unsigned after = __ballot_sync(~0u, same && other > c);
+            if (__ballot_sync(~0u, same && other < c)) leads = false;
+            if (after) next = base + __ffs((int)after) - 1;
+        }
+        m.next[c] = (uint16_t)next;
+        m.leads[c] = leads;
     }
-    __syncthreads();
 }
 
 /* y += weight * down gated for the columns that wait: the first one of a row of y takes its others along, in order. */
 static __device__ void add_down(const Experts &e, const ExpertMemory &m, int columns) {
-    link_columns(m, columns);
+    const int segments = segments_of(e, true);
 #pragma unroll 1
     for (int i = (int)threadIdx.x; i < columns * TILE_ROWS; i += EXPERT_THREADS) {
-        const int first = i / TILE_ROWS, r = i % TILE_ROWS, out = m.strip[first] * TILE_ROWS + r, row = row_of(m.pick[first]);
-        if (out >= e.hidden || !m.leads[first]) continue;
-        float *y = e.y + (size_t)row * (size_t)e.hidden + (size_t)out;
+        const int c = i / TILE_ROWS, r = i % TILE_ROWS, pick = m.pick[c];
+        const float weight = is_shared(e, pick) ? 1 : e.weights[row_of(pick) * e.per_token + number_of(pick)];
+        m.down_sums[c * segments * TILE_ROWS + r] = weight * add_segments(m.down_sums, segments, c, r);
+    }
+    link_columns(m, columns);
+    __syncthreads();
+#pragma unroll 1
+    for (int i = (int)threadIdx.x; i < columns * TILE_ROWS; i += EXPERT_THREADS) {
+        const int first = i / TILE_ROWS, r = i % TILE_ROWS, out = m.strip[first] * TILE_ROWS + r;
+        if (!m.leads[first] || out >= e.hidden) continue;
+        float *y = e.y + (size_t)row_of(m.pick[first]) * (size_t)e.hidden + (size_t)out;
         float sum = is_shared(e, m.pick[first]) ? 0 : *y;
 #pragma unroll 1
-        for (int c = first; c < columns; c = m.next[c]) {
-            const float weight = is_shared(e, m.pick[c]) ? 1 : e.weights[row * e.per_token + number_of(m.pick[c])];
-            sum = fmaf(weight, add_segments(m.down_sums, segments_of(e, true), c, r), sum);
-        }
+        for (int c = first; c < columns; c = m.next[c]) sum += m.down_sums[c * segments * TILE_ROWS + r];
         *y = sum;
     }
-}
-
-static __device__ inline void add_waiting(const Experts &e, const ExpertMemory &m, bool down, int columns) {
-    __syncthreads();
-    if (down) add_down(e, m, columns);
-    else add_gate_up(e, m, columns);
-    __syncthreads();
 }
 
 /* ---- the kernel */
@@ -3576,7 +3602,8 @@ static __device__ ExpertMemory expert_memory(const Experts &e, uint8_t *shared) 
     m.x = shared + EXPERT_WARPS * e.stages * e.slot_bytes;
     m.sums = (float *)(m.x + e.x_bytes);
     m.down_sums = (float *)m.x;
-    m.rounds = NULL;
+    m.gated = m.x + DOWN_SUM_BYTES;
+    m.plan = NULL;
     m.strip = (int *)(m.sums + MAX_SUMS * TILE_ROWS);
     m.pick = m.strip + MAX_DOWN_SUMS;
     m.next = (uint16_t *)(m.pick + MAX_DOWN_SUMS);
@@ -3587,85 +3614,127 @@ static __device__ ExpertMemory expert_memory(const Experts &e, uint8_t *shared) 
     return m;
 }
 
-/* Weights may be read before it is known who is chosen: those of the shared expert. Returns how many tiles are on their way. */
-static __device__ int fetch_shared(Stream *stream, const Experts &e, const ExpertMemory &m) {
-    const int works = m.rounds->shared_works;
+/* What can be done before it is known who is chosen: the shared expert's weights may be read, and what says where those of the
+ * others are comes closer. */
+static __device__ void prepare(const Experts &e, const ExpertMemory &m) {
+    const int works = m.plan->shared_works, bytes = e.experts * (int)sizeof(Matrix), line = 128;
     if (threadIdx.x == 0) m.chosen[0] = chosen_matrices(e.shared[GATE], e.shared[UP], e.shared[DOWN]);
     for (int i = (int)threadIdx.x; i <= works; i += EXPERT_THREADS) m.works[i].chosen = i < works ? 0 : NOBODY;
+    for (int i = (int)(threadIdx.x * gridDim.x + blockIdx.x) * line; i < bytes; i += (int)(EXPERT_THREADS * gridDim.x) * line)
+        for (int matrix = GATE; matrix <= DOWN; matrix++)
+            asm volatile("prefetch.global.L2 [%0];" :: "l"((const uint8_t *)e.table[matrix] + i));
+    const int masks = (e.experts + e.slots - e.per_token) * divide_up(e.n_rows, 32);
+    for (int i = (int)threadIdx.x; i < masks; i += EXPERT_THREADS) ((uint32_t *)m.x)[i] = 0;
     __syncthreads();
-    int ahead = 0;
-    for (; ahead < e.stages && fetch_tile(stream, e, m, ahead * e.slot_bytes); ahead++) commit_copies();
-    return ahead;
+}
+
+/* The first phase, of which all teams take the same unit at the same time. */
+static __device__ inline void multiply_gate_up(Stream *stream, int *slot, const Experts &e, const ExpertMemory &m) {
+    const int segments = segments_of(e, false), teams = teams_of(e, false), team = team_of(e, false);
+    int used = 0, staged = -1;  /* columns that wait; what tells the rows at hand from others: a single one meets all experts */
+    for (int place = 0; place < m.plan->gate;) {
+        const Span span = find_span(e, m, place);
+        const int count = count_of(m, span.work), rows = e.n_rows > 1 ? span.work : (int)type_of(e, m, span.work);
+        if (rows != staged && e.dtype[0] != EXACT) {
+            __syncthreads();
+            stage_rows(e, m, m.x, false, m.works[span.work].begin, count);
+            __syncthreads();
+        }
+        staged = rows;
+#pragma unroll 1
+        for (int i = 0; i < span.strips; i++) {
+            const int strip = span.strip + i * teams;
+            if ((used + teams * count) * segments > MAX_SUMS) {
+                __syncthreads();
+                add_gate_up(e, m, used);
+                __syncthreads();
+                used = 0;
+            }
+            float total[4] = {};
+            multiply_strip(total, m.x, stream, slot, e, m, false, span.work, strip);
+            put_columns(e, m, total, false, span.work, strip, used + team * count, count);
+            used += teams * count;
+        }
+        place += span.strips;
+    }
+    __syncthreads();
+    add_gate_up(e, m, used);
+}
+
+/* The rows of gated of as many works, from `first` on, as there is room for. */
+static __device__ inline void stage_gated(int *begin, int *end, const Experts &e, const ExpertMemory &m, int first) {
+    if (e.dtype[0] == EXACT) return;
+    const int from = m.works[first].begin;
+    *begin = *end = first;
+    while (*end < m.plan->works && m.works[*end + 1].begin - from <= e.gated_rows) ++*end;
+    __syncthreads();
+    stage_rows(e, m, m.gated, true, from, m.works[*end].begin - from);
+    __syncthreads();
+}
+
+/* The second one, of which each team takes its own task. */
+static __device__ inline void multiply_down(Stream *stream, int *slot, const Experts &e, const ExpertMemory &m) {
+    const int segments = segments_of(e, true), teams = teams_of(e, true), team = team_of(e, true), lane = lane_id();
+    int used = 0, begin = 0, end = 0;               /* works whose rows are at hand */
+    for (int round = 0; round < m.plan->down; round++) {
+        const Span of_lane = find_task(e, m, round, min(lane, teams - 1)), span = find_task(e, m, round, team);
+        int until = lane < teams && of_lane.strips ? of_lane.strips * count_of(m, of_lane.work) : 0;
+        int first = used - __shfl_sync(~0u, until, team);
+        for (int distance = 1; distance < teams; distance *= 2) {
+            const int other = __shfl_up_sync(~0u, until, (unsigned)distance);
+            if (lane >= distance) until += other;
+        }
+        const int columns = __shfl_sync(~0u, until, teams - 1);     /* of all teams' tasks */
+        first += __shfl_sync(~0u, until, team);
+        if ((used + columns) * segments > MAX_DOWN_SUMS) {
+            __syncthreads();
+            add_down(e, m, used);
+            __syncthreads();
+            first -= used, used = 0;
+        }
+        const int last = min(find_task(e, m, round, teams - 1).work, m.plan->works - 1);
+        if (last >= end) stage_gated(&begin, &end, e, m, find_task(e, m, round, 0).work);
+        const int place = span.strips ? m.works[span.work].begin - m.works[begin].begin : 0;
+        const uint8_t *rows = m.gated + place * x_stride(e, e.inter);
+#pragma unroll 1
+        for (int i = 0; i < span.strips; i++) {
+            const int count = count_of(m, span.work), strip = span.strip + i * (int)gridDim.x;
+            float total[4] = {};
+            multiply_strip(total, rows, stream, slot, e, m, true, span.work, strip);
+            put_columns(e, m, total, true, span.work, strip, first + i * count, count);
+        }
+        used += columns;
+    }
+    __syncthreads();
+    add_down(e, m, used);
 }
 
 static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const __grid_constant__ Experts e) {
     extern __shared__ __align__(128) uint8_t expert_shared[];
     ExpertMemory m = expert_memory(e, expert_shared);
     const bool exact = e.dtype[0] == EXACT;
-    const int lane = lane_id();
-    __shared__ Rounds rounds;
-    m.rounds = &rounds;
-    if (threadIdx.x == 0) count_shared_rounds(&rounds, e);
+    __shared__ Plan plan;
+    m.plan = &plan;
+    if (threadIdx.x == 0) plan_shared(&plan, e);
     __syncthreads();
+    prepare(e, m);
     Stream stream = {};
-    stream.cursor.round = -1;
     int ahead = 0, slot = 0;
-    if (!exact && rounds.shared) ahead = fetch_shared(&stream, e, m);
-    wait_for_previous();
-    const int works = list_works(e, m);
-    if (threadIdx.x == 0) count_rounds(&rounds, e, works);
-    __syncthreads();
-    for (; ahead < e.stages && !exact; ahead++) {
-        fetch_tile(&stream, e, m, ahead * e.slot_bytes);
-        commit_copies();
+    for (bool known = false; true; known = true) {              /* as many tiles on their way as there is room for */
+        for (; ahead < e.stages && !exact; ahead++) {
+            if (!fetch_tile(&stream, e, m, ahead * e.slot_bytes) && !known) break;
+            commit_copies();
+        }
+        if (known) break;
+        wait_for_previous();
+        const int works = e.n_rows == 1 && e.slots <= 32 ? list_row(e, m) : list_works(e, m);
+        if (threadIdx.x == 0) plan_all(&plan, e, works);
+        __syncthreads();
     }
-
-    Cursor cursor = {.round = -1, .work = 0, .unit = 0};        /* of team `lane` */
-    uint4 x[8];
-    int staged = -1, used = 0;                      /* the work whose rows are at hand; columns that wait */
-    const int first_down = rounds.gate, end = first_down + rounds.down;
-    for (int round = 0; round < end; round++) {
-        const bool down = round >= first_down;
-        const int segments = segments_of(e, down), teams = teams_of(e, down), team = team_of(e, down);
-        if (round == first_down) {
-            add_waiting(e, m, false, used);
-            used = 0, staged = -1;
-            wait_for_all_blocks();
-            let_next_start();
-        }
-        step(&cursor, e, m, min(lane, teams - 1));
-        int columns, before, work = cursor.work, unit = cursor.unit;
-        if (!down) columns = teams * count_of(m, work), before = team * count_of(m, work);
-        else {
-            const bool busy = lane < teams && cursor.work < works;
-            const int own_columns = busy ? count_of(m, work) * strips_of(rounds, unit, true) : 0;
-            int until = own_columns;                /* of the teams up to `lane` */
-            for (int distance = 1; distance < teams; distance *= 2) {
-                const int other = __shfl_up_sync(~0u, until, (unsigned)distance);
-                if (lane >= distance) until += other;
-            }
-            columns = __shfl_sync(~0u, until, teams - 1), before = __shfl_sync(~0u, until - own_columns, team);
-            work = __shfl_sync(~0u, work, team), unit = __shfl_sync(~0u, unit, team);
-        }
-        if ((used + columns) * segments > (down ? MAX_DOWN_SUMS : MAX_SUMS)) {
-            add_waiting(e, m, down, used);
-            used = 0;
-        }
-        if (!down && !exact && work != staged) {
-            __syncthreads();
-            stage_rows(e, m, work, type_of(e, rounds, work), terms_of(e, rounds, work));
-            __syncthreads();
-        }
-        if (work < works)
-            multiply_strips(x, down && work == staged, &stream, &slot, e, m, down, work, unit, used + before);
-        staged = work;
-        used += columns;
-    }
-    if (end > first_down) add_waiting(e, m, true, used);
-    else {                                          /* the others wait for this block's rows of gated */
-        add_waiting(e, m, false, used);
-        wait_for_all_blocks();
-    }
+    multiply_gate_up(&stream, &slot, e, m);
+    wait_for_all_blocks();      /* they have written all of gated */
+    let_next_start();
+    multiply_down(&stream, &slot, e, m);
 }
 
 /* How an expert's matrices are multiplied. */
@@ -3674,43 +3743,50 @@ static DType streamed_type(const Matrix *gate, const Matrix *up, const Matrix *d
     return same && rows_aligned(gate->dtype, gate->cols) && rows_aligned(down->dtype, down->cols) ? gate->dtype : EXACT;
 }
 
-/* Cuts up a block's shared memory: as many rows of x beside a tile as there are, and as many stages as there is room for. */
+/* Cuts up a block's shared memory: as many rows of x beside a tile as there are, and as many stages as there is room for. What is
+ * left is for rows of gated. */
 static size_t lay_out_experts(Experts *e) {
     const int picks = e->n_rows * e->slots, experts = e->experts + e->slots - e->per_token;
-    const int down_sums = MAX_DOWN_SUMS * TILE_ROWS * (int)sizeof(float);
-    const int terms = max(e->terms[0], e->terms[1]);
+    const int teams = EXPERT_WARPS >> e->segment_bits[DOWN];
     const int lists = experts * (divide_up(e->n_rows, 32) * (int)sizeof(uint32_t) + (int)sizeof(uint16_t));
+    const int x_row = x_stride(*e, e->hidden), gated_row = x_stride(*e, e->inter);
     e->slot_bytes = TILE_ROWS * TILE_BYTES + max(scale_bytes(e->dtype[0]), scale_bytes(e->dtype[1]));
     for (int least = ENOUGH_STAGES; least; least--)
         for (e->columns = min(e->n_rows, (int)TILE_COLUMNS); e->columns; e->columns--)
             for (e->stages = MAX_STAGES; e->stages >= least; e->stages--) {
-                e->x_bytes = (max(max(e->columns * x_stride(e->hidden, terms), lists), down_sums) + 15) / 16 * 16;
+                e->gated_rows = min(picks, teams * e->columns);
+                e->x_bytes = (max(max(e->columns * x_row, lists), DOWN_SUM_BYTES + e->gated_rows * gated_row) + 15) / 16 * 16;
                 const size_t works = (size_t)(e->most_chosen + divide_up(picks, e->columns) + 1),
                              bytes = (size_t)(EXPERT_WARPS * e->stages * e->slot_bytes + e->x_bytes)
                                      + MAX_SUMS * TILE_ROWS * sizeof(float) + MAX_DOWN_SUMS * COLUMN_BYTES
                                      + (size_t)e->most_chosen * sizeof(Chosen) + works * sizeof(Work)
-                                     + (size_t)picks * sizeof(int);
-                if (bytes + SMALL_SHARED <= gpu.shared_per_block) return bytes;
+                                     + (size_t)picks * sizeof(int) + SMALL_SHARED;
+                if (bytes > gpu.shared_per_block) continue;
+                const int room = (int)(gpu.shared_per_block - bytes) / 16 * 16,
+                          more = max(min(DOWN_SUM_BYTES + picks * gated_row - e->x_bytes, room), 0);
+                e->x_bytes += more;
+                e->gated_rows = (e->x_bytes - DOWN_SUM_BYTES) / gated_row;
+                return bytes + (size_t)more - SMALL_SHARED;
             }
     return 0;
 }
 
-/* As in products: two for 16-bit weights, and for e4m3 where those that a row meets are few. e2m1 is the type of large experts. */
+/* As in products: two for 16-bit weights, and for e4m3 where a row meets few. e2m1 is the type of large experts. */
 static int count_terms(DType dtype, const Experts &e) {
     if (dtype == DTYPE_BF16 || dtype == DTYPE_F16) return 2;
     return dtype == DTYPE_F8_E4M3 && (size_t)e.slots * (size_t)e.inter * (size_t)e.hidden <= TWO_TERMS_MOST ? 2 : 1;
 }
 
-/* As many segments as there are chunks of one term, or the next lower power of two. */
-static int count_segment_bits(int cols) {
+/* As many segments as there are columns for, or the next lower power of two. */
+static int count_segment_bits(DType D, int cols) {
     int bits = 0;
-    while (bits < MAX_SEGMENT_BITS && 2 << bits <= divide_up(cols, CHUNK)) bits++;
+    while (bits < MAX_SEGMENT_BITS && 2 << bits <= divide_up(cols, D == DTYPE_F4_E2M1 ? 4 * SEGMENT : SEGMENT)) bits++;
     return bits;
 }
 
 static void launch_experts(Experts e) {
-    e.segment_bits[GATE] = e.segment_bits[UP] = count_segment_bits(e.hidden);
-    e.segment_bits[DOWN] = count_segment_bits(e.inter);
+    e.segment_bits[GATE] = e.segment_bits[UP] = count_segment_bits(e.dtype[0], e.hidden);
+    e.segment_bits[DOWN] = count_segment_bits(e.dtype[0], e.inter);
     for (int i = 0; i < 2; i++) e.terms[i] = count_terms(e.dtype[i], e);
     const size_t shared = lay_out_experts(&e);
     const int units = divide_up(e.inter, (EXPERT_WARPS >> e.segment_bits[GATE]) * TILE_ROWS / 2);
@@ -3750,8 +3826,8 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
                         .n_rows = n, .experts = config->n_routed_experts, .per_token = per_token, .hidden = hidden,
                         .inter = inter, .slots = slots, .aligned = floats_aligned(in, (size_t)hidden),
                         .dtype = {dtype, merged ? shared_dtype : dtype}, .terms = {}, .segment_bits = {}, .columns = 0,
-                        .most_chosen = min(n * per_token, config->n_routed_experts) + merged, .stages = 0, .slot_bytes = 0,
-                        .x_bytes = 0});
+                        .gated_rows = 0, .most_chosen = min(n * per_token, config->n_routed_experts) + merged, .stages = 0,
+                        .slot_bytes = 0, .x_bytes = 0});
     }
 }
 
