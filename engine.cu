@@ -3900,7 +3900,7 @@ static __device__ void narrow_group(uint8_t *__restrict__ out, uint8_t *__restri
     float largest = 0;
 #pragma unroll 4
     for (int i = lane; i < n; i += 32) largest = fmaxf(largest, fabsf(x[i]));
-    for (int step = 16; step; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+    largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));    /* none is negative */
     const float scale = largest > 448 * FLT_MIN ? largest / 448 : 1;        /* a scale of 0 would make 0 / 0 */
 #pragma unroll 4
     for (int i = lane; i < n; i += 32) out[i] = narrow_e4m3(x[i] / scale);
@@ -4129,6 +4129,15 @@ static __device__ int read_at(const ScorePlan &plan, int n_rows, int at) {
     return low;
 }
 
+/* Where block `block`'s part of all pages begins: as many for each, but at the begin of a read that is near. */
+static __device__ int part_begin(const ScorePlan &plan, int n_rows, int block) {
+    const int64_t all = plan.ends[n_rows - 1];
+    const int at = (int)(all * block / gridDim.x), near = min(SCORE_THREADS / 128, (int)(all / gridDim.x / 2));
+    if (at >= all) return at;
+    const int r = read_at(plan, n_rows, at), begin = r ? plan.ends[r - 1] : 0;
+    return at - begin <= near ? begin : plan.ends[r] - at <= near ? plan.ends[r] : at;
+}
+
 struct ScoreRead {                  /* a block's part of one read */
     const uint8_t *keys;
     const DevicePage *table;        /* of the session */
@@ -4242,35 +4251,33 @@ template <bool F8> static __device__ inline void widen_keys(uint32_t (&a)[SCORE_
         }
 }
 
-/* Four values of a query of a read: part `part` of a column, of which each row has so many, its heads and zeros behind them. */
-static __device__ inline float4 load_query(const ScoreRead &read, const IndexShape &shape, int columns, int column, int part) {
-    const int row = column / columns, head = column % columns;
-    if (row >= read.members || head >= shape.heads || 4 * part >= shape.head_dim) return {0, 0, 0, 0};
-    return *(const float4 *)(read.q + ((size_t)row * shape.heads + head) * shape.head_dim + 4 * part);
-}
-
 /* The queries of a read in shared memory, bf16: batches of 64 columns, in them for each step, for each eight columns, 8 x 8
- * values twice. The weights follow, scaled. begin_pages is called when the first of them are on their way, so that they do not
- * arrive behind all pages. */
+ * values twice. Column `head` of a row is its head, or zeros; what lies behind the last row counts for nobody. The weights
+ * follow, scaled. begin_pages is called when the first queries are on their way, so that they do not come behind all pages. */
 template <int TILES, bool F8, typename Begin>
 static __device__ void stage_queries(uint4 *queries, float *weights, const ScoreRead &read, const IndexShape &shape,
                                      Begin begin_pages) {
     constexpr int OF = F8 ? 4 : 2, AHEAD = 8, PARTS = SCORE_WIDTH / 4;      /* OF: steps that a lane's 16 bytes go to */
-    const int of_row = TILES < SCORE_TILES ? 8 * TILES : shape.columns, thread = (int)threadIdx.x;
-    const int columns = divide_up(read.members * of_row, 8 * SCORE_TILES) * 8 * SCORE_TILES;
-    const int row = thread / of_row, head = thread % of_row;
-    const float weight = row < read.members && head < shape.heads ? read.head_weights[row * shape.heads + head] : 0;
-    for (int first = thread; first < columns * PARTS; first += AHEAD * SCORE_THREADS) {
+    const int of_row = TILES < SCORE_TILES ? 8 * TILES : shape.columns, columns = read.members * of_row;
+    const int thread = (int)threadIdx.x;
+    const int weighed = thread < columns ? thread % of_row : shape.heads;
+    const float weight = weighed < shape.heads ? read.head_weights[thread / of_row * shape.heads + weighed] : 0;
+    for (int first = thread; first == thread || first < columns * PARTS; first += AHEAD * SCORE_THREADS) {
         float4 x[AHEAD];
 #pragma unroll
         for (int j = 0; j < AHEAD; j++) {
-            const int i = first + j * SCORE_THREADS;
-            x[j] = load_query(read, shape, of_row, i / PARTS, i % PARTS);
+            const int i = first + j * SCORE_THREADS, part = i % PARTS;
+            if (i >= columns * PARTS) break;
+            const int row = i / PARTS / of_row, head = i / PARTS % of_row;
+            x[j] = {0, 0, 0, 0};
+            if (head < shape.heads && 4 * part < shape.head_dim)
+                x[j] = *(const float4 *)(read.q + ((size_t)row * shape.heads + head) * shape.head_dim + 4 * part);
         }
         if (first == thread) begin_pages();
 #pragma unroll
-        for (int j = 0; j < AHEAD && first + j * SCORE_THREADS < columns * PARTS; j++) {
+        for (int j = 0; j < AHEAD; j++) {
             const int i = first + j * SCORE_THREADS, part = i % PARTS, column = i / PARTS, tile = column / 8;
+            if (i >= columns * PARTS) break;
             const int step = part / (4 * OF) * OF + part % OF, lane = part / OF % 4;
             const int block = tile / SCORE_TILES * BATCH_QUERIES + (step * SCORE_TILES + tile % SCORE_TILES) * 16;
             __nv_bfloat162 *to = (__nv_bfloat162 *)(queries + block + column % 8) + lane;
@@ -4281,37 +4288,50 @@ static __device__ void stage_queries(uint4 *queries, float *weights, const Score
     if (thread < columns) weights[thread] = weight * shape.scale;
 }
 
-/* sums = keys (64 x 128) times 64 columns. */
+/* sums = keys (64 x 128) times COLUMNS columns, 64 or 32: no column's bits depend on which. */
 #if defined __CUDA_ARCH_FEAT_SM90_ALL
 #define FOUR(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
-#define SUMS(x) FOUR(x, 0), FOUR(x, 4), FOUR(x, 8), FOUR(x, 12), FOUR(x, 16), FOUR(x, 20), FOUR(x, 24), FOUR(x, 28)
+#define HALF(x) FOUR(x, 0), FOUR(x, 4), FOUR(x, 8), FOUR(x, 12)
+#define SUMS(x) HALF(x), FOUR(x, 16), FOUR(x, 20), FOUR(x, 24), FOUR(x, 28)
 
-/* sums (+)= keys (64 x 16) times 64 columns, begun only. The 8 x 8 blocks of an instruction lie 128 bytes apart along a key, 256
+/* sums (+)= keys (64 x 16) times the columns, begun only. The 8 x 8 blocks of an instruction lie 128 bytes apart along a key, 256
  * from column to column; so says its description of them. */
-template <int STEP>
-static __device__ inline void begin_step(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[4], uint32_t queries) {
-    asm volatile("{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %37, 0;\nmov.b64 b, {%36, %38};\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, b, add, 1, 1, 0;\n}"
-                 : SUMS(sums) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(queries + STEP * SCORE_TILES * 16),
-                   "n"(STEP), "n"(256 / 16));
+template <int STEP, int COLUMNS>
+static __device__ inline void begin_step(float (&sums)[COLUMNS / 2], const uint32_t (&a)[4], uint32_t queries) {
+    if constexpr (COLUMNS == 32)
+        asm volatile("{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %21, 0;\nmov.b64 b, {%20, %22};\n"
+                     "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,"
+                     "%15}, {%16,%17,%18,%19}, b, add, 1, 1, 0;\n}"
+                     : HALF(sums) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(queries + STEP * SCORE_TILES * 16),
+                       "n"(STEP), "n"(256 / 16));
+    else
+        asm volatile("{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %37, 0;\nmov.b64 b, {%36, %38};\n"
+                     "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,"
+                     "%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, b, add, 1, 1, 0;\n}"
+                     : SUMS(sums) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(queries + STEP * SCORE_TILES * 16),
+                       "n"(STEP), "n"(256 / 16));
 }
 
-static __device__ inline void multiply_keys(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[SCORE_STEPS][4],
+template <int COLUMNS>
+static __device__ inline void multiply_keys(float (&sums)[COLUMNS / 2], const uint32_t (&a)[SCORE_STEPS][4],
                                             const uint4 *queries) {
     const uint32_t b = (uint32_t)__cvta_generic_to_shared(queries) / 16 | 128 / 16 << 16;
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-    begin_step<0>(sums, a[0], b), begin_step<1>(sums, a[1], b), begin_step<2>(sums, a[2], b), begin_step<3>(sums, a[3], b);
-    begin_step<4>(sums, a[4], b), begin_step<5>(sums, a[5], b), begin_step<6>(sums, a[6], b), begin_step<7>(sums, a[7], b);
-    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" : SUMS(sums) : : "memory");
+    begin_step<0, COLUMNS>(sums, a[0], b), begin_step<1, COLUMNS>(sums, a[1], b), begin_step<2, COLUMNS>(sums, a[2], b);
+    begin_step<3, COLUMNS>(sums, a[3], b), begin_step<4, COLUMNS>(sums, a[4], b), begin_step<5, COLUMNS>(sums, a[5], b);
+    begin_step<6, COLUMNS>(sums, a[6], b), begin_step<7, COLUMNS>(sums, a[7], b);
+    if constexpr (COLUMNS == 32)
+        asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" : HALF(sums) : : "memory");
+    else asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" : SUMS(sums) : : "memory");
 }
 
 #else
-static __device__ inline void multiply_keys(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[SCORE_STEPS][4],
+template <int COLUMNS>
+static __device__ inline void multiply_keys(float (&sums)[COLUMNS / 2], const uint32_t (&a)[SCORE_STEPS][4],
                                             const uint4 *queries) {
     const uint32_t *b = (const uint32_t *)queries + threadIdx.x % 32;
 #pragma unroll
-    for (int tile = 0; tile < SCORE_TILES; tile++) {
+    for (int tile = 0; tile < COLUMNS / 8; tile++) {
         float *x = sums + 4 * tile;
         x[0] = x[1] = x[2] = x[3] = 0;
 #pragma unroll
@@ -4352,20 +4372,20 @@ static __device__ inline float sum_lanes(float a, float b, float c, float d) {
     return (odd ? y : x) + __shfl_xor_sync(~0u, odd ? x : y, 1);
 }
 
-/* Scores of a page, 64 columns after the other. A row has TILES tiles of columns, or 8 and then more batches. */
-template <int TILES, bool F8>
+/* Scores of a page, COLUMNS after the other. A row has TILES tiles of columns, or 8 and then more batches. */
+template <int TILES, bool F8, int COLUMNS>
 static __device__ inline void score_page(const ScoreRead &read, int page, const KeyPart<F8> &keys, const uint4 *queries,
                                          const float *weights, const IndexShape &shape) {
-    constexpr int ROWS = SCORE_TILES / TILES;       /* of a batch */
+    constexpr int ROWS = COLUMNS / (8 * TILES);     /* of a batch */
     const int lane = (int)threadIdx.x % 32, s = page * PAGE_ROWS + (int)threadIdx.x / 32 % 4 * 16 + lane / 4 + lane % 2 * 8;
     const int columns = read.members * shape.columns;
     const int of_row = TILES < SCORE_TILES ? 1 : shape.columns / (8 * SCORE_TILES);     /* batches */
     uint32_t a[SCORE_STEPS][4];
     float total[ROWS < 2 ? 2 : ROWS][2] = {};
     widen_keys(a, keys);
-    for (int first = 0, part = 0, row = 0; first < columns; first += 8 * SCORE_TILES) {
-        float sums[4 * SCORE_TILES];
-        multiply_keys(sums, a, queries + first * (BATCH_QUERIES / (8 * SCORE_TILES)));
+    for (int first = 0, part = 0, row = 0; first < columns; first += COLUMNS) {
+        float sums[COLUMNS / 2];
+        multiply_keys<COLUMNS>(sums, a, queries + first * (BATCH_QUERIES / (8 * SCORE_TILES)));
 #pragma unroll
         for (int i = 0; i < ROWS; i++)
             if (ROWS == 1 || row + i < read.members)
@@ -4383,7 +4403,7 @@ static __device__ inline void score_page(const ScoreRead &read, int page, const 
 }
 
 /* The warpgroups take pages in turn.  */
-template <int TILES, bool F8>
+template <int TILES, bool F8, int COLUMNS>
 static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float *weights, const KeyRing &ring,
                                    const IndexShape &shape) {
     constexpr int GROUPS = SCORE_THREADS / 128;
@@ -4411,7 +4431,7 @@ static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float 
         const int next = page + ring.depth * GROUPS;
         if (next < read.stop) ring.begin(turn, read.page(id, shape));
         id = read.id(next + GROUPS);
-        score_page<TILES>(read, page, keys, queries, weights, shape);
+        score_page<TILES, F8, COLUMNS>(read, page, keys, queries, weights, shape);
         if (++turn == ring.depth) turn = 0, round++;
     }
 }
@@ -4450,7 +4470,7 @@ static __device__ void add_bins(const int *bins, int first_row, int members) {
     __syncthreads();
 }
 
-/* Every block takes an equal part of all pages, which may span several reads. scores: [n_rows, context]; those behind a row's own
+/* Every block takes a part of all pages, which may span several reads. scores: [n_rows, context]; those behind a row's own
  * position are not written. TILES: of 8 columns to a row's heads; 0: not on the tensor cores. room: bytes of shared memory for
  * what a read needs there: queries, weights, counts, and pages on their way in the rest. */
 template <int TILES, bool F8> static __global__ void __launch_bounds__(SCORE_THREADS, 1)
@@ -4462,9 +4482,8 @@ index_scores(float *scores, const float *q, const float *head_weights, const uin
     const int context = shape.context_pages * PAGE_ROWS;
     let_next_start();                               /* select_top takes its place where this leaves room, and waits */
     make_plan(plan, rows, n_rows, shape);
-    const int64_t all = uniform(plan.ends[n_rows - 1]);
-    const int end = (int)(all * (blockIdx.x + 1) / gridDim.x);
-    for (int at = (int)(all * blockIdx.x / gridDim.x), stop; at < end; at = stop) {
+    const int end = uniform(part_begin(plan, n_rows, (int)blockIdx.x + 1));
+    for (int at = uniform(part_begin(plan, n_rows, (int)blockIdx.x)), stop; at < end; at = stop) {
         const int r = uniform(read_at(plan, n_rows, at)), begin = uniform(r ? plan.ends[r - 1] : 0);
         const int members = uniform(plan.members[r]);
         stop = min(end, uniform(plan.ends[r]));
@@ -4481,7 +4500,10 @@ index_scores(float *scores, const float *q, const float *head_weights, const uin
             const int left = room - (int)(places - (uint8_t *)queries);
             const int depth = max(1, min(min(MAX_DEPTH, COMING_BYTES / page_bytes), left / page_bytes / (SCORE_THREADS / 128)));
             const KeyRing ring = {places + group * depth * page_bytes, arrived[group], depth, page_bytes};
-            score_pages<TILES, F8>(read, queries, weights, ring, shape);
+            if constexpr (TILES < SCORE_TILES)
+                if (8 * TILES * members <= 32) score_pages<TILES, F8, 32>(read, queries, weights, ring, shape);
+                else score_pages<TILES, F8, 64>(read, queries, weights, ring, shape);
+            else score_pages<TILES, F8, 64>(read, queries, weights, ring, shape);
         } else {
             __syncthreads();
             wait_for_previous();
@@ -4517,6 +4539,7 @@ struct SelectShared {
     int2 counts[SELECT_WARPS];      /* of each warp: keys above the threshold, and at it */
     int2 total;                     /* of the block */
     int bin, wanted;                /* where the k-th key lies, and its rank within the bin */
+    bool whole;                     /* all of the bin is wanted */
 };
 
 /* What a warp still has to look at: a list, or all its positions. */
@@ -4551,6 +4574,7 @@ static __device__ void find_bin(SelectShared &shared, int4 count, int wanted) {
                 if (0 < rank && rank <= counts[i]) {
                     shared.bin = my_bins() + 3 - i;
                     shared.wanted = rank;
+                    shared.whole = rank == counts[i];
                 }
     }
     __syncthreads();
@@ -4591,31 +4615,33 @@ static __device__ inline void load_scores(float4 (&x)[4], const Candidates &list
 /* Lists what is in the bin or above, as scores for the time being. next: the first scores. */
 static __device__ void list_candidates(Candidates &list, int bin, float4 (&next)[4]) {
     const int lane = (int)threadIdx.x % 32;
-    const uint32_t below = (1u << lane) - 1;
     const float lowest = lowest_score(bin);
     int n = 0;
     for (int base = list.first; base < list.last; base += 4 * SELECT_STEP) {
         const float4 x[4] = {next[0], next[1], next[2], next[3]};
         load_scores(next, list, base + 4 * SELECT_STEP);
+        uint32_t taken = 0, counts = 0;             /* a bit for each of the lane's scores, and a byte for each j */
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            const int s = base + SELECT_STEP * j + 4 * lane, left = list.last - s;
             const float score[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
-            bool taken[4];
-            int at = n;
+            const int left = list.last - base - SELECT_STEP * j - 4 * lane;
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                taken[i] = i < left && !(score[i] < lowest);
-                const uint32_t votes = __ballot_sync(~0u, taken[i]);
-                at += __popc(votes & below);
-                n += __popc(votes);
-            }
+            for (int i = 0; i < 4; i++)
+                if (i < left && !(score[i] < lowest)) taken |= 1u << (4 * j + i), counts += 1u << 8 * j;
+        }
+        const uint32_t until = (uint32_t)warp_prefix_sum((int)counts), all = __shfl_sync(~0u, until, 31), before = until - counts;
 #pragma unroll
-            for (int i = 0; i < 4; at += taken[i++])
-                if (taken[i] && at < LIST_LENGTH) {
+        for (int j = 0; j < 4; j++) {
+            const float score[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
+            const int s = base + SELECT_STEP * j + 4 * lane;
+            int at = n + (int)(before >> 8 * j & 255);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (taken >> (4 * j + i) & 1 && at < LIST_LENGTH) {
                     list.keys[at] = __float_as_uint(score[i]);
-                    list.places[at] = (uint16_t)(s + i - list.first);
+                    list.places[at++] = (uint16_t)(s + i - list.first);
                 }
+            n += (int)(all >> 8 * j & 255);
         }
     }
     list.listed = n <= LIST_LENGTH && list.last - list.first <= 1 << 16;
@@ -4633,7 +4659,8 @@ static __device__ void count_second_bits(int *bins, const Candidates &list, uint
     }
 }
 
-/* The k-th highest key of the row; shared.wanted keys equal to it are selected. bins: of the first bits, which it zeroes. */
+/* The k-th highest key of the row, or one below it and above all that are not selected; shared.wanted keys equal to it are
+ * selected. bins: of the first bits, which it zeroes. */
 static __device__ uint32_t find_threshold(SelectShared &shared, Candidates &list, int *bins, int k) {
     const int lane = (int)threadIdx.x % 32;
     int4 *first_bits = (int4 *)(bins + my_bins());
@@ -4647,6 +4674,10 @@ static __device__ uint32_t find_threshold(SelectShared &shared, Candidates &list
     find_bin(shared, share_bins(shared, shared.all[0]), shared.wanted);
     if (cluster_rank() == 0) *first_bits = {0, 0, 0, 0};
     threshold = threshold << 11 | (uint32_t)shared.bin;
+    if (shared.whole) {                             /* the highest key below the bin, none of which is wanted */
+        if (threadIdx.x == 0) shared.wanted = 0;
+        return max(threshold << 10, 1u) - 1;
+    }
 #pragma unroll 4
     for (int i = lane; i < list.n; i += 32) {
         const uint32_t key = list.key(i);
