@@ -1143,7 +1143,6 @@ enum {
 typedef struct Cut {
     int cluster, along;         /* powers of two */
     int rounds;                 /* batches of a segment */
-    int held;                   /* rounds whose x is in shared memory together, a power of two */
 } Cut;
 
 typedef struct Product {        /* y[r] = W x[r], for each of `heads` matrices that follow each other `head_rows` rows apart */
@@ -1319,32 +1318,25 @@ static __device__ inline void load_eight(float v[8], const float *p, int count, 
         for (int i = 0; i < 8; i++) v[i] = i < count ? p[i] : 0;
 }
 
-/* Bytes of one row of x in shared memory: a block's columns of a round, and of the rounds that are held; each term for itself. */
-static __host__ __device__ constexpr int round_bytes(DType D, const Cut &cut) {
-    return cut.along * batch_values(D) * (D == EXACT ? 4 : 2);
-}
-static __host__ __device__ constexpr int term_bytes(DType D, const Cut &cut) { return cut.held * round_bytes(D, cut); }
-static __host__ __device__ constexpr int staged_stride(DType D, const Cut &cut, int terms) {
-    return terms * term_bytes(D, cut) + STAGED_PAD;
+/* Bytes of one row of x in shared memory: the columns of a round of a block, each term for itself. */
+static __host__ __device__ constexpr int term_bytes(DType D, int along) { return along * batch_values(D) * (D == EXACT ? 4 : 2); }
+static __host__ __device__ constexpr int staged_stride(DType D, int along, int terms) {
+    return terms * term_bytes(D, along) + STAGED_PAD;
 }
 
-/* Columns of a round of all segments. */
-static __host__ __device__ inline int round_columns(DType D, const Cut &cut) { return cut.cluster * cut.along * batch_values(D); }
-
-/* The eight values of x that this thread brings to shared memory the i-th time: of row `column` of the block's, from value
- * 8 * eight on in the order in which threads need them. Of e4m3 and e2m1, whose 16 or 32 values of a thread make several fragments,
- * the first eight of four threads come first: `offset` is where the eight stand in x. */
+/* The eight values of x that this thread brings to shared memory the i-th time in each round: of row `column` of the block's,
+ * from value 8 * eight on in the order in which threads need them. Of e4m3 and e2m1, whose 16 or 32 values of a thread make
+ * several fragments, the first eight of four threads come first: `offset` is where the eight stand in x. */
 typedef struct StagedEight { int column, eight, offset; } StagedEight;
 
 template <DType D> static __device__ inline StagedEight staged_eight(const Cut &cut, int i) {
-    const int power = power_of(cut.along * (batch_values(D) / 8)), all = power + power_of(cut.held);
-    const int at = i * THREADS + (int)threadIdx.x, eight = at & (1 << all) - 1, in_round = eight & (1 << power) - 1;
-    const int n = chunk_values(D) / 8, moved = in_round / (4 * n) * 4 * n + in_round % 4 * n + in_round % (4 * n) / 4;
-    return {at >> all, eight, (eight >> power) * round_columns(D, cut) + 8 * (D == EXACT ? in_round : moved)};
+    const int power = power_of(cut.along * (batch_values(D) / 8)), at = i * THREADS + (int)threadIdx.x;
+    const int eight = at & (1 << power) - 1, n = chunk_values(D) / 8;
+    return {at >> power, eight, 8 * (D == EXACT ? eight : eight / (4 * n) * 4 * n + eight % 4 * n + eight % (4 * n) / 4)};
 }
 
-/* The columns of the rounds that are held together, from `from` on: as much as fits into the registers is on its way while the
- * weights before are multiplied. */
+/* The columns of a round, from `from` on: as much as fits into the registers is on its way while the weights before are
+ * multiplied. */
 template <DType D, int AHEAD>
 static __device__ inline void fetch_input(float v[AHEAD][8], const Input &input, const Cut &cut, int from, int begin) {
 #pragma unroll
@@ -1362,11 +1354,11 @@ static __device__ inline void put_input(uint8_t *staged, float v[AHEAD][8], cons
     for (int i = 0; i < AHEAD; i++) {
         const StagedEight at = staged_eight<D>(cut, begin + i);
         if (at.column >= input.count) continue;
-        uint8_t *to = staged + at.column * staged_stride(D, cut, TERMS) + at.eight * (D == EXACT ? 32 : 16);
+        uint8_t *to = staged + at.column * staged_stride(D, cut.along, TERMS) + at.eight * (D == EXACT ? 32 : 16);
         if constexpr (D == EXACT) memcpy(to, v[i], sizeof v[i]);
         else
 #pragma unroll
-            for (int term = 0; term < TERMS; term++, to += term_bytes(D, cut)) {
+            for (int term = 0; term < TERMS; term++, to += term_bytes(D, cut.along)) {
                 *(uint4 *)to = narrow_eight<D>(v[i]);
 #pragma unroll
                 for (int j = 0; j < 8; j++) v[i][j] = remainder_of<D>(v[i][j]);
@@ -1392,14 +1384,12 @@ static __device__ inline uint2 widen_four(uint32_t four) {
     return make_uint2(multiply_pair(even, 0x7b807b80), multiply_pair(odd, 0x7b807b80));
 }
 
-/* Eight e2m1 values, likewise, as pairs of values i and i + 4, times e2m1_factor. The addition carries the sign, six bits above its
- * place beside the exponent, to the top; what it leaves between is cut off. */
+/* Eight e2m1 values, likewise, as pairs of values i and i + 4, times e2m1_factor. */
 static __device__ inline uint4 widen_eight(uint32_t eight, uint32_t factor) {
-    const uint32_t upper = eight >> 8, carry = 0x7e007e00, kept = 0x81c081c0;
-    return make_uint4(multiply_pair((eight & 0x000f000f) * 64 + carry & kept, factor),
-                      multiply_pair((eight & 0x00f000f0) * 4 + carry & kept, factor),
-                      multiply_pair((upper & 0x000f000f) * 64 + carry & kept, factor),
-                      multiply_pair((upper & 0x00f000f0) * 4 + carry & kept, factor));
+    return make_uint4(multiply_pair((eight << 12 & 0x80008000) | (eight << 6 & 0x01c001c0), factor),
+                      multiply_pair((eight << 8 & 0x80008000) | (eight << 2 & 0x01c001c0), factor),
+                      multiply_pair((eight << 4 & 0x80008000) | (eight >> 2 & 0x01c001c0), factor),
+                      multiply_pair((eight & 0x80008000) | (eight >> 6 & 0x01c001c0), factor));
 }
 
 /* What this thread's values meet, of the E8M0 exponents of four threads: the scale 2^(e - 127) and the 2^126 that repairs the
@@ -1455,12 +1445,10 @@ static __device__ inline void multiply_stretch(float sum[2][TILES][4], const uin
 }
 
 /* Batch i of a segment. In the ring, those that come RING_CHUNKS later take its place, from column `later` on; `next`: column
- * of the one behind it. x: this thread's first value of it in row 0. Half a batch is multiplied between fetch() and put(), which
- * bring x of later ones. */
+ * of the one behind it. x: this thread's first value of it in row 0. */
 template <DType D, int TILES, int TERMS>
 static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *ring, Scales &scales, const Strip &strip, int i,
-                                             int next, int later, const uint8_t *x, int x_stride, int last_column,
-                                             const auto &fetch, const auto &put) {
+                                             int next, int later, const uint8_t *x, int x_stride, int last_column) {
     constexpr bool scaled = D == DTYPE_F8_E4M3;
     constexpr int parts = chunk_values(D) / 8;
     float sum[2][TILES][4] = {};
@@ -1476,7 +1464,6 @@ static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *
 #pragma unroll
     for (int u = 0; u < STRIP_CHUNKS; u++) {
         const int place = i * STRIP_CHUNKS + u;
-        fetch();
         wait_for_copies<RING_CHUNKS - 1>();
         uint4 chunk[4];
 #pragma unroll
@@ -1487,7 +1474,6 @@ static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *
             multiply_stretch<D, TILES, TERMS>(scaled ? sum : total, chunk, part, factor[u], x + (u * parts + part) * 64, x_stride,
                                               last_column);
         fetch_chunk<D>(ring, strip, place, later);
-        put();
     }
     if constexpr (scaled) {
 #pragma unroll
@@ -1531,55 +1517,45 @@ template <DType D, int TILES> static __device__ void put_sums(float *sums, const
         }
 }
 
+/* Columns of a round of all segments. */
+static __host__ __device__ inline int round_columns(DType D, const Cut &cut) { return cut.cluster * cut.along * batch_values(D); }
+
 /* The first batch of this warp, in a block whose columns begin at `from`. */
 template <DType D> static __device__ inline int first_batch(const Cut &cut, int from) {
     return from + (warp_id() & cut.along - 1) * batch_values(D);
 }
 
-/* Times that a thread brings eight values of x to shared memory while they can all wait in registers. */
-static __host__ __device__ constexpr int inputs_ahead(int tiles) { return tiles < 2 ? 2 : tiles; }
-
 /* This warp's segment of its strip times the input; its sums lie where the ring was. from: the block's first column;
- * fetch_first has been called. While some rounds are multiplied, x of those that follow is fetched, and then rounded and put into
- * the other of two buffers. All warps of the block come along. */
+ * fetch_first has been called. In each round x of the next one is fetched, rounded and put into the other of two buffers,
+ * while weights are on their way. All warps of the block come along. */
 template <DType D, int TILES, int TERMS>
 static __device__ void multiply_segment(uint8_t *ring, Scales &scales, const Strip &strip, const Input &input, const Cut &cut,
                                         int from, uint8_t *staged) {
-    constexpr int ahead = inputs_ahead(TILES);
-    const int stride = staged_stride(D, cut, TERMS), last = input.count - 1, step = round_columns(D, cut),
-              buffer = input.count * stride, eights = input.count * cut.held * cut.along * (batch_values(D) / 8);
-    const int place = (warp_id() & cut.along - 1) * batch_values(D) * (D == EXACT ? 4 : 2) + (D == EXACT ? 0 : lane_id() % 4 * 16);
-    float total[2][TILES][4] = {}, v[ahead][8];
-    uint8_t *now = staged + buffer, *then = staged;
-    int k = from;                                   /* the block's columns of the round that comes */
+    const int stride = staged_stride(D, cut.along, TERMS), last = input.count - 1, step = round_columns(D, cut);
+    const int place = (warp_id() & cut.along - 1) * term_bytes(D, 1) + (D == EXACT ? 0 : lane_id() % 4 * 16);
+    float total[2][TILES][4] = {}, v[TILES][8];
 #pragma unroll 1
-    for (int begin = -cut.held; begin < cut.rounds; begin += cut.held) {
-        const int next_input = from + (begin + cut.held) * step, wanted = begin + cut.held < cut.rounds ? eights : 0;
-        int fetched = 0;                            /* of the next rounds' x, by each thread */
-        const auto fetch = [&] {
-            if (fetched * THREADS < wanted) fetch_input<D, ahead>(v, input, cut, next_input, fetched);
-        };
-        const auto put = [&] {
-            if (fetched * THREADS < wanted) put_input<D, TERMS, ahead>(then, v, input, cut, fetched), fetched += ahead;
-        };
-        const uint8_t *x = now + place;
-#pragma unroll 1
-        for (int i = begin; begin >= 0 && i < min(begin + cut.held, cut.rounds); i++, x += round_bytes(D, cut), k += step) {
-            const int rounds_ahead = RING_CHUNKS / STRIP_CHUNKS, later = k + rounds_ahead * step;
+    for (int i = -1, k = from; i < cut.rounds; i++, k += step) {    /* k: the block's columns of the next round */
+        const bool more = i + 1 < cut.rounds;
+        uint8_t *now = staged + (i & 1) * input.count * stride, *then = staged + (~i & 1) * input.count * stride;
+        if (more) fetch_input<D, TILES>(v, input, cut, k, 0);
+        if (i >= 0) {
+            const int next = more ? first_batch<D>(cut, k) : NO_BATCH, ahead = RING_CHUNKS / STRIP_CHUNKS;
             if constexpr (D == EXACT)
-                multiply_exactly(&total[0][0][0], strip, first_batch<D>(cut, k), (const float *)x, stride / 4, last);
+                multiply_exactly(&total[0][0][0], strip, first_batch<D>(cut, k - step), (const float *)(now + place), stride / 4,
+                                 last);
             else
-                multiply_batch<D, TILES, TERMS>(total, ring, scales, strip, i,
-                                                i + 1 < cut.rounds ? first_batch<D>(cut, k + step) : NO_BATCH,
-                                                i + rounds_ahead < cut.rounds ? first_batch<D>(cut, later) : NO_BATCH, x, stride,
-                                                last, fetch, put);
+                multiply_batch<D, TILES, TERMS>(total, ring, scales, strip, i, next,
+                                                i + ahead < cut.rounds ? first_batch<D>(cut, k) + (ahead - 1) * step : NO_BATCH,
+                                                now + place, stride, last);
         }
-        if (!wanted) break;
-        while (fetched * THREADS < wanted) fetch(), put();
+        if (!more) break;
+        put_input<D, TERMS, TILES>(then, v, input, cut, 0);
+        for (int j = TILES; j * THREADS < input.count * cut.along * (batch_values(D) / 8); j += TILES) {
+            fetch_input<D, TILES>(v, input, cut, k, j);
+            put_input<D, TERMS, TILES>(then, v, input, cut, j);
+        }
         __syncthreads();
-        uint8_t *other = now;
-        now = then;
-        then = other;
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncwarp();
@@ -1637,7 +1613,7 @@ static __device__ inline float4 sum_segments(const float *sums, const Cut &cut, 
 
 /* Shared memory of a block: the warps' rings, then two rounds' x. */
 static int product_shared(DType D, const Cut &cut, int columns, int terms) {
-    return WARPS * RING_BYTES + (cut.held < cut.rounds ? 2 : 1) * columns * staged_stride(D, cut, terms);
+    return WARPS * RING_BYTES + 2 * columns * staged_stride(D, cut.along, terms);
 }
 
 /* Four neighbouring values of y from p on, the first `count` of them. */
@@ -1708,13 +1684,7 @@ static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_ke
 }
 
 static Cut cut_of(int cluster, int along, int cols, DType dtype) {
-    return {.cluster = cluster, .along = along, .rounds = divide_up(cols, cluster * along * batch_values(dtype)), .held = 1};
-}
-
-/* As many rounds are held together as a block's threads can have on their way, of so many rows of x. */
-static void hold_rounds(Cut *cut, DType dtype, int rows, int tiles) {
-    const int most = inputs_ahead(tiles) * THREADS;
-    while (cut->held < cut->rounds && 2 * cut->held * rows * cut->along * (batch_values(dtype) / 8) <= most) cut->held *= 2;
+    return {.cluster = cluster, .along = along, .rounds = divide_up(cols, cluster * along * batch_values(dtype))};
 }
 
 /* Blocks that the GPU holds at a time, in such clusters: two to a multiprocessor, but where a cluster does not fit into what the
@@ -1724,7 +1694,7 @@ static int cluster_slots(int cluster) {
     if (gpu.major < 9 || cluster == 1) return 2 * gpu.multiprocessors;
     if (found[cluster]) return found[cluster];
     const auto kernel = product_kernel<1>;
-    const size_t shared = (size_t)product_shared(DTYPE_BF16, {cluster, 1, 2, 1}, 8, 2);
+    const size_t shared = (size_t)product_shared(DTYPE_BF16, {cluster, 1, 1}, 8, 2);
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {.x = (unsigned)cluster, .y = 1, .z = 1};
@@ -1809,7 +1779,6 @@ static void launch_products(Products *products) {
     choose_cluster(products);
     for (int i = 0; i < products->count; i++) {
         Product &p = products->of[i];
-        hold_rounds(&p.cut, p.format, min(p.n_rows, p.tiles * 8), p.tiles);
         p.first_block = blocks;
         blocks += divide_up(p.w.rows, STRIP * (WARPS / p.cut.along)) * p.heads * p.cut.cluster;
         shared = max(shared, (size_t)product_shared(p.format, p.cut, min(p.n_rows, p.tiles * 8), p.terms));
