@@ -2214,6 +2214,52 @@ static void gpu_beside_library(GpuBench *bench, ProductWork *work, const char *s
     gpu_line(bench, what, seconds[1][1], (double)bytes);
 }
 
+/* Products that share their input, as a layer has them: in one launch. */
+typedef struct JointWork { GpuBench *bench; Matrix w[GPU_SETS][MAX_PROJECTIONS]; int count, rows; } JointWork;
+
+static void joint_work(void *user) {
+    const JointWork *work = user;
+    for (int i = 0; i < GPU_SETS; i++) {
+        Projection products[MAX_PROJECTIONS];
+        float *y = work->bench->y;
+        for (int j = 0; j < work->count; y += (size_t)work->rows * (size_t)work->w[i][j].rows, j++)
+            products[j] = (Projection){y, (size_t)work->w[i][j].rows, &work->w[i][j]};
+        cuda_backend.linear(products, work->count, work->bench->x, (size_t)work->w[i][0].cols, work->rows);
+    }
+}
+
+static void gpu_joint_products(GpuBench *bench) {
+    static const struct { const char *name; int cols, count; struct { int rows; DType dtype; } of[MAX_PROJECTIONS]; } cases[] = {
+        {"glm-5: of the input", 6144, 4,
+         {{2048, DTYPE_F8_E4M3}, {576, DTYPE_F8_E4M3}, {128, DTYPE_F8_E4M3}, {32, DTYPE_BF16}}},
+        {"glm-5: of the latent", 2048, 2, {{16384, DTYPE_F8_E4M3}, {4096, DTYPE_F8_E4M3}}},
+        {"glm-5: gate and up", 6144, 2, {{12288, DTYPE_F8_E4M3}, {12288, DTYPE_F8_E4M3}}},
+        {"qwen3-8b: q, k and v", 4096, 3, {{4096, DTYPE_BF16}, {1024, DTYPE_BF16}, {1024, DTYPE_BF16}}},
+    };
+    static const int counts[] = {1, 8, 16};
+    for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
+        JointWork work = {.bench = bench, .count = cases[c].count};
+        const uint8_t *at = bench->pool;
+        for (int i = 0; i < GPU_SETS; i++)
+            for (int j = 0; j < work.count; j++) {
+                const DType dtype = cases[c].of[j].dtype;
+                work.w[i][j] = (Matrix){.data = at,
+                                        .dtype = dtype,
+                                        .rows = cases[c].of[j].rows,
+                                        .cols = cases[c].cols,
+                                        .scale = dtype == DTYPE_F8_E4M3 ? bench->x : NULL,
+                                        .scale_cols = cases[c].cols / SCALE_BLOCK};
+                at += (size_t)work.w[i][j].rows * stored_bytes(dtype, (size_t)work.w[i][j].cols);
+            }
+        for (size_t n = 0; n < sizeof counts / sizeof *counts; n++) {
+            char what[96];
+            work.rows = counts[n];
+            snprintf(what, sizeof what, "products of %s, %d rows", cases[c].name, counts[n]);
+            gpu_line(bench, what, cuda_seconds(joint_work, &work) / GPU_SETS, (double)(at - bench->pool) / GPU_SETS);
+        }
+    }
+}
+
 static void gpu_products(GpuBench *bench) {
     static const struct { DType dtype; const char *name; int rows, cols; } cases[] = {
         {DTYPE_BF16, "bf16", 16384, 8192}, {DTYPE_F8_E4M3, "e4m3", 16384, 8192}, {DTYPE_F4_E2M1, "e2m1", 16384, 8192},
@@ -2244,6 +2290,7 @@ static void gpu_products(GpuBench *bench) {
             if (counts[n] == 1 && cases[c].dtype == DTYPE_BF16) gpu_beside_library(bench, &work, strchr(what, ' ') + 1);
         }
     }
+    gpu_joint_products(bench);
 }
 
 /* ---- experts: some that the rows pick at random, and one shared by all, which is e4m3 */
@@ -2788,19 +2835,27 @@ static void draft_lengths_work(void *user) {
 /* The products of `layers` layers of Qwen3-4B over n rows, and of its head over `finals` of them, with weights that follow each other
  * through the pool. */
 static void put_products(GpuBench *bench, int layers, int n, int finals, size_t *at) {
-    static const int shapes[][2] = {{4096, 2560}, {1024, 2560}, {1024, 2560}, {2560, 4096},
-                                    {9728, 2560}, {9728, 2560}, {2560, 9728}, {DRAFT_VOCAB, 2560}};
+    static const struct { int cols, count, rows[3]; } inputs[] = {
+        {2560, 3, {4096, 1024, 1024}}, {4096, 1, {2560}}, {2560, 2, {9728, 9728}}, {9728, 1, {2560}}, {2560, 1, {DRAFT_VOCAB}}};
     for (int layer = 0; layer <= layers; layer++)
-        for (int i = layer < layers ? 0 : 7; i < (layer < layers ? 7 : 8); i++) {
-            const size_t bytes = 2 * (size_t)shapes[i][0] * (size_t)shapes[i][1];
-            if (*at + bytes > (size_t)GPU_POOL * 1024) *at = 0;
-            const Matrix w = {.data = bench->pool + *at,
-                              .dtype = DTYPE_BF16,
-                              .rows = shapes[i][0],
-                              .cols = shapes[i][1],
-                              .scale_cols = shapes[i][1] / SCALE_BLOCK};
-            *at += bytes;
-            cuda_backend.linear(&(Projection){bench->y, (size_t)w.rows, &w}, 1, bench->x, (size_t)w.cols, i < 7 ? n : finals);
+        for (int i = layer < layers ? 0 : 4; i < (layer < layers ? 4 : 5); i++) {
+            const int rows = i < 4 ? n : finals;
+            Matrix w[3];
+            Projection products[3];
+            float *y = bench->y;
+            for (int j = 0; j < inputs[i].count; j++) {
+                const size_t bytes = 2 * (size_t)inputs[i].rows[j] * (size_t)inputs[i].cols;
+                if (*at + bytes > (size_t)GPU_POOL * 1024) *at = 0;
+                w[j] = (Matrix){.data = bench->pool + *at,
+                                .dtype = DTYPE_BF16,
+                                .rows = inputs[i].rows[j],
+                                .cols = inputs[i].cols,
+                                .scale_cols = inputs[i].cols / SCALE_BLOCK};
+                products[j] = (Projection){y, (size_t)w[j].rows, &w[j]};
+                *at += bytes;
+                y += (size_t)rows * (size_t)w[j].rows;
+            }
+            cuda_backend.linear(products, inputs[i].count, bench->x, (size_t)inputs[i].cols, rows);
         }
 }
 

@@ -1724,6 +1724,13 @@ static __device__ inline void cluster_barrier() {
 #endif
 }
 
+/* The others may still be reading this block's shared memory; what has been written elsewhere need not have arrived. */
+static __device__ inline void end_cluster() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
 /* What lies at p in the shared memory of block `rank` of the cluster. */
 static __device__ inline void load_from_block(float4 *value, const float *p, int rank) {
 #if __CUDA_ARCH__ >= 900
@@ -1793,7 +1800,7 @@ static __device__ inline void multiply_block(const Product &p, int block, uint8_
             store_four(p.y + (size_t)(first + column) * p.y_stride + (head * p.y_head + first_row + r),
                        sum_segments((const float *)shared, p.cut, r, column), count);
     }
-    if (p.cut.cluster > 1) cluster_barrier();       /* the others may still be reading this block's sums */
+    if (p.cut.cluster > 1) end_cluster();
 }
 
 /* Grid: blocks of all products, groups of rows of x. */
@@ -2356,7 +2363,7 @@ static __global__ void __launch_bounds__(GROUPS * WIDE_THREADS, 4 / GROUPS) wide
     if (wide.split == 1) return;
     cluster_barrier();
     add_slots<T>(job.y, p.y_stride, job.sums, wide.split, share, p.w.rows - job.first_row, min(N, p.n_rows - job.first_column));
-    cluster_barrier();                              /* the others may still be reading this block's sums */
+    end_cluster();
 }
 
 /* ---- the choice of a tile */
@@ -2537,10 +2544,10 @@ struct Absorb {
     int n_rows, heads, nope, rope, v;
 };
 
-/* Shared memory: [depth, ABSORB_PITCH] weights, then the two terms of [tiles * 16, depth + 8] values of q. */
+/* Shared memory: [depth, ABSORB_PITCH] weights, [depth] scales, then the two terms of [tiles * 16, depth + 8] values of q. */
 static __host__ __device__ int absorb_depth(const Absorb &a) { return divide_up(a.nope, 16) * 16; }
 static __host__ __device__ int absorb_bytes(const Absorb &a, int tiles) {
-    return absorb_depth(a) * ABSORB_PITCH * 2 + 2 * tiles * 16 * (absorb_depth(a) + 8) * 2;
+    return absorb_depth(a) * (ABSORB_PITCH * 2 + 4) + 2 * tiles * 16 * (absorb_depth(a) + 8) * 2;
 }
 
 /* Four e4m3 values as pairs of neighbours; widen_four pairs the even ones and the odd ones. */
@@ -2565,7 +2572,7 @@ template <DType D> static __device__ void load_absorbed(__nv_bfloat16 *weights, 
             const uint8_t *at = from + weight_bytes(D, (size_t)min(r, a.nope - 1) * (size_t)lora);
             const bool there = r < a.nope && column < lora;
             if (D == DTYPE_BF16 && r < depth) start_copy_to_shared((uint8_t *)(to + r * ABSORB_PITCH), at, there);
-            if (D != DTYPE_BF16) piece[u] = there ? __ldg((const uint4 *)at) : make_uint4(0, 0, 0, 0);
+            if (D != DTYPE_BF16) piece[u] = there ? __ldcg((const uint4 *)at) : make_uint4(0, 0, 0, 0);
         }
 #pragma unroll
         for (int u = 0; u < BATCH && D != DTYPE_BF16; u++) {
@@ -2579,6 +2586,12 @@ template <DType D> static __device__ void load_absorbed(__nv_bfloat16 *weights, 
     }
 }
 
+/* And the scale of each row of weights. */
+template <DType D> static __device__ void load_absorbed_scales(float *scales, const Absorb &a, int head, int scale_column) {
+    for (int i = (int)threadIdx.x; i < absorb_depth(a); i += ABSORB_THREADS)
+        scales[i] = D == DTYPE_F8_E4M3 ? __ldcg(row_scales(&a.kv_b, head * (a.nope + a.v) + min(i, a.nope - 1)) + scale_column) : 1;
+}
+
 /* Four values of q as two terms. */
 static __device__ void split_four(__nv_bfloat16 *high, __nv_bfloat16 *low, const float4 &q) {
     const uint2 pairs = make_uint2(narrow_pair<DTYPE_BF16>(q.x, q.y), narrow_pair<DTYPE_BF16>(q.z, q.w));
@@ -2590,8 +2603,7 @@ static __device__ void split_four(__nv_bfloat16 *high, __nv_bfloat16 *low, const
 
 /* Rows [first, first + rows) of q for one head as two terms, times the weights' scales; the others of a tile are zeros. And, by a
  * head's first block, what is not absorbed to the end of y. Sixteen threads take a row, and each has eight loads on their way. */
-template <DType D>
-static __device__ void split_query(__nv_bfloat16 *terms, const Absorb &a, int head, int first, int rows, int scale_column) {
+static __device__ void split_query(__nv_bfloat16 *terms, const float *scales, const Absorb &a, int head, int first, int rows) {
     enum { ROWS = 2, ALONG = 4, STEP = ABSORB_THREADS / 16 };
     const int depth = absorb_depth(a), tall = divide_up(rows, 16) * 16, lane = (int)threadIdx.x % 16 * 4,
               width = a.nope + a.rope, y_width = a.kv_b.cols + a.rope;
@@ -2613,9 +2625,8 @@ static __device__ void split_query(__nv_bfloat16 *terms, const Absorb &a, int he
                 if (j >= a.nope && j < width && row < rows && blockIdx.x == 0)
                     *(float4 *)(a.y + vector * (size_t)y_width + (size_t)(a.kv_b.cols + j - a.nope)) = four;
                 if (j >= depth || row >= tall) continue;
-                const float *scales = row_scales(&a.kv_b, head * (a.nope + a.v) + min(j, a.nope - 1));
-                const float scale = D == DTYPE_F8_E4M3 ? scales[scale_column] : 1;
-                four = make_float4(four.x * scale, four.y * scale, four.z * scale, four.w * scale);
+                const float4 scale = *(const float4 *)(scales + j);
+                four = make_float4(four.x * scale.x, four.y * scale.y, four.z * scale.z, four.w * scale.w);
                 if (j >= a.nope) four = make_float4(0, 0, 0, 0);
                 split_four(terms + row * (depth + 8) + j, terms + (tall + row) * (depth + 8) + j, four);
             }
@@ -2624,14 +2635,19 @@ static __device__ void split_query(__nv_bfloat16 *terms, const Absorb &a, int he
 
 /* Grid: groups of columns, heads, groups of rows of q. */
 template <DType D> static __global__ void __launch_bounds__(ABSORB_THREADS, 2) absorb_kernel(const __grid_constant__ Absorb a) {
-    begin_kernel();
     extern __shared__ __align__(128) uint8_t absorb_shared[];
+    let_next_start();
     const int head = (int)blockIdx.y, first = (int)blockIdx.z * ABSORB_ROWS, rows = min((int)ABSORB_ROWS, a.n_rows - first);
     const int lane = lane_id(), depth = absorb_depth(a), pitch = depth + 8, tiles = divide_up(rows, 16), lora = a.kv_b.cols;
     const int across = warp_id() % ABSORB_ACROSS * 32, down = warp_id() / ABSORB_ACROSS;    /* its tiles: down, down + 2, ... */
-    __nv_bfloat16 *weights = (__nv_bfloat16 *)absorb_shared, *terms = weights + depth * ABSORB_PITCH;
+    __nv_bfloat16 *weights = (__nv_bfloat16 *)absorb_shared;
+    float *scales = (float *)(weights + depth * ABSORB_PITCH);
+    __nv_bfloat16 *terms = (__nv_bfloat16 *)(scales + depth);
     load_absorbed<D>(weights, a, head, (int)blockIdx.x * ABSORB_COLUMNS);
-    split_query<D>(terms, a, head, first, rows, (int)blockIdx.x);
+    load_absorbed_scales<D>(scales, a, head, (int)blockIdx.x);
+    wait_for_previous();
+    __syncthreads();
+    split_query(terms, scales, a, head, first, rows);
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
 

@@ -598,6 +598,57 @@ static void test_linear(void) {
         }
 }
 
+/* Products of one x: each has the bits that it has alone, whatever stands beside it. */
+static void check_shared_input(const int (*shapes)[2], int count, int cols, int n) {
+    static const int rows_of_one_launch[] = {1, 5, 8, 9, 16, 17, 40};
+    const size_t x_stride = (size_t)cols + 4;
+    Matrix w[MAX_PROJECTIONS], device[MAX_PROJECTIONS];
+    float *x = random_floats((size_t)n * x_stride, 1), *dx = on_device(x, (size_t)n * x_stride * 4), *alone[MAX_PROJECTIONS];
+    for (int i = 0; i < count; i++) {
+        w[i] = random_matrix(weight_types[shapes[i][1]], shapes[i][0], cols, draw_between(0, 200));
+        device[i] = matrix_on_device(&w[i]);
+        float *y = output_on_device((size_t)n * (size_t)(shapes[i][0] + i));
+        project(&cuda_backend, y, (size_t)(shapes[i][0] + i), dx, x_stride, n, &device[i]);
+        alone[i] = from_device(y, (size_t)n * (size_t)(shapes[i][0] + i) * 4);
+    }
+    for (int c = 0; c < (int)(sizeof rows_of_one_launch / sizeof *rows_of_one_launch); c++) {
+        const int rows = rows_of_one_launch[c];
+        Projection products[MAX_PROJECTIONS];
+        for (int i = 0; i < count; i++) {
+            const size_t y_stride = (size_t)(shapes[i][0] + i);
+            products[i] = (Projection){output_on_device((size_t)rows * y_stride), y_stride, &device[i]};
+        }
+        cuda_backend.linear(products, count, dx, x_stride, rows);
+        for (int i = 0; i < count; i++) {
+            const size_t y_stride = products[i].y_stride;
+            float *y = from_device(products[i].y, ((size_t)rows * y_stride + TEST_TAIL) * 4);
+            int different = 0, beyond = 0;
+            for (int r = 0; r < rows; r++)
+                different += memcmp(y + (size_t)r * y_stride, alone[i] + (size_t)r * y_stride, (size_t)shapes[i][0] * 4) != 0;
+            for (size_t j = 0; j < (size_t)rows * y_stride + TEST_TAIL; j++)
+                if (j >= (size_t)rows * y_stride || j % y_stride >= (size_t)shapes[i][0]) beyond += float_to_bits(y[j]) != 0xffffffffu;
+            CHECK(!different && !beyond, "product %d of %d, %s [%d, %d], %d rows: %d rows have other bits than alone, %d beyond", i,
+                  count, weight_names[shapes[i][1]], shapes[i][0], cols, rows, different, beyond);
+            free(y);
+        }
+    }
+    for (int i = 0; i < count; i++) free(alone[i]), free_weights(&w[i]);
+    free(x);
+    free_kept();
+}
+
+static void test_shared_input(void) {
+    static const int formats[][2] = {{100, 0}, {33, 1}, {7, 2}, {260, 3}}, more[][2] = {{48, 4}, {300, 3}, {2049, 3}},
+                     narrow[][2] = {{512, 3}, {160, 3}, {64, 3}, {8, 2}}, uneven[][2] = {{3000, 2}, {40, 2}, {16, 2}};
+    check_shared_input(formats, 4, 400, 40);
+    check_shared_input(formats, 4, 37, 40);
+    check_shared_input(more, 3, 1024, 40);
+    check_shared_input(more, 3, 300, 40);
+    check_shared_input(narrow, 4, 320, 40);
+    check_shared_input(uneven, 3, 4096, 40);
+    check_shared_input(uneven, 2, 64, 40);
+}
+
 /* Passes of many rows, which go another way: each row has the bits that it has alone. x begins between multiples of 16 bytes, and
  * neither the matrix nor the pass is a multiple of a tile. */
 static void check_many_rows(DType dtype, const char *type, int rows, int cols, int shift, int first_row) {
@@ -886,6 +937,7 @@ static void test_products(void) {
     test_take_tokens();
     test_convolve();
     test_linear();
+    test_shared_input();
     test_many_rows();
     test_linear_bad_row();
     test_latent_products();
