@@ -2761,7 +2761,6 @@ struct Router {
     bool normalise;
 };
 
-<<<<<<< HEAD
 /* Keeps the topk_group groups whose two best choices add up highest; experts of the others become -inf, not 0, since a biased
  * score may be negative. A lane has EACH experts from `first` on. shared: [groups][size + 1], so that lanes that look at groups
  * meet different banks; and twice [groups]. */
@@ -2825,9 +2824,10 @@ template <int EACH> static __global__ void route_kernel(const __grid_constant__ 
     float *weights = router.weights + (size_t)blockIdx.x * (size_t)router.per_token;
     float score[EACH], choice[EACH], total = 0;
     Candidate candidates[EACH];
+    let_next_start();                               /* the experts fetch the shared one's tiles meanwhile */
 #pragma unroll
     for (int j = 0; j < EACH; j += 4) *(float4 *)(choice + j) = load_four(router.bias + first + j, router.experts - first - j);
-    begin_kernel();
+    wait_for_previous();
 #pragma unroll
     for (int j = 0; j < EACH; j += 4) *(float4 *)(score + j) = load_four(logits + j, router.experts - first - j);
 #pragma unroll
@@ -2855,37 +2855,6 @@ template <int EACH> static __global__ void route_kernel(const __grid_constant__ 
     for (int i = 0; i < router.per_token; i++) total += chosen[i];
     const float factor = (router.normalise ? 1 / (total + 1e-20f) : 1) * router.factor;
     for (int i = lane; i < router.per_token; i += 32) weights[i] = chosen[i] * factor;
-=======
-/* A warp takes a row. */
-static __global__ void route_kernel(const Router router) {
-    extern __shared__ float shared_scores[];
-    float *score = shared_scores, *choice = score + router.experts, *picked = choice + router.experts + 2 * router.groups;
-    float total = 0;
-    int *picks = router.picks + (size_t)blockIdx.x * (size_t)router.per_token;
-    float *weights = router.weights + (size_t)blockIdx.x * (size_t)router.per_token;
-    let_next_start();
-#pragma unroll 8
-    for (int e = lane_id(); e < router.experts; e += 32) choice[e] = router.bias[e];
-    wait_for_previous();
-#pragma unroll 8
-    for (int e = lane_id(); e < router.experts; e += 32) {
-        score[e] = 1 / (1 + expf(-router.logits[(size_t)blockIdx.x * (size_t)router.experts + (size_t)e]));
-        choice[e] += score[e];                      /* the bias balances the load: it chooses, it does not weigh */
-        if (isnan(choice[e])) choice[e] = INFINITY, score[e] = NAN;         /* chosen, so that it shows */
-        if (choice[e] < -1e30f) choice[e] = -1e30f; /* -inf marks what is out of the race */
-    }
-    __syncwarp();
-    if (router.groups > 1) limit_groups(choice, choice + router.experts, router.experts, router.groups, router.kept);
-    Best best = find_best(choice, router.experts);
-    for (int i = 0; i < router.per_token; i++) {
-        const int pick = take_best(&best, choice, router.experts);
-        total += score[pick];
-        if (lane_id() == 0) picks[i] = pick, picked[i] = score[pick];
-    }
-    __syncwarp();
-    for (int i = lane_id(); i < router.per_token; i += 32)
-        weights[i] = picked[i] * ((router.normalise ? 1 / (total + 1e-20f) : 1) * router.factor);
->>>>>>> moe
 }
 
 static void route(int *picks, float *weights, const float *logits, const float *bias, int n_rows, const Config *config) {
@@ -2894,16 +2863,10 @@ static void route(int *picks, float *weights, const float *logits, const float *
                            .experts = config->n_routed_experts, .per_token = config->num_experts_per_tok,
                            .groups = config->n_group, .kept = config->topk_group, .factor = config->routed_scaling_factor,
                            .normalise = config->norm_topk_prob};
-<<<<<<< HEAD
     const auto kernel = router.experts <= 256 ? route_kernel<8> : router.experts <= 512 ? route_kernel<16> : route_kernel<128>;
     const size_t shared = ((size_t)router.per_token + (size_t)router.experts + 3 * (size_t)router.groups) * sizeof(float);
     allow_shared(kernel, shared);
     launch(kernel, (unsigned)n_rows, 32, shared, router);
-=======
-    const size_t shared = (2 * ((size_t)router.experts + (size_t)router.groups) + (size_t)router.per_token) * sizeof(float);
-    allow_shared(route_kernel, shared);
-    launch_early(route_kernel, dim3((unsigned)n_rows), 32, shared, 1, router);
->>>>>>> moe
 }
 
 /* ---- experts: one launch, whose blocks all stay until its end */
