@@ -4267,6 +4267,7 @@ enum {
     SELECT_WARPS = SELECT_THREADS / 32,
     SELECT_STEP = 128,              /* positions a warp visits at a time, four to a lane */
     SELECT_SPAN = 4096,             /* positions of a block for which another one is worth its while */
+    LEAST_SPLIT = 4,                /* blocks: fewer gain no more than they spend on each other */
     WIDE_SPAN = 8192,               /* the same from eight blocks on */
     LIST_LENGTH = 768,              /* of a warp */
     LIST_BYTES = SELECT_WARPS * LIST_LENGTH * (int)(sizeof(uint32_t) + sizeof(uint16_t)),
@@ -4523,14 +4524,13 @@ static int largest_split(void) {
     return largest;
 }
 
-/* Blocks of a row: as many as keep the processors busy, but not two, which gain no more than they spend on each other; more than
- * eight where each still has much to do. */
+/* Blocks of a row: as many as keep the processors busy; more than eight where each still has much to do. */
 static void launch_select(int *ids, int *counts, int capacity, const float *scores, int context, const Row *rows, int n_rows) {
     CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeMaxDynamicSharedMemorySize, LIST_BYTES));
     if (gpu.major >= 9) CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     int split = 1;
-    while (context > 2 * SELECT_SPAN && 2 * split <= largest_split() && 2 * split * n_rows <= gpu.multiprocessors &&
-           context > split * (split < 8 ? SELECT_SPAN : WIDE_SPAN))
+    while (context > SELECT_SPAN && 2 * split <= largest_split() && 2 * split * n_rows <= gpu.multiprocessors &&
+           (split < LEAST_SPLIT || context > split * (split < 8 ? SELECT_SPAN : WIDE_SPAN)))
         split *= 2;
     launch_early(select_top, dim3((unsigned)(split * n_rows)), SELECT_THREADS, LIST_BYTES, split, ids, counts, capacity, scores,
                  (size_t)context, rows);
