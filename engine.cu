@@ -3870,9 +3870,9 @@ static __device__ int read_at(const ScorePlan &plan, int n_rows, int at) {
 
 /* Where block `block`'s part of all pages begins: as many for each, but at the begin of a read that is near. */
 static __device__ int part_begin(const ScorePlan &plan, int n_rows, int block) {
-    const int blocks = (int)gridDim.x, all = plan.ends[n_rows - 1], each = all / blocks, near = min(SCORE_THREADS / 128, each / 2);
-    const int at = block * each + min(block, all - blocks * each);
-    if (block == blocks) return all;
+    const int64_t all = plan.ends[n_rows - 1];
+    const int at = (int)(all * block / gridDim.x), near = min(SCORE_THREADS / 128, (int)(all / gridDim.x / 2));
+    if (at >= all) return at;
     const int r = read_at(plan, n_rows, at), begin = r ? plan.ends[r - 1] : 0;
     return at - begin <= near ? begin : plan.ends[r] - at <= near ? plan.ends[r] : at;
 }
