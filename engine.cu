@@ -821,7 +821,8 @@ template <int left> static __device__ void wait_for_products() {
  * Activations
  *
  * Owns: what is done to rows of f32 between products: norms, rotary positions (RoFormer, eq. 34), gates, copies. All of it is
- * bound by launches and memory, so a thread simply takes one value, or a fixed group of threads one vector.
+ * bound by launches and memory, so a thread simply takes one value, or a fixed group of threads one vector. Of few rows nothing
+ * but latency counts: what a thread loads is on its way together, weights before the kernel in front has ended.
  */
 
 enum {
@@ -4014,7 +4015,8 @@ enum {
     SCORE_COLUMNS = 256,            /* of all query rows that share a read, at most */
     BATCH_QUERIES = SCORE_STEPS * SCORE_TILES * 16,     /* uint4 of 64 columns in shared memory */
     MAX_DEPTH = 4,                  /* of a warpgroup's pages on their way */
-    COMING_BYTES = 16 << 10,        /* of them; more do not come faster */
+    COMING_BYTES = 20 << 10,        /* of them; more do not come faster */
+    LONG_PART = 16,                 /* pages of a warpgroup; before so many, the first one comes sooner alone */
     LEAST_PAGES = 2,                /* of a block: with fewer blocks select_top's find room beside them */
     BINS = 2048,                    /* of the first 11 bits of a score's sortable key */
 };
@@ -4286,7 +4288,8 @@ static __device__ inline void begin_step(float (&sums)[COLUMNS / 2], const uint3
     else
         asm volatile("{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %37, 0;\nmov.b64 b, {%36, %38};\n"
                      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,"
-                     "%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, b, add, 1, 1, 0;\n}"
+                     "%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, b, add, "
+                     "1, 1, 0;\n}"
                      : SUMS(sums) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(queries + STEP * SCORE_TILES * 16),
                        "n"(STEP), "n"(256 / 16));
 }
@@ -4506,6 +4509,7 @@ enum {
     SELECT_WARPS = SELECT_THREADS / 32,
     SELECT_STEP = 128,              /* positions a warp visits at a time, four to a lane */
     SELECT_SPAN = 4096,             /* positions of a block for which another one is worth its while */
+    LEAST_SPLIT = 4,                /* blocks: fewer gain no more than they spend on each other */
     WIDE_SPAN = 8192,               /* the same from eight blocks on */
     LIST_LENGTH = 768,              /* of a warp */
     LIST_BYTES = SELECT_WARPS * LIST_LENGTH * (int)(sizeof(uint32_t) + sizeof(uint16_t)),
@@ -4767,8 +4771,8 @@ static void launch_select(int *ids, int *counts, int capacity, const float *scor
     CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeMaxDynamicSharedMemorySize, LIST_BYTES));
     if (gpu.major >= 9) CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     int split = 1;
-    while (2 * split <= largest_split() && 2 * split * n_rows <= gpu.multiprocessors &&
-           context > split * (split < 8 ? SELECT_SPAN : WIDE_SPAN))
+    while (context > SELECT_SPAN && 2 * split <= largest_split() && 2 * split * n_rows <= gpu.multiprocessors &&
+           (split < LEAST_SPLIT || context > split * (split < 8 ? SELECT_SPAN : WIDE_SPAN)))
         split *= 2;
     launch_early(select_top, dim3((unsigned)(split * n_rows)), SELECT_THREADS, LIST_BYTES, split, ids, counts, capacity, scores,
                  (size_t)context, rows);
@@ -4818,9 +4822,7 @@ static void launch_scores(float *scores, const float *q, const float *head_weigh
     shape.together = min(min(n_rows, SHARED_QUERIES), max(SCORE_COLUMNS / shape.columns, 1));
     while (shape.together > 1 && room_of_read(shape) > all_room) shape.together--;
     const bool tensor = suits_tensor_cores(shape) && room_of_read(shape) <= all_room;
-    /* No more than its pages can fill, so that select_top may find room beside it. */
-    const int more_pages = (min(pages_of_group, (int)MAX_DEPTH) - 1) * groups * PAGE_ROWS * (int)shape.format.stride;
-    const int room = min(room_of_read(shape) + more_pages, all_room);
+    const int room = pages_of_group < LONG_PART ? min(room_of_read(shape), all_room) : all_room;
     auto kernel = !tensor                  ? index_scores<0, false>
                   : is_e4m3(shape.format) ? scores_kernel<true>(shape.columns)
                                            : scores_kernel<false>(shape.columns);
