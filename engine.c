@@ -1169,9 +1169,7 @@ static void shape_cache(Cache *cache, const Config *config, const EngineOptions 
     cache->format = latent ? row_format(options->kv_dtype, config->kv_lora_rank, config->qk_rope_head_dim, 128)
                            : row_format(options->kv_dtype, 2 * config->num_key_value_heads * config->head_dim, 0,
                                         config->head_dim < 128 ? config->head_dim : 128);
-    const bool fp8 = options->kv_dtype == KV_F8;
-    cache->index_format = row_format(options->kv_dtype, fp8 ? config->index_head_dim : 0, fp8 ? 0 : config->index_head_dim, 128);
-    if (fp8) cache->index_format.stride = (cache->index_format.bytes + 15) / 16 * 16;  /* they cross the link in whole pages */
+    cache->index_format = index_row_format(options->kv_dtype, config->index_head_dim);
     cache->index_topk = !latent ? 0 : config->index_topk < cache->context ? config->index_topk : cache->context;
 }
 
