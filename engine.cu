@@ -4856,8 +4856,9 @@ static void index_select(Selection *selection, const float *q, const float *head
  * same bits beside any others.
  *
  * attend_kernel takes any shape, in f32. The others are for bf16 and fp8 rows of known shapes, on tensor cores: short_runs and
- * long_runs; hopper_kernel for the 512 + 64 values of GLM and DeepSeek, and latent_kernel for the same before sm_90. Under
- * --exact off (gpu.exact) hopper_kernel does not cut a list that one thread block has to itself.
+ * long_runs; latent_kernel for the 512 + 64 values of GLM and DeepSeek before sm_90; and for the same from there on hopper_kernel
+ * where there are many rows, weigh_lists_kernel and add_lists_kernel where there are few. These cut a list into tiles, which join
+ * in their order too. In hopper_kernel that happens in registers and costs nothing, so --exact off makes no difference.
  */
 
 enum {
@@ -6026,68 +6027,77 @@ static __global__ void __launch_bounds__(32 * WIDE_WARPS, 1) long_runs(Keys list
     }
 }
 
-/* ---- Hopper: the same on warpgroups. Of a thread block's four, two bring rows: they gather a tile of 64, widen it and hand
- * it over, two tiles in turns. Two multiply: the first scores and weighs a tile, then each adds up half of its values. A block
- * runs through one chunk of a list and leaves its part, or through the whole list, and then the sums so far wait in scratch
- * for each chunk to join. */
+/* ---- Hopper: the same on warpgroups. What is summed up by itself is a tile of 64 keys, whose weights are relative to its own
+ * largest score; tiles join in their order. Many rows: a thread block has a row's whole list, for 64 heads. Of its four
+ * warpgroups, two bring rows: they gather a tile, widen it and hand it over, two tiles in turns. Two multiply: the first scores
+ * and weighs a tile, then each adds up half of its values. Where there are more heads, two blocks bring half of each tile each,
+ * for both. Few rows: blocks that share a list weigh its tiles, and others add up some of the values for some of the heads. */
 
 enum {
-    CHUNK_KEYS = 256, HOPPER_KEYS = 64,       /* keys of a chunk, and of a tile */
-    CHUNK_TILES = CHUNK_KEYS / HOPPER_KEYS,
-    COLUMN_BLOCK = 64 * 128,      /* bytes of 64 columns of a tile or of the queries: 64 rows of 128 bytes, swizzled */
+    HOPPER_KEYS = 64,           /* keys of a tile */
+    COLUMN_BLOCK = 64 * 128,    /* bytes of 64 columns of a tile or of the queries: 64 rows of 128 bytes, swizzled */
     HOPPER_TILE = LATENT_WIDTH / 64 * COLUMN_BLOCK,
     CONSUMERS = 256, PRODUCERS = 256,       /* threads */
-    WARP_KEYS = HOPPER_KEYS / (PRODUCERS / 32),           /* of a tile, that a producing warp brings */
-    SCORE_REGISTERS = 208, VALUE_REGISTERS = 176, PRODUCER_REGISTERS = 64,      /* of a thread, by its warpgroup's work */
-    WEIGHTS_READY = 1, WEIGHTS_TAKEN, QUERY_READY, RESULT_READY,        /* barriers among the consumers */
-    AT_ONCE = 4,                /* times 16 bytes that a thread reads before it writes */
-    PART_FLOATS = LATENT_HEADS * (LATENT + 2),          /* of a chunk's part: values as threads hold them, maxima, sums */
+    HALF_KEYS = HOPPER_KEYS / 2,            /* of a tile, that are brought at a time: in a step */
+    STEPS_AHEAD = 4,            /* rows are fetched into the L2 cache */
+    CONSUMER_REGISTERS = 200, PRODUCER_REGISTERS = 56,      /* of a thread */
+    WEIGHTS_READY = 1, WEIGHTS_TAKEN, QUERY_READY, RESULT_READY,    /* barriers among the consumers, */
+    HALF_READY,                 /* and among the producers */
     RESULT_PITCH = LATENT * 4 + 16,         /* bytes from head to head of a result in shared memory: in other banks */
 };
 
-/* How a chunk joins those before it: what they are multiplied by, and what it is. */
+/* How a tile joins those before it: what they are multiplied by, and what it is. */
 struct Joining { float before, own; };
 
 struct HopperShared {
     uint8_t query[HOPPER_TILE], tiles[2][HOPPER_TILE];
-    uint4 weights[HOPPER_KEYS / 16][128];     /* of a tile, as the threads of a warpgroup hold them */
-    float shrink[LATENT_HEADS], maximum[LATENT_HEADS], sum[LATENT_HEADS];   /* of the chunks that have ended */
-    Joining joining[LATENT_HEADS];
+    uint4 weights[HOPPER_KEYS / 16][128];   /* of a tile, as the threads of a warpgroup hold them */
+    Joining joining[LATENT_HEADS];          /* of the tile that the weights are of */
+    float sum[LATENT_HEADS];                /* of a whole list */
     uint64_t full[2], empty[2];             /* barriers of the tiles */
 };
 
-/* What a thread block does: tiles of one row's list, for up to 64 heads. A chunk is CHUNK of them. */
+/* What a thread block does: tiles of one row's list, for up to 64 heads. */
 struct LatentTask {
     SelectedKeys keys;          /* the row's */
     const float *q;             /* [n_heads, LATENT_WIDTH] */
-    float *z, *parts;           /* [n_heads, LATENT] the result; [PART_FLOATS] of the first chunk, or of those so far */
+    float *z;                   /* [n_heads, LATENT] the result */
     int n_heads, begin, end, tiles;
     float scale;
-    bool whole;                 /* the list: the result is written. Otherwise a part for each chunk is */
 };
 
-static __device__ float join(float before, float own, const Joining &joining) {
-    return __fmaf_rn(before, joining.before, __fmul_rn(own, joining.own));
+static __device__ float fast_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 
-/* Four values as a thread holds them: two of a head, two of the head eight rows below. */
-static __device__ float4 join(float4 before, float4 own, const Joining &above, const Joining &below) {
-    return make_float4(join(before.x, own.x, above), join(before.y, own.y, above), join(before.z, own.z, below),
-                       join(before.w, own.w, below));
-}
-
-/* A chunk with this maximum and sum joins those before, whose maximum and sum become those of all. */
-static __device__ Joining join_sums(float *maximum, float *sum, float own_maximum, float own_sum) {
-    const float larger = fmaxf(*maximum, own_maximum), before = expf(*maximum - larger), own = expf(own_maximum - larger);
-    *sum = __fmaf_rn(*sum, before, __fmul_rn(own_sum, own));
+/* How a tile with this maximum joins those before, whose maximum becomes that of all. Exponents are of 2. */
+static __device__ Joining join_maximum(float *maximum, float own, float scale) {
+    const float larger = fmaxf(*maximum, own);
+    const Joining joining = {fast_exp2((*maximum - larger) * scale), fast_exp2((own - larger) * scale)};
     *maximum = larger;
-    return {before, own};
+    return joining;
+}
+
+static __device__ float join(float before, float own, const Joining &joining) {
+    return __fmaf_rn(own, joining.own, __fmul_rn(before, joining.before));
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+/* So far, or in a tile, for a thread's two heads: the largest score before scaling, and the sum of the thread's own weights. */
+struct Softmax { float maximum[2], sum[2]; };
 
+/* Two e4m3 times their scale, as bf16. */
+static __device__ uint32_t widen_two(uint32_t codes, float scale) {
+    const __half2 two = __half2(__nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)codes, __NV_E4M3));
+    return pair_bf16(__low2float(two) * scale, __high2float(two) * scale);
+}
 
-
+static __device__ uint4 widen_eight(uint2 codes, float scale) {
+    return make_uint4(widen_two(codes.x, scale), widen_two(codes.x >> 16, scale), widen_two(codes.y, scale),
+                      widen_two(codes.y >> 16, scale));
+}
 
 static __device__ void consumers_wait(int barrier) {
     asm volatile("bar.sync %0, %1;" :: "r"(barrier), "n"((int)CONSUMERS) : "memory");
@@ -6106,16 +6116,12 @@ static __device__ uint64_t matrix_at(uint32_t address, uint32_t apart) {
     return matrix;
 }
 
-
 #define EIGHT_OF(c, i) \
     "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
 #define THIRTY_TWO_OF(c, i) EIGHT_OF(c, i), EIGHT_OF(c, i + 8), EIGHT_OF(c, i + 16), EIGHT_OF(c, i + 24)
 #define FIRST_32 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
     "%26, %27, %28, %29, %30, %31"
-#define NEXT_32 \
-    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, " \
-    "%56, %57, %58, %59, %60, %61, %62, %63"
 
 /* c [64 heads, 64 keys] = (add ? c : 0) + a [64, 16] b^T, both in shared memory, by a warpgroup. */
 static __device__ void multiply_scores(float (&c)[32], uint64_t a, uint64_t b, int add) {
@@ -6124,139 +6130,142 @@ static __device__ void multiply_scores(float (&c)[32], uint64_t a, uint64_t b, i
                  : THIRTY_TWO_OF(c, 0) : "l"(a), "l"(b), "r"(add));
 }
 
-/* c [64 heads, 128 values], a thread's from its value `first` on, = (add ? c : 0) + a [64, 16 keys] b, b in shared memory. */
-template <int first> static __device__ void multiply_values(float (&c)[128], const uint32_t *a, uint64_t b, int add) {
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" FIRST_32 ", " NEXT_32 "}, "
-                 "{%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}"
-                 : THIRTY_TWO_OF(c, first), THIRTY_TWO_OF(c, first + 32)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+/* c [64 heads, 64 values] = (add ? c : 0) + a [64, 16 keys] b, b in shared memory. */
+static __device__ void multiply_values(float (&c)[32], const uint32_t *a, uint64_t b, int add) {
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" FIRST_32 "}, "
+                 "{%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}"
+                 : THIRTY_TWO_OF(c, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 
-static __device__ float fast_exp2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
+/* What products have left in c may be read from here on. */
+static __device__ void take_products(float (&c)[32]) { asm volatile("" : THIRTY_TWO_OF(c, 0) :: "memory"); }
+
+/* ---- pairs: two thread blocks of a cluster, which work on different heads of a row, bring half of each tile each, for both */
+
+static __device__ uint32_t pair_rank() {
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
 }
 
-/* The lane's row in a tile, of key `lane` % WARP_KEYS of its warp; behind the end, where weights are 0, the last one again. */
-static __device__ DeviceRow lane_row(const LatentTask &task, int tile) {
-    const int s = task.begin + tile * HOPPER_KEYS + threadIdx.x % PRODUCERS / 32 * WARP_KEYS + threadIdx.x % WARP_KEYS;
-    return task.keys.locations[min(s, task.end - 1)];
+/* The same place in the other block's shared memory. */
+static __device__ uint32_t other_address(const void *p) {
+    uint32_t address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(pair_rank() ^ 1));
+    return address;
 }
 
-static __device__ const uint8_t *latent_row(const LatentTask &task, DeviceRow row) {
-    return row_at(task.keys.pool, task.keys.format.stride, row);
+static __device__ void pair_wait() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-static __device__ const uint8_t *row_of_lane(const uint8_t *row, int lane) {
-    return (const uint8_t *)__shfl_sync(~0u, (unsigned long long)row, lane);
+/* Arrives at the other block's barrier. */
+static __device__ void arrive_at_other(uint64_t *barrier) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(other_address(barrier)) : "memory");
 }
 
-/* A warp's rows will be wanted soon: into the L2 cache, where fetching them takes less long. */
-static __device__ void prefetch_rows(const uint8_t *row, int bytes) {
-    if (threadIdx.x % 32 < WARP_KEYS)
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(row), "r"(bytes) : "memory");
+/* The block's half of a tile goes into the other block's tile too, whose barrier counts the bytes. By one thread. */
+static __device__ void give_half(uint8_t *tile, uint64_t *full) {
+    const uint32_t to = other_address(tile), barrier = other_address(full), half = pair_rank() * (COLUMN_BLOCK / 2);
+    for (int block = 0; block < LATENT_WIDTH / 64; block++)
+        asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                     :: "r"(to + block * COLUMN_BLOCK + half), "r"(shared_address(tile + block * COLUMN_BLOCK + half)),
+                        "n"(COLUMN_BLOCK / 2), "r"(barrier) : "memory");
 }
 
-/* Starts copying 64 bf16 columns of a warp's rows, from byte `from` on, to where they belong in `block`. */
-static __device__ void copy_columns(uint8_t *block, const uint8_t *row, int from) {
-    const int lane = threadIdx.x % 32, first = threadIdx.x % PRODUCERS / 32 * WARP_KEYS;
-#pragma unroll
-    for (int k = 0; k < WARP_KEYS; k += 4) {
-        const int key = k + lane / 8;
-        const uint8_t *source = row_of_lane(row, key) + from + lane % 8 * 16;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                     :: "r"(shared_address(block + (first + key) * 128 + (lane % 8 ^ key) * 16)), "l"(source) : "memory");
-    }
+/* ---- bringing rows: half a tile at a time, a row by eight lanes. Of a pair's tile, a block brings the half of its rank. */
+
+/* The thread's row of step `step`; behind the end, where weights are 0, the last one again. */
+template <bool PAIR> static __device__ DeviceRow row_of_step(const LatentTask &task, int step) {
+    const int half = PAIR ? 2 * step + pair_rank() : step, key = threadIdx.x % PRODUCERS / 8;
+    return task.keys.locations[min(task.begin + half * HALF_KEYS + key, task.end - 1)];
 }
 
-/* Two e4m3 as bf16: their bits at the right place, then times 2^120, which is exact. pick: which of `codes`, as prmt spells
- * it, each below a byte of its sign. scale = high + low: the result is value * scale, rounded once, but for a last bit at
- * times. */
-template <int pick> static __device__ uint32_t widen_two(uint32_t codes, __nv_bfloat162 high, __nv_bfloat162 low) {
-    uint32_t bits;
-    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(bits) : "r"(codes), "n"(pick));
-    bits = bits << 4 & 0x87f087f0;
-    __nv_bfloat162 value = __hmul2(*(__nv_bfloat162 *)&bits, __bfloat162bfloat162(__ushort_as_bfloat16(0x7b80)));
-    value = __hfma2(value, high, __hmul2(value, low));
-    return *(uint32_t *)&value;
+static __device__ const uint8_t *latent_row(const SelectedKeys &keys, DeviceRow row) {
+    return row_at(keys.pool, keys.format.stride, row);
 }
 
-/* A scale as the sum of two bf16 in one word, the larger one first. */
-static __device__ uint32_t split_scale(float scale) {
-    const float high = __bfloat162float(__float2bfloat16_rn(scale));
-    return pair_bf16(high, scale - high);
+/* Where piece `piece` of 16 bytes of a row belongs in a block of 64 columns. */
+static __device__ uint8_t *place_of(uint8_t *block, int key, int piece) {
+    return block + key * 128 + (piece ^ key % 8) * 16;
 }
 
-/* Eight values; one that is not a number makes all of them none, as it does to their row's score. */
-static __device__ uint4 widen_codes(uint2 codes, uint32_t scale) {
-    const uint32_t odd = ((codes.x & 0x7f7f7f7f) + 0x01010101) | ((codes.y & 0x7f7f7f7f) + 0x01010101);
-    if (odd & 0x80808080) scale = 0x7fff7fff;
-    const uint32_t twice[2] = {__byte_perm(scale, 0, 0x1010), __byte_perm(scale, 0, 0x3232)};
-    const __nv_bfloat162 high = *(__nv_bfloat162 *)&twice[0], low = *(__nv_bfloat162 *)&twice[1];
-    return make_uint4(widen_two<0x9180>(codes.x, high, low), widen_two<0xb3a2>(codes.x, high, low),
-                      widen_two<0x9180>(codes.y, high, low), widen_two<0xb3a2>(codes.y, high, low));
+/* A row will be wanted soon: into the L2 cache, where fetching it takes less long. */
+static __device__ void prefetch_row(const uint8_t *row) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(row), "n"(StoredRow<true>::PITCH) : "memory");
 }
 
-static __device__ uint2 load_codes(const uint8_t *from) {
-    uint2 codes;
-    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(codes.x), "=r"(codes.y) : "l"(from));
-    return codes;
+static __device__ uint4 load_piece(const uint8_t *from) {
+    uint4 piece;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w) : "l"(from));
+    return piece;
 }
 
 /* Brings bf16 rows: copies that tell the barrier themselves. */
 static __device__ void bring_bf16(HopperShared *shared, const LatentTask &task) {
-    DeviceRow next = lane_row(task, 0);
-    for (int t = 0; t < task.tiles; t++) {
-        const uint8_t *row = latent_row(task, next);
-        next = lane_row(task, t + 1);
-        if (t > 1) wait_at(&shared->empty[t % 2], t / 2 - 1);
+    const int piece = threadIdx.x % 8;
+    DeviceRow next = row_of_step<false>(task, 0);
+    for (int step = 0; step < 2 * task.tiles; step++) {
+        const int t = step / 2, key = step % 2 * HALF_KEYS + threadIdx.x % PRODUCERS / 8;
+        const uint8_t *row = latent_row(task.keys, next);
+        next = row_of_step<false>(task, step + 1);
+        if (t > 1 && step % 2 == 0) wait_at(&shared->empty[t % 2], t / 2 - 1);
 #pragma unroll
         for (int block = 0; block < LATENT_WIDTH / 64; block++)
-            copy_columns(shared->tiles[t % 2] + block * COLUMN_BLOCK, row, block * 128);
-        arrive_with_copies(&shared->full[t % 2]);
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                         :: "r"(shared_address(place_of(shared->tiles[t % 2] + block * COLUMN_BLOCK, key, piece))),
+                            "l"(row + block * 128 + piece * 16) : "memory");
+        if (step % 2) arrive_with_copies(&shared->full[t % 2]);
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-/* Brings fp8 rows. A lane has eight values of either half of each of its warp's rows; those of the next tile are on their way
- * while this one's are widened. Of the scales, lane l has group l / 8 of row l % 8. */
-static __device__ void bring_fp8(HopperShared *shared, const LatentTask &task) {
-    const int lane = threadIdx.x % 32, first = threadIdx.x % PRODUCERS / 32 * WARP_KEYS;
-    const uint8_t *row = latent_row(task, lane_row(task, 0));
-    DeviceRow after = lane_row(task, 1);
-    float scale = *(const float *)(row + LATENT + lane / WARP_KEYS * 4);
-    uint2 codes[WARP_KEYS][2];
+/* Brings fp8 rows. A row's lanes take its pieces of 16 values in turns, and eight of its plain columns each; those of the next
+ * step are on their way while this one's are widened, and those after them on their way to the L2 cache. */
+template <bool PAIR> static __device__ void bring_fp8(HopperShared *shared, const LatentTask &task) {
+    enum { PIECES = LATENT / 16 / 8, STEPS = PAIR ? 1 : 2 };
+    const int lane = threadIdx.x % 8, second = lane / 4;        /* which half of a piece goes first, for the banks */
+    const uint8_t *row = latent_row(task.keys, row_of_step<PAIR>(task, 0));
+    DeviceRow after = row_of_step<PAIR>(task, 1), later = row_of_step<PAIR>(task, STEPS_AHEAD);
+    uint4 codes[PIECES], plain, scales;
+    auto load_codes = [&](int i) { codes[i] = load_piece(row + (lane + i * 8) * 16); };
+    auto load_plain = [&] { plain = load_piece(row + LATENT + LATENT / 128 * 4 + lane * 16), scales = load_piece(row + LATENT); };
 #pragma unroll
-    for (int i = 0; i < 2 * WARP_KEYS; i++)
-        codes[i / 2][i % 2] = load_codes(row_of_lane(row, i / 2) + i % 2 * LATENT / 2 + lane * 8);
-    for (int t = 0; t < task.tiles; t++) {
-        uint8_t *to = shared->tiles[t % 2] + lane / 8 * COLUMN_BLOCK + first * 128;
-        const uint8_t *next = latent_row(task, after);
-        const uint32_t split = split_scale(scale);
-        after = lane_row(task, t + 2);
-        scale = *(const float *)(next + LATENT + lane / WARP_KEYS * 4);
-        if (t + 1 < task.tiles) prefetch_rows(next, StoredRow<true>::PITCH);
-        if (t > 1) wait_at(&shared->empty[t % 2], t / 2 - 1);
-        copy_columns(shared->tiles[t % 2] + LATENT / 64 * COLUMN_BLOCK, row, LATENT + LATENT / 128 * 4);
-        row = next;
+    for (int i = 0; i < PIECES; i++) load_codes(i);
+    load_plain();
+    if (lane == 0) prefetch_row(latent_row(task.keys, after));
+    for (int step = 0; step < STEPS * task.tiles; step++) {
+        const int t = step / STEPS, key = (PAIR ? pair_rank() : step % 2) * HALF_KEYS + threadIdx.x % PRODUCERS / 8;
+        uint8_t *tile = shared->tiles[t % 2];
+        uint64_t *full = &shared->full[t % 2];
+        if (lane == 0) prefetch_row(latent_row(task.keys, later));
+        row = latent_row(task.keys, after);
+        after = row_of_step<PAIR>(task, step + 2), later = row_of_step<PAIR>(task, step + 1 + STEPS_AHEAD);
+        if (t > 1 && step % STEPS == 0) wait_at(&shared->empty[t % 2], t / 2 - 1);
 #pragma unroll
-        for (int i = 0; i < 2 * WARP_KEYS; i++) {
-            const int k = i / 2, half = i % 2;
-            const uint32_t own = __shfl_sync(~0u, split, k + (half * 2 + lane / 16) * WARP_KEYS);
-            *(uint4 *)(to + half * 4 * COLUMN_BLOCK + k * 128 + (lane % 8 ^ k) * 16) = widen_codes(codes[k][half], own);
-            codes[k][half] = load_codes(row_of_lane(row, k) + half * LATENT / 2 + lane * 8);
+        for (int i = 0; i < PIECES; i++) {
+            const float scale = __uint_as_float(i == 0 ? scales.x : i == 1 ? scales.y : i == 2 ? scales.z : scales.w);
+            const uint2 low = make_uint2(codes[i].x, codes[i].y), high = make_uint2(codes[i].z, codes[i].w);
+            uint8_t *block = tile + (i * 2 + second) * COLUMN_BLOCK;
+            *(uint4 *)place_of(block, key, lane % 4 * 2 + second) = widen_eight(second ? high : low, scale);
+            *(uint4 *)place_of(block, key, lane % 4 * 2 + 1 - second) = widen_eight(second ? low : high, scale);
+            load_codes(i);
         }
-        asm volatile("cp.async.wait_all;" ::: "memory");
+        *(uint4 *)place_of(tile + LATENT / 64 * COLUMN_BLOCK, key, lane) = plain;
+        load_plain();
+        if (step % STEPS < STEPS - 1) continue;
         show_to_products();
-        arrive_at(&shared->full[t % 2]);
+        if (PAIR) asm volatile("bar.sync %0, %1;" :: "n"((int)HALF_READY), "n"((int)PRODUCERS) : "memory");
+        if (PAIR && threadIdx.x % PRODUCERS == 0) expect_bytes(full, HOPPER_TILE / 2), give_half(tile, full);
+        else arrive_at(full);
     }
 }
 
 /* By the consumers: the queries as bf16; heads that there are not are zeros. */
 static __device__ void load_query(HopperShared *shared, const LatentTask &task) {
-#pragma unroll 9
+#pragma unroll 12
     for (int i = threadIdx.x; i < LATENT_HEADS * LATENT_WIDTH / 4; i += CONSUMERS) {
         const int head = i / (LATENT_WIDTH / 4), j = i % (LATENT_WIDTH / 4) * 4;
         const float4 four = head < task.n_heads ? *(const float4 *)(task.q + head * LATENT_WIDTH + j) : make_float4(0, 0, 0, 0);
@@ -6265,6 +6274,13 @@ static __device__ void load_query(HopperShared *shared, const LatentTask &task) 
     }
     show_to_products();
     consumers_wait(QUERY_READY);
+}
+
+/* A warp of the consumers does not need a tile any more. */
+template <bool PAIR> static __device__ void release_tile(HopperShared *shared, int tile) {
+    if (threadIdx.x % 32) return;
+    arrive_at(&shared->empty[tile % 2]);
+    if (PAIR) arrive_at_other(&shared->empty[tile % 2]);
 }
 
 /* Starts scores [64 heads, 64 keys] of a tile. */
@@ -6281,92 +6297,72 @@ static __device__ void start_scores(float (&scores)[32], HopperShared *shared, i
     end_products();
 }
 
-/* Starts total [64 heads, this warpgroup's half of the values] = (fresh ? 0 : total) + weights . latents */
-static __device__ void start_values(float (&total)[128], const uint32_t (&weights)[16], HopperShared *shared, int tile,
-                                    bool fresh) {
-    const uint32_t values = shared_address(shared->tiles[tile % 2]) + threadIdx.x / 128 * 4 * COLUMN_BLOCK;
+/* Starts sums = weights . 64 of this warpgroup's half of the values. */
+static __device__ void start_slice(float (&sums)[32], const uint32_t (&weights)[16], HopperShared *shared, int tile, int slice) {
+    const uint32_t values = shared_address(shared->tiles[tile % 2]) + (threadIdx.x / 128 * 4 + slice) * COLUMN_BLOCK;
     begin_products();
 #pragma unroll
-    for (int k = 0; k < HOPPER_KEYS / 16; k++) {
-        const uint32_t at = values + k * 16 * 128;
-        multiply_values<0>(total, weights + 4 * k, matrix_at(at, COLUMN_BLOCK), !fresh || k > 0);
-        multiply_values<64>(total, weights + 4 * k, matrix_at(at + 2 * COLUMN_BLOCK, COLUMN_BLOCK), !fresh || k > 0);
-    }
+    for (int k = 0; k < HOPPER_KEYS / 16; k++)
+        multiply_values(sums, weights + 4 * k, matrix_at(values + k * 16 * 128, COLUMN_BLOCK), k > 0);
     end_products();
 }
 
 static __device__ void shrink_total(float (&total)[128], float above, float below) {
     if (__all_sync(~0u, above == 1 && below == 1)) return;          /* as it mostly is, once the largest has been seen */
 #pragma unroll
-    for (int i = 0; i < 128; i += 4) total[i] *= above, total[i + 1] *= above, total[i + 2] *= below, total[i + 3] *= below;
+    for (int i = 0; i < 128; i += 4)
+        total[i] = __fmul_rn(total[i], above), total[i + 1] = __fmul_rn(total[i + 1], above),
+        total[i + 2] = __fmul_rn(total[i + 2], below), total[i + 3] = __fmul_rn(total[i + 3], below);
 }
 
-/* Of a chunk so far, for a thread's two heads: the largest score before scaling, and the sum of the thread's own weights. */
-struct Softmax { float maximum[2], sum[2]; };
+static __device__ void join_slice(float (&total)[128], const float (&sums)[32], int slice, float above, float below) {
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+        float *sum = &total[slice * 32 + i];
+        *sum = __fmaf_rn(sums[i], i % 4 < 2 ? above : below, *sum);
+    }
+}
 
-/* Scores become weights, n of them; what was added up before has to shrink. Exponents are of 2: scale is times log2(e). */
-static __device__ void weigh_scores(uint32_t (&weights)[16], float (&shrink)[2], Softmax *softmax, float (&scores)[32], int n,
-                                    float scale) {
+/* Adds a tile, 64 of this warpgroup's values after the other; meanwhile the other warpgroup's are multiplied. */
+static __device__ void add_tile(float (&total)[128], float (&sums)[32], const uint32_t (&weights)[16], HopperShared *shared,
+                                int tile, const Joining (&joining)[2]) {
+    start_slice(sums, weights, shared, tile, 0);
+    shrink_total(total, joining[0].before, joining[1].before);
+#pragma unroll
+    for (int slice = 0; slice < 4; slice++) {
+        wait_for_products<0>();
+        take_products(sums);
+        join_slice(total, sums, slice, joining[0].own, joining[1].own);
+        if (slice < 3) start_slice(sums, weights, shared, tile, slice + 1);
+    }
+}
+
+/* Scores become weights, n of them, relative to their own maximum. Exponents are of 2: scale is times log2(e). */
+static __device__ Softmax weigh_scores(uint32_t (&weights)[16], float (&scores)[32], int n, float scale) {
+    Softmax own;
 #pragma unroll
     for (int i = 0; i < 32 && n < HOPPER_KEYS; i++)
         if (i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2 >= n) scores[i] = -FLT_MAX;
 #pragma unroll
     for (int below = 0; below < 2; below++) {
-        float largest = softmax->maximum[below], other = -FLT_MAX, sum[2] = {0, 0};
+        float largest = -FLT_MAX, other = -FLT_MAX, sum[2] = {0, 0};
 #pragma unroll
         for (int i = 2 * below; i < 32; i += 4) largest = fmaxf(largest, scores[i]), other = fmaxf(other, scores[i + 1]);
         largest = fmaxf(largest, other);
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-        const float offset = -largest * scale;
+        const float offset = __fmul_rn(-largest, scale);
 #pragma unroll
         for (int i = 0; i < 16; i++) {
             float *score = &scores[i / 2 * 4 + 2 * below + i % 2];
-            sum[i % 2] += *score = fast_exp2(fmaf(*score, scale, offset));
+            sum[i % 2] = __fadd_rn(sum[i % 2], *score = fast_exp2(__fmaf_rn(*score, scale, offset)));
         }
-        shrink[below] = fast_exp2((softmax->maximum[below] - largest) * scale);
-        softmax->sum[below] = softmax->sum[below] * shrink[below] + (sum[0] + sum[1]);
-        softmax->maximum[below] = largest;
+        own.sum[below] = __fadd_rn(sum[0], sum[1]);
+        own.maximum[below] = largest;
     }
 #pragma unroll
     for (int i = 0; i < 16; i++) weights[i] = pair_bf16(scores[2 * i], scores[2 * i + 1]);
-}
-
-/* The end of the chunk that tile t is the last of, for one head; the four threads that share it come together. */
-template <int CHUNK>
-static __device__ void end_chunk(HopperShared *shared, const LatentTask &task, int t, int head, float maximum, float sum) {
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    maximum = __fmul_rn(maximum, task.scale);
-    if (threadIdx.x % 4) return;
-    if (!task.whole) {
-        float *sums = task.parts + (size_t)(t / CHUNK) * PART_FLOATS + LATENT_HEADS * LATENT;
-        sums[head] = maximum, sums[LATENT_HEADS + head] = sum;
-    } else if (t < CHUNK) shared->maximum[head] = maximum, shared->sum[head] = sum, shared->joining[head] = {0, 1};
-    else shared->joining[head] = join_sums(&shared->maximum[head], &shared->sum[head], maximum, sum);
-}
-
-/* The sums of the chunk that tile t is the last of go to scratch, as its part, or joined with those of the chunks before;
- * those of a whole list's last chunk stay where they are. */
-template <int CHUNK>
-static __device__ void put_chunk(float (&total)[128], const LatentTask &task, int t, const Joining &above, const Joining &below) {
-    const bool joins = task.whole && t >= CHUNK, stays = task.whole && t + 1 == task.tiles;
-    float4 *at = (float4 *)(task.parts + (task.whole ? 0 : (size_t)(t / CHUNK) * PART_FLOATS))
-                 + threadIdx.x / 128 * 32 * 128 + threadIdx.x % 128;
-#pragma unroll
-    for (int i = 0; i < 32; i += AT_ONCE) {
-        float4 before[AT_ONCE];
-#pragma unroll
-        for (int j = 0; j < AT_ONCE && joins; j++) before[j] = __ldcg(at + (i + j) * 128);
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) {
-            float *own = total + (i + j) * 4;
-            if (joins)
-                own[0] = join(before[j].x, own[0], above), own[1] = join(before[j].y, own[1], above),
-                own[2] = join(before[j].z, own[2], below), own[3] = join(before[j].w, own[3], below);
-            if (!stays) __stcg(at + (i + j) * 128, make_float4(own[0], own[1], own[2], own[3]));
-        }
-    }
+    return own;
 }
 
 /* Writes the result, once nobody needs the tiles any more: gathered in their place, so that whole rows go to memory. */
@@ -6390,129 +6386,345 @@ static __device__ void put_result(const float (&total)[128], HopperShared *share
                     "n"(LATENT * 4) : "memory");
 }
 
-/* The warpgroup that scores and weighs tiles, and adds up the first half of the values. A chunk's sums are put away while the
- * next tile is scored; the last tile is scored twice, since a branch around products would make each of them wait.
- */
-template <int CHUNK> static __device__ void score_tiles(HopperShared *shared, const LatentTask &task) {
+/* The warpgroup that scores and weighs tiles, and adds up the first half of the values. The last tile is scored twice, since a
+ * branch around products would make each of them wait. */
+template <bool PAIR> static __device__ void score_tiles(HopperShared *shared, const LatentTask &task) {
     const int thread = threadIdx.x, head = thread / 32 * 16 + thread % 32 / 4;
-    float scores[32], total[128], shrink[2];
+    float scores[32], total[128];
     uint32_t weights[16];
     Softmax softmax = {{-FLT_MAX, -FLT_MAX}, {0, 0}};
+#pragma unroll
+    for (int i = 0; i < 128; i++) total[i] = 0;
     start_scores(scores, shared, 0);
     wait_for_products<0>();
-    int t = 0;
-    do {
-        const bool last = t + 1 == task.tiles, ends = last || (t + 1) % CHUNK == 0, fresh = t % CHUNK == 0;
-        weigh_scores(weights, shrink, &softmax, scores, task.end - task.begin - t * HOPPER_KEYS,
-                     task.scale * 1.4426950408889634f);
+    take_products(scores);
+    for (int t = 0; t < task.tiles; t++) {
+        const float scale = task.scale * LOG2_E;
+        const Softmax own = weigh_scores(weights, scores, task.end - task.begin - t * HOPPER_KEYS, scale);
+        Joining joining[2];
+        for (int below = 0; below < 2; below++) {
+            joining[below] = join_maximum(&softmax.maximum[below], own.maximum[below], scale);
+            softmax.sum[below] = join(softmax.sum[below], own.sum[below], joining[below]);
+        }
         if (t) consumers_wait(WEIGHTS_TAKEN);
 #pragma unroll
         for (int k = 0; k < HOPPER_KEYS / 16; k++) shared->weights[k][thread] = *(const uint4 *)(weights + 4 * k);
-        if (thread % 4 == 0) shared->shrink[head] = shrink[0], shared->shrink[head + 8] = shrink[1];
-        for (int below = 0; below < 2 && ends; below++) {
-            end_chunk<CHUNK>(shared, task, t, head + 8 * below, softmax.maximum[below], softmax.sum[below]);
-            softmax.maximum[below] = -FLT_MAX, softmax.sum[below] = 0;
-        }
+        if (thread % 4 == 0) shared->joining[head] = joining[0], shared->joining[head + 8] = joining[1];
         consumers_tell(WEIGHTS_READY);
-        if (!fresh) shrink_total(total, shrink[0], shrink[1]);
-        start_values(total, weights, shared, t, fresh);
+        add_tile(total, scores, weights, shared, t, joining);
+        release_tile<PAIR>(shared, t);
+        start_scores(scores, shared, min(t + 1, task.tiles - 1));
         wait_for_products<0>();
-        if (thread % 32 == 0) arrive_at(&shared->empty[t % 2]);
-        __syncwarp();           /* end_chunk's joining is for the whole warp */
-        start_scores(scores, shared, last ? t : t + 1);
-        if (ends) put_chunk<CHUNK>(total, task, t, shared->joining[head], shared->joining[head + 8]);
-        wait_for_products<0>();
-    } while (++t < task.tiles);
-    if (task.whole) put_result(total, shared, task);
+        take_products(scores);
+    }
+#pragma unroll
+    for (int below = 0; below < 2; below++) {
+        float sum = softmax.sum[below];
+        sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 1));
+        sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 2));
+        if (thread % 4 == 0) shared->sum[head + 8 * below] = sum;
+    }
+    put_result(total, shared, task);
 }
 
 /* The warpgroup that adds up the other half. */
-template <int CHUNK> static __device__ void add_tiles(HopperShared *shared, const LatentTask &task) {
+template <bool PAIR> static __device__ void add_tiles(HopperShared *shared, const LatentTask &task) {
     const int thread = threadIdx.x % 128, head = thread / 32 * 16 + thread % 32 / 4;
-    float total[128];
+    float total[128], sums[32];
     uint32_t weights[16];
+#pragma unroll
+    for (int i = 0; i < 128; i++) total[i] = 0;
     for (int t = 0; t < task.tiles; t++) {
-        const bool last = t + 1 == task.tiles, ends = last || (t + 1) % CHUNK == 0, fresh = t % CHUNK == 0;
         consumers_wait(WEIGHTS_READY);
 #pragma unroll
         for (int k = 0; k < HOPPER_KEYS / 16; k++) *(uint4 *)(weights + 4 * k) = shared->weights[k][thread];
-        const Joining above = shared->joining[head], below = shared->joining[head + 8];
-        const float shrink[2] = {shared->shrink[head], shared->shrink[head + 8]};
-        if (!last) consumers_tell(WEIGHTS_TAKEN);
-        if (!fresh) shrink_total(total, shrink[0], shrink[1]);
+        const Joining joining[2] = {shared->joining[head], shared->joining[head + 8]};
+        if (t + 1 < task.tiles) consumers_tell(WEIGHTS_TAKEN);
         show_to_products();
-        start_values(total, weights, shared, t, fresh);
-        wait_for_products<0>();
-        if (thread % 32 == 0) arrive_at(&shared->empty[t % 2]);
-        if (ends) put_chunk<CHUNK>(total, task, t, above, below);
+        add_tile(total, sums, weights, shared, t, joining);
+        release_tile<PAIR>(shared, t);
     }
-    if (task.whole) put_result(total, shared, task);
+    put_result(total, shared, task);
 }
 
 #endif
 
-/* Grid: rows, groups of 64 heads, groups of `each` chunks, or the whole list. kept: parts of a row and 64 heads. */
-template <bool FP8, int CHUNK>
+
+/* Grid: groups of 64 heads, of which two make a pair, and rows. */
+template <bool FP8, bool PAIR>
 static __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1)
-hopper_kernel(SelectedKeys lists, float *z, float *parts, const float *q, int first_row, int heads, float scale, int kept,
-              int each) {
+hopper_kernel(SelectedKeys lists, float *z, const float *q, int heads, float scale) {
+    begin_kernel();
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) uint8_t hopper_shared[];
+    HopperShared *shared = (HopperShared *)hopper_shared;
+    const int first_head = blockIdx.x * LATENT_HEADS, group = threadIdx.x / 128;
+    const size_t row_head = (size_t)blockIdx.y * heads + first_head;
+    LatentTask task = {.keys = lists.of(blockIdx.y), .q = q + row_head * LATENT_WIDTH, .z = z + row_head * LATENT,
+                       .n_heads = min(heads - first_head, (int)LATENT_HEADS), .begin = 0, .end = 0, .tiles = 0, .scale = scale};
+    task.end = task.keys.length, task.tiles = divide_up(task.end, HOPPER_KEYS);
+    if (!task.tiles) {          /* a sum over nothing, divided by 0 */
+        for (int i = threadIdx.x; i < task.n_heads * LATENT; i += blockDim.x) task.z[i] = __int_as_float(0x7fffffff);
+        return;
+    }
+    if (!threadIdx.x) {
+        for (int i = 0; i < 2; i++)
+            start_barrier(&shared->full[i], PRODUCERS), start_barrier(&shared->empty[i], (PAIR ? 2 : 1) * CONSUMERS / 32);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    if (PAIR) pair_wait();
+    else __syncthreads();
+    if (group >= CONSUMERS / 128) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"((int)PRODUCER_REGISTERS));
+        if constexpr (FP8) bring_fp8<PAIR>(shared, task);
+        else bring_bf16(shared, task);
+    } else if (group == 0) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"((int)CONSUMER_REGISTERS));
+        load_query(shared, task);
+        score_tiles<PAIR>(shared, task);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"((int)CONSUMER_REGISTERS));
+        load_query(shared, task);
+        add_tiles<PAIR>(shared, task);
+    }
+    if (PAIR) pair_wait();      /* neither goes as long as the other may still write to it */
+#endif
+}
+
+/* ---- few rows: thread blocks that share a list weigh its tiles, and others add up some of the values for some of the heads.
+ * What the former leave in scratch is in the order in which the latter's products want it: 16 bytes for each thread of a warp. */
+
+enum {
+    LIST_GROUPS = LATENT_HEADS / 16,
+    FEW_LISTS = 36,             /* rows and groups of 64 heads, that leave multiprocessors idle when each has a thread block */
+    ADDERS = 512,               /* threads */
+    KEY_STEPS = HOPPER_KEYS / 16, VALUE_PAIRS = LATENT / 16,    /* products of a tile: over 16 keys, for twice eight values */
+};
+
+/* Of 16 heads. */
+struct WeighedTile {
+    uint4 weights[KEY_STEPS][32];
+    float sums[16][4], maximum[16];         /* of a head: its threads' sums, and the largest score before scaling */
+};
+
+struct TileValues { uint4 pairs[VALUE_PAIRS][KEY_STEPS][32]; };
+
+/* Scratch of few rows: values [rows, tiles], tiles [rows, groups of 16 heads, tiles]. */
+struct Weighed {
+    TileValues *values;
+    WeighedTile *tiles;
+    int n_tiles, groups;        /* of a row */
+    __device__ TileValues *values_of(int row, int tile) const { return values + (size_t)row * n_tiles + tile; }
+    __device__ WeighedTile *tile_of(int row, int group, int tile) const {
+        return tiles + ((size_t)row * groups + group) * n_tiles + tile;
+    }
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+/* By one warpgroup: the weights of the block's tiles, of which the first is tile `first` of the list, go to scratch. */
+static __device__ void leave_weights(HopperShared *shared, const LatentTask &task, const Weighed &to, int first) {
+    const int lane = threadIdx.x % 32, head = lane / 4;
+    float scores[32];
+    uint32_t weights[16];
+    for (int t = 0; t < task.tiles; t++) {
+        WeighedTile *tile = to.tile_of(blockIdx.x, blockIdx.y * LIST_GROUPS + threadIdx.x / 32, first + t);
+        start_scores(scores, shared, t);
+        wait_for_products<0>();
+        take_products(scores);
+        release_tile<false>(shared, t);
+        const Softmax own = weigh_scores(weights, scores, task.end - task.begin - t * HOPPER_KEYS, task.scale * LOG2_E);
+#pragma unroll
+        for (int k = 0; k < KEY_STEPS; k++) tile->weights[k][lane] = *(const uint4 *)(weights + 4 * k);
+#pragma unroll
+        for (int below = 0; below < 2; below++) {
+            tile->sums[head + 8 * below][lane % 4] = own.sum[below];
+            if (lane % 4 == 0) tile->maximum[head + 8 * below] = own.maximum[below];
+        }
+    }
+}
+
+/* By another: the values of the tiles. */
+static __device__ void leave_values(HopperShared *shared, const LatentTask &task, const Weighed &to, int first) {
+    const int lane = threadIdx.x % 32;
+    for (int t = 0; t < task.tiles; t++) {
+        TileValues *values = to.values_of(blockIdx.x, first + t);
+        wait_at(&shared->full[t % 2], t / 2);
+#pragma unroll 8
+        for (int i = threadIdx.x % 128 / 32; i < VALUE_PAIRS * KEY_STEPS; i += 4) {
+            const int pair = i / KEY_STEPS, k = i % KEY_STEPS;
+            uint32_t b[4];
+            load_transposed(b, (const __nv_bfloat16 *)place_of(shared->tiles[t % 2] + pair / 4 * COLUMN_BLOCK, k * 16 + lane % 16,
+                                                               pair % 4 * 2 + lane / 16));
+            values->pairs[pair][k][lane] = make_uint4(b[0], b[1], b[2], b[3]);
+        }
+        __syncwarp();
+        release_tile<false>(shared, t);
+    }
+}
+#endif
+
+/* Grid: rows, groups of 64 heads, groups of `each` tiles. */
+template <bool FP8>
+static __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1)
+weigh_lists_kernel(SelectedKeys lists, Weighed to, const float *q, int heads, float scale, int each) {
     begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t hopper_shared[];
     HopperShared *shared = (HopperShared *)hopper_shared;
     const int first_head = blockIdx.y * LATENT_HEADS, group = threadIdx.x / 128;
-    const size_t row_head = (size_t)(first_row + blockIdx.x) * heads + first_head;
-    LatentTask task = {.keys = lists.of(first_row + blockIdx.x), .q = q + row_head * LATENT_WIDTH, .z = z + row_head * LATENT,
-                       .parts = parts + ((size_t)(blockIdx.x * gridDim.y + blockIdx.y) * kept + blockIdx.z * each) * PART_FLOATS,
-                       .n_heads = min(heads - first_head, (int)LATENT_HEADS), .begin = (int)blockIdx.z * each * CHUNK_KEYS,
-                       .end = 0, .tiles = 0, .scale = scale, .whole = gridDim.z == 1};
-    task.end = min(task.keys.length, task.begin + each * CHUNK_KEYS), task.tiles = divide_up(task.end - task.begin, HOPPER_KEYS);
-    if (task.whole && !task.keys.length)            /* a sum over nothing, divided by 0 */
-        for (int i = threadIdx.x; i < task.n_heads * LATENT; i += blockDim.x) task.z[i] = __int_as_float(0x7fffffff);
+    const bool leaves = blockIdx.y == 0;            /* the values too, which all heads share */
+    LatentTask task = {.keys = lists.of(blockIdx.x), .q = q + ((size_t)blockIdx.x * heads + first_head) * LATENT_WIDTH, .z = NULL,
+                       .n_heads = min(heads - first_head, (int)LATENT_HEADS), .begin = (int)blockIdx.z * each * HOPPER_KEYS,
+                       .end = 0, .tiles = 0, .scale = scale};
+    task.end = min(task.keys.length, task.begin + each * HOPPER_KEYS);
+    task.tiles = divide_up(task.end - task.begin, HOPPER_KEYS);
     if (task.begin >= task.end) return;
     if (!threadIdx.x) {
-        for (int i = 0; i < 2; i++) start_barrier(&shared->full[i], PRODUCERS), start_barrier(&shared->empty[i], CONSUMERS / 32);
+        for (int i = 0; i < 2; i++)
+            start_barrier(&shared->full[i], PRODUCERS), start_barrier(&shared->empty[i], leaves ? CONSUMERS / 32 : 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
     if (group >= CONSUMERS / 128) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"((int)PRODUCER_REGISTERS));
-        if constexpr (FP8) bring_fp8(shared, task);
+        if constexpr (FP8) bring_fp8<false>(shared, task);
         else bring_bf16(shared, task);
-    } else if (group == 0) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"((int)SCORE_REGISTERS));
-        load_query(shared, task);
-        score_tiles<CHUNK>(shared, task);
-    } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"((int)VALUE_REGISTERS));
-        load_query(shared, task);
-        add_tiles<CHUNK>(shared, task);
+        return;
     }
+    load_query(shared, task);
+    if (group == 0) leave_weights(shared, task, to, blockIdx.z * each);
+    else if (leaves) leave_values(shared, task, to, blockIdx.z * each);
 #endif
 }
 
-/* Joins the parts of single chunks, as a block does that has the whole list. Grid: rows, groups of 64 heads, and which four of
- * the values that a thread holds. */
-static __global__ void join_kernel(const int *count, float *z, const float *parts, int heads, int chunks) {
-    begin_kernel();
-    const int used = divide_up(count[blockIdx.x], CHUNK_KEYS), thread = threadIdx.x, head = thread / 32 * 16 + thread % 32 / 4;
-    const float *part = parts + (size_t)(blockIdx.x * gridDim.y + blockIdx.y) * chunks * PART_FLOATS,
-                *sums = part + LATENT_HEADS * LATENT;
-    float4 total = *(const float4 *)(part + (blockIdx.z * 128 + thread) * 4);
-    float maximum[2] = {sums[head], sums[head + 8]}, sum[2] = {sums[LATENT_HEADS + head], sums[LATENT_HEADS + head + 8]};
-#pragma unroll 8
-    for (int chunk = 1; chunk < used; chunk++) {
-        part += PART_FLOATS, sums += PART_FLOATS;
-        const float4 own = *(const float4 *)(part + (blockIdx.z * 128 + thread) * 4);
-        const Joining above = join_sums(&maximum[0], &sum[0], sums[head], sums[LATENT_HEADS + head]),
-                      below = join_sums(&maximum[1], &sum[1], sums[head + 8], sums[LATENT_HEADS + head + 8]);
-        total = join(total, own, above, below);
+/* What a thread block of add_lists_kernel works on: 16 GROUPS heads and COLUMNS of the values. A warp multiplies for one of the
+ * groups; TILES of them are multiplied side by side, and then join in their order. */
+template <int GROUPS, int COLUMNS> struct Adding {
+    static const int TILES = ADDERS / 32 / GROUPS, HEADS = GROUPS * 16, PAIRS = COLUMNS / 16, ITEMS = GROUPS * COLUMNS / 8 * 32,
+                     OWN = (ITEMS + ADDERS - 1) / ADDERS, SUMMERS = ADDERS / 2;       /* from which thread on sums are added */
+    struct Shared {
+        float4 sums[TILES][ITEMS];          /* as the threads of warps hold them */
+        Joining joining[TILES][HEADS];
+        float sum[HEADS];
+    };
+    Weighed from;
+    int tiles;                              /* of the list */
+    uint4 weights[KEY_STEPS], values[PAIRS][KEY_STEPS];
+    float maximum, sums[TILES];             /* by the first threads, one of a tile and head; by the last, of a head's threads */
+
+    __device__ const WeighedTile *weighed(int group, int t) const {
+        return from.tile_of(blockIdx.x, blockIdx.y * GROUPS + group, min(t, tiles - 1));
     }
-    const float nothing = used ? 1 : __int_as_float(0x7fffffff), above = nothing / sum[0], below = nothing / sum[1];
-    const int first = blockIdx.y * LATENT_HEADS + head, column = blockIdx.z * 8 + thread % 4 * 2;
-    float *out = z + ((size_t)blockIdx.x * heads + first) * LATENT + column;
-    if (first < heads) *(float2 *)out = make_float2(total.x * above, total.y * above);
-    if (first + 8 < heads) *(float2 *)(out + 8 * LATENT) = make_float2(total.z * below, total.w * below);
+
+    __device__ void load(int first) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, summer = (int)threadIdx.x - SUMMERS;
+        const WeighedTile *tile = weighed(warp % GROUPS, first + warp / GROUPS);
+        const TileValues *columns = from.values_of(blockIdx.x, min(first + warp / GROUPS, tiles - 1));
+#pragma unroll
+        for (int k = 0; k < KEY_STEPS; k++) weights[k] = tile->weights[k][lane];
+#pragma unroll
+        for (int i = 0; i < PAIRS * KEY_STEPS; i++)
+            values[i / KEY_STEPS][i % KEY_STEPS] = columns->pairs[blockIdx.z * PAIRS + i / KEY_STEPS][i % KEY_STEPS][lane];
+        if (summer < 0) {
+            const int head = threadIdx.x / TILES;
+            maximum = weighed(head / 16, first + threadIdx.x % TILES)->maximum[head % 16];
+        } else if (summer < HEADS * 4)
+#pragma unroll
+            for (int t = 0; t < TILES; t++) sums[t] = weighed(summer / 64, first + t)->sums[summer / 4 % 16][summer % 4];
+    }
+
+    /* By the first threads, one for each tile and head; those of a head are neighbours. before: its largest score so far. */
+    __device__ void find_joining(Shared *shared, float *before, float scale) const {
+        const int t = threadIdx.x % TILES;
+        float largest = maximum;
+        for (int step = 1; step < TILES; step *= 2) {
+            const float other = __shfl_up_sync(~0u, largest, step, TILES);
+            if (t >= step) largest = fmaxf(largest, other);
+        }
+        largest = __shfl_up_sync(~0u, largest, 1, TILES);
+        largest = t ? fmaxf(largest, *before) : *before;
+        shared->joining[t][threadIdx.x / TILES] = join_maximum(&largest, maximum, scale);
+        *before = __shfl_sync(~0u, largest, TILES - 1, TILES);
+    }
+
+    __device__ void multiply(Shared *shared) const {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        float c[COLUMNS / 8][4] = {};
+#pragma unroll
+        for (int k = 0; k < KEY_STEPS; k++) {
+            const uint32_t a[4] = {weights[k].x, weights[k].y, weights[k].z, weights[k].w};
+#pragma unroll
+            for (int pair = 0; pair < PAIRS; pair++) {
+                multiply_bf16(c[2 * pair], a, values[pair][k].x, values[pair][k].y);
+                multiply_bf16(c[2 * pair + 1], a, values[pair][k].z, values[pair][k].w);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < COLUMNS / 8; j++)
+            shared->sums[warp / GROUPS][(warp % GROUPS * (COLUMNS / 8) + j) * 32 + lane] = *(const float4 *)c[j];
+    }
+};
+
+/* Grid: rows, groups of heads, groups of columns. */
+template <int GROUPS, int COLUMNS>
+static __global__ void __launch_bounds__(ADDERS)
+add_lists_kernel(const int *count, float *z, Weighed from, int heads, float scale) {
+    begin_kernel();
+    typedef Adding<GROUPS, COLUMNS> A;
+    extern __shared__ __align__(128) uint8_t add_shared[];
+    typename A::Shared *shared = (typename A::Shared *)add_shared;
+    A adding;
+    adding.from = from, adding.tiles = divide_up(count[blockIdx.x], HOPPER_KEYS);
+    const int lane = threadIdx.x % 32, tiles = adding.tiles, summer = (int)threadIdx.x - A::SUMMERS;
+    float maximum = -FLT_MAX, sum = 0;
+    float4 total[A::OWN];
+#pragma unroll
+    for (int i = 0; i < A::OWN; i++) total[i] = make_float4(0, 0, 0, 0);
+    if (tiles) adding.load(0);
+    for (int first = 0; first < tiles; first += A::TILES) {
+        const int n = min(tiles - first, (int)A::TILES);
+        float sums[A::TILES];
+#pragma unroll
+        for (int t = 0; t < A::TILES; t++) sums[t] = adding.sums[t];
+        if (summer < 0) adding.find_joining(shared, &maximum, scale * LOG2_E);
+        adding.multiply(shared);
+        __syncthreads();
+        adding.load(first + A::TILES);
+        if (summer >= 0 && summer < A::HEADS * 4)
+#pragma unroll
+            for (int t = 0; t < A::TILES; t++)
+                if (t < n) sum = join(sum, sums[t], shared->joining[t][summer / 4]);
+#pragma unroll
+        for (int i = 0; i < A::OWN; i++) {
+            const int item = i * ADDERS + threadIdx.x, head = item / (COLUMNS / 8 * 32) * 16 + lane / 4;
+            if (item >= A::ITEMS) break;
+#pragma unroll
+            for (int t = 0; t < A::TILES; t++) {
+                if (t >= n) break;
+                const Joining above = shared->joining[t][head], below = shared->joining[t][head + 8];
+                const float4 own = shared->sums[t][item];
+                total[i] = make_float4(join(total[i].x, own.x, above), join(total[i].y, own.y, above),
+                                       join(total[i].z, own.z, below), join(total[i].w, own.w, below));
+            }
+        }
+        __syncthreads();
+    }
+    if (summer >= 0 && summer < A::HEADS * 4) {
+        sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 1));
+        sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 2));
+        if (summer % 4 == 0) shared->sum[summer / 4] = tiles ? sum : __int_as_float(0x7fffffff);     /* over nothing: none */
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < A::OWN; i++) {
+        const int item = i * ADDERS + threadIdx.x, head = item / (COLUMNS / 8 * 32) * 16 + lane / 4,
+                  first = blockIdx.y * A::HEADS + head;
+        if (item >= A::ITEMS) break;
+        const float above = 1 / shared->sum[head], below = 1 / shared->sum[head + 8];
+        float *out = z + ((size_t)blockIdx.x * heads + first) * LATENT + blockIdx.z * COLUMNS + item / 32 % (COLUMNS / 8) * 8
+                     + lane % 4 * 2;
+        if (first < heads) *(float2 *)out = make_float2(total[i].x * above, total[i].y * above);
+        if (first + 8 < heads) *(float2 *)(out + 8 * LATENT) = make_float2(total[i].z * below, total[i].w * below);
+    }
 }
 
 /* ---- launches */
@@ -6589,24 +6801,45 @@ static bool suits_tiles(const RowFormat *format, int heads, int kv_heads, int di
            && (format->dtype == KV_BF16 || (format->group % dim == 0 && format->quantised % 16 == 0));
 }
 
-/* As many blocks a row as there is room for on the device: a row's bits do not depend on it, as long as they have to be exact.
- * Otherwise a block that has a whole list to itself does not cut it. */
+template <int GROUPS, int COLUMNS>
+static void add_lists(float *z, const SelectedKeys &keys, const Weighed &weighed, int n_rows, int heads, float scale) {
+    const size_t shared = sizeof(typename Adding<GROUPS, COLUMNS>::Shared);
+    allow_shared(add_lists_kernel<GROUPS, COLUMNS>, shared);
+    launch(add_lists_kernel<GROUPS, COLUMNS>, dim3(n_rows, divide_up(heads, 16 * GROUPS), LATENT / COLUMNS), ADDERS, shared,
+           keys.count, z, weighed, heads, scale);
+}
+
+/* The lists of few rows are weighed by as many blocks as there is room for, and added up by many. */
+static void attend_apart(float *z, const float *q, const SelectedKeys &keys, const Weighed &weighed, int n_rows, int heads,
+                         float scale) {
+    const int lists = n_rows * weighed.groups / LIST_GROUPS, room = gpu.multiprocessors / lists,
+              each = divide_up(weighed.n_tiles, room > 1 ? room : 1);
+    auto weigh = keys.format.dtype == KV_F8 ? weigh_lists_kernel<true> : weigh_lists_kernel<false>;
+    allow_shared(weigh, sizeof(HopperShared));
+    launch(weigh, dim3(n_rows, lists / n_rows, divide_up(weighed.n_tiles, each)), CONSUMERS + PRODUCERS, sizeof(HopperShared),
+           keys, weighed, q, heads, scale, each);
+    /* fewer heads and columns make more blocks, which read more */
+    if (lists <= 2) add_lists<1, 32>(z, keys, weighed, n_rows, heads, scale);
+    else if (lists <= 4) add_lists<2, 32>(z, keys, weighed, n_rows, heads, scale);
+    else if (lists <= 8) add_lists<2, 64>(z, keys, weighed, n_rows, heads, scale);
+    else add_lists<4, 64>(z, keys, weighed, n_rows, heads, scale);
+}
+
+/* A row's bits are the same whichever way is taken. */
 static void attend_on_hopper(float *z, const float *q, const SelectedKeys &keys, int n_rows, int heads, float scale) {
-    const int chunks = divide_up(keys.capacity, CHUNK_KEYS), groups = divide_up(heads, LATENT_HEADS),
-              most = (int)PARTIAL_FLOATS / (int)PART_FLOATS / groups, room = gpu.multiprocessors / (n_rows * groups),
-              each = divide_up(chunks, room > 1 ? room : 1);
-    const bool apart = each < chunks && n_rows * chunks <= most;
-    auto kernel = apart || gpu.exact
-                      ? (keys.format.dtype == KV_F8 ? hopper_kernel<true, CHUNK_TILES> : hopper_kernel<false, CHUNK_TILES>)
-                      : (keys.format.dtype == KV_F8 ? hopper_kernel<true, INT_MAX> : hopper_kernel<false, INT_MAX>);
-    allow_shared(kernel, sizeof(HopperShared));
-    for (int first = 0; first < n_rows; first += most) {
-        const dim3 grid(min(n_rows - first, most), groups, apart ? divide_up(chunks, each) : 1);
-        launch(kernel, grid, CONSUMERS + PRODUCERS, sizeof(HopperShared), keys, z, partials, q, first, heads, scale,
-               apart ? chunks : 1, apart ? each : chunks);
+    const int lists = n_rows * divide_up(heads, LATENT_HEADS), tiles = divide_up(keys.capacity, HOPPER_KEYS);
+    const bool fp8 = keys.format.dtype == KV_F8, pair = fp8 && lists / n_rows % 2 == 0;
+    const size_t values = (size_t)n_rows * tiles * sizeof(TileValues),
+                 weights = (size_t)lists * LIST_GROUPS * tiles * sizeof(WeighedTile);
+    if (lists <= FEW_LISTS && values + weights <= PARTIAL_FLOATS * sizeof(float)) {
+        TileValues *scratch = (TileValues *)partials;
+        return attend_apart(z, q, keys, {scratch, (WeighedTile *)(scratch + n_rows * tiles), tiles, lists / n_rows * LIST_GROUPS},
+                            n_rows, heads, scale);
     }
-    if (!apart) return;
-    launch(join_kernel, dim3(n_rows, groups, LATENT / 8), 128, 0, keys.count, z, partials, heads, chunks);
+    auto kernel = pair ? hopper_kernel<true, true> : fp8 ? hopper_kernel<true, false> : hopper_kernel<false, false>;
+    allow_shared(kernel, sizeof(HopperShared));
+    launch_early(kernel, dim3(lists / n_rows, n_rows), CONSUMERS + PRODUCERS, sizeof(HopperShared), pair ? 2 : 1, keys, z, q,
+                 heads, scale);
 }
 
 static void sparse_attention(float *z, const float *q, const RowPool *pool, const RowFormat *format, const DeviceRow *locations,

@@ -1423,8 +1423,8 @@ static void test_empty_selection(void) {
     }
 }
 
-/* Latent attention over lists that end before, at and behind the borders of tiles and chunks, for any number of heads. Each row is there
- * alone, where many thread blocks may share its list, and again and again among many, where one has all of it: with the same bits. */
+/* Latent attention over lists that end before, at and behind the borders of tiles, for any number of heads. Each row is there
+ * alone and beside few, where many thread blocks share its list, and among many, where one has all of it: with the same bits. */
 static void check_latent_lists(KvDtype dtype, int heads) {
     static const int lengths[] = {1, 63, 64, 65, 255, 256, 257, 2048, 0, 700, 129};
     enum {
@@ -1455,7 +1455,7 @@ static void check_latent_lists(KvDtype dtype, int heads) {
     const float *q_gpu = on_device(q, ROWS * query * sizeof *q);
     const DeviceRow *locations_gpu = on_device(locations, ROWS * CAPACITY * sizeof *locations);
     const int *count_gpu = on_device(count, sizeof count);
-    float *z = output_on_device(ROWS * result), *z_alone = output_on_device(result);
+    float *z = output_on_device(ROWS * result), *z_few = output_on_device(LISTS * result);
     cuda_backend.sparse_attention(z, q_gpu, &on_gpu, &format, locations_gpu, count_gpu, CAPACITY, ROWS, heads, 0.05f);
     float *got = fetch_output(z, ROWS * result, "latent attention");
     for (int r = 0; r < ROWS; r++) {
@@ -1467,14 +1467,15 @@ static void check_latent_lists(KvDtype dtype, int heads) {
         CHECK(!memcmp(first, got + r * result, result * sizeof *got),
               "latent attention, %d heads: %d keys, row %d has other bits", heads, count[r], r);
     }
-    for (int r = 0; r < LISTS; r++) {
-        cuda_backend.sparse_attention(z_alone, q_gpu + r * query, &on_gpu, &format, locations_gpu + r * CAPACITY, count_gpu + r,
-                                      CAPACITY, 1, heads, 0.05f);
-        float *alone = fetch_output(z_alone, result, "latent attention alone");
-        CHECK(!memcmp(alone, got + r * result, result * sizeof *got), "latent attention, %d heads: %d keys alone have other bits",
-              heads, count[r]);
-        free(alone);
-    }
+    for (int n = 1; n <= LISTS; n = n < 4 ? n + 1 : LISTS + n / LISTS)
+        for (int r = 0; r + n <= LISTS; r++) {
+            cuda_backend.sparse_attention(z_few, q_gpu + r * query, &on_gpu, &format, locations_gpu + r * CAPACITY, count_gpu + r,
+                                          CAPACITY, n, heads, 0.05f);
+            float *few = fetch_output(z_few, n * result, "latent attention over few rows");
+            CHECK(!memcmp(few, got + r * result, n * result * sizeof *got),
+                  "latent attention, %d heads: of %d rows, the one of %d keys or one behind it has other bits", heads, n, count[r]);
+            free(few);
+        }
     free_kept();
     free_device(pool_copy), free_device(staging_copy);
     free(pool), free(staging), free(q), free(wanted), free(locations), free(got);
