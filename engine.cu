@@ -2875,13 +2875,14 @@ static void route(int *picks, float *weights, const float *logits, const float *
 enum {
     EXPERT_WARPS = 16, EXPERT_THREADS = 32 * EXPERT_WARPS,
     X_BLOCK = 256,              /* columns of x that a warp brings to shared memory at a time */
-    SEGMENT = 128,              /* columns of a segment at least, of e2m1 four times that; the segments take tiles in turns */
+    SEGMENT = 128,              /* columns of a segment at least, of e2m1 eight times that; the segments take tiles in turns */
     MAX_SEGMENT_BITS = 3,
     TILE_ROWS = 16,             /* of weights in a tile: of one matrix, or eight each of gate and up */
     TILE_BYTES = 128,           /* of each of its rows */
     TILE_COLUMNS = 8,           /* rows of x that meet a tile */
     ENOUGH_STAGES = 3, MAX_STAGES = 4,              /* tiles that a warp has on their way; fewer where shared memory is small */
-    RUN = 4,                    /* units after which the next columns of the same expert have their turn: L2 has its weights */
+    RUN = 4,                    /* units after which the next rows of the same expert have their turn */
+    LONG_RUN = 32,              /* the same where rows are many, and neighbouring blocks take these at the same time */
     STRIPS = 3,                 /* of down, that a team multiplies by the same rows */
     MAX_SUMS = 192, MAX_DOWN_SUMS = 384,            /* columns of one segment's sums that wait in shared memory to be added up */
     DOWN_SUM_BYTES = MAX_DOWN_SUMS * TILE_ROWS * 4,
@@ -2902,6 +2903,7 @@ struct Experts {
     int n_rows, experts, per_token, hidden, inter;
     int slots;                  /* picks of a row; with the shared expert, which then is the last */
     bool aligned;               /* x allows loads of 16 bytes */
+    bool many;                  /* rows: an expert has more than half a tile of them */
     DType dtype[2];             /* how the experts' weights are multiplied, and the shared one's */
     int terms[2];               /* of x, that these meet */
     int segment_bits[3];        /* 2^bits warps share the columns of a strip, in either phase: a team */
@@ -2916,18 +2918,19 @@ struct Chosen { const uint8_t *data[3]; const void *scale[3]; };
 /* Up to `columns` rows that chose the same expert: order[begin] to order[begin of the next]. */
 struct Work { uint16_t chosen, begin; };
 
-/* What a block does. The first phase is a list of units, `units` for each work, dealt out in runs: a unit is a strip for each
- * team of warps, which all take the same unit at the same time. In the second phase a block has some strips and takes all works
- * for each: its tasks are a work and a group of up to STRIPS strips, which the teams take in turns, a round for all of them. The
- * shared expert's units come first: they are known beforehand. */
+/* What a block does. The first phase is a list of units, `units` for each work: a unit is a strip for each team of warps, which
+ * all take the same unit at the same time. A block has a stretch of that list, so that all have the same to do; or, where rows
+ * are many, long runs of it in turns with the others, so that L2 has the weights that several works need. In the second phase a
+ * block has some strips and takes all works for each: its tasks are a work and a group of up to STRIPS strips, which the teams
+ * take in turns, a round for all of them. The shared expert's units come first: they are known beforehand. */
 struct Plan {
     int units, works, shared_works;
-    int shared, gate;           /* units of the first phase, of the shared expert and of all */
+    int shared, gate;           /* units (or long runs) of the first phase, of the shared expert and of all */
     int first_shared, first_routed;                 /* where these begin in the list */
     int strips, groups, down;   /* of the second phase; rounds */
 };
 
-/* Some of it: a team's strips of one work that follow each other. A place is a unit, or a round after all units. */
+/* Some of it: a team's strips of one work that follow each other. A place is a unit or a long run, or after these a round. */
 struct Span { int work, strip, strips; };
 
 /* A block's shared memory. */
@@ -2984,7 +2987,7 @@ static __device__ void plan_shared(Plan *plan, const Experts &e) {
     plan->shared_works = e.slots > e.per_token ? divide_up(e.n_rows, e.columns) : 0;
     plan->works = plan->shared_works;
     plan->first_shared = share_begin(plan->shared_works * plan->units, block);
-    plan->gate = plan->shared = share_begin(plan->shared_works * plan->units, block + 1) - plan->first_shared;
+    if (!e.many) plan->gate = plan->shared = share_begin(plan->shared_works * plan->units, block + 1) - plan->first_shared;
     plan->strips = divide_up(divide_up(e.hidden, TILE_ROWS) - block, (int)gridDim.x);
     plan->groups = divide_up(plan->strips, STRIPS);
 }
@@ -2995,19 +2998,36 @@ static __device__ void plan_all(Plan *plan, const Experts &e, int works) {
               routed = works * plan->units - shared;
     plan->works = works;
     plan->first_routed = shared + share_begin(routed, last - block);
-    plan->gate = plan->shared + shared + share_begin(routed, last - block + 1) - plan->first_routed;
+    plan->gate = e.many ? divide_up(works * divide_up(plan->units, LONG_RUN) - block, (int)gridDim.x)
+                        : plan->shared + shared + share_begin(routed, last - block + 1) - plan->first_routed;
     plan->down = divide_up(plan->groups * works, teams_of(e, true));
+}
+
+/* The works of an expert: how many, from *first on, which is one of them beforehand. */
+static __device__ inline int find_works(const ExpertMemory &m, int *first) {
+    int n = 1;
+    while (*first && m.works[*first - 1].chosen == m.works[*first].chosen) --*first;
+    while (m.works[*first + n].chosen == m.works[*first].chosen) n++;
+    return n;
 }
 
 /* From unit `index` of the list on, at most so many. Those of an expert come in runs, each for all of its works. */
 static __device__ Span find_units(const Experts &e, const ExpertMemory &m, int index, int most) {
     const int units = m.plan->units, teams = teams_of(e, false);
-    int first = index / units, n = 1;
-    while (first && m.works[first - 1].chosen == m.works[first].chosen) first--;
-    while (m.works[first + n].chosen == m.works[first].chosen) n++;
+    int first = index / units;
+    const int n = find_works(m, &first);
     const int length = n == 1 ? units : RUN, offset = index - first * units, run = offset / (length * n) * length,
               rest = offset - run * n, here = min(length, units - run), work = rest / here, unit = rest - work * here;
     return {first + work, (run + unit) * teams + team_of(e, false), min(here - unit, most)};
+}
+
+/* A long run of the list. */
+static __device__ Span find_run(const Experts &e, const ExpertMemory &m, int index) {
+    const int runs = divide_up(m.plan->units, LONG_RUN);
+    int first = index / runs;
+    const int n = find_works(m, &first);
+    const int offset = index - first * runs, run = offset / n, unit = run * LONG_RUN;
+    return {first + offset - run * n, unit * teams_of(e, false) + team_of(e, false), min((int)LONG_RUN, m.plan->units - unit)};
 }
 
 /* A team's task in a round; no strips: none. */
@@ -3018,9 +3038,10 @@ static __device__ inline Span find_task(const Experts &e, const ExpertMemory &m,
     return {work, (int)blockIdx.x + begin * (int)gridDim.x, work < plan.works ? min((int)STRIPS, plan.strips - begin) : 0};
 }
 
-/* What is at a place of the plan for this warp's team. Not inlined: instructions that are seldom used are far away. */
+/* What is at a place of the plan for this warp's team. Not inlined: what is seldom needed is out of the way of the rest. */
 static __device__ __noinline__ Span find_span(const Experts &e, const ExpertMemory &m, int place) {
     const Plan &plan = *m.plan;
+    if (place < plan.gate && e.many) return find_run(e, m, (int)blockIdx.x + place * (int)gridDim.x);
     if (place < plan.shared) return find_units(e, m, plan.first_shared + place, plan.shared - place);
     if (place < plan.gate) return find_units(e, m, plan.first_routed + place - plan.shared, plan.gate - place);
     return find_task(e, m, place - plan.gate, team_of(e, true));
@@ -3144,6 +3165,7 @@ static __device__ inline int swizzled(int row) { return row % 2 * 4 + row / 2 % 
 static __device__ inline void copy_scales_to_shared(uint8_t *to, const uint8_t *from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(shared_address(to)), "l"(from) : "memory");
 }
+
 /* The place of the tile behind the one at `slot`, in a warp's part of the ring. */
 static __device__ inline int next_slot(const Experts &e, int slot) {
     return slot == (e.stages - 1) * e.slot_bytes ? 0 : slot + e.slot_bytes;
@@ -3200,7 +3222,7 @@ static __device__ inline bool next_strip(Stream *stream, const Experts &e, const
             if (stream->place >= plan.gate + plan.down) return false;
             span = find_span(e, m, stream->place);
             stream->down = stream->place >= plan.gate;
-            stream->place += stream->down ? 1 : span.strips;
+            stream->place += stream->down || e.many ? 1 : span.strips;
         }
         stream->strip = span.strip, stream->strips = span.strips - 1;
         open_span(stream, e, m, span.work, stream->down);
@@ -3353,8 +3375,10 @@ static __device__ inline uint2 halves_of_e4m3(uint32_t four) {
     return pairs;
 }
 
-/* Eight e2m1 weights, of which e4m3 has the bits too, as E2M1_REPAIR less: 0 and 2, 4 and 6, 1 and 3, 5 and 7. */
+/* The bits of an e2m1 value, in their places among those of e4m3, are that value by 2^6 too small. */
 static constexpr float E2M1_REPAIR = 0x1p6f;
+
+/* Eight e2m1 weights: 0 and 2, 4 and 6, 1 and 3, 5 and 7. */
 static __device__ inline uint4 halves_of_e2m1(uint32_t eight) {
     const uint2 even = halves_of_e4m3((eight << 4 & 0x80808080) | (eight << 2 & 0x1c1c1c1c)),
                 odd = halves_of_e4m3((eight & 0x80808080) | (eight >> 2 & 0x1c1c1c1c));
@@ -3635,7 +3659,7 @@ static __device__ inline void multiply_gate_up(Stream *stream, int *slot, const 
             put_columns(e, m, total, false, span.work, strip, used + team * count, count);
             used += teams * count;
         }
-        place += span.strips;
+        place += e.many ? 1 : span.strips;
     }
     __syncthreads();
     add_gate_up(e, m, used);
@@ -3723,15 +3747,15 @@ static DType streamed_type(const Matrix *gate, const Matrix *up, const Matrix *d
     return same && rows_aligned(gate->dtype, gate->cols) && rows_aligned(down->dtype, down->cols) ? gate->dtype : EXACT;
 }
 
-/* Cuts up a block's shared memory: as many rows of x beside a tile as there are, and as many stages as there is room for. What is
- * left is for rows of gated. */
+/* Cuts up a block's shared memory: as many rows of x beside a tile as there are, and as many stages as there is room for, where
+ * rows are many not quite enough. What is left is for rows of gated. */
 static size_t lay_out_experts(Experts *e) {
     const int picks = e->n_rows * e->slots, experts = e->experts + e->slots - e->per_token;
     const int teams = EXPERT_WARPS >> e->segment_bits[DOWN];
     const int lists = experts * (divide_up(e->n_rows, 32) * (int)sizeof(uint32_t) + (int)sizeof(uint16_t));
     const int x_row = x_stride(*e, e->hidden), gated_row = x_stride(*e, e->inter);
     e->slot_bytes = TILE_ROWS * TILE_BYTES + max(scale_bytes(e->dtype[0]), scale_bytes(e->dtype[1]));
-    for (int least = ENOUGH_STAGES; least; least--)
+    for (int least = e->many ? ENOUGH_STAGES - 1 : ENOUGH_STAGES; least; least--)
         for (e->columns = min(e->n_rows, (int)TILE_COLUMNS); e->columns; e->columns--)
             for (e->stages = MAX_STAGES; e->stages >= least; e->stages--) {
                 e->gated_rows = min(picks, teams * e->columns);
@@ -3760,7 +3784,7 @@ static int count_terms(DType dtype, const Experts &e) {
 /* As many segments as there are columns for, or the next lower power of two. */
 static int count_segment_bits(DType D, int cols) {
     int bits = 0;
-    while (bits < MAX_SEGMENT_BITS && 2 << bits <= divide_up(cols, D == DTYPE_F4_E2M1 ? 4 * SEGMENT : SEGMENT)) bits++;
+    while (bits < MAX_SEGMENT_BITS && 2 << bits <= divide_up(cols, D == DTYPE_F4_E2M1 ? 8 * SEGMENT : SEGMENT)) bits++;
     return bits;
 }
 
@@ -3768,8 +3792,9 @@ static void launch_experts(Experts e) {
     e.segment_bits[GATE] = e.segment_bits[UP] = count_segment_bits(e.dtype[0], e.hidden);
     e.segment_bits[DOWN] = count_segment_bits(e.dtype[0], e.inter);
     for (int i = 0; i < 2; i++) e.terms[i] = count_terms(e.dtype[i], e);
-    const size_t shared = lay_out_experts(&e);
     const int units = divide_up(e.inter, (EXPERT_WARPS >> e.segment_bits[GATE]) * TILE_ROWS / 2);
+    e.many = units >= LONG_RUN && 2 * e.n_rows * e.per_token > TILE_COLUMNS * e.experts;
+    const size_t shared = lay_out_experts(&e);
     const int strips = divide_up(e.hidden, TILE_ROWS);
     const int blocks = min(gpu.multiprocessors, max(e.n_rows * e.slots * units, strips));
     allow_shared(experts_kernel, shared);
@@ -3805,6 +3830,7 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
                         .x = in, .weights = weights + row * (size_t)per_token, .gated = scratch, .y = y + row * (size_t)hidden,
                         .n_rows = n, .experts = config->n_routed_experts, .per_token = per_token, .hidden = hidden,
                         .inter = inter, .slots = slots, .aligned = floats_aligned(in, (size_t)hidden),
+                        .many = false,
                         .dtype = {dtype, merged ? shared_dtype : dtype}, .terms = {}, .segment_bits = {}, .columns = 0,
                         .gated_rows = 0, .most_chosen = min(n * per_token, config->n_routed_experts) + merged, .stages = 0,
                         .slot_bytes = 0, .x_bytes = 0});
