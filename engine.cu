@@ -6255,9 +6255,13 @@ template <bool PAIR> static __device__ void bring_fp8(HopperShared *shared, cons
     const int lane = threadIdx.x % 8, second = lane / 4;        /* which half of a piece goes first, for the banks */
     const uint8_t *row = latent_row(task.keys, row_of_step<PAIR>(task, 0));
     DeviceRow after = row_of_step<PAIR>(task, 1), later = row_of_step<PAIR>(task, STEPS_AHEAD);
-    uint4 codes[PIECES], plain, scales;
-    auto load_codes = [&](int i) { codes[i] = load_piece(row + (lane + i * 8) * 16); };
-    auto load_plain = [&] { plain = load_piece(row + LATENT + LATENT / 128 * 4 + lane * 16), scales = load_piece(row + LATENT); };
+    uint4 codes[PIECES], plain;
+    float scales[PIECES];
+    auto load_codes = [&](int i) {
+        codes[i] = load_piece(row + (lane + i * 8) * 16);
+        asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(scales[i]) : "l"(row + LATENT + i * 4));
+    };
+    auto load_plain = [&] { plain = load_piece(row + LATENT + LATENT / 128 * 4 + lane * 16); };
 #pragma unroll
     for (int i = 0; i < PIECES; i++) load_codes(i);
     load_plain();
@@ -6272,11 +6276,10 @@ template <bool PAIR> static __device__ void bring_fp8(HopperShared *shared, cons
         if (t > 1 && step % STEPS == 0) wait_at(&shared->empty[t % 2], t / 2 - 1);
 #pragma unroll
         for (int i = 0; i < PIECES; i++) {
-            const float scale = __uint_as_float(i == 0 ? scales.x : i == 1 ? scales.y : i == 2 ? scales.z : scales.w);
             const uint2 low = make_uint2(codes[i].x, codes[i].y), high = make_uint2(codes[i].z, codes[i].w);
             uint8_t *block = tile + (i * 2 + second) * COLUMN_BLOCK;
-            *(uint4 *)place_of(block, key, lane % 4 * 2 + second) = widen_eight(second ? high : low, scale);
-            *(uint4 *)place_of(block, key, lane % 4 * 2 + 1 - second) = widen_eight(second ? low : high, scale);
+            *(uint4 *)place_of(block, key, lane % 4 * 2 + second) = widen_eight(second ? high : low, scales[i]);
+            *(uint4 *)place_of(block, key, lane % 4 * 2 + 1 - second) = widen_eight(second ? low : high, scales[i]);
             load_codes(i);
         }
         *(uint4 *)place_of(tile + LATENT / 64 * COLUMN_BLOCK, key, lane) = plain;
