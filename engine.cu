@@ -1124,11 +1124,14 @@ static void add_norm(float *y, float *x, const float *branch, const float *weigh
  * how many columns of the instruction are in use, is all that the number of rows of x decides. Many rows have a kernel of their
  * own, which takes the same steps in larger tiles.
  *
- * Weights are on their way into a ring in shared memory, 128 KB a multiprocessor, from before the kernel in front has ended. Four
- * threads fetch 64 neighbouring bytes of a row, and what a thread has fetched it uses as if it were the fragment it should have:
- * the order of k inside a product is free as long as both operands agree, so x is put into shared memory in the same order. f32
- * weights, and matrices whose rows do not begin at a multiple of 16 bytes, take the exact path: plain multiply-adds in f32, a
- * row of weights for each lane.
+ * Products of the same few rows share a launch, which small ones are little else than. A block multiplies for one of them,
+ * whatever its format; all have clusters of one size.
+ *
+ * Weights and their scales are on their way into a ring in shared memory, 128 KB a multiprocessor, from before the kernel in
+ * front has ended. Four threads fetch 64 neighbouring bytes of a row, and what a thread has fetched it uses as if it were the
+ * fragment it should have: the order of k inside a product is free as long as both operands agree, so x is put into shared memory
+ * in the same order. f32 weights, and matrices whose rows do not begin at a multiple of 16 bytes, take the exact path: plain
+ * multiply-adds in f32, a row of weights for each lane.
  */
 
 enum {
@@ -1243,9 +1246,9 @@ static __device__ inline uint8_t *scales_at(uint8_t *ring, int batch, int row) {
     return ring + RING_CHUNKS * CHUNK_BYTES + (batch % RING_BATCHES * STRIP + row) * SCALE_BYTES;
 }
 
-/* Starts to read a chunk, of the batch of columns from k on, into its place in the warp's ring, and with a batch's first chunk its
- * scales, a row for each lane. What a thread has fetched of a chunk it reads back itself, so nobody waits for another. Always a
- * group of copies, so that they can be counted. */
+/* Starts to read a chunk, of the batch of columns from k on, into its place in the warp's ring, and with a batch's first chunk
+ * its scales, a row for each lane. What a thread has fetched of a chunk it reads back itself, so nobody waits for another. Always
+ * a group of copies, so that they can be counted. */
 template <DType D> static __device__ inline void fetch_chunk(uint8_t *ring, const Strip &strip, int place, int k) {
     const int at = k + place % STRIP_CHUNKS * 4 * chunk_values(D);
     uint8_t *to = ring + place % RING_CHUNKS * CHUNK_BYTES + lane_id() * 16;
@@ -1741,7 +1744,8 @@ static void choose_cluster(Products *products) {
         double cost = 0;
         for (int i = 0; i < products->count; i++) {
             const Product &p = products->of[i];
-            cost += cut_cost(cut_of(cluster, segments_of(p) / cluster, p.w.cols, p.format), p.format, p.w.rows, p.heads, p.n_rows);
+            const Cut cut = cut_of(cluster, segments_of(p) / cluster, p.w.cols, p.format);
+            cost += cut_cost(cut, p.format, p.w.rows, p.heads, p.n_rows);
         }
         if (best && cost >= 0.97 * best_cost) continue;
         best = cluster;
@@ -2320,9 +2324,9 @@ static int terms_of(DType format, size_t weights) {
 /* Eight rows of x for each tile, as few tiles as hold all rows, if their shared memory is there. */
 static int choose_tiles(const Product &p) {
     if (p.format == EXACT) return 1;
-    for (int tiles = 4; tiles > 1; tiles /= 2)
-        if (p.n_rows > tiles * 4 && product_shared(p.format, p.cut, tiles * 8, p.terms) <= (int)gpu.shared_per_block) return tiles;
-    return 1;
+    const int most = (int)gpu.shared_per_block;
+    if (p.n_rows > 16 && product_shared(p.format, p.cut, 32, p.terms) <= most) return 4;
+    return p.n_rows > 8 && product_shared(p.format, p.cut, 16, p.terms) <= most ? 2 : 1;
 }
 
 static void plan(Product *p) {
@@ -2438,8 +2442,10 @@ template <DType D> static __device__ void load_absorbed(__nv_bfloat16 *weights, 
 
 /* And the scale of each row of weights. */
 template <DType D> static __device__ void load_absorbed_scales(float *scales, const Absorb &a, int head, int scale_column) {
-    for (int i = (int)threadIdx.x; i < absorb_depth(a); i += ABSORB_THREADS)
-        scales[i] = D == DTYPE_F8_E4M3 ? __ldcg(row_scales(&a.kv_b, head * (a.nope + a.v) + min(i, a.nope - 1)) + scale_column) : 1;
+    for (int i = (int)threadIdx.x; i < absorb_depth(a); i += ABSORB_THREADS) {
+        const int row = head * (a.nope + a.v) + min(i, a.nope - 1);
+        scales[i] = D == DTYPE_F8_E4M3 ? __ldcg(row_scales(&a.kv_b, row) + scale_column) : 1;
+    }
 }
 
 /* Four values of q as two terms. */
