@@ -671,6 +671,12 @@ static __device__ inline void start_copy_to_shared(uint8_t *to, const void *from
                  :: "r"(shared_address(to)), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
+/* 4 or 8 bytes likewise. */
+template <int BYTES> static __device__ inline void start_small_copy(uint8_t *to, const void *from, bool there) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                 :: "r"(shared_address(to)), "l"(from), "n"(BYTES), "r"(there ? BYTES : 0) : "memory");
+}
+
 /* What the thread has started since the last time is a group. */
 static __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -1271,11 +1277,14 @@ static void check_finite(PassReport *report, int place, const float *x, int n_ro
  * how many columns of the instruction are in use, is all that the number of rows of x decides. Many rows have a kernel of their
  * own, which takes the same steps in larger tiles.
  *
- * Weights are on their way into a ring in shared memory, 128 KB a multiprocessor, from before the kernel in front has ended. Four
- * threads fetch 64 neighbouring bytes of a row, and what a thread has fetched it uses as if it were the fragment it should have:
- * the order of k inside a product is free as long as both operands agree, so x is put into shared memory in the same order. f32
- * weights, and matrices whose rows do not begin at a multiple of 16 bytes, take the exact path: plain multiply-adds in f32, a
- * row of weights for each lane.
+ * Products of the same few rows share a launch, which small ones are little else than. A block multiplies for one of them,
+ * whatever its format; all have clusters of one size.
+ *
+ * Weights and their scales are on their way into a ring in shared memory, 128 KB a multiprocessor, from before the kernel in
+ * front has ended. Four threads fetch 64 neighbouring bytes of a row, and what a thread has fetched it uses as if it were the
+ * fragment it should have: the order of k inside a product is free as long as both operands agree, so x is put into shared memory
+ * in the same order. f32 weights, and matrices whose rows do not begin at a multiple of 16 bytes, take the exact path: plain
+ * multiply-adds in f32, a row of weights for each lane.
  */
 
 enum {
@@ -1284,7 +1293,9 @@ enum {
     STRIP_CHUNKS = 2,           /* of 16 bytes a row, that make a thread's batch */
     RING_CHUNKS = 4,            /* on their way from memory at a time */
     CHUNK_BYTES = 4 * 32 * 16,  /* of a warp: four rows of each thread */
-    RING_BYTES = RING_CHUNKS * CHUNK_BYTES,
+    SCALE_BYTES = 8,            /* of a row and batch at most: e2m1's exponents */
+    RING_BATCHES = RING_CHUNKS / STRIP_CHUNKS,
+    RING_BYTES = RING_CHUNKS * CHUNK_BYTES + RING_BATCHES * STRIP * SCALE_BYTES,
     MAX_CLUSTER = 8,
     STAGED_PAD = 64,            /* bytes behind each row of x there, so that eight lanes' 16 bytes meet different banks */
     SUM_STRIDE = STRIP + 4,     /* floats from column to column of a warp's sums; the 4 spread a fragment over the banks */
@@ -1344,18 +1355,12 @@ static_assert(EXPONENT_BLOCK == chunk_values(DTYPE_F4_E2M1), "a chunk of e2m1 we
  * chunk on. Offsets are from each fragment's first row. The exact path has one row, the first. */
 typedef struct Strip {
     const uint8_t *data[2];
-    const float *scale[2];
-    const uint8_t *exponents[2];
-    uint32_t row[4], scale_row[4];                  /* offsets: in bytes, and in scales */
+    uint32_t row[4];            /* offsets in bytes */
     int limit[2];               /* of the columns, less those before this thread's; 0 for a fragment outside the matrix */
+    const float *scale;         /* of the row of the strip that has the lane's number */
+    const uint8_t *exponents;   /* likewise */
     DType dtype;
 } Strip;
-
-/* The scales of a batch, on their way from memory while the one before is multiplied. */
-typedef struct Scales {
-    float scale[4];             /* e4m3 */
-    uint2 exponents[4];         /* e2m1: of each row, a byte for each of four threads' chunks; x: the first ones, y: the second */
-} Scales;
 
 enum { NO_BATCH = INT_MAX / 2 };                    /* a column past every matrix: fetches zeros, reads nothing */
 
@@ -1370,29 +1375,33 @@ static __device__ inline int power_of(int x) { return 31 - __clz(x); }
 template <DType D> static __device__ inline void set_fragment(Strip *strip, int m, const Matrix &w, int first) {
     const int lane = lane_id(), skipped = D == EXACT ? 0 : lane % 4 * chunk_values(D), begin = min(first, w.rows - 1);
     const DType dtype = D == EXACT ? w.dtype : D;
-    strip->dtype = w.dtype;
     strip->limit[m] = first < w.rows ? w.cols - skipped : 0;
     strip->data[m] = w.data + (size_t)begin * weight_bytes(dtype, (size_t)w.cols);
-    strip->scale[m] = row_scales(&w, begin);
-    strip->exponents[m] = dtype == DTYPE_F4_E2M1 ? w.exponents + (size_t)(w.first_row + begin) * (size_t)w.scale_cols : NULL;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int row = min(first + (D == EXACT ? lane % 16 : lane / 4 + i * 8), w.rows - 1) - begin;
-        const int scale_row = dtype == DTYPE_F4_E2M1 ? row : (w.first_row + begin + row) / SCALE_BLOCK
-                                                                 - (w.first_row + begin) / SCALE_BLOCK;
         strip->row[2 * m + i] = (uint32_t)((size_t)row * weight_bytes(dtype, (size_t)w.cols)
                                            + weight_bytes(dtype, (size_t)skipped));
-        strip->scale_row[2 * m + i] = (uint32_t)(scale_row * w.scale_cols);
     }
 }
 
 template <DType D> static __device__ inline void set_strip(Strip *strip, const Matrix &w, int first) {
+    const int row = min(first + lane_id(), w.rows - 1);
     set_fragment<D>(strip, 0, w, first);
     set_fragment<D>(strip, 1, w, first + 16);
+    strip->scale = row_scales(&w, row);
+    strip->exponents = w.exponents ? w.exponents + (size_t)(w.first_row + row) * (size_t)w.scale_cols : NULL;
+    strip->dtype = w.dtype;
 }
 
-/* Starts to read a chunk, of the batch of columns from k on, into its place in the warp's ring. A thread reads back what it has
- * fetched itself, so nobody waits for another. Always a group of copies, so that they can be counted. */
+/* Scales of a batch in the ring: of row `row` of the strip. */
+static __device__ inline uint8_t *scales_at(uint8_t *ring, int batch, int row) {
+    return ring + RING_CHUNKS * CHUNK_BYTES + (batch % RING_BATCHES * STRIP + row) * SCALE_BYTES;
+}
+
+/* Starts to read a chunk, of the batch of columns from k on, into its place in the warp's ring, and with a batch's first chunk
+ * its scales, a row for each lane. What a thread has fetched of a chunk it reads back itself, so nobody waits for another. Always
+ * a group of copies, so that they can be counted. */
 template <DType D> static __device__ inline void fetch_chunk(uint8_t *ring, const Strip &strip, int place, int k) {
     const int at = k + place % STRIP_CHUNKS * 4 * chunk_values(D);
     uint8_t *to = ring + place % RING_CHUNKS * CHUNK_BYTES + lane_id() * 16;
@@ -1400,34 +1409,21 @@ template <DType D> static __device__ inline void fetch_chunk(uint8_t *ring, cons
     for (int i = 0; i < 4; i++)
         start_copy_to_shared(to + i * 512, strip.data[i / 2] + (strip.row[i] + (uint32_t)weight_bytes(D, (size_t)at)),
                              at < strip.limit[i / 2]);
+    if (place % STRIP_CHUNKS == 0) {                /* also where only the other threads of a row have columns */
+        const bool there = k < strip.limit[0] + lane_id() % 4 * chunk_values(D);
+        uint8_t *scales = scales_at(ring, place / STRIP_CHUNKS, lane_id());
+        if (D == DTYPE_F8_E4M3) start_small_copy<4>(scales, strip.scale + (there ? k / SCALE_BLOCK : 0), there);
+        if (D == DTYPE_F4_E2M1) start_small_copy<8>(scales, strip.exponents + (there ? k / EXPONENT_BLOCK : 0), there);
+    }
     commit_copies();
 }
 
-/* Of a batch, also where only the other threads of a row have columns: the sums are of all four. */
-template <DType D> static __device__ inline void fetch_scales(Scales &scales, const Strip &strip, int k) {
-    if constexpr (D == DTYPE_F8_E4M3)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const bool there = k < strip.limit[i / 2] + lane_id() % 4 * chunk_values(D);
-            scales.scale[i] = there ? __ldg(strip.scale[i / 2] + (strip.scale_row[i] + k / SCALE_BLOCK)) : 0;
-        }
-    if constexpr (D == DTYPE_F4_E2M1)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const uint8_t *at = strip.exponents[i / 2] + (strip.scale_row[i] + (uint32_t)(k / EXPONENT_BLOCK));
-            scales.exponents[i] = k < strip.limit[i / 2] ? __ldg((const uint2 *)at) : make_uint2(0, 0);
-        }
-}
-
 /* A segment's first chunks, from column k on; batches are `step` columns apart, up to `rounds`. */
-template <DType D> static __device__ inline void fetch_first(uint8_t *ring, Scales &scales, const Strip &strip, int k, int step,
-                                                             int rounds) {
-    if constexpr (D != EXACT) {
+template <DType D> static __device__ inline void fetch_first(uint8_t *ring, const Strip &strip, int k, int step, int rounds) {
+    if constexpr (D != EXACT)
 #pragma unroll
         for (int c = 0; c < RING_CHUNKS; c++)
             fetch_chunk<D>(ring, strip, c, c / STRIP_CHUNKS < rounds ? k + c / STRIP_CHUNKS * step : NO_BATCH);
-        fetch_scales<D>(scales, strip, k);
-    }
 }
 
 /* Two f32 as the 16-bit type that meets weights of type D. */
@@ -1597,27 +1593,32 @@ static __device__ inline void multiply_stretch(float sum[2][TILES][4], const uin
         }
 }
 
-/* Batch i of a segment. In the ring, those that come RING_CHUNKS later take its place, from column `later` on; `next`: column
- * of the one behind it. x: this thread's first value of it in row 0. */
+/* Batch i of a segment. In the ring, the one RING_BATCHES later takes its place, from column `later` on. x: this thread's first
+ * value of it in row 0. */
 template <DType D, int TILES, int TERMS>
-static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *ring, Scales &scales, const Strip &strip, int i,
-                                             int next, int later, const uint8_t *x, int x_stride, int last_column) {
+static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *ring, const Strip &strip, int i, int later,
+                                             const uint8_t *x, int x_stride, int last_column) {
     constexpr bool scaled = D == DTYPE_F8_E4M3;
     constexpr int parts = chunk_values(D) / 8;
-    float sum[2][TILES][4] = {};
+    float sum[2][TILES][4] = {}, scale[4] = {};
     uint32_t factor[STRIP_CHUNKS][4] = {};
-    if constexpr (D == DTYPE_F4_E2M1) {
-#pragma unroll
-        for (int r = 0; r < 4; r++) {
-            factor[0][r] = e2m1_factor(scales.exponents[r].x);
-            factor[1][r] = e2m1_factor(scales.exponents[r].y);
-        }
-        fetch_scales<D>(scales, strip, next);
-    }
 #pragma unroll
     for (int u = 0; u < STRIP_CHUNKS; u++) {
         const int place = i * STRIP_CHUNKS + u;
         wait_for_copies<RING_CHUNKS - 1>();
+        if (u == 0 && (scaled || D == DTYPE_F4_E2M1)) {             /* rows that other lanes have fetched */
+            __syncwarp();
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                const uint8_t *scales = scales_at(ring, i, lane_id() / 4 + r * 8);
+                if (scaled) scale[r] = *(const float *)scales;
+                else {
+                    factor[0][r] = e2m1_factor(*(const uint32_t *)scales);
+                    factor[1][r] = e2m1_factor(*(const uint32_t *)(scales + 4));
+                }
+            }
+            __syncwarp();
+        }
         uint4 chunk[4];
 #pragma unroll
         for (int r = 0; r < 4; r++)
@@ -1628,13 +1629,10 @@ static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *
                                               last_column);
         fetch_chunk<D>(ring, strip, place, later);
     }
-    if constexpr (scaled) {
 #pragma unroll
-        for (int j = 0; j < 2 * TILES * 4; j++) {
-            const int m = j / (TILES * 4), tile = j / 4 % TILES, part = j % 4;
-            total[m][tile][part] = fmaf(scales.scale[2 * m + part / 2], sum[m][tile][part], total[m][tile][part]);
-        }
-        fetch_scales<D>(scales, strip, next);
+    for (int j = 0; scaled && j < 2 * TILES * 4; j++) {
+        const int m = j / (TILES * 4), tile = j / 4 % TILES, part = j % 4;
+        total[m][tile][part] = fmaf(scale[2 * m + part / 2], sum[m][tile][part], total[m][tile][part]);
     }
 }
 
@@ -1643,13 +1641,10 @@ static __device__ void multiply_exactly(float total[8], const Strip &strip, int 
                                         int last_column) {
     const int m = lane_id() / 16, limit = m ? strip.limit[1] : strip.limit[0];
     const uint8_t *data = (m ? strip.data[1] : strip.data[0]) + (m ? strip.row[2] : strip.row[0]);
-    const float *scale = m ? strip.scale[1] : strip.scale[0];
-    const uint8_t *exponents = m ? strip.exponents[1] : strip.exponents[0];
-    const uint32_t scale_row = m ? strip.scale_row[2] : strip.scale_row[0];
     for (int i = 0; i < batch_values(EXACT) && k + i < limit; i++) {
         float weight = load_stored(data, (size_t)(k + i), strip.dtype);
-        if (scale) weight *= scale[scale_row + (uint32_t)((k + i) / SCALE_BLOCK)];
-        if (exponents) weight *= widen_e8m0(exponents[scale_row + (uint32_t)((k + i) / EXPONENT_BLOCK)]);
+        if (strip.scale) weight *= strip.scale[(k + i) / SCALE_BLOCK];
+        if (strip.exponents) weight *= widen_e8m0(strip.exponents[(k + i) / EXPONENT_BLOCK]);
 #pragma unroll
         for (int c = 0; c < 8; c++) total[c] = fmaf(weight, x[min(c, last_column) * x_stride + i], total[c]);
     }
@@ -1682,8 +1677,8 @@ template <DType D> static __device__ inline int first_batch(const Cut &cut, int 
  * fetch_first has been called. In each round x of the next one is fetched, rounded and put into the other of two buffers,
  * while weights are on their way. All warps of the block come along. */
 template <DType D, int TILES, int TERMS>
-static __device__ void multiply_segment(uint8_t *ring, Scales &scales, const Strip &strip, const Input &input, const Cut &cut,
-                                        int from, uint8_t *staged) {
+static __device__ void multiply_segment(uint8_t *ring, const Strip &strip, const Input &input, const Cut &cut, int from,
+                                        uint8_t *staged) {
     const int stride = staged_stride(D, cut.along, TERMS), last = input.count - 1, step = round_columns(D, cut);
     const int place = (warp_id() & cut.along - 1) * term_bytes(D, 1) + (D == EXACT ? 0 : lane_id() % 4 * 16);
     float total[2][TILES][4] = {}, v[TILES][8];
@@ -1693,14 +1688,14 @@ static __device__ void multiply_segment(uint8_t *ring, Scales &scales, const Str
         uint8_t *now = staged + (i & 1) * input.count * stride, *then = staged + (~i & 1) * input.count * stride;
         if (more) fetch_input<D, TILES>(v, input, cut, k, 0);
         if (i >= 0) {
-            const int next = more ? first_batch<D>(cut, k) : NO_BATCH, ahead = RING_CHUNKS / STRIP_CHUNKS;
             if constexpr (D == EXACT)
                 multiply_exactly(&total[0][0][0], strip, first_batch<D>(cut, k - step), (const float *)(now + place), stride / 4,
                                  last);
             else
-                multiply_batch<D, TILES, TERMS>(total, ring, scales, strip, i, next,
-                                                i + ahead < cut.rounds ? first_batch<D>(cut, k) + (ahead - 1) * step : NO_BATCH,
-                                                now + place, stride, last);
+                multiply_batch<D, TILES, TERMS>(
+                    total, ring, strip, i,
+                    i + RING_BATCHES < cut.rounds ? first_batch<D>(cut, k) + (RING_BATCHES - 1) * step : NO_BATCH, now + place,
+                    stride, last);
         }
         if (!more) break;
         put_input<D, TERMS, TILES>(then, v, input, cut, 0);
@@ -1782,15 +1777,14 @@ static __device__ inline void multiply_block(const Product &p, int block, uint8_
     w.first_row += head * p.head_rows;
     Strip strip;
     set_strip<D>(&strip, w, first_row + (warp_id() >> along) * STRIP);
-    Scales scales;
     uint8_t *ring = shared + warp_id() * RING_BYTES;
-    fetch_first<D>(ring, scales, strip, first_batch<D>(p.cut, from), round_columns(D, p.cut), p.cut.rounds);
+    fetch_first<D>(ring, strip, first_batch<D>(p.cut, from), round_columns(D, p.cut), p.cut.rounds);
     wait_for_previous();
 
     const int first = (int)blockIdx.y * TILES * 8;
     const Input input = {.x = p.x + (size_t)first * p.x_stride + head * p.x_head, .stride = p.x_stride,
                          .count = min(TILES * 8, p.n_rows - first), .cols = w.cols, .aligned = p.aligned};
-    multiply_segment<D, TILES, TERMS>(ring, scales, strip, input, p.cut, from, shared + WARPS * RING_BYTES);
+    multiply_segment<D, TILES, TERMS>(ring, strip, input, p.cut, from, shared + WARPS * RING_BYTES);
 
     if (p.cut.cluster > 1) cluster_barrier();
     else __syncthreads();
@@ -1892,7 +1886,8 @@ static void choose_cluster(Products *products) {
         double cost = 0;
         for (int i = 0; i < products->count; i++) {
             const Product &p = products->of[i];
-            cost += cut_cost(cut_of(cluster, segments_of(p) / cluster, p.w.cols, p.format), p.format, p.w.rows, p.heads, p.n_rows);
+            const Cut cut = cut_of(cluster, segments_of(p) / cluster, p.w.cols, p.format);
+            cost += cut_cost(cut, p.format, p.w.rows, p.heads, p.n_rows);
         }
         if (best && cost >= 0.97 * best_cost) continue;
         best = cluster;
@@ -2471,9 +2466,9 @@ static int terms_of(DType format, size_t weights) {
 /* Eight rows of x for each tile, as few tiles as hold all rows, if their shared memory is there. */
 static int choose_tiles(const Product &p) {
     if (p.format == EXACT) return 1;
-    for (int tiles = 4; tiles > 1; tiles /= 2)
-        if (p.n_rows > tiles * 4 && product_shared(p.format, p.cut, tiles * 8, p.terms) <= (int)gpu.shared_per_block) return tiles;
-    return 1;
+    const int most = (int)gpu.shared_per_block;
+    if (p.n_rows > 16 && product_shared(p.format, p.cut, 32, p.terms) <= most) return 4;
+    return p.n_rows > 8 && product_shared(p.format, p.cut, 16, p.terms) <= most ? 2 : 1;
 }
 
 static void plan(Product *p) {
@@ -2589,8 +2584,10 @@ template <DType D> static __device__ void load_absorbed(__nv_bfloat16 *weights, 
 
 /* And the scale of each row of weights. */
 template <DType D> static __device__ void load_absorbed_scales(float *scales, const Absorb &a, int head, int scale_column) {
-    for (int i = (int)threadIdx.x; i < absorb_depth(a); i += ABSORB_THREADS)
-        scales[i] = D == DTYPE_F8_E4M3 ? __ldcg(row_scales(&a.kv_b, head * (a.nope + a.v) + min(i, a.nope - 1)) + scale_column) : 1;
+    for (int i = (int)threadIdx.x; i < absorb_depth(a); i += ABSORB_THREADS) {
+        const int row = head * (a.nope + a.v) + min(i, a.nope - 1);
+        scales[i] = D == DTYPE_F8_E4M3 ? __ldcg(row_scales(&a.kv_b, row) + scale_column) : 1;
+    }
 }
 
 /* Four values of q as two terms. */

@@ -166,7 +166,8 @@ static void test_linear_once(DType dtype, int rows, int cols, int first, int cou
     size_t x_stride = (size_t)cols + 3, y_stride = (size_t)count + 5;
     float *x = random_floats(ROWS * x_stride), *alone = allocate_zeroed(ROWS * y_stride, sizeof(float)),
           *y = allocate_zeroed(ROWS * y_stride, sizeof(float));
-    for (int r = 0; r < ROWS; r++) multiply_matrix(alone + (size_t)r * y_stride, y_stride, x + (size_t)r * x_stride, x_stride, 1, &view);
+    for (int r = 0; r < ROWS; r++)
+        multiply_matrix(alone + (size_t)r * y_stride, y_stride, x + (size_t)r * x_stride, x_stride, 1, &view);
     int wrong = 0, other = 0, outside = 0;
     for (int r = 0; r < ROWS; r++)
         for (int o = 0; o < count; o++) {

@@ -598,7 +598,7 @@ static void test_linear(void) {
         }
 }
 
-/* Products of one x: each has the bits that it has alone, whatever stands beside it. */
+/* Products of one x: each has the bits that it has alone, whatever stands beside it. shapes: rows, and the type's number. */
 static void check_shared_input(const int (*shapes)[2], int count, int cols, int n) {
     static const int rows_of_one_launch[] = {1, 5, 8, 9, 16, 17, 40};
     const size_t x_stride = (size_t)cols + 4;
@@ -626,9 +626,10 @@ static void check_shared_input(const int (*shapes)[2], int count, int cols, int 
             for (int r = 0; r < rows; r++)
                 different += memcmp(y + (size_t)r * y_stride, alone[i] + (size_t)r * y_stride, (size_t)shapes[i][0] * 4) != 0;
             for (size_t j = 0; j < (size_t)rows * y_stride + TEST_TAIL; j++)
-                if (j >= (size_t)rows * y_stride || j % y_stride >= (size_t)shapes[i][0]) beyond += float_to_bits(y[j]) != 0xffffffffu;
-            CHECK(!different && !beyond, "product %d of %d, %s [%d, %d], %d rows: %d rows have other bits than alone, %d beyond", i,
-                  count, weight_names[shapes[i][1]], shapes[i][0], cols, rows, different, beyond);
+                if (j >= (size_t)rows * y_stride || j % y_stride >= (size_t)shapes[i][0])
+                    beyond += float_to_bits(y[j]) != 0xffffffffu;
+            CHECK(!different && !beyond, "product %d of %d, %s [%d, %d], %d rows: %d rows have other bits than alone, %d beyond",
+                  i, count, weight_names[shapes[i][1]], shapes[i][0], cols, rows, different, beyond);
             free(y);
         }
     }
