@@ -35,7 +35,6 @@ static struct Device {
     int multiprocessors, major, minor;
     size_t shared_per_block;    /* bytes a block may ask for */
     cudaStream_t stream;        /* every operation's */
-    bool exact;                 /* how attention splits a sum may not depend on how many rows share a launch */
     bool no_graph;              /* begin_work() keeps nothing */
 } gpu;
 
@@ -149,7 +148,6 @@ static bool hierarchy_start(Error *error);
 static bool speculation_start(Error *error);
 
 static bool start(const DeviceOptions *options, Error *error) {
-    gpu.exact = !options->inexact;
     gpu.no_graph = options->no_graph;
     if (gpu.stream) return true;
     int count = 0;

@@ -872,8 +872,7 @@ typedef struct Drafter {
  * it too, for what is small: on a GPU each access crosses the link. In C there is no difference. */
 typedef enum Memory { MEMORY_DEVICE, MEMORY_HOST } Memory;
 
-typedef struct DeviceOptions {  /* how operations run; a backend that has no choice runs as if all were false */
-    bool inexact;               /* attention may split its sums by how much there is to do at once */
+typedef struct DeviceOptions {  /* how operations run; a backend that has no choice runs as if it were false */
     bool no_graph;              /* begin_work() keeps nothing */
 } DeviceOptions;
 
