@@ -4879,7 +4879,7 @@ static void index_select(Selection *selection, const float *q, const float *head
  * attend_kernel takes any shape, in f32. The others are for bf16 and fp8 rows of known shapes, on tensor cores: short_runs and
  * long_runs; latent_kernel for the 512 + 64 values of GLM and DeepSeek before sm_90; and for the same from there on hopper_kernel
  * where there are many rows, weigh_lists_kernel and add_lists_kernel where there are few. These cut a list into tiles, which join
- * in their order too. In hopper_kernel that happens in registers and costs nothing, so --exact off makes no difference.
+ * in their order too. In hopper_kernel that happens in registers and costs nothing.
  */
 
 enum {
