@@ -173,7 +173,7 @@ static const char usage_text[] =
     "  --dummy           random weights: -m needs config.json alone (and a tokenizer for text; --ids, bench and inspect do "
     "without)\n"
     "  --layers L        of --dummy: the first L layers only\n"
-    "  --exact on|off    whether a row has the same bits whatever shares its pass; it costs nothing, so off is on too (default on)\n"
+    "  --exact on|off    a row has the same bits whatever shares its pass: that costs nothing, so off changes nothing\n"
     "  --no-graph        on a GPU: launch each operation anew instead of replaying captured graphs\n"
     "  --stats --trace FILE.jsonl --quiet\n";
 
