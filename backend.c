@@ -1,7 +1,7 @@
 /* backend.c: the operations of engine.h in plain C, the twin of engine.cu.
  *
  *     vectors and the two inner products . activations . cached rows, index selection, attention . mixture of experts .
- *     the hierarchy's operations . sampling and acceptance . drafters' operations
+ *     DeepSeek-V4 . the hierarchy's operations . sampling and acceptance . drafters' operations
  *
  * Every operation computes each row by itself and in an order that only the shapes decide, so that a token never depends on its
  * neighbours. OpenMP shares out rows or output columns.
@@ -679,6 +679,14 @@ static void swiglu(float *y, const float *gate, const float *up, size_t n) {
     for (size_t i = n / 8 * 8; i < n; i++) y[i] = gate[i] / (1 + exp8(splat8(-gate[i]))[0]) * up[i];
 }
 
+/* Gates held below a limit, and ups within it on both sides; what is not a number stays none. limit 0: none. */
+static void clamp_swiglu(float *gate, float *up, size_t n, float limit) {
+    for (size_t i = 0; i < n && limit > 0; i++) {
+        gate[i] = gate[i] > limit ? limit : gate[i];
+        up[i] = up[i] > limit ? limit : up[i] < -limit ? -limit : up[i];
+    }
+}
+
 static void zero(float *y, size_t n) { memset(y, 0, n * sizeof(float)); }
 
 static void gather_rows(float *y, const float *x, const int *indices, int n, int dim) {
@@ -1153,6 +1161,7 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
         float *shared_up = scratch + (size_t)n_rows * inner;
         linear(scratch, inner, x, hidden, n_rows, &layer->gate_proj);
         linear(shared_up, inner, x, hidden, n_rows, &layer->up_proj);
+        clamp_swiglu(scratch, shared_up, (size_t)n_rows * inner, config->swiglu_limit);
         swiglu(scratch, scratch, shared_up, (size_t)n_rows * inner);
         linear(y, hidden, scratch, inner, n_rows, &layer->down_proj);
     }
@@ -1170,10 +1179,298 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
         gather_rows(input, x, members, n, config->hidden_size);
         linear(gate, inter, input, hidden, n, &layer->expert_gate[e]);
         linear(up, inter, input, hidden, n, &layer->expert_up[e]);
+        clamp_swiglu(gate, up, (size_t)n * inter, config->swiglu_limit);
         swiglu(gate, gate, up, (size_t)n * inter);
         linear(output, hidden, gate, inter, n, &layer->expert_down[e]);
         for (int i = 0; i < n; i++)
             for (size_t j = 0; j < hidden; j++) y[(size_t)members[i] * hidden + j] += factor[i] * output[(size_t)i * hidden + j];
+    }
+}
+
+/* =====================================================================================================================
+ * DeepSeek-V4
+ *
+ * Owns: its parallel residual streams, the rows that its compressors make of groups of positions, attention over a window and
+ * compressed rows together, and its router. A group's row is computed from its positions' values in their order, wherever those
+ * lie, so that it has the same bits however the prompt was cut into passes.
+ */
+
+static void norm_each(float *x, int n, int dim, float eps) {
+#pragma omp parallel for if ((size_t)n * (size_t)dim > SHARED_WORK)
+    for (int i = 0; i < n; i++) {
+        float *v = x + (size_t)i * (size_t)dim, scale = 1 / sqrtf(dot(v, v, dim) / (float)dim + eps);
+        for (int j = 0; j < dim; j++) v[j] *= scale;
+    }
+}
+
+static float sigmoid(float x) { return 1 / (1 + expf(-x)); }
+
+/* Divides every row of the matrix, or every column, by its sum. */
+static void normalise_rows(float *matrix, int n, float eps) {
+    for (int j = 0; j < n; j++) {
+        float total = eps;
+        for (int k = 0; k < n; k++) total += matrix[j * n + k];
+        for (int k = 0; k < n; k++) matrix[j * n + k] /= total;
+    }
+}
+
+static void normalise_columns(float *matrix, int n, float eps) {
+    for (int k = 0; k < n; k++) {
+        float total = eps;
+        for (int j = 0; j < n; j++) total += matrix[j * n + k];
+        for (int j = 0; j < n; j++) matrix[j * n + k] /= total;
+    }
+}
+
+/* Towards the nearest doubly stochastic matrix (Sinkhorn and Knopp 1967): the first step's rows are a softmax. */
+static void sinkhorn(float *matrix, int n, int iterations, float eps) {
+    for (int j = 0; j < n; j++) {
+        float *row = matrix + j * n, largest = row[0], total = 0;
+        for (int k = 1; k < n; k++) largest = row[k] > largest ? row[k] : largest;
+        for (int k = 0; k < n; k++) total += row[k] = expf(row[k] - largest);
+        for (int k = 0; k < n; k++) row[k] = row[k] / total + eps;
+    }
+    normalise_columns(matrix, n, eps);
+    for (int i = 1; i < iterations; i++) {
+        normalise_rows(matrix, n, eps);
+        normalise_columns(matrix, n, eps);
+    }
+}
+
+static void hyper_weights(float *mixes, const float *streams, const HyperWeights *weights, int n_rows, const Config *config) {
+    const int mult = config->hc_mult, n = weights->fn.rows, width = weights->fn.cols;
+    const float *base = weights->base, *scale = weights->scale;
+#pragma omp parallel for if ((size_t)n_rows * (size_t)width > SHARED_WORK)
+    for (int r = 0; r < n_rows; r++) {
+        const float *x = streams + (size_t)r * (size_t)width;
+        float *mix = mixes + (size_t)r * (size_t)n, norm = 1 / sqrtf(dot(x, x, width) / (float)width + config->rms_norm_eps);
+        for (int i = 0; i < n; i++) mix[i] = mix[i] * norm * scale[i < mult ? 0 : i < 2 * mult ? 1 : 2] + base[i];
+        for (int j = 0; j < mult; j++) mix[j] = sigmoid(mix[j]) + config->hc_eps;
+        if (n == mult) continue;
+        for (int k = mult; k < 2 * mult; k++) mix[k] = 2 * sigmoid(mix[k]);
+        sinkhorn(mix + 2 * mult, mult, config->hc_sinkhorn_iters, config->hc_eps);
+    }
+}
+
+static void hyper_collapse(float *y, const float *streams, const float *mixes, int n_mixes, int n_rows, const Config *config) {
+    const int mult = config->hc_mult, hidden = config->hidden_size;
+    for (int r = 0; r < n_rows; r++, y += hidden, mixes += n_mixes, streams += (size_t)mult * (size_t)hidden)
+        for (int i = 0; i < hidden; i++) {
+            float sum = mixes[0] * streams[i];
+            for (int j = 1; j < mult; j++) sum = fmaf(mixes[j], streams[(size_t)j * (size_t)hidden + (size_t)i], sum);
+            y[i] = sum;
+        }
+}
+
+static void hyper_expand(float *streams, const float *branch, const float *mixes, int n_rows, const Config *config,
+                         PassReport *report, int place) {
+    const int mult = config->hc_mult, hidden = config->hidden_size, n_mixes = (2 + mult) * mult;
+    const size_t width = (size_t)mult * (size_t)hidden;
+    for (int r = 0; r < n_rows; r++) {
+        const float *post = mixes + (size_t)r * (size_t)n_mixes + mult, *matrix = post + mult,
+                    *added = branch + (size_t)r * (size_t)hidden;
+        float *x = streams + (size_t)r * width, before[MAX_STREAMS];
+        for (int i = 0; i < hidden; i++) {
+            for (int j = 0; j < mult; j++) before[j] = x[(size_t)j * (size_t)hidden + (size_t)i];
+            for (int k = 0; k < mult; k++) {
+                float sum = post[k] * added[i];
+                for (int j = 0; j < mult; j++) sum = fmaf(matrix[j * mult + k], before[j], sum);
+                x[(size_t)k * (size_t)hidden + (size_t)i] = sum;
+            }
+        }
+    }
+    check_finite(report, place, streams, n_rows, (int)width);
+}
+
+/* ---- compressed rows */
+
+static void locate_groups(DeviceRow *kv_rows, DeviceRow *index_rows, const Cache *cache, const Row *rows, int n_rows) {
+    for (int r = 0; r < n_rows; r++) {
+        int s = rows[r].session, row = rows[r].position / cache->ratio, page = row / PAGE_ROWS;
+        bool complete = (rows[r].position + 1) % cache->ratio == 0;
+        kv_rows[r] = complete ? row_of_page(*tail_page(cache, s, page), row) : (DeviceRow){-1};
+        index_rows[r] = complete ? row_of_page(*index_page(cache, s, page), row) : (DeviceRow){-1};
+    }
+}
+
+static void locate_heavy(DeviceRow *kv_rows, const Cache *cache, const Row *rows, int n_rows, int ratio) {
+    for (int r = 0; r < n_rows; r++) {
+        bool complete = (rows[r].position + 1) % ratio == 0;
+        kv_rows[r].id = complete ? rows[r].session * cache->heavy_rows + rows[r].position / ratio : -1;
+    }
+}
+
+/* Of one slot of a group: where its values and gates of `dim` channels stand, and what is added to the gates. */
+typedef struct GroupSlot { const float *values, *gates, *ape; } GroupSlot;
+
+enum { MAX_SLOTS = 2 * MAX_RATIO };
+
+/* The slots of the group that ends at row r, oldest first; of overlapping groups those of the one before come first, if there is
+ * one. Returns how many there are. */
+static int list_slots(GroupSlot *slots, const Trail *trail, const Row *rows, int r, const float *ape, int ratio, int dim,
+                      bool overlapping) {
+    const int width = overlapping ? 2 * dim : dim, first = rows[r].position + 1 - ratio;
+    int n = 0;
+    for (int back = overlapping && first ? -ratio : 0; back < ratio; back++) {
+        const float *raw = (const float *)trail_row(trail, rows, r, first + back);
+        int place = back < 0 ? back + ratio : back, half = back < 0 ? 0 : width - dim;
+        slots[n++] = (GroupSlot){raw + half, raw + width + half, ape + place * width + half};
+    }
+    return n;
+}
+
+/* out[c] = sum of the slots' values in channel c, weighed by the softmax of gate + ape. */
+static void pool_group(float *out, const GroupSlot *slots, int n, int dim) {
+    for (int c = 0; c < dim; c++) {
+        float largest = -INFINITY, total = 0, sum = 0;
+        for (int i = 0; i < n; i++) {
+            float gate = slots[i].gates[c] + slots[i].ape[c];
+            largest = gate > largest ? gate : largest;
+        }
+        for (int i = 0; i < n; i++) {
+            float weight = expf(slots[i].gates[c] + slots[i].ape[c] - largest);
+            total += weight;
+            sum = fmaf(weight, slots[i].values[c], sum);
+        }
+        out[c] = sum / total;
+    }
+}
+
+static void compress(uint8_t *base, const RowFormat *format, const DeviceRow *ids, const Trail *trail, const Row *rows, int n_rows,
+                     const CompressorWeights *weights, int ratio, int dim, bool overlapping, int turned,
+                     const float *inverse_frequency, float eps, PassReport *report, int place) {
+    int bad = n_rows;
+#pragma omp parallel for schedule(dynamic) reduction(min : bad) if ((size_t)n_rows * (size_t)dim > SHARED_WORK / 16)
+    for (int r = 0; r < n_rows; r++) {
+        if (ids[r].id < 0) continue;
+        GroupSlot slots[MAX_SLOTS];
+        float row[MAX_ROW_WIDTH], cosine[MAX_ROW_WIDTH / 2], sine[MAX_ROW_WIDTH / 2];
+        const Row first = {.position = rows[r].position + 1 - ratio};
+        pool_group(row, slots, list_slots(slots, trail, rows, r, weights->ape, ratio, dim, overlapping), dim);
+        rms_norm(row, 0, row, 0, weights->norm, 1, dim, eps);
+        rotations(cosine, sine, &first, 1, inverse_frequency, turned, 1);
+        rope(row, 1, 1, dim, dim - turned, turned, true, cosine, sine);
+        store_rows(base, format, &ids[r], 1, row, 0, row + format->quantised, 0);
+        if (first_not_finite(row, 1, dim) == 0 && r < bad) bad = r;
+    }
+    if (bad == n_rows || report->bad_row >= 0) return;
+    report->bad_row = bad;
+    report->bad_place = place;
+}
+
+static void keep_trails(const Cache *cache, int session, int first, int from, int to) {
+    for (int i = 0; i < cache->trail_layers * TRAILS; i++) {
+        const Trail *trail = &cache->trails[i];
+        for (int p = to - from > trail->length ? to - trail->length : from; p < to; p++)
+            memcpy(trail->ring + ((size_t)session * (size_t)trail->length + (size_t)(p % trail->length)) * trail->stride,
+                   trail->pass + (size_t)(first + p - from) * trail->stride, trail->stride);
+    }
+}
+
+/* ---- attention */
+
+/* The keys that one row attends to: its window, oldest first, then what was selected, in its order. */
+typedef struct KeyList {
+    const Trail *trail;
+    const RowPool *pool;
+    const RowFormat *format;
+    const DeviceRow *locations; /* [count - window], or NULL: rows of the pool from first_heavy on */
+    int first_heavy;
+    int window, count;          /* keys of the window, and all */
+} KeyList;
+
+static void widen_key(float *out, const KeyList *keys, const Row *rows, int r, int i) {
+    const int selected = i - keys->window;
+    const uint8_t *row = selected < 0 ? trail_row(keys->trail, rows, r, rows[r].position + 1 + selected)
+                                      : row_at(keys->pool, keys->format,
+                                               keys->locations ? keys->locations[selected]
+                                                               : (DeviceRow){keys->first_heavy + selected});
+    widen_row(out, row, keys->format);
+}
+
+/* Heads of one row over its keys. q, y: [heads, width]; sinks: [heads]. */
+static void attend_keys(float *y, const float *q, const KeyList *keys, const Row *rows, int r, int heads, int width,
+                        const float *sinks, float scale) {
+    float maximum[MAX_HEADS], sum[MAX_HEADS], p[QUERY_TILE * KEY_TILE] = {0};
+    attend_begin(y, (size_t)width, maximum, sum, heads, width);
+    for (int h = 0; h < heads; h++) maximum[h] = sinks[h], sum[h] = 1;
+    for (int begin = 0; begin < keys->count; begin += KEY_TILE) {
+        int n = keys->count - begin < KEY_TILE ? keys->count - begin : KEY_TILE;
+        for (int s = 0; s < n; s++) widen_key(panel + s * width, keys, rows, r, begin + s);
+        for (int h = 0; h < heads; h += QUERY_TILE) {
+            int some = heads - h < QUERY_TILE ? heads - h : QUERY_TILE;
+            size_t at = (size_t)h * (size_t)width;
+            dot_panel(p, KEY_TILE, q + at, (size_t)width, some, panel, (size_t)width, n, width, false);
+            attend_tile(y + at, (size_t)width, maximum + h, sum + h, p, some, panel, (size_t)width, width, n, scale);
+        }
+    }
+    attend_end(y, (size_t)width, sum, heads, width);
+}
+
+/* Since keys are values too, each value comes with its key's rotation; turning the sum back by the row's angle leaves what depends
+ * on distances alone. */
+static void rotate_back(float *x, int heads, int width, int turned, const float *cosine, const float *sine) {
+    for (int h = 0; h < heads; h++)
+        for (int i = 0; i < turned / 2; i++) {
+            float *pair = x + (size_t)h * (size_t)width + (size_t)(width - turned + 2 * i), a = pair[0], b = pair[1];
+            pair[0] = a * cosine[i] + b * sine[i];
+            pair[1] = b * cosine[i] - a * sine[i];
+        }
+}
+
+static void window_attention(float *y, const float *q, const Trail *trail, int window, const RowPool *pool,
+                             const RowFormat *format, const DeviceRow *locations, const int *count, int capacity, const Row *rows,
+                             int begin, int end, int heads, const float *sinks, float scale, int turned, const float *cosine,
+                             const float *sine) {
+    const int width = format->quantised + format->plain, n_rows = end - begin, threads = omp_get_max_threads();
+    if (n_rows <= 0) return;
+    const int parts = n_rows >= threads ? 1 : (threads + n_rows - 1) / n_rows < heads ? (threads + n_rows - 1) / n_rows : heads;
+    const size_t work = (size_t)(n_rows * heads) * (size_t)(2 * width) * (size_t)(window + (count ? count[end - 1] : 0));
+#pragma omp parallel for schedule(dynamic) if (work > SHARED_WORK)
+    for (int task = 0; task < n_rows * parts; task++) {
+        const int r = begin + task / parts, first = heads * (task % parts) / parts, last = heads * (task % parts + 1) / parts;
+        const size_t at = ((size_t)r * (size_t)heads + (size_t)first) * (size_t)width, angle = (size_t)r * (size_t)(turned / 2);
+        KeyList keys = {.trail = trail, .pool = pool, .format = format, .first_heavy = rows[r].session * capacity};
+        keys.locations = locations ? locations + (size_t)r * (size_t)capacity : NULL;
+        keys.window = rows[r].position + 1 < window ? rows[r].position + 1 : window;
+        keys.count = keys.window + (count ? count[r] : 0);
+        attend_keys(y + at, q + at, &keys, rows, r, last - first, width, sinks + first, scale);
+        rotate_back(y + at, last - first, width, turned, cosine + angle, sine + angle);
+    }
+}
+
+static void grouped_linear(float *y, const float *x, int n_rows, const Matrix *w, int groups) {
+    const size_t y_stride = (size_t)w->rows, x_stride = (size_t)groups * (size_t)w->cols;
+    const int rank = w->rows / groups;
+    for (int g = 0; g < groups; g++) {
+        Matrix part = matrix_rows(w, g * rank, rank);
+        linear(y + (size_t)(g * rank), y_stride, x + (size_t)g * (size_t)w->cols, x_stride, n_rows, &part);
+    }
+}
+
+/* ---- router */
+
+/* sqrt(log(1 + e^x)); far below zero that is e^(x / 2), where e^x itself would be lost. */
+static float root_of_softplus(float x) { return x > 20 ? sqrtf(x) : x < -30 ? expf(x / 2) : sqrtf(log1pf(expf(x))); }
+
+static void route_softplus(int *picks, float *weights, const float *logits, const float *bias, const int *table, const Row *rows,
+                           int n_rows, const Config *config) {
+    const int experts = config->n_routed_experts, per_token = config->num_experts_per_tok;
+    for (int r = 0; r < n_rows; r++, logits += experts, picks += per_token, weights += per_token) {
+        float score[MAX_EXPERTS], choice[MAX_EXPERTS], total = 0;
+        for (int e = 0; e < experts; e++) {
+            score[e] = root_of_softplus(logits[e]);
+            choice[e] = score[e] + (table ? 0 : bias[e]);
+            if (isnan(choice[e])) choice[e] = INFINITY, score[e] = NAN;     /* chosen, so that it shows */
+            if (choice[e] < -1e30f) choice[e] = -1e30f;     /* -inf marks what take_best() has taken */
+        }
+        for (int i = 0; i < per_token; i++) {
+            picks[i] = table ? table[(size_t)rows[r].token * (size_t)per_token + (size_t)i] : take_best(choice, experts);
+            weights[i] = score[picks[i]];
+            total += weights[i];
+        }
+        for (int i = 0; i < per_token; i++)
+            weights[i] *= (config->norm_topk_prob ? 1 / (total + 1e-20f) : 1) * config->routed_scaling_factor;
     }
 }
 
@@ -2057,6 +2354,17 @@ const Backend c_backend = {
     .resolve = resolve,
     .fetch_rows = fetch_rows,
     .await_rows = await_rows,
+    .norm_each = norm_each,
+    .hyper_weights = hyper_weights,
+    .hyper_collapse = hyper_collapse,
+    .hyper_expand = hyper_expand,
+    .locate_groups = locate_groups,
+    .locate_heavy = locate_heavy,
+    .compress = compress,
+    .window_attention = window_attention,
+    .grouped_linear = grouped_linear,
+    .route_softplus = route_softplus,
+    .keep_trails = keep_trails,
     .forget_hot = forget_hot,
     .start_copy = start_copy,
     .finish_copy = finish_copy,

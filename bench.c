@@ -399,7 +399,7 @@ static bool pool_bytes(EngineOptions options, KvMode mode, int sessions, int con
         planned[more] = engine.cache.bytes;
         bool latent = has_latent_attention(&engine.config);
         engine_close(&engine);
-        if (!latent) return fail(error, "%s has no indexer: there is no hierarchy to measure", options.model);
+        if (!latent) return fail(error, "%s: the hierarchy is measured on models with latent attention", options.model);
     }
     *bytes = planned[0] + (planned[1] - planned[0]) / 2;
     return true;

@@ -192,9 +192,18 @@ enum {
     MAX_CONTEXT = 1 << 24,      /* largest max_position_embeddings */
     MAX_ROW_WIDTH = 1024,       /* floats of one cached vector; bounds the tiles of the attention operations */
     MAX_HEADS = 1024, MAX_EXPERTS = 4096,
+    MAX_STREAMS = 8,            /* hc_mult */
+    MAX_RATIO = 256,            /* positions of one compressed row */
 };
 
-typedef enum Family { FAMILY_QWEN3, FAMILY_GLM_MOE_DSA, FAMILY_DEEPSEEK_V32 } Family;
+typedef enum Family { FAMILY_QWEN3, FAMILY_GLM_MOE_DSA, FAMILY_DEEPSEEK_V32, FAMILY_DEEPSEEK_V4 } Family;
+
+/* What a layer of DeepSeek-V4 attends to beyond its window of the last positions. */
+typedef enum Compression {
+    COMPRESSION_NONE,
+    COMPRESSION_SPARSE,         /* rows of sparse_ratio positions, each made of its group and the one before; an indexer selects */
+    COMPRESSION_HEAVY,          /* rows of heavy_ratio positions, all of them */
+} Compression;
 
 typedef struct RopeConfig {
     double rope_theta;
@@ -225,6 +234,13 @@ typedef struct Config {
     float routed_scaling_factor;
     bool norm_topk_prob;
     bool *mlp_sparse;                               /* [num_hidden_layers] true: experts, false: one dense MLP */
+    /* deepseek_v4: head_dim, sliding_window and the o_ and hc_ keys; q_lora_rank, qk_rope_head_dim, indexer and experts are above */
+    Compression *compression;                       /* [num_hidden_layers] */
+    int sparse_ratio, heavy_ratio;                  /* positions of one compressed row */
+    RopeConfig compress_rope;                       /* of everything in a layer that compresses; the others have `rope` */
+    bool *hash_routed;                              /* [num_hidden_layers] the token's id chooses the experts */
+    int sliding_window, o_groups, o_lora_rank, hc_mult, hc_sinkhorn_iters;
+    float hc_eps, swiglu_limit;                     /* swiglu_limit 0: no limit */
     /* generation_config.json, where there is one */
     int eos_token_id[16], n_eos;
     float temperature, top_p, min_p, repetition_penalty;        /* transformers' defaults where the file does not say */
@@ -235,8 +251,17 @@ typedef struct Config {
 bool config_read(Config *config, const char *directory, Error *error);
 void config_free(Config *config);
 
-/* Whether the family attends over latents that an indexer selects: every one but qwen3. */
+/* Whether an indexer selects what the family attends to: in every one but qwen3. */
+bool has_indexer(const Config *config);
+
+/* Whether it attends over latents in absorbed form (DeepSeek-V2): glm_moe_dsa, deepseek_v32. */
 bool has_latent_attention(const Config *config);
+
+/* Residual streams of a row: hc_mult of deepseek_v4, 1 of the others. */
+int residual_streams(const Config *config);
+
+/* Whether the layer runs an indexer of its own. */
+bool selects_rows(const Config *config, int layer);
 
 /* ---------------------------------------------------------------------------------------------------------------------
  * Weights: typed fields bound once; data stays in its stored format
@@ -284,6 +309,20 @@ typedef struct Matrix {         /* y = W x; row r, column c of W is data[r * col
     const uint8_t *exponents;   /* e2m1: [whole rows, scale_cols] E8M0 as stored, 2^(e - 127); otherwise NULL */
 } Matrix;
 
+/* How the parallel residual streams enter a sublayer and take up what it adds: fn of all streams gives the logits of `pre`, then of
+ * `post`, then of the matrix that mixes the streams; each of the three has its own scale. */
+typedef struct HyperWeights {
+    Matrix fn;                                      /* [mixes, hc_mult * hidden]; mixes: (2 + hc_mult) * hc_mult, of the head hc_mult */
+    const float *base, *scale;                      /* [mixes], [3] or of the head [1] f32 */
+} HyperWeights;
+
+/* What makes one row of a group of positions: channel by channel a softmax over the group weighs the values. */
+typedef struct CompressorWeights {
+    Matrix wkv, wgate;                              /* [width, hidden]; width: dim, or 2 * dim where groups overlap */
+    const float *ape;                               /* [ratio, width] f32, added to the gates by place in the group */
+    const float *norm;                              /* [dim] f32 */
+} CompressorWeights;
+
 typedef struct LayerWeights {
     const float *input_layernorm, *post_attention_layernorm;    /* [hidden_size] f32 */
     /* qwen3 */
@@ -309,6 +348,16 @@ typedef struct LayerWeights {
     const Matrix *expert_gate, *expert_up, *expert_down;        /* in the operations' memory: [n_routed_experts] of [moe_inter,
                                                      * hidden] twice, [hidden, moe_inter] */
     DType expert_dtype;                             /* of all of them */
+    /* deepseek_v4, beside q_a_proj, q_a_layernorm, q_b_proj (wq_a, q_norm, wq_b), the indexer's wq_b and weights_proj, the
+     * experts, and as input_layernorm and post_attention_layernorm the norms of what enters the sublayers */
+    HyperWeights attention_hyper, mlp_hyper;
+    Matrix wkv;                                     /* [head_dim, hidden]: the one key, and value, that all heads share */
+    const float *kv_norm;                           /* [head_dim] f32 */
+    const float *attention_sink;                    /* [heads] f32: a logit more in each head's softmax */
+    Matrix o_a_proj;                                /* [o_groups * o_lora_rank, heads / o_groups * head_dim]; o_proj is [hidden,
+                                                     * o_groups * o_lora_rank] */
+    CompressorWeights compressor, index_compressor;
+    const int *hash_experts;                        /* [vocab_size, num_experts_per_tok] of a hash-routed layer, else NULL */
 } LayerWeights;
 
 typedef struct Weights {
@@ -316,6 +365,7 @@ typedef struct Weights {
     LayerWeights *layers;                           /* [num_hidden_layers] */
     const float *norm;                              /* [hidden] f32 */
     Matrix lm_head;                                 /* [vocab_size, hidden]; embed_tokens again when tied */
+    HyperWeights head_hyper;                        /* deepseek_v4 */
     void **owned;                                   /* stb_ds: what was made from the file: vectors and scales in f32, lists */
     size_t parameters, bytes;                       /* of the bound tensors, as stored */
 } Weights;
@@ -328,7 +378,8 @@ void weights_free(Weights *weights);
 /* ---------------------------------------------------------------------------------------------------------------------
  * Rows and the KV hierarchy (Adaptive HiSparse: paper 3.1, 3.2, 3.5; the reference design of the spec, A8)
  *
- * A session's history is a list of rows, one a position, 64 to a page. Every source (the payload of one layer) has the same
+ * A session's history is a list of rows, one a position (or, of compressed rows, one for `ratio` positions, which exists when the
+ * last of them does), 64 to a page. Every source (the payload of one layer) has the same
  * pages under the same numbers: a page id names a bundle, the same 64 rows in all sources at once, and bundles are what is
  * lent, copied and counted. On the device a session holds, for as long as it is admitted, a tail (the rows being written), a
  * hot cache (slots that selected rows are fetched into) and its index keys; while memory is spare, pages of its history too.
@@ -394,6 +445,25 @@ typedef struct Selection {      /* which positions each row of the pass attends 
     int capacity;               /* k = min(index_topk, context) */
 } Selection;
 
+/* What a layer has of a session's last positions, where it looks back by distance and not by selection (DeepSeek-V4): its window,
+ * and what its compressors will make rows of. Committed positions lie in a ring. A pass writes its own beside it, and those that it
+ * keeps enter the ring with the commit: what is rejected was never there. */
+typedef struct Trail {
+    int length;                 /* positions that the ring holds; 0: the layer has no such trail */
+    size_t stride;              /* bytes of a row */
+    uint8_t *ring;              /* [sessions, length] rows: position p at p mod length */
+    uint8_t *pass;              /* [pass_rows] rows: those of the pass in flight, in its order */
+} Trail;
+
+enum { TRAIL_WINDOW, TRAIL_GROUP, TRAIL_INDEX_GROUP, TRAILS };      /* of each layer */
+
+/* The row of an earlier position, or the row's own, of the same session as row r of the pass. */
+static inline uint8_t *trail_row(const Trail *trail, const Row *rows, int r, int position) {
+    int at = r - (rows[r].position - position), session = rows[r].session;
+    if (at >= 0 && rows[at].session == session) return trail->pass + (size_t)at * trail->stride;
+    return trail->ring + ((size_t)session * (size_t)trail->length + (size_t)(position % trail->length)) * trail->stride;
+}
+
 /* The rows to copy from host to device before a run of the pass can attend, in ascending order within each session. Made
  * by the resolve of a producing layer, replayed for each layer that follows it: their slots have the same numbers. */
 typedef struct MissPlan {
@@ -447,8 +517,10 @@ typedef struct HistoryPage {
 
 typedef struct SessionPages {
     bool admitted;
-    int committed;              /* n: rows below it are history, or complete in the tail */
-    int placed;                 /* rows below it have a place; those from n on are of a pass that is not committed */
+    int committed;              /* n: positions below it are history, or complete in the tail */
+    int placed;                 /* positions below it have a place; those from n on are of a pass that is not committed */
+    int first_row;              /* of the pass in flight: its row at position n */
+    int reached;                /* the largest n there was: trails hold what led there */
     int reserved_pages;         /* host and index pages held: prompt and all it may generate */
     HistoryPage *pages;         /* [context_pages] */
     DevicePage *spare;          /* [context_pages + tail_ring] pages for rows to come */
@@ -517,7 +589,8 @@ typedef struct Cache {
     KvMode mode;
     Reclaim reclaim;
     Lookup lookup;
-    int sessions, context;      /* slots, and rows each may hold */
+    int sessions, context;      /* slots, and positions each may hold */
+    int ratio;                  /* positions of a row: 1, or of compressed rows more */
     int sources, groups;        /* KV payloads; plan groups: a producing layer and the layers that follow it */
     int *group_of;              /* [sources] */
     int *member_of;             /* [sources] 0 for the producer, 1 for the layer after it, ... */
@@ -533,11 +606,15 @@ typedef struct Cache {
     RowFormat index_format;     /* of index keys */
     int draft_layers, draft_rows;           /* of the drafter, 0 without one; R_d of eq. 9 */
     RowFormat draft_format;     /* of a layer's keys | values */
+    int trail_layers;           /* layers that have trails, or heavily compressed rows; 0: none */
+    int heavy_layers, heavy_rows, heavy_ratio;          /* those with such rows; of a session in each; positions of one */
     /* the tiers */
     uint8_t *device;            /* [sources, pages, 64] rows */
     uint8_t *staging;           /* [live_sources, staging_blocks * staging_rows] rows */
     uint8_t *index_keys;        /* [groups, index pages, 64] index keys; always on the device */
     uint8_t *draft_ring;        /* [draft_layers, sessions, draft_rows] rows: position t at t mod draft_rows (eq. 10) */
+    Trail *trails;              /* [trail_layers, TRAILS]; their rows are on the device, whatever is lent */
+    uint8_t *heavy;             /* [heavy_layers, sessions, heavy_rows] rows of `format`, likewise */
     int *history;               /* MEMORY_HOST: [sessions, context + 1 + MAX_BLOCK] each session's ids, and drafts behind them */
     uint8_t *host, *host_index; /* [sources, host pages, 64] rows; [groups, host pages, 64] index keys */
     CacheTables tables, seen;   /* as the controller writes them; and as operations see them, in their memory */
@@ -614,6 +691,13 @@ static inline int *cache_history(const Cache *cache, int session) {
     return cache->history + (size_t)session * ((size_t)cache->context + 1 + MAX_BLOCK);
 }
 
+/* The heavily compressed rows of the layer that is number `layer` of those that have them: session s has its rows from s *
+ * heavy_rows on. */
+static inline RowPool heavy_pool(const Cache *cache, int layer) {
+    size_t rows = (size_t)cache->sessions * (size_t)cache->heavy_rows;
+    return (RowPool){cache->heavy + (size_t)layer * rows * cache->format.stride, NULL, (int32_t)rows};
+}
+
 /* Where the tables say that a page of a session lies. */
 static inline HostPage *host_page(const Cache *cache, int session, int page) {
     return &cache->tables.host[(size_t)session * (size_t)cache->context_pages + (size_t)page];
@@ -668,14 +752,18 @@ int cache_room(Cache *cache, int session, int wanted);
  * or it does not follow the rows that are there. *failed: that session, or -1. */
 bool cache_place(Cache *cache, const Row *rows, int n_rows, int *failed, Error *error);
 
-/* Rows below n are history now (eq. 7, 8 with m = 1); rows of the pass from n on are dropped. Whole pages leave the tail: lent,
- * or once they are backed up. */
+/* Positions below n are committed now and their complete rows are history (eq. 7, 8); those of the pass from n on are dropped.
+ * Whole pages leave the tail: lent, or once they are backed up. */
 void cache_commit(Cache *cache, int session, int n);
 
 /* Between two passes: completes copies, publishes and frees what they were for, lends what is spare. */
 void cache_step(Cache *cache);
 
-/* Forgets the rows from n on, history included. False when a page shared with another session would have to be copied and the
+/* How far at most, and not beyond n, the session can be taken back: trails do not reach behind their length, and then it has to begin
+ * anew. */
+int cache_return(const Cache *cache, int session, int n);
+
+/* Forgets the rows from n on, which cache_return() allows, history included. False when a page shared with another session would have to be copied and the
  * host has none free. */
 bool cache_truncate(Cache *cache, int session, int n);
 
@@ -688,6 +776,12 @@ void cache_release(Cache *cache, int session);
 size_t page_image_bytes(const Cache *cache);
 void cache_read_page(const Cache *cache, int session, int page, uint8_t *image);
 void cache_append_page(Cache *cache, int session, const uint8_t *image, int rows);
+
+/* What a session of n positions, which cache_return() allows, has on the device for good: the positions that its layers still look
+ * back to, and heavily compressed rows. Out of the hierarchy; or into it, behind the appended pages of as many positions. */
+size_t trail_image_bytes(const Cache *cache, int n);
+void cache_read_trails(const Cache *cache, int session, int n, uint8_t *image);
+void cache_append_trails(Cache *cache, int session, int n, uint8_t *image);
 
 /* Bytes of one session's draft ring. */
 size_t ring_bytes(const Cache *cache);
@@ -973,6 +1067,56 @@ struct Backend {
                        PassReport *report);
     void (*await_rows)(const Cache *cache, SourceId source);
 
+    /* DeepSeek-V4's, the next ones. rms_norm() of each of n vectors of `dim`, without a weight, in place. */
+    void (*norm_each)(float *x, int n, int dim, float eps);
+
+    /* Hyper-connections (mHC). mixes: [rows, mixes], in: fn x of all streams; out: hc_mult weights by which the streams enter,
+     * and, where there are more mixes than those, hc_mult by which the streams take what is added, and the hc_mult x hc_mult matrix that
+     * mixes the streams, made doubly stochastic by hc_sinkhorn_iters rounds of Sinkhorn's iteration. streams: [rows, hc_mult,
+     * hidden]. */
+    void (*hyper_weights)(float *mixes, const float *streams, const HyperWeights *weights, int n_rows, const Config *config);
+
+    /* y[r] = sum_j pre[j] streams[r, j], pre the first of the row's n_mixes mixes. */
+    void (*hyper_collapse)(float *y, const float *streams, const float *mixes, int n_mixes, int n_rows, const Config *config);
+
+    /* streams[r, k] = post[k] branch[r] + sum_j mix[j, k] streams[r, j]; what comes out is looked at as check_finite() does. */
+    void (*hyper_expand)(float *streams, const float *branch, const float *mixes, int n_rows, const Config *config,
+                         PassReport *report, int place);
+
+    /* Where the compressed row lies that each row of the pass completes, and its index key; -1: it completes none. */
+    void (*locate_groups)(DeviceRow *kv_rows, DeviceRow *index_rows, const Cache *cache, const Row *rows, int n_rows);
+
+    /* The same for heavily compressed rows. */
+    void (*locate_heavy)(DeviceRow *kv_rows, const Cache *cache, const Row *rows, int n_rows, int ratio);
+
+    /* The compressed row of every group that ends in the pass, to row ids[r] of a pool: softmax over the group's gates, channel
+     * by channel, of its values; normed, its last `turned` values rotated by the angle of the group's first position, looked at
+     * as check_finite() does. overlapping: of the group before, the first `dim` values and gates of each position join, of its own the
+     * last (CSA). trail: rows of [2, width] f32, values | gates. */
+    void (*compress)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, const Trail *trail, const Row *rows, int n_rows,
+                     const CompressorWeights *weights, int ratio, int dim, bool overlapping, int turned,
+                     const float *inverse_frequency, float eps, PassReport *report, int place);
+
+    /* Attention of all heads over one shared key, which is the value too: rows [begin, end) of the pass each see the last
+     * `window` positions up to their own, then count[r] rows of the pool: those at locations[r], or where locations is NULL the first
+     * of session s from s * capacity on; count NULL: none. A head's sink is one more logit of its softmax, with no value. The last `turned`
+     * values of what comes out are rotated back by the row's angle. q, y: [rows, heads, dim]. */
+    void (*window_attention)(float *y, const float *q, const Trail *trail, int window, const RowPool *pool,
+                             const RowFormat *format, const DeviceRow *locations, const int *count, int capacity, const Row *rows,
+                             int begin, int end, int heads, const float *sinks, float scale, int turned, const float *cosine,
+                             const float *sine);
+
+    /* y[r, g] = W[g] x[r, g]: W's rows and each of x's rows in `groups` equal parts. */
+    void (*grouped_linear)(float *y, const float *x, int n_rows, const Matrix *w, int groups);
+
+    /* As route(), by sqrt(softplus(logit)) and without groups of experts. table: [vocab, per_token] the experts of each token, which
+     * the logits then only weigh, or NULL. */
+    void (*route_softplus)(int *picks, float *weights, const float *logits, const float *bias, const int *table, const Row *rows,
+                           int n_rows, const Config *config);
+
+    /* Positions [from, to) of a session, the pass's rows from `first` on, are committed: they enter the rings of all trails. */
+    void (*keep_trails)(const Cache *cache, int session, int first, int from, int to);
+
     /* The hot caches of a session, one in each group, are empty from now on and their clocks at 0. */
     void (*forget_hot)(Cache *cache, int session);
 
@@ -1138,6 +1282,14 @@ typedef struct State {          /* [rows] stands for max_rows; everything lies i
     float *cosine, *sine;       /* [rows, rope dim / 2] f32 */
     float *inverse_frequency;   /* [rope dim / 2] f32 */
     DeviceRow *kv_rows, *index_rows;    /* [rows] where each row of the pass is stored */
+    /* deepseek_v4: hidden holds hc_mult streams of each row */
+    float *mixes;               /* [rows, (2 + hc_mult) * hc_mult] f32 */
+    float *o_latent;            /* [rows, o_groups * o_lora_rank] f32 */
+    float *compress_cosine, *compress_sine, *compress_frequency;    /* as cosine, sine and inverse_frequency, of compress_rope */
+    DeviceRow *pass_rows;       /* [rows] 0, 1, 2, ...: where the rows of a pass lie in a trail */
+    DeviceRow *heavy_ids;       /* [rows] where each row's heavily compressed row is stored */
+    Row *group_rows;            /* [rows] of the pass, each at the newest compressed row it sees; -1: there is none */
+    int *heavy_count;           /* [rows] heavily compressed rows that each row sees */
     Selection selection;        /* of the nearest full layer at or before the current one */
     DeviceRow *locations;       /* [rows, capacity] where the selected rows lie */
     MissPlan plan;              /* of the nearest full layer too */

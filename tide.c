@@ -406,7 +406,7 @@ static bool start(Runner *runner, Options *options, bool need_tokenizer, int *st
     if (runner->engine.backend->shares_memory && (options->engine.device.inexact || options->engine.device.no_graph))
         notice("--exact off and --no-graph do not apply to the CPU");
     bool hierarchy = options->engine.hot_rows || options->reclaim || options->lookup || options->engine.host_budget;
-    if (!has_latent_attention(config) && (options->kv_mode || hierarchy))
+    if (!has_indexer(config) && (options->kv_mode || hierarchy))
         notice(
             "--kv, --hot, --host-budget, --reclaim and --lookup do not apply to %s, which attends to every row: it runs resident",
             config->model_type);
@@ -927,7 +927,7 @@ static int command_batch(Options *options) {
 typedef struct Dump {           /* what a pass leaves for --dump; probes append rows in order */
     const Config *config;
     const Backend *backend;     /* in whose memory a pass leaves it */
-    float **hidden;             /* [layers + 1] stb_ds of [T, hidden_size] */
+    float **hidden;             /* [layers + 1] stb_ds of [T, streams, hidden_size] */
     int **topk;                 /* [layers] stb_ds of [T, k] positions, -1 where fewer are visible; NULL where none is made */
     float *logits;              /* stb_ds [T + D, vocab_size] */
     int context, topk_width;
@@ -936,7 +936,7 @@ typedef struct Dump {           /* what a pass leaves for --dump; probes append 
 static void dump_hidden(void *user, int layer, const float *hidden, const Row *rows, int n_rows) {
     Dump *dump = user;
     (void)rows;
-    size_t n = (size_t)n_rows * (size_t)dump->config->hidden_size;
+    size_t n = (size_t)n_rows * (size_t)(residual_streams(dump->config) * dump->config->hidden_size);
     dump->backend->copy_bytes(arraddnptr(dump->hidden[layer], n), hidden, n * sizeof(float));
 }
 
@@ -952,7 +952,7 @@ static void dump_selection(void *user, int layer, const Selection *selection, co
     }
 }
 
-typedef struct DumpTensor { char name[32]; const char *dtype; int64_t shape[2]; int rank; const void *data; } DumpTensor;
+typedef struct DumpTensor { char name[32]; const char *dtype; int64_t shape[3]; int rank; const void *data; } DumpTensor;
 
 /* A safetensors file of the collected tensors, all four bytes an element. */
 static bool write_safetensors(const char *path, const DumpTensor *tensors, size_t n, Error *error) {
@@ -1035,7 +1035,9 @@ static bool keep_logits(void *user, int position, const float *logits) {
 /* The prompt in one go, then the --decode ids one at a time; everything the fixtures hold, under their names. */
 static bool eval_dump(Runner *runner, const Options *options, int **prompt, Error *error) {
     const Config *config = &runner->engine.config;
-    int *decode = NULL, T = (int)arrlen(*prompt), layers = config->num_hidden_layers;
+    const Cache *cache = &runner->engine.cache;
+    int *decode = NULL, T = (int)arrlen(*prompt), layers = config->num_hidden_layers, streams = residual_streams(config),
+        rows = T < cache->ratio ? 1 : T / cache->ratio;
     if (options->decode && !parse_ids(options->decode, &decode, error)) { arrfree(decode); return false; }
     int D = (int)arrlen(decode);
     if (T + D > runner->engine.cache.context) {
@@ -1047,10 +1049,10 @@ static bool eval_dump(Runner *runner, const Options *options, int **prompt, Erro
                  .context = runner->engine.cache.context,
                  .hidden = allocate_zeroed((size_t)layers + 1, sizeof(float *)),
                  .topk = allocate_zeroed((size_t)layers, sizeof(int *)),
-                 .topk_width = config->index_topk < T ? config->index_topk : T};
-    for (int i = 0; i <= layers; i++) arrsetcap(dump.hidden[i], (size_t)T * (size_t)config->hidden_size);
-    for (int i = 0; config->indexer_full && i < layers; i++)
-        if (config->indexer_full[i]) arrsetcap(dump.topk[i], (size_t)T * (size_t)dump.topk_width);
+                 .topk_width = cache->index_topk < rows ? cache->index_topk : rows};
+    for (int i = 0; i <= layers; i++) arrsetcap(dump.hidden[i], (size_t)T * (size_t)(streams * config->hidden_size));
+    for (int i = 0; i < layers; i++)
+        if (selects_rows(config, i)) arrsetcap(dump.topk[i], (size_t)T * (size_t)dump.topk_width);
     runner->engine.probe = (Probe){dump_hidden, dump_selection, &dump};
     eval_admit(runner, T + D);
     bool ok = eval_rows(runner, *prompt, 0, T, keep_logits, &dump, error);
@@ -1066,7 +1068,9 @@ static bool eval_dump(Runner *runner, const Options *options, int **prompt, Erro
     if (D) arrput(tensors, ((DumpTensor){"decode_logits", "F32", {D, vocab}, 2, dump.logits + (size_t)T * (size_t)vocab}));
     for (int i = 0; i <= layers; i++) {
         DumpTensor hidden = {"", "F32", {T, config->hidden_size}, 2, dump.hidden[i]},
+                   parallel = {"", "F32", {T, streams, config->hidden_size}, 3, dump.hidden[i]},
                    topk = {"", "I32", {T, dump.topk_width}, 2, i < layers ? dump.topk[i] : NULL};
+        if (streams > 1) hidden = parallel;
         snprintf(hidden.name, sizeof hidden.name, "hidden.%d", i);
         snprintf(topk.name, sizeof topk.name, "topk.%d", i);
         arrput(tensors, hidden);
@@ -1238,6 +1242,26 @@ static void print_layers(const char *name, const bool *flags, int n) {
     putchar('\n');
 }
 
+/* Layer by layer what is attended to beyond the window, and by what the experts are chosen. */
+static void print_v4_config(const Config *config) {
+    printf("head_dim %d\nqk_rope_head_dim %d\nq_lora_rank %d\no_lora_rank %d\no_groups %d\nsliding_window %d\nhc_mult %d\n"
+           "hc_sinkhorn_iters %d\nswiglu_limit %g\n",
+           config->head_dim, config->qk_rope_head_dim, config->q_lora_rank, config->o_lora_rank, config->o_groups,
+           config->sliding_window, config->hc_mult, config->hc_sinkhorn_iters, (double)config->swiglu_limit);
+    printf("compress_rope_theta %g%s\ncompress_ratios", config->compress_rope.rope_theta,
+           config->compress_rope.yarn ? ", yarn" : "");
+    for (int i = 0; i < config->num_hidden_layers; i++) {
+        const Compression compression = config->compression[i];
+        printf(" %d", compression == COMPRESSION_SPARSE ? config->sparse_ratio : compression ? config->heavy_ratio : 0);
+    }
+    printf("\nindex_n_heads %d\nindex_head_dim %d\nindex_topk %d\nn_routed_experts %d\nnum_experts_per_tok %d\n"
+           "n_shared_experts %d\nmoe_intermediate_size %d\nrouted_scaling_factor %g\n",
+           config->index_n_heads, config->index_head_dim, config->index_topk, config->n_routed_experts,
+           config->num_experts_per_tok, config->n_shared_experts, config->moe_intermediate_size,
+           (double)config->routed_scaling_factor);
+    print_layers("experts by the token's id in layers", config->hash_routed, config->num_hidden_layers);
+}
+
 static void print_config(const Config *config) {
     printf("model_type %s\nvocab_size %d\nhidden_size %d\nnum_hidden_layers %d\nnum_attention_heads %d\nmax_position_embeddings "
            "%d\nrms_norm_eps %g\ntie_word_embeddings %s\n",
@@ -1247,8 +1271,9 @@ static void print_config(const Config *config) {
     if (config->rope.yarn)
         printf("yarn factor %g, original_max_position_embeddings %d\n", config->rope.factor,
                config->rope.original_max_position_embeddings);
-    printf("intermediate_size %d\n", config->intermediate_size);
-    if (!has_latent_attention(config))
+    if (config->intermediate_size) printf("intermediate_size %d\n", config->intermediate_size);
+    if (config->compression) print_v4_config(config);
+    else if (!has_latent_attention(config))
         printf("num_key_value_heads %d\nhead_dim %d\n", config->num_key_value_heads, config->head_dim);
     else {
         printf("q_lora_rank %d\nkv_lora_rank %d\nqk_nope_head_dim %d\nqk_rope_head_dim %d\nv_head_dim %d\n", config->q_lora_rank,
