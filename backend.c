@@ -102,6 +102,8 @@ static const void *make_weights(void *space, DType dtype, size_t count, float lo
             float value = fmaf((float)(hash & 0xffff), step, low);
             if (dtype == DTYPE_F32) ((float *)space)[i] = value;
             else if (dtype == DTYPE_BF16) ((uint16_t *)space)[i] = narrow_bf16(value);
+            else if (dtype == DTYPE_I8) ((uint8_t *)space)[i] = (uint8_t)hash;
+            else if (dtype == DTYPE_F8_E8M0) ((uint8_t *)space)[i] = (uint8_t)(float_to_bits(value) >> 23);
             else ((uint8_t *)space)[i] = narrow_e4m3(value);
         }
     }
@@ -740,16 +742,26 @@ static uint8_t *row_at(const RowPool *pool, const RowFormat *format, DeviceRow r
                                  : pool->staging + (size_t)(row.id - pool->n_rows) * format->stride;
 }
 
-static size_t element_size(KvDtype dtype) { return dtype == KV_F32 ? 4 : dtype == KV_BF16 ? 2 : 1; }
+static bool has_codes(KvDtype dtype) { return dtype == KV_F8 || dtype == KV_F4; }
 
-/* Bytes before the plain values: the quantised ones and, in fp8, the scales of their groups. */
+static size_t value_bytes(KvDtype dtype, size_t n) {
+    return dtype == KV_F32 ? 4 * n : dtype == KV_BF16 ? 2 * n : dtype == KV_F8 ? n : (n + 1) / 2;
+}
+
+static size_t scale_size(const RowFormat *format) { return format->scales == SCALES_F32 ? sizeof(float) : 1; }
+
+/* Bytes before the plain values: the quantised ones and, of codes, the scales of their groups. */
 static size_t quantised_bytes(const RowFormat *format) {
     size_t n = (size_t)format->quantised, groups = (n + (size_t)format->group - 1) / (size_t)format->group;
-    return n * element_size(format->dtype) + (format->dtype == KV_F8 ? groups * sizeof(float) : 0);
+    return value_bytes(format->dtype, n) + (has_codes(format->dtype) ? groups * scale_size(format) : 0);
 }
 
 RowFormat row_format(KvDtype dtype, int quantised, int plain, int group) {
-    RowFormat format = {.dtype = dtype, .quantised = quantised, .plain = plain, .group = group};
+    return scaled_row_format(dtype, quantised, plain, group, SCALES_F32);
+}
+
+RowFormat scaled_row_format(KvDtype dtype, int quantised, int plain, int group, ScaleKind scales) {
+    RowFormat format = {.dtype = dtype, .quantised = quantised, .plain = plain, .group = group, .scales = scales};
     format.bytes = quantised_bytes(&format) + (size_t)plain * (dtype == KV_F32 ? 4 : 2);
     format.stride = (format.bytes + 63) / 64 * 64; /* a link reads whole 64 bytes: 656 at 656 costs as much as 704, or far more */
     return format;
@@ -782,21 +794,85 @@ static void narrow_values(uint8_t *out, const float *x, int n, KvDtype dtype) {
     }
 }
 
+/* To the nearest e2m1, ties to the even code, saturating at 6. */
+static uint8_t narrow_e2m1(float x) {
+    const float m = fabsf(x);
+    int code = (m > 0.25f) + (m >= 0.75f) + (m > 1.25f) + (m >= 1.75f) + (m > 2.5f) + (m >= 3.5f) + (m > 5);
+    return (uint8_t)(code | (signbit(x) ? 8 : 0));
+}
+
+/* The scale of a group of codes. A scale of 0 would make 0 / 0, so each kind has a least one. */
+static float group_scale(const float *x, int n, const RowFormat *format) {
+    const bool eight = format->dtype == KV_F8;
+    const float top = eight ? 448 : 6;
+    float largest = 0;
+    for (int i = 0; i < n; i++) largest = fmaxf(largest, fabsf(x[i]));
+    if (format->scales == SCALES_F32) return largest > top * FLT_MIN ? largest / top : 1;
+    if (format->scales == SCALES_E4M3) {
+        uint8_t code = narrow_e4m3(fmaxf(largest, top * 0x1p-9f) / top);
+        return widen(&code, DTYPE_F8_E4M3);
+    }
+    int exponent;
+    float fraction = frexpf(fmaxf(largest, eight ? 1e-4f : top * 0x1p-126f) * (1 / top), &exponent);
+    return ldexpf(1, exponent - (fraction == 0.5f));
+}
+
+static void store_scale(uint8_t *out, float scale, ScaleKind kind) {
+    if (kind == SCALES_F32) memcpy(out, &scale, sizeof scale);
+    else *out = kind == SCALES_E4M3 ? narrow_e4m3(scale) : (uint8_t)(float_to_bits(scale) >> 23);
+}
+
+/* The quantised values of a row as codes, and their scales behind them. */
+static void store_codes(uint8_t *row, const float *a, const RowFormat *format) {
+    uint8_t *scales = row + value_bytes(format->dtype, (size_t)format->quantised);
+    if (format->dtype == KV_F4) memset(row, 0, value_bytes(KV_F4, (size_t)format->quantised));
+    for (int first = 0; first < format->quantised; first += format->group, scales += scale_size(format)) {
+        int last = first + format->group < format->quantised ? first + format->group : format->quantised;
+        float scale = group_scale(a + first, last - first, format);
+        for (int i = first; i < last; i++)
+            if (format->dtype == KV_F8) row[i] = narrow_e4m3(a[i] / scale);
+            else row[i / 2] |= (uint8_t)(narrow_e2m1(a[i] / scale) << 4 * (i % 2));
+        store_scale(scales, scale, format->scales);
+    }
+}
+
+static void round_rows(float *x, size_t stride, int n_rows, int dim, const RowFormat *format) {
+#pragma omp parallel for if ((size_t)n_rows * (size_t)dim > SHARED_WORK)
+    for (int r = 0; r < n_rows; r++)
+        for (int first = 0; first < dim; first += format->group) {
+            const int n = dim - first < format->group ? dim - first : format->group;
+            float *v = x + (size_t)r * stride + first, scale = group_scale(v, n, format);
+            for (int i = 0; i < n; i++) {
+                const bool eight = format->dtype == KV_F8;
+                uint8_t code = eight ? narrow_e4m3(v[i] / scale) : narrow_e2m1(v[i] / scale);
+                if (!isnan(v[i])) v[i] = widen(&code, eight ? DTYPE_F8_E4M3 : DTYPE_F4_E2M1) * scale;
+            }
+        }
+}
+
+static void hadamard(float *x, int n, int dim) {
+    const float scale = 1 / sqrtf((float)dim);
+#pragma omp parallel for if ((size_t)n * (size_t)dim > SHARED_WORK)
+    for (int i = 0; i < n; i++) {
+        float *v = x + (size_t)i * (size_t)dim;
+        for (int half = 1; half < dim; half *= 2)
+            for (int a = 0; a < dim; a += (a + 1) % half ? 1 : half + 1) {
+                float sum = v[a] + v[a + half];
+                v[a + half] = v[a] - v[a + half];
+                v[a] = sum;
+            }
+        for (int j = 0; j < dim; j++) v[j] *= scale;
+    }
+}
+
 static void store_rows(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, const float *a, size_t a_stride,
                        const float *b, size_t b_stride) {
     for (int r = 0; r < n_rows; r++, a += a_stride, b += b_stride) {
         uint8_t *row = base + (size_t)ids[r].id * format->stride;
         KvDtype plain = format->dtype == KV_F32 ? KV_F32 : KV_BF16;
         narrow_values(row + quantised_bytes(format), b, format->plain, plain);
-        if (format->dtype != KV_F8) { narrow_values(row, a, format->quantised, format->dtype); continue; }
-        for (int first = 0, group = 0; first < format->quantised; first += format->group, group++) {
-            int last = first + format->group < format->quantised ? first + format->group : format->quantised;
-            float largest = 0;
-            for (int i = first; i < last; i++) largest = fmaxf(largest, fabsf(a[i]));
-            float scale = largest > 448 * FLT_MIN ? largest / 448 : 1;      /* a scale of 0 would make 0 / 0 */
-            for (int i = first; i < last; i++) row[i] = narrow_e4m3(a[i] / scale);
-            memcpy(row + format->quantised + (size_t)group * sizeof(float), &scale, sizeof scale);
-        }
+        if (has_codes(format->dtype)) store_codes(row, a, format);
+        else narrow_values(row, a, format->quantised, format->dtype);
     }
 }
 
@@ -819,20 +895,25 @@ static void store_index_keys(uint8_t *base, const RowFormat *format, const Devic
 
 INLINE void widen_run(float *out, const uint8_t *data, int n, const DType dtype) {
     int i = 0;
-    for (; i + 8 <= n; i += 8) store8(out + i, widen8(data + (size_t)i * dtype_size(dtype), dtype));
-    for (; i < n; i++) out[i] = widen(data + (size_t)i * dtype_size(dtype), dtype);
+    for (; i + 8 <= n; i += 8) store8(out + i, widen8(data + stored_bytes(dtype, (size_t)i), dtype));
+    if (i == n) return;
+    f32x8 rest = widen_few(data + stored_bytes(dtype, (size_t)i), dtype, n - i);
+    memcpy(out + i, &rest, (size_t)(n - i) * sizeof *out);
 }
 
-/* Quantised values [first, first + n) of a cached row, as f32. */
+static const DType scale_dtypes[] = {[SCALES_F32] = DTYPE_F32, [SCALES_E8M0] = DTYPE_F8_E8M0, [SCALES_E4M3] = DTYPE_F8_E4M3};
+
+/* Quantised values [first, first + n) of a cached row, as f32; of e2m1 `first` is even. */
 static void widen_quantised(float *out, const uint8_t *row, const RowFormat *format, int first, int n) {
     if (format->dtype == KV_F32) widen_run(out, row + 4 * (size_t)first, n, DTYPE_F32);
     else if (format->dtype == KV_BF16) widen_run(out, row + 2 * (size_t)first, n, DTYPE_BF16);
     else {
-        widen_run(out, row + first, n, DTYPE_F8_E4M3);
-        const uint8_t *scales = row + format->quantised;
+        const bool eight = format->dtype == KV_F8;
+        widen_run(out, row + value_bytes(format->dtype, (size_t)first), n, eight ? DTYPE_F8_E4M3 : DTYPE_F4_E2M1);
+        const uint8_t *scales = row + value_bytes(format->dtype, (size_t)format->quantised);
         for (int i = 0; i < n;) {
             int group = (first + i) / format->group, end = (group + 1) * format->group - first;
-            float scale = widen(scales + (size_t)group * sizeof(float), DTYPE_F32);
+            float scale = widen(scales + (size_t)group * scale_size(format), scale_dtypes[format->scales]);
             for (; i < n && i < end; i++) out[i] *= scale;
         }
     }
@@ -1151,6 +1232,28 @@ static void route(int *picks, float *weights, const float *logits, const float *
     }
 }
 
+/* What --qat makes of a matrix's inputs. */
+static void round_inputs(float *x, int n_rows, int dim, const Config *config) {
+    const RowFormat format = {.dtype = KV_F8, .group = config->input_block, .scales = SCALES_E8M0};
+    round_rows(x, (size_t)dim, n_rows, dim, &format);
+}
+
+static const float *rounded_copy(float *y, const float *x, int n_rows, const Config *config) {
+    memcpy(y, x, (size_t)n_rows * (size_t)config->hidden_size * sizeof *y);
+    round_inputs(y, n_rows, config->hidden_size, config);
+    return y;
+}
+
+/* Under --qat an expert's weight is in its last input before that is rounded, and no more to be done afterwards. */
+static void weigh_inputs(float *x, float *factor, int n_rows, const Config *config) {
+    const size_t inter = (size_t)config->moe_intermediate_size;
+    for (int r = 0; r < n_rows; r++) {
+        for (size_t j = 0; j < inter; j++) x[(size_t)r * inter + j] *= factor[r];
+        factor[r] = 1;
+    }
+    round_inputs(x, n_rows, config->moe_intermediate_size, config);
+}
+
 /* First the shared expert, if there is one, then the others: rows are gathered by expert, so that its weights are read once a pass. */
 static void experts(float *y, const float *x, const int *picks, const float *weights, int n_rows, const LayerWeights *layer,
                     const Config *config, float *scratch) {
@@ -1159,10 +1262,12 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
     if (layer->gate_proj.rows) {
         const size_t inner = (size_t)layer->gate_proj.rows;
         float *shared_up = scratch + (size_t)n_rows * inner;
-        linear(scratch, inner, x, hidden, n_rows, &layer->gate_proj);
-        linear(shared_up, inner, x, hidden, n_rows, &layer->up_proj);
+        const float *in = config->qat ? rounded_copy(scratch + 2 * (size_t)n_rows * inner, x, n_rows, config) : x;
+        linear(scratch, inner, in, hidden, n_rows, &layer->gate_proj);
+        linear(shared_up, inner, in, hidden, n_rows, &layer->up_proj);
         clamp_swiglu(scratch, shared_up, (size_t)n_rows * inner, config->swiglu_limit);
         swiglu(scratch, scratch, shared_up, (size_t)n_rows * inner);
+        if (config->qat) round_inputs(scratch, n_rows, (int)inner, config);
         linear(y, hidden, scratch, inner, n_rows, &layer->down_proj);
     }
     float *input = scratch, *output = input + (size_t)n_rows * hidden, *gate = output + (size_t)n_rows * hidden,
@@ -1177,10 +1282,12 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
             }
         if (!n) continue;
         gather_rows(input, x, members, n, config->hidden_size);
+        if (config->qat) round_inputs(input, n, config->hidden_size, config);
         linear(gate, inter, input, hidden, n, &layer->expert_gate[e]);
         linear(up, inter, input, hidden, n, &layer->expert_up[e]);
         clamp_swiglu(gate, up, (size_t)n * inter, config->swiglu_limit);
         swiglu(gate, gate, up, (size_t)n * inter);
+        if (config->qat) weigh_inputs(gate, factor, n, config);
         linear(output, hidden, gate, inter, n, &layer->expert_down[e]);
         for (int i = 0; i < n; i++)
             for (size_t j = 0; j < hidden; j++) y[(size_t)members[i] * hidden + j] += factor[i] * output[(size_t)i * hidden + j];
@@ -1338,7 +1445,7 @@ static void pool_group(float *out, const GroupSlot *slots, int n, int dim) {
 
 static void compress(uint8_t *base, const RowFormat *format, const DeviceRow *ids, const Trail *trail, const Row *rows, int n_rows,
                      const CompressorWeights *weights, int ratio, int dim, bool overlapping, int turned,
-                     const float *inverse_frequency, float eps, PassReport *report, int place) {
+                     const float *inverse_frequency, float eps, const RowFormat *rounding, PassReport *report, int place) {
     int bad = n_rows;
 #pragma omp parallel for schedule(dynamic) reduction(min : bad) if ((size_t)n_rows * (size_t)dim > SHARED_WORK / 16)
     for (int r = 0; r < n_rows; r++) {
@@ -1350,6 +1457,8 @@ static void compress(uint8_t *base, const RowFormat *format, const DeviceRow *id
         rms_norm(row, 0, row, 0, weights->norm, 1, dim, eps);
         rotations(cosine, sine, &first, 1, inverse_frequency, turned, 1);
         rope(row, 1, 1, dim, dim - turned, turned, true, cosine, sine);
+        if (rounding && rounding->dtype == KV_F4) hadamard(row, 1, dim);
+        if (rounding) round_rows(row, 0, 1, rounding->quantised, rounding);
         store_rows(base, format, &ids[r], 1, row, 0, row + format->quantised, 0);
         if (first_not_finite(row, 1, dim) == 0 && r < bad) bad = r;
     }
@@ -2354,6 +2463,8 @@ const Backend c_backend = {
     .resolve = resolve,
     .fetch_rows = fetch_rows,
     .await_rows = await_rows,
+    .round_rows = round_rows,
+    .hadamard = hadamard,
     .norm_each = norm_each,
     .hyper_weights = hyper_weights,
     .hyper_collapse = hyper_collapse,

@@ -719,6 +719,7 @@ static void read_v4(Config *config, Fields *fields) {
     config->hc_mult = read_int(fields, "hc_mult", 1, MAX_STREAMS, 4);
     config->hc_sinkhorn_iters = read_int(fields, "hc_sinkhorn_iters", 1, 1000, 20);
     config->hc_eps = (float)read_number(fields, "hc_eps", 0, 1, 1e-6);
+    config->input_block = SCALE_BLOCK;
     read_compression(config, fields);
     read_two_ropes(config, fields);
 
@@ -1436,6 +1437,8 @@ static void lay_out_v4(State *state, const Config *config, Arena *arena) {
     state->kv = carve_floats(arena, rows, config->head_dim);
     state->attended = carve_floats(arena, rows, q_width);
     state->o_latent = carve_floats(arena, rows, config->o_groups * config->o_lora_rank);
+    state->rounded = carve_floats(arena, config->qat ? rows : 0,
+                                  larger(larger(config->hidden_size, config->q_lora_rank), config->o_groups * config->o_lora_rank));
     state->compress_cosine = carve_floats(arena, rows, half);
     state->compress_sine = carve_floats(arena, rows, half);
     state->compress_frequency = carve_floats(arena, 1, half);
@@ -1529,10 +1532,13 @@ static void lay_out_draft(Drafter *drafter, const Config *target, const State *t
     state->drafts.survival = carve_floats(host_arena, sessions, slots);
 }
 
-const char *const kv_dtype_names[] = {[KV_F32] = "f32", [KV_BF16] = "bf16", [KV_F8] = "fp8"};
+const char *const kv_dtype_names[] = {[KV_F32] = "f32", [KV_BF16] = "bf16", [KV_F8] = "fp8", [KV_F4] = "fp4"};
 
 const char *const kv_mode_names[MODES] = {
     [MODE_RESIDENT] = "resident", [MODE_HISPARSE] = "hisparse", [MODE_ADAPTIVE] = "adaptive"};
+
+/* Codes of DeepSeek-V4's rows that share a scale. */
+enum { CACHED_GROUP = 64 };
 
 /* Of DeepSeek-V4: every sparse layer is a source and a group of its own, whose rows each hold sparse_ratio positions. Windows,
  * the groups that compressors have not made rows of, and heavily compressed rows stay on the device. Trails reach MAX_BLOCK positions
@@ -1541,7 +1547,10 @@ static void shape_compressed_cache(Cache *cache, const Config *config, const Eng
     const int dim = config->head_dim, turned = config->qk_rope_head_dim;
     cache->ratio = config->sparse_ratio;
     cache->trail_layers = config->num_hidden_layers;
-    cache->format = row_format(options->kv_dtype, dim - turned, turned, turned);
+    cache->format = scaled_row_format(options->kv_dtype == KV_F4 ? KV_F8 : options->kv_dtype, dim - turned, turned, CACHED_GROUP,
+                                      SCALES_E8M0);
+    if (options->kv_dtype == KV_F4)
+        cache->index_format = scaled_row_format(KV_F4, config->index_head_dim, 0, EXPONENT_BLOCK, SCALES_E8M0);
     cache->trails = allocate_zeroed((size_t)cache->trail_layers * TRAILS, sizeof *cache->trails);
     for (int i = 0; i < config->num_hidden_layers; i++) {
         const bool sparse = config->compression[i] == COMPRESSION_SPARSE, heavy = config->compression[i] == COMPRESSION_HEAVY;
@@ -1571,6 +1580,7 @@ static void shape_compressed_cache(Cache *cache, const Config *config, const Eng
 static void shape_cache(Cache *cache, const Config *config, const EngineOptions *options) {
     bool latent = has_latent_attention(config);
     cache->ratio = 1;
+    cache->kv_dtype = options->kv_dtype;
     cache->index_format = row_format(options->kv_dtype == KV_F32 ? KV_F32 : KV_BF16, 0, config->index_head_dim, 128);
     if (has_streams(config)) { shape_compressed_cache(cache, config, options); return; }
     cache->sources = config->num_hidden_layers;
@@ -1755,7 +1765,7 @@ void print_plan(FILE *out, const Engine *engine) {
             "tide: %s: %s, %.1f MB of %sweights; %d x %d %s rows, %s: cache %.1f MB in %d pages, room for %d x the whole context",
             engine->checkpoint.directory, engine->config.model_type, (double)mapped / 1e6,
             engine->checkpoint.dummy ? "random " : "", cache->sessions, cache->context,
-            kv_dtype_names[cache->format.dtype], kv_mode_names[cache->mode], (double)cache->bytes / 1e6,
+            kv_dtype_names[cache->kv_dtype], kv_mode_names[cache->mode], (double)cache->bytes / 1e6,
             cache->device_pages.n_pages - 1, cache->whole_sessions);
     if (cache->mode != MODE_RESIDENT)
         fprintf(out, " (%d hot rows and %d pages required of a session), %.1f MB on the host", cache->hot_rows,
@@ -2998,9 +3008,32 @@ static void leave_streams(Engine *engine, int i, int n) {
                                   i * CHECKED_PARTS);
 }
 
+/* linear(), under --qat of inputs rounded as the matrix's own type was meant to meet them. */
+static void project(Engine *engine, float *y, size_t y_stride, const float *x, int n, const Matrix *w) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    const size_t width = (size_t)w->cols;
+    const RowFormat format = {.dtype = KV_F8, .group = config->input_block, .scales = SCALES_E8M0};
+    if (config->qat && (w->dtype == DTYPE_F8_E4M3 || w->dtype == DTYPE_F4_E2M1)) {
+        backend->copy_rows(engine->state.rounded, width, x, width, n, w->cols, 1);
+        backend->round_rows(engine->state.rounded, width, n, w->cols, &format);
+        x = engine->state.rounded;
+    }
+    backend->linear(y, y_stride, x, width, n, w);
+}
+
+/* What --qat makes of cached rows, whose turned values stay as they are, and of index vectors. */
+static RowFormat row_rounding(const Config *config) {
+    return scaled_row_format(KV_F8, config->head_dim - config->qk_rope_head_dim, 0, CACHED_GROUP, SCALES_E8M0);
+}
+
+static RowFormat index_rounding(const Config *config) {
+    return scaled_row_format(KV_F4, config->index_head_dim, 0, EXPONENT_BLOCK, SCALES_E8M0);
+}
+
 /* Values and gates of the pass's positions, and the rows of all groups that they complete. */
 static void compress_rows(Engine *engine, const Trail *trail, const CompressorWeights *weights, uint8_t *base, const RowFormat *format,
-                          const DeviceRow *ids, int dim, bool overlapping, int n, int place) {
+                          const DeviceRow *ids, int dim, bool overlapping, RowFormat rounding, int n, int place) {
     const Config *config = &engine->config;
     State *state = &engine->state;
     const size_t hidden = (size_t)config->hidden_size, stride = trail->stride / sizeof(float);
@@ -3009,7 +3042,8 @@ static void compress_rows(Engine *engine, const Trail *trail, const CompressorWe
     engine->backend->linear(raw + weights->wkv.rows, stride, state->normed, hidden, n, &weights->wgate);
     engine->backend->compress(base, format, ids, trail, state->rows, n, weights,
                               overlapping ? config->sparse_ratio : config->heavy_ratio, dim, overlapping, config->qk_rope_head_dim,
-                              state->compress_frequency, config->rms_norm_eps, state->report, place);
+                              state->compress_frequency, config->rms_norm_eps, config->qat ? &rounding : NULL, state->report,
+                              place);
 }
 
 /* The indexer of a sparse layer: its keys are compressed as the layer's rows are, from values and gates of its own, and a
@@ -3023,9 +3057,14 @@ static void select_groups(Engine *engine, int i, int source, int n) {
     const int heads = config->index_n_heads, dim = config->index_head_dim, turned = config->qk_rope_head_dim;
     uint8_t *keys = group_index_keys(cache, source);
     compress_rows(engine, &cache->trails[i * TRAILS + TRAIL_INDEX_GROUP], &layer->index_compressor, keys, &cache->index_format,
-                  state->index_rows, dim, true, n, i * CHECKED_PARTS + 2);
-    backend->linear(state->index_q, (size_t)(heads * dim), state->q_lora, (size_t)config->q_lora_rank, n, &layer->indexer_wq_b);
+                  state->index_rows, dim, true, index_rounding(config), n, i * CHECKED_PARTS + 2);
+    project(engine, state->index_q, (size_t)(heads * dim), state->q_lora, n, &layer->indexer_wq_b);
     backend->rope(state->index_q, n, heads, dim, dim - turned, turned, true, state->compress_cosine, state->compress_sine);
+    if (config->qat) {
+        const RowFormat rounding = index_rounding(config);
+        backend->hadamard(state->index_q, n * heads, dim);
+        backend->round_rows(state->index_q, (size_t)dim, n * heads, dim, &rounding);
+    }
     backend->linear(state->index_weights, (size_t)heads, state->normed, (size_t)config->hidden_size, n,
                     &layer->indexer_weights_proj);
     backend->index_select(&state->selection, state->index_q, state->index_weights, keys, &cache->index_format,
@@ -3093,8 +3132,8 @@ static void forward_v4(Engine *engine, const Row *rows, int n) {
     State *state = &engine->state;
     Cache *cache = &engine->cache;
     const int heads = config->num_attention_heads, dim = config->head_dim, turned = config->qk_rope_head_dim;
-    const size_t hidden = (size_t)config->hidden_size, rank = (size_t)config->q_lora_rank, width = (size_t)dim,
-                 o_width = (size_t)(config->o_groups * config->o_lora_rank);
+    const size_t hidden = (size_t)config->hidden_size, rank = (size_t)config->q_lora_rank, width = (size_t)dim;
+    const RowFormat rounding = row_rounding(config);
     int source = 0, heavy = 0;
     for (int i = 0; i < config->num_hidden_layers; i++) {
         const LayerWeights *layer = begin_layer(engine, i, rows, n);
@@ -3105,36 +3144,37 @@ static void forward_v4(Engine *engine, const Row *rows, int n) {
         enter_streams(engine, &layer->attention_hyper, layer->input_layernorm, n);
 
         /* The query, by way of a narrow latent; each head is normed by itself and its last values are turned. */
-        backend->linear(state->q_lora, rank, state->normed, hidden, n, &layer->q_a_proj);
+        project(engine, state->q_lora, rank, state->normed, n, &layer->q_a_proj);
         backend->rms_norm(state->q_lora, rank, state->q_lora, rank, layer->q_a_layernorm, n, config->q_lora_rank,
                           config->rms_norm_eps);
-        backend->linear(state->q, (size_t)(heads * dim), state->q_lora, rank, n, &layer->q_b_proj);
+        project(engine, state->q, (size_t)(heads * dim), state->q_lora, n, &layer->q_b_proj);
         backend->norm_each(state->q, n * heads, dim, config->rms_norm_eps);
         backend->rope(state->q, n, heads, dim, dim - turned, turned, true, cosine, sine);
 
         /* The row of each position, key and value in one, for the window. */
-        backend->linear(state->kv, width, state->normed, hidden, n, &layer->wkv);
+        project(engine, state->kv, width, state->normed, n, &layer->wkv);
         backend->rms_norm(state->kv, width, state->kv, width, layer->kv_norm, n, dim, config->rms_norm_eps);
         backend->rope(state->kv, n, 1, dim, dim - turned, turned, true, cosine, sine);
+        if (config->qat) backend->round_rows(state->kv, width, n, rounding.quantised, &rounding);
         backend->store_rows(trails[TRAIL_WINDOW].pass, &cache->format, state->pass_rows, n, state->kv, width,
                             state->kv + cache->format.quantised, width);
 
         /* What the pass completes of the compressed history, and attention over the window and that. */
         if (compression == COMPRESSION_SPARSE) {
             compress_rows(engine, &trails[TRAIL_GROUP], &layer->compressor, source_rows(cache, (SourceId){source}), &cache->format,
-                          state->kv_rows, dim, true, n, i * CHECKED_PARTS);
+                          state->kv_rows, dim, true, rounding, n, i * CHECKED_PARTS);
             select_groups(engine, i, source, n);
             if (engine->probe.selected) engine->probe.selected(engine->probe.user, i, &state->selection, rows, n);
             attend_groups(engine, i, source++);
         } else if (compression == COMPRESSION_HEAVY) {
             const RowPool pool = heavy_pool(cache, heavy++);
-            compress_rows(engine, &trails[TRAIL_GROUP], &layer->compressor, pool.rows, &cache->format, state->heavy_ids, dim, false, n,
-                          i * CHECKED_PARTS);
+            compress_rows(engine, &trails[TRAIL_GROUP], &layer->compressor, pool.rows, &cache->format, state->heavy_ids, dim, false, rounding,
+                          n, i * CHECKED_PARTS);
             attend_window(engine, i, &pool, NULL, state->heavy_count, cache->heavy_rows, 0, n);
         } else attend_window(engine, i, NULL, NULL, NULL, 0, 0, n);
 
         backend->grouped_linear(state->o_latent, state->attended, n, &layer->o_a_proj, config->o_groups);
-        backend->linear(state->branch, hidden, state->o_latent, o_width, n, &layer->o_proj);
+        project(engine, state->branch, hidden, state->o_latent, n, &layer->o_proj);
         leave_streams(engine, i, n);
 
         enter_streams(engine, &layer->mlp_hyper, layer->post_attention_layernorm, n);
@@ -3987,6 +4027,16 @@ static bool make_up_checkpoint(Engine *engine, const EngineOptions *options, Err
     return true;
 }
 
+/* Rounding as in training, and rows of four bits, are DeepSeek-V4's. */
+static bool check_formats(const Config *config, const EngineOptions *options, Error *error) {
+    if ((options->qat || options->kv_dtype == KV_F4) && !has_streams(config))
+        return fail(error, "%s: %s does not apply to %s", options->model, options->qat ? "--qat" : "--kv-dtype fp4",
+                    config->model_type);
+    if (options->qat && config->index_head_dim & (config->index_head_dim - 1))
+        return fail(error, "%s: --qat: found an index_head_dim of %d, wanted a power of two", options->model, config->index_head_dim);
+    return true;
+}
+
 bool engine_plan(Engine *engine, const EngineOptions *options, Error *error) {
     *engine = (Engine){.backend = options->backend ? options->backend : &c_backend};
     bool ok = config_read(&engine->config, options->model, error);
@@ -3994,6 +4044,8 @@ bool engine_plan(Engine *engine, const EngineOptions *options, Error *error) {
         ok = fail(error, "%s: %s runs on the CPU only so far: --device cpu", options->model, engine->config.model_type);
     if (ok && has_streams(&engine->config) && options->draft)
         ok = fail(error, "%s: no drafter drafts for %s so far: --draft none", options->model, engine->config.model_type);
+    engine->config.qat = options->qat;
+    if (ok) ok = check_formats(&engine->config, options, error);
     if (ok && options->index_topk && !has_indexer(&engine->config))
         ok = fail(error, "%s: %s has no indexer: --index-topk does not apply", options->model, engine->config.model_type);
     if (ok && options->index_topk) engine->config.index_topk = options->index_topk;
@@ -4807,8 +4859,8 @@ static uint64_t fingerprint(const Checkpoint *checkpoint) {
 
 /* What the rows depend on besides the ids, as a file names it. */
 static void row_identity(const Engine *engine, char text[128]) {
-    snprintf(text, 128, "%016" PRIx64 ", %s rows, index_topk %d", fingerprint(&engine->checkpoint),
-             kv_dtype_names[engine->cache.format.dtype], engine->config.index_topk);
+    snprintf(text, 128, "%016" PRIx64 ", %s rows, index_topk %d%s", fingerprint(&engine->checkpoint),
+             kv_dtype_names[engine->cache.kv_dtype], engine->config.index_topk, engine->config.qat ? ", --qat" : "");
 }
 
 /* Of one position, in every layer of the drafter. */

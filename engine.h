@@ -241,6 +241,8 @@ typedef struct Config {
     bool *hash_routed;                              /* [num_hidden_layers] the token's id chooses the experts */
     int sliding_window, o_groups, o_lora_rank, hc_mult, hc_sinkhorn_iters;
     float hc_eps, swiglu_limit;                     /* swiglu_limit 0: no limit */
+    bool qat;                                       /* rounds as the reference does: --qat */
+    int input_block;                                /* values of an activation that are then rounded by one scale */
     /* generation_config.json, where there is one */
     int eos_token_id[16], n_eos;
     float temperature, top_p, min_p, repetition_penalty;        /* transformers' defaults where the file does not say */
@@ -411,19 +413,25 @@ typedef struct Row {
     int token;
 } Row;
 
-typedef enum KvDtype { KV_F32, KV_BF16, KV_F8 } KvDtype;
+typedef enum KvDtype { KV_F32, KV_BF16, KV_F8, KV_F4 } KvDtype;
 
-/* How one cached vector lies in memory. `quantised` values come first: f32 or bf16 as they are, or e4m3 followed by one f32
- * scale per `group` values. `plain` values follow: f32 in an f32 cache, bf16 otherwise (they carry the rope part, which
+/* What scales codes of eight or four bits: the largest value of a group over the largest code; or that as a power of two, rounded up,
+ * in a byte; or rounded to e4m3. */
+typedef enum ScaleKind { SCALES_F32, SCALES_E8M0, SCALES_E4M3 } ScaleKind;
+
+/* How one cached vector lies in memory. `quantised` values come first: f32 or bf16 as they are, or e4m3 or packed e2m1 followed by
+ * one scale per `group` values. `plain` values follow: f32 in an f32 cache, bf16 otherwise (they carry the rope part, which
  * e4m3 would blur). With 512 + 64 and groups of 128 the fp8 row is the 656 bytes of FlashMLA: 512 + 4 * 4 + 64 * 2. */
 typedef struct RowFormat {
     KvDtype dtype;
     int quantised, plain, group;
     size_t bytes;               /* of the values */
     size_t stride;              /* from one row to the next, on the device and on the host: bytes, rounded up to whole 64 */
+    ScaleKind scales;
 } RowFormat;
 
-RowFormat row_format(KvDtype dtype, int quantised, int plain, int group);
+RowFormat row_format(KvDtype dtype, int quantised, int plain, int group);       /* with f32 scales */
+RowFormat scaled_row_format(KvDtype dtype, int quantised, int plain, int group, ScaleKind scales);
 
 typedef enum KvMode {
     MODE_RESIDENT,              /* the whole history on the device; a session waits until there is room for all of it */
@@ -602,7 +610,8 @@ typedef struct Cache {
     int whole_sessions;         /* sessions of the whole context that fit at once, with nothing lent */
     int pass_rows;              /* rows of one pass at most */
     bool ample;                 /* the pool holds everything at once: nothing will ever be recalled */
-    RowFormat format;           /* of kv: MLA latent | rope key, or qwen3's keys | values */
+    KvDtype kv_dtype;           /* as --kv-dtype names it; not all rows need be of it */
+    RowFormat format;           /* of kv: MLA latent | rope key; qwen3's keys | values; deepseek_v4's key and value in one */
     RowFormat index_format;     /* of index keys */
     int draft_layers, draft_rows;           /* of the drafter, 0 without one; R_d of eq. 9 */
     RowFormat draft_format;     /* of a layer's keys | values */
@@ -982,8 +991,8 @@ struct Backend {
     const void *(*import_weights)(const void *data, size_t bytes, Error *error);
     void (*release_weights)(void);
 
-    /* The same for weights of no file: `count` values of that type (F32, BF16 or F8_E4M3), evenly spread from low to high, each
-     * by a hash of its index and the seed. `space`: as many bytes of the pipeline's memory, where that is what operations read;
+    /* The same for weights of no file: `count` values of that type (F32, BF16, F8_E4M3 or F8_E8M0), evenly spread from low to high,
+     * each by a hash of its index and the seed; of I8, any bytes. `space`: as many bytes of the pipeline's memory, where that is what operations read;
      * or NULL. */
     const void *(*make_weights)(void *space, DType dtype, size_t count, float low, float high, uint64_t seed, Error *error);
 
@@ -1067,6 +1076,12 @@ struct Backend {
                        PassReport *report);
     void (*await_rows)(const Cache *cache, SourceId source);
 
+    /* What the first `dim` values of each row would be after a stay in rows of that format's codes and scales, in place. */
+    void (*round_rows)(float *x, size_t stride, int n_rows, int dim, const RowFormat *format);
+
+    /* Each of n vectors of dim = 2^k values times the orthonormal Hadamard matrix, in place. */
+    void (*hadamard)(float *x, int n, int dim);
+
     /* DeepSeek-V4's, the next ones. rms_norm() of each of n vectors of `dim`, without a weight, in place. */
     void (*norm_each)(float *x, int n, int dim, float eps);
 
@@ -1092,10 +1107,11 @@ struct Backend {
     /* The compressed row of every group that ends in the pass, to row ids[r] of a pool: softmax over the group's gates, channel
      * by channel, of its values; normed, its last `turned` values rotated by the angle of the group's first position, looked at
      * as check_finite() does. overlapping: of the group before, the first `dim` values and gates of each position join, of its own the
-     * last (CSA). trail: rows of [2, width] f32, values | gates. */
+     * last (CSA). trail: rows of [2, width] f32, values | gates. rounding: what of the row round_rows() rounds first, by its
+     * `quantised`; of e2m1 behind hadamard(); NULL: nothing. */
     void (*compress)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, const Trail *trail, const Row *rows, int n_rows,
                      const CompressorWeights *weights, int ratio, int dim, bool overlapping, int turned,
-                     const float *inverse_frequency, float eps, PassReport *report, int place);
+                     const float *inverse_frequency, float eps, const RowFormat *rounding, PassReport *report, int place);
 
     /* Attention of all heads over one shared key, which is the value too: rows [begin, end) of the pass each see the last
      * `window` positions up to their own, then count[r] rows of the pool: those at locations[r], or where locations is NULL the first
@@ -1285,6 +1301,7 @@ typedef struct State {          /* [rows] stands for max_rows; everything lies i
     /* deepseek_v4: hidden holds hc_mult streams of each row */
     float *mixes;               /* [rows, (2 + hc_mult) * hc_mult] f32 */
     float *o_latent;            /* [rows, o_groups * o_lora_rank] f32 */
+    float *rounded;             /* [rows, the widest input of a matrix] f32, under --qat */
     float *compress_cosine, *compress_sine, *compress_frequency;    /* as cosine, sine and inverse_frequency, of compress_rope */
     DeviceRow *pass_rows;       /* [rows] 0, 1, 2, ...: where the rows of a pass lie in a trail */
     DeviceRow *heavy_ids;       /* [rows] where each row's heavily compressed row is stored */
@@ -1319,6 +1336,7 @@ typedef struct EngineOptions {
     int sessions;               /* slots */
     int context;                /* rows a slot may hold; 0: min(max_position_embeddings, 8192) */
     int index_topk;             /* 0: as config.json says */
+    bool qat;                   /* Config's */
     KvDtype kv_dtype;
     KvMode kv_mode;             /* models without an indexer are resident whatever it says */
     Reclaim reclaim;

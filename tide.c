@@ -104,7 +104,8 @@ static const struct OptionSpec {
     {"--device", WORD, AT(device), .words = "auto|cpu", .later = "cuda"},
 #endif
     {"--threads", COUNT, AT(threads), 1, 1024},
-    {"--kv-dtype", WORD, AT(kv_dtype), .words = "f32|bf16|fp8"},
+    {"--kv-dtype", WORD, AT(kv_dtype), .words = "f32|bf16|fp8|fp4"},
+    {"--qat", FLAG, AT(engine.qat), .commands = "chat|generate|batch|eval|inspect"},
     {"--kv", WORD, AT(kv_mode), .words = "resident|hisparse|adaptive"},
     {"--kv-budget", BYTES, AT(engine.kv_budget), 1, 1e18},
     {"--index-topk", COUNT, AT(engine.index_topk), 1, MAX_CONTEXT},
@@ -151,9 +152,9 @@ static const char usage_text[] =
     "  --chat            generate, batch: the prompt is a user's message, not text to continue; implied by the next two\n"
     "  --system TEXT     system message      --think on|off   reasoning before the answer (default off)\n"
 #ifdef TIDE_CUDA
-    "  --device auto|cpu|cuda --threads N --kv-dtype f32|bf16|fp8 (default bf16) --index-topk N\n"
+    "  --device auto|cpu|cuda --threads N --kv-dtype f32|bf16|fp8|fp4 (default bf16) --index-topk N\n"
 #else
-    "  --device auto|cpu --threads N --kv-dtype f32|bf16|fp8 (default bf16) --index-topk N\n"
+    "  --device auto|cpu --threads N --kv-dtype f32|bf16|fp8|fp4 (default bf16) --index-topk N\n"
 #endif
     "  --kv resident|hisparse|adaptive (default adaptive)   where the history lies: all of it on the device; on the host behind "
     "a\n"
@@ -175,6 +176,8 @@ static const char usage_text[] =
     "  --layers L        of --dummy: the first L layers only\n"
     "  --exact on|off    on a GPU: off lets attention split its sums by the load, so that tokens may depend on it (default on)\n"
     "  --no-graph        on a GPU: launch each operation anew instead of replaying captured graphs\n"
+    "  --qat             deepseek_v4: rounds cached rows, index vectors and what meets e4m3 and e2m1 weights as the reference's\n"
+    "                    kernels do; --kv-dtype fp4 keeps them as it does (default: neither, as transformers)\n"
     "  --stats --trace FILE.jsonl --quiet\n";
 
 /* One line to the user, whatever the arguments hold. */
@@ -300,7 +303,7 @@ static bool parse_options(Options *options, int argc, char **argv) {
         if (option->kind != FLAG && a + 1 == argc) return usage("%s wants a value", argv[a]), false;
         if (!set_option(options, option, option->kind == FLAG ? NULL : argv[++a])) return false;
     }
-    options->engine.kv_dtype = (KvDtype)word_index("f32|bf16|fp8", options->kv_dtype, KV_BF16);
+    options->engine.kv_dtype = (KvDtype)word_index("f32|bf16|fp8|fp4", options->kv_dtype, KV_BF16);
     options->engine.kv_mode = (KvMode)word_index("resident|hisparse|adaptive", options->kv_mode, MODE_ADAPTIVE);
     options->engine.reclaim = (Reclaim)word_index("whole|proportional", options->reclaim, RECLAIM_WHOLE);
     options->engine.lookup = (Lookup)word_index("direct|scan", options->lookup, LOOKUP_DIRECT);
@@ -1319,6 +1322,18 @@ static void print_tensors(const Checkpoint *checkpoint) {
     }
 }
 
+/* What history costs: of every token, and of every session whatever its length. */
+static void print_kv(const Cache *cache) {
+    const double rows = (double)cache->sources * (double)cache->format.bytes / cache->ratio
+                        + (cache->heavy_layers ? (double)cache->heavy_layers * (double)cache->format.bytes / cache->heavy_ratio : 0),
+                 keys = (double)cache->groups * (double)cache->index_format.bytes / cache->ratio;
+    size_t trails = 0;
+    for (int i = 0; i < cache->trail_layers * TRAILS; i++) trails += (size_t)cache->trails[i].length * cache->trails[i].stride;
+    printf("%.0f bytes of history a token: %.0f of rows, %.0f of index keys", rows + keys, rows, keys);
+    if (trails) printf("; %.1f MB a session of windows and of groups that are not rows yet", (double)trails / 1e6);
+    putchar('\n');
+}
+
 static int command_inspect(Options *options) {
     Engine engine;
     Error error;
@@ -1334,6 +1349,7 @@ static int command_inspect(Options *options) {
     if (ok)
         printf("%.1f M parameters in use, %.1f MB\n", (double)engine.weights.parameters / 1e6,
                (double)engine.weights.bytes / 1e6);
+    if (ok) print_kv(&engine.cache);
     if (ok) print_plan(stdout, &engine);
     ok = ok && check_memory(&engine, &error);
     engine_close(&engine);

@@ -11,11 +11,13 @@
 
 #include <sys/wait.h>
 
-static const char *kv_names[] = {"f32", "bf16", "fp8"};
+static const char *kv_names[] = {"f32", "bf16", "fp8", "fp4"};
+
+static bool rounding;           /* --qat */
 
 static bool open_engine(Engine *engine, const char *directory, int sessions, int context, KvDtype dtype) {
     Error error;
-    EngineOptions options = {.model = directory, .sessions = sessions, .context = context, .kv_dtype = dtype};
+    EngineOptions options = {.model = directory, .sessions = sessions, .context = context, .kv_dtype = dtype, .qat = rounding};
     bool ok = engine_open(engine, &options, &error);
     CHECK(ok, "%s opens: %s", directory, error.text);
     return ok;
@@ -233,7 +235,7 @@ static void store_rounded_rows(uint8_t *base, const RowFormat *format, const Dev
             float largest = 0;
             for (int j = i; i % format->group == 0 && j < i + format->group && j < format->quantised; j++)
                 largest = fmaxf(largest, fabsf(a[j]));
-            if (i % format->group == 0) scale = largest / 448;
+            if (i % format->group == 0) scale = format->scales == SCALES_F32 ? largest / 448 : (float)exp2(ceil(log2(fmax(largest, 1e-4f) / 448.0)));
             row[i] = imitated == KV_BF16 ? rounded(a[i], 7, -126, FLT_MAX) : rounded(a[i] / scale, 3, -6, 448) * scale;
         }
         for (int i = 0; i < format->plain; i++) tail[i] = rounded(b[i], 7, -126, FLT_MAX);
@@ -255,10 +257,35 @@ static void store_rounded_keys(uint8_t *base, const RowFormat *format, const Dev
     store_rounded_rows(base, format, ids, n_rows, k, (size_t)dim, k, (size_t)dim);
 }
 
+/* The same for the plain values alone. */
+static void store_rounded_tails(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, const float *a,
+                                size_t a_stride, const float *b, size_t b_stride) {
+    for (int r = 0; r < n_rows; r++, a += a_stride, b += b_stride) {
+        float tail[MAX_ROW_WIDTH];
+        for (int i = 0; i < format->plain; i++) tail[i] = rounded(b[i], 7, -126, FLT_MAX);
+        store_rows(base, format, ids + r, 1, a, 0, tail, 0);
+    }
+}
+
+static void compress_and_round_tails(uint8_t *base, const RowFormat *format, const DeviceRow *ids, const Trail *trail, const Row *rows,
+                                     int n_rows, const CompressorWeights *weights, int ratio, int dim, bool overlapping, int turned,
+                                     const float *inverse_frequency, float eps, const RowFormat *rounding, PassReport *report,
+                                     int place) {
+    compress(base, format, ids, trail, rows, n_rows, weights, ratio, dim, overlapping, turned, inverse_frequency, eps, rounding,
+             report, place);
+    for (int r = 0; r < n_rows && format->quantised; r++) {
+        float row[MAX_ROW_WIDTH];
+        if (ids[r].id < 0) continue;
+        memcpy(row, base + (size_t)ids[r].id * format->stride, (size_t)dim * sizeof(float));
+        store_rounded_tails(base, format, ids + r, 1, row, 0, row + format->quantised, 0);
+    }
+}
+
 static void compress_and_round(uint8_t *base, const RowFormat *format, const DeviceRow *ids, const Trail *trail, const Row *rows,
                                int n_rows, const CompressorWeights *weights, int ratio, int dim, bool overlapping, int turned,
-                               const float *inverse_frequency, float eps, PassReport *report, int place) {
-    compress(base, format, ids, trail, rows, n_rows, weights, ratio, dim, overlapping, turned, inverse_frequency, eps, report, place);
+                               const float *inverse_frequency, float eps, const RowFormat *rounding, PassReport *report, int place) {
+    compress(base, format, ids, trail, rows, n_rows, weights, ratio, dim, overlapping, turned, inverse_frequency, eps, rounding,
+             report, place);
     for (int r = 0; r < n_rows; r++) {
         float row[MAX_ROW_WIDTH];
         if (ids[r].id < 0) continue;
@@ -455,6 +482,33 @@ static void test_boundaries(const char *directory, KvDtype dtype) {
         {64, false, 2}, {65, false, 2}, {511, false, 2}, {512, false, 2},
     };
     test_schedules(directory, dtype, &length, 1, schedules, sizeof schedules / sizeof *schedules);
+}
+
+/* Rows that were rounded as their format would are the same bits in it and in f32: with --qat the reference's formats lose nothing
+ * more than is lost anyway. (What they keep of the turned values is bf16.) */
+static void test_formats_hold_what_is_rounded(const char *directory) {
+    Error error;
+    float *kept[2] = {0};
+    size_t n = 0;
+    for (int narrow = 0; narrow < 2; narrow++) {
+        Engine engine;
+        Backend backend = c_backend;
+        imitated = KV_BF16;
+        if (!narrow) backend.store_rows = store_rounded_tails;
+        if (!narrow) backend.compress = compress_and_round_tails;
+        if (!open_engine(&engine, directory, 1, 150, narrow ? KV_F4 : KV_F32)) return;
+        engine.backend = &backend;
+        Row rows[150];
+        for (int i = 0; i < 150; i++) rows[i] = (Row){0, i, (i * 37 + 5) % engine.config.vocab_size};
+        bool ok = run_rows(&engine, rows, 150, &error);
+        CHECK(ok, "%s", error.text);
+        n = 150 * (size_t)engine.config.hidden_size;
+        kept[narrow] = memcpy(allocate_zeroed(n, sizeof(float)), engine.state.normed, n * sizeof(float));
+        engine.backend = &c_backend;
+        engine_close(&engine);
+    }
+    CHECK(!memcmp(kept[0], kept[1], n * sizeof(float)), "%s: --qat with fp4 rows gives the bits of --qat with f32 rows", directory);
+    free(kept[0]), free(kept[1]);
 }
 
 /* With an index_topk that holds everything the selection is the whole history: sparse and dense are one. Compares a short
@@ -717,6 +771,11 @@ int main(int argc, char **argv) {
                                      "tests/fixtures/deepseek_v4-a", "tests/fixtures/deepseek_v4-c"};
     for (int f = 0; f < 5; f++)
         for (KvDtype dtype = KV_F32; dtype <= KV_F8; dtype++) test_independence(fixtures[f], dtype);
+    rounding = true;
+    for (int f = 3; f < 5; f++)
+        for (KvDtype dtype = KV_F32; dtype <= KV_F4; dtype += 3) test_independence(fixtures[f], dtype);
+    test_formats_hold_what_is_rounded(fixtures[4]);
+    rounding = false;
     for (int f = 0; f < 5; f++) test_boundaries(fixtures[f], f % 3 == 0 ? KV_BF16 : f % 3 == 1 ? KV_F32 : KV_F8);
     test_selection_is_dense_while_it_fits("tests/fixtures/glm_moe_dsa-a");
     test_selection_is_dense_while_it_fits("tests/fixtures/deepseek_v32-c");
