@@ -1391,12 +1391,22 @@ static void hyper_expand(float *streams, const float *branch, const float *mixes
 
 /* ---- compressed rows */
 
-static void locate_groups(DeviceRow *kv_rows, DeviceRow *index_rows, const Cache *cache, const Row *rows, int n_rows) {
+static void locate_groups(DeviceRow *kv_rows, DeviceRow *index_rows, const Cache *cache, int group, const Row *rows, int n_rows) {
+    const int ratio = cache->ratio * stretch_of(cache, group);
     for (int r = 0; r < n_rows; r++) {
-        int s = rows[r].session, row = rows[r].position / cache->ratio, page = row / PAGE_ROWS;
-        bool complete = (rows[r].position + 1) % cache->ratio == 0;
-        kv_rows[r] = complete ? row_of_page(*tail_page(cache, s, page), row) : (DeviceRow){-1};
-        index_rows[r] = complete ? row_of_page(*index_page(cache, s, page), row) : (DeviceRow){-1};
+        int s = rows[r].session, row = rows[r].position / ratio, page = row / page_rows(cache, group);
+        bool complete = (rows[r].position + 1) % ratio == 0;
+        kv_rows[r] = complete ? row_in_page(cache, group, *tail_page(cache, s, page), row) : (DeviceRow){-1};
+        index_rows[r] = complete ? row_in_page(cache, group, *index_page(cache, s, page), row) : (DeviceRow){-1};
+    }
+}
+
+static void see_groups(Row *newest, int *count, Row *first, const Row *rows, int n_rows, int ratio) {
+    for (int r = 0; r < n_rows; r++) {
+        const int seen = (rows[r].position + 1) / ratio;
+        if (newest) newest[r] = (Row){rows[r].session, seen - 1, rows[r].token};
+        if (count) count[r] = seen;
+        if (first) first[r] = (Row){rows[r].session, rows[r].position + 1 - ratio, rows[r].token};
     }
 }
 
@@ -1593,15 +1603,15 @@ static void route_softplus(int *picks, float *weights, const float *logits, cons
 
 static const DeviceRow nowhere = {-1};
 
-/* The device page that holds a position's row without any search: the tail by arithmetic, else optional history. */
-static DevicePage direct_page(const Cache *cache, int session, int position) {
-    int page = position / PAGE_ROWS;
-    return position >= cache->seen.tail_base[session] ? *tail_page(cache, session, page) : *ready_page(cache, session, page);
+/* The device page that holds a row without any search: the tail by arithmetic, else optional history. */
+static DevicePage direct_page(const Cache *cache, int session, int page) {
+    return page >= cache->seen.tail_base[session] / PAGE_ROWS ? *tail_page(cache, session, page) : *ready_page(cache, session, page);
 }
 
 /* The queries of one session and one plan group while they are resolved together. */
 typedef struct Block {
-    int session;
+    int session, group;
+    int page_rows, hot_rows;    /* of the group */
     HotCache hot;
     uint32_t now;               /* this resolve, as the stamps count */
     int low, high;              /* words of Cache.bits that hold the union; high < low: there is none */
@@ -1612,24 +1622,26 @@ typedef struct Block {
 
 static Block open_block(Cache *cache, int group, int session) {
     HotCache hot = hot_cache(cache, session, group);
-    return (Block){.session = session, .hot = hot, .now = ++*hot.clock, .low = INT_MAX, .high = -1};
+    return (Block){.session = session, .group = group, .page_rows = page_rows(cache, group),
+                   .hot_rows = cache->hot_rows / stretch_of(cache, group), .hot = hot, .now = ++*hot.clock, .low = INT_MAX,
+                   .high = -1};
 }
 
 /* First look: tail and optional history. Rows that are in neither join the union, a bit each in Cache.bits. */
 static void locate_directly(Cache *cache, Block *block, const Selection *selection, size_t begin, size_t end,
                             DeviceRow *locations, PassReport *report) {
-    const int tail_base = cache->seen.tail_base[block->session];
+    const int tail_page = cache->seen.tail_base[block->session] / PAGE_ROWS;
     for (size_t i = begin; i < end; i++) {
-        int position = selection->ids[i], word = position / PAGE_ROWS;
+        int row = selection->ids[i], word = row / PAGE_ROWS;
         locations[i] = nowhere;
-        if (position < 0) continue;
-        DevicePage page = direct_page(cache, block->session, position);
+        if (row < 0) continue;
+        DevicePage page = direct_page(cache, block->session, row / block->page_rows);
         if (!no_page(page)) {
-            locations[i] = row_of_page(page, position);
-            report->picked[position >= tail_base ? TIER_TAIL : TIER_OPTIONAL]++;
+            locations[i] = row_in_page(cache, block->group, page, row);
+            report->picked[row / block->page_rows >= tail_page ? TIER_TAIL : TIER_OPTIONAL]++;
             continue;
         }
-        cache->bits[word] |= (uint64_t)1 << position % PAGE_ROWS;
+        cache->bits[word] |= (uint64_t)1 << row % PAGE_ROWS;
         block->low = word < block->low ? word : block->low;
         block->high = word > block->high ? word : block->high;
     }
@@ -1645,9 +1657,9 @@ static void list_union(Cache *cache, Block *block) {
     }
 }
 
-static int rank_in_union(const Cache *cache, int position) {
-    uint64_t below = cache->bits[position / PAGE_ROWS] & (((uint64_t)1 << position % PAGE_ROWS) - 1);
-    return cache->ranks[position / PAGE_ROWS] + __builtin_popcountll(below);
+static int rank_in_union(const Cache *cache, int row) {
+    uint64_t below = cache->bits[row / PAGE_ROWS] & (((uint64_t)1 << row % PAGE_ROWS) - 1);
+    return cache->ranks[row / PAGE_ROWS] + __builtin_popcountll(below);
 }
 
 enum { NO_SLOT = INT32_MIN };
@@ -1663,7 +1675,7 @@ static void find_hot_slots(Cache *cache, const Block *block) {
         return;
     }
     for (int i = 0; i < block->n; i++) cache->places[i] = NO_SLOT;
-    for (int slot = 0; slot < cache->hot_rows; slot++) {
+    for (int slot = 0; slot < block->hot_rows; slot++) {
         int row = block->hot.tag[slot];
         if (row >= 0 && cache->bits[row / PAGE_ROWS] >> row % PAGE_ROWS & 1) cache->places[rank_in_union(cache, row)] = slot;
     }
@@ -1685,8 +1697,8 @@ static void replace_slot(Block *block, int slot, int row) {
     block->hot.slot_of[row] = (uint16_t)(slot + 1);
 }
 
-static DeviceRow hot_location(const Cache *cache, int session, int slot) {
-    return row_of_page(*hot_page(cache, session, slot / PAGE_ROWS), slot);
+static DeviceRow hot_location(const Cache *cache, const Block *block, int slot) {
+    return row_in_page(cache, block->group, *hot_page(cache, block->session, slot / block->page_rows), slot);
 }
 
 /* Missing rows take the slots used least recently, ties to the lower slot: the i-th row, ascending, the i-th such slot. Where
@@ -1695,17 +1707,18 @@ static DeviceRow hot_location(const Cache *cache, int session, int slot) {
  * query's, is known only when all layers have run. */
 static void place_misses(Cache *cache, Block *block, int staging, MissPlan *plan, PassReport *report) {
     const HostPage *host = host_page(cache, block->session, 0);
-    int missing = block->n - block->hits, open = cache->hot_rows - block->hits, room = missing < open ? missing : open,
+    const int rows = block->page_rows;
+    int missing = block->n - block->hits, open = block->hot_rows - block->hits, room = missing < open ? missing : open,
         beyond = missing - room, taken = 0;
-    if (room) oldest_slots(cache->victims, block->hot.stamp, block->now, cache->hot_rows, room);
+    if (room) oldest_slots(cache->victims, block->hot.stamp, block->now, block->hot_rows, room);
     block->first_staged = block->planned;
     for (int i = 0; i < block->n; i++) {
         if (cache->places[i] != NO_SLOT) continue;
-        int row = cache->missing[i], place = taken < beyond ? cache->hot_rows + taken : cache->victims[taken - beyond];
-        DeviceRow staged = {cache->device_pages.n_pages * PAGE_ROWS + staging * cache->staging_rows + taken};
+        int row = cache->missing[i], place = taken < beyond ? block->hot_rows + taken : cache->victims[taken - beyond];
+        DeviceRow staged = {cache->device_pages.n_pages * rows + staging * cache->staging_rows + taken};
         REQUIRE(block->planned < plan->capacity);
-        plan->from[block->planned] = (HostRow){(int64_t)host[row / PAGE_ROWS].id * PAGE_ROWS + row % PAGE_ROWS};
-        plan->to[block->planned++] = taken < beyond ? staged : hot_location(cache, block->session, place);
+        plan->from[block->planned] = (HostRow){(int64_t)host[row / rows].id * rows + row % rows};
+        plan->to[block->planned++] = taken < beyond ? staged : hot_location(cache, block, place);
         if (taken < beyond) report->staged++;
         else replace_slot(block, place, row);
         cache->places[i] = ~place;                  /* negative: it comes from the host */
@@ -1717,13 +1730,13 @@ static void place_misses(Cache *cache, Block *block, int staging, MissPlan *plan
 static void emit_locations(const Cache *cache, const Block *block, const Selection *selection, size_t begin, size_t end,
                            DeviceRow *locations, const MissPlan *plan, PassReport *report) {
     for (size_t i = begin; i < end; i++) {
-        int position = selection->ids[i];
-        if (position < 0 || locations[i].id >= 0) continue;
-        int place = cache->places[rank_in_union(cache, position)];
+        int row = selection->ids[i];
+        if (row < 0 || locations[i].id >= 0) continue;
+        int place = cache->places[rank_in_union(cache, row)];
         report->picked[place < 0 ? TIER_HOST : TIER_HOT]++;
         if (place < 0) place = ~place;
-        locations[i] = place < cache->hot_rows ? hot_location(cache, block->session, place)
-                                               : plan->to[block->first_staged + place - cache->hot_rows];
+        locations[i] = place < block->hot_rows ? hot_location(cache, block, place)
+                                               : plan->to[block->first_staged + place - block->hot_rows];
     }
 }
 
@@ -1812,21 +1825,24 @@ static void start_copy(Cache *cache, const Transfer *transfer) {
     (void)transfer;
 }
 
-static void copy_run(uint8_t *device, uint8_t *host, size_t stride, int32_t device_page, int32_t host_page,
+/* Of a source whose rows hold more positions only the rows that are complete: the last group may still be open. */
+static void copy_run(uint8_t *device, uint8_t *host, size_t stride, int32_t device_page, int32_t host_page, int stretch,
                      const Transfer *transfer) {
-    device += ((size_t)device_page * PAGE_ROWS + (size_t)transfer->first) * stride;
-    host += ((size_t)host_page * PAGE_ROWS + (size_t)transfer->first) * stride;
-    memcpy(transfer->to_host ? host : device, transfer->to_host ? device : host, (size_t)transfer->count * stride);
+    const size_t rows = PAGE_ROWS / stretch, first = transfer->first / stretch,
+                 count = (size_t)((transfer->first + transfer->count) / stretch) - first;
+    device += ((size_t)device_page * rows + first) * stride;
+    host += ((size_t)host_page * rows + first) * stride;
+    memcpy(transfer->to_host ? host : device, transfer->to_host ? device : host, count * stride);
 }
 
 static bool finish_copy(Cache *cache, const Transfer *transfer, bool wait) {
     (void)wait;
     for (int i = 0; i < cache->sources && !no_page(transfer->device); i++)
         copy_run(source_rows(cache, (SourceId){i}), host_source_rows(cache, (SourceId){i}), cache->format.stride,
-                 transfer->device.id, transfer->host.id, transfer);
+                 transfer->device.id, transfer->host.id, stretch_of(cache, i), transfer);
     for (int g = 0; g < cache->groups && !no_page(transfer->index); g++)
         copy_run(group_index_keys(cache, g), host_group_index_keys(cache, g), cache->index_format.stride, transfer->index.id,
-                 transfer->host.id, transfer);
+                 transfer->host.id, stretch_of(cache, g), transfer);
     return true;
 }
 
@@ -2470,6 +2486,7 @@ const Backend c_backend = {
     .hyper_collapse = hyper_collapse,
     .hyper_expand = hyper_expand,
     .locate_groups = locate_groups,
+    .see_groups = see_groups,
     .locate_heavy = locate_heavy,
     .compress = compress,
     .window_attention = window_attention,

@@ -1336,9 +1336,9 @@ static int rope_dim(const Config *config) { return has_indexer(config) ? config-
 /* Positions whose rows fill a page. */
 static int page_positions(const Cache *cache) { return PAGE_ROWS * cache->ratio; }
 
-static size_t page_bytes(const Cache *cache) { return (size_t)cache->sources * PAGE_ROWS * cache->format.stride; }
+static size_t page_bytes(const Cache *cache) { return rows_before(cache, cache->sources) * cache->format.stride; }
 
-static size_t index_page_bytes(const Cache *cache) { return (size_t)cache->groups * PAGE_ROWS * cache->index_format.stride; }
+static size_t index_page_bytes(const Cache *cache) { return rows_before(cache, cache->groups) * cache->index_format.stride; }
 
 size_t page_image_bytes(const Cache *cache) { return page_bytes(cache) + index_page_bytes(cache); }
 
@@ -1860,7 +1860,7 @@ static void free_cache(Cache *cache) {
         free(cache->session[s].spare);
     }
     for (int page = 0; cache->host_info && page < cache->host_pages.n_pages; page++) free(cache->host_info[page].key);
-    free(cache->group_of), free(cache->member_of), free(cache->trails), free(cache->session), free(cache->host_info), free(cache->transfers);
+    free(cache->group_of), free(cache->member_of), free(cache->trails), free(cache->stretch), free(cache->rows_before), free(cache->session), free(cache->host_info), free(cache->transfers);
     free(cache->retired), free(cache->staging_owner), free(cache->bits), free(cache->ranks), free(cache->missing);
     free(cache->places), free(cache->victims), free(cache->device_pages.free), free(cache->index_pages.free);
     free(cache->host_pages.free);
@@ -1919,19 +1919,20 @@ static bool on_host(const Cache *cache, int session, int page) {
 /* Freed rows become NaNs: what still reads them shows. */
 static void poison_page(Cache *cache, int32_t page) {
     for (int i = 0; i < cache->sources; i++)
-        memset(source_rows(cache, (SourceId){i}) + (size_t)page * PAGE_ROWS * cache->format.stride, 0xff,
-               PAGE_ROWS * cache->format.stride);
+        memset(source_rows(cache, (SourceId){i}) + (size_t)(page * page_rows(cache, i)) * cache->format.stride, 0xff,
+               (size_t)page_rows(cache, i) * cache->format.stride);
 }
 
 static void check_hot_cache(const Cache *cache, int s, int g) {
     const HotCache hot = hot_cache(cache, s, g);
+    const int stretch = stretch_of(cache, g), rows = page_rows(cache, g);
     size_t held = 0, named = 0;
     for (int slot = 0; slot < cache->hot_rows; slot++) {
         int row = hot.tag[slot];
         if (row < 0) continue;
         held++;
-        REQUIRE(row < complete_rows(cache, s));
-        REQUIRE(row % PAGE_ROWS < host_info(cache, s, row / PAGE_ROWS)->rows);
+        REQUIRE(slot < cache->hot_rows / stretch && row < complete_rows(cache, s) / stretch);
+        REQUIRE(row % rows < host_info(cache, s, row / rows)->rows / stretch);
         REQUIRE(hot.slot_of[row] == slot + 1);
     }
     for (int row = 0; row < cache->context_pages * PAGE_ROWS; row++) named += hot.slot_of[row] != 0;
@@ -2520,18 +2521,22 @@ void cache_step(Cache *cache) {
 void cache_read_page(const Cache *cache, int s, int page, uint8_t *image) {
     const SessionPages *session = &cache->session[s];
     DevicePage device = session->pages[page].state == PAGE_FILLING ? (DevicePage){0} : session->pages[page].device;
-    int left = complete_rows(cache, s) - page * PAGE_ROWS;
-    size_t rows = (size_t)(left < PAGE_ROWS ? left : PAGE_ROWS), stride = cache->format.stride;
+    int left = complete_rows(cache, s) - page * PAGE_ROWS, complete = left < PAGE_ROWS ? left : PAGE_ROWS;
+    size_t stride = cache->format.stride;
     memset(image, 0, page_image_bytes(cache));
-    for (int i = 0; i < cache->sources; i++, image += PAGE_ROWS * stride) {
+    for (int i = 0; i < cache->sources; i++) {
         const uint8_t *from = no_page(device) ? host_source_rows(cache, (SourceId){i}) : source_rows(cache, (SourceId){i});
-        size_t at = (size_t)(no_page(device) ? host_page(cache, s, page)->id : device.id) * PAGE_ROWS * stride;
-        cache->backend->copy_bytes(image, from + at, rows * stride);
+        size_t rows = (size_t)page_rows(cache, i), id = (size_t)(no_page(device) ? host_page(cache, s, page)->id : device.id);
+        cache->backend->copy_bytes(image, from + id * rows * stride, (size_t)(complete / stretch_of(cache, i)) * stride);
+        image += rows * stride;
     }
     stride = cache->index_format.stride;
-    for (int g = 0; g < cache->groups; g++, image += PAGE_ROWS * stride)
-        cache->backend->copy_bytes(
-            image, group_index_keys(cache, g) + (size_t)index_page(cache, s, page)->id * PAGE_ROWS * stride, rows * stride);
+    for (int g = 0; g < cache->groups; g++) {
+        size_t rows = (size_t)page_rows(cache, g), id = (size_t)index_page(cache, s, page)->id;
+        cache->backend->copy_bytes(image, group_index_keys(cache, g) + id * rows * stride,
+                                   (size_t)(complete / stretch_of(cache, g)) * stride);
+        image += rows * stride;
+    }
 }
 
 void cache_append_page(Cache *cache, int s, const uint8_t *image, int rows) {
@@ -2539,18 +2544,21 @@ void cache_append_page(Cache *cache, int s, const uint8_t *image, int rows) {
     int page = complete_rows(cache, s) / PAGE_ROWS;
     bool to_host = rows == PAGE_ROWS && cache->mode != MODE_RESIDENT;
     if (!to_host) add_to_tail(cache, s, page);
-    size_t stride = cache->format.stride, bytes = (size_t)rows * stride;
-    for (int i = 0; i < cache->sources; i++, image += PAGE_ROWS * stride) {
+    size_t stride = cache->format.stride;
+    for (int i = 0; i < cache->sources; i++) {
         uint8_t *to = to_host ? host_source_rows(cache, (SourceId){i}) : source_rows(cache, (SourceId){i});
-        size_t at = (size_t)(to_host ? host_page(cache, s, page)->id : session->pages[page].device.id) * PAGE_ROWS * stride;
-        cache->backend->copy_bytes(to + at, image, bytes);
+        size_t whole = (size_t)page_rows(cache, i) * stride, bytes = (size_t)(rows / stretch_of(cache, i)) * stride;
+        cache->backend->copy_bytes(
+            to + (size_t)(to_host ? host_page(cache, s, page)->id : session->pages[page].device.id) * whole, image, bytes);
+        image += whole;
     }
     stride = cache->index_format.stride;
-    for (int g = 0; g < cache->groups; g++, image += PAGE_ROWS * stride) {
-        size_t at = (size_t)index_page(cache, s, page)->id * PAGE_ROWS * stride;
-        cache->backend->copy_bytes(group_index_keys(cache, g) + at, image, (size_t)rows * stride);
-        at = (size_t)host_page(cache, s, page)->id * PAGE_ROWS * stride;
-        if (to_host) cache->backend->copy_bytes(host_group_index_keys(cache, g) + at, image, (size_t)rows * stride);
+    for (int g = 0; g < cache->groups; g++) {
+        size_t whole = (size_t)page_rows(cache, g) * stride, bytes = (size_t)(rows / stretch_of(cache, g)) * stride;
+        cache->backend->copy_bytes(group_index_keys(cache, g) + (size_t)index_page(cache, s, page)->id * whole, image, bytes);
+        if (to_host)
+            cache->backend->copy_bytes(host_group_index_keys(cache, g) + (size_t)host_page(cache, s, page)->id * whole, image, bytes);
+        image += whole;
     }
     session->committed = session->placed = session->committed + rows * cache->ratio;
     if (!to_host) { advance_tail(cache, s); return; }
@@ -3201,19 +3209,6 @@ static bool begin_kept_work(Engine *engine, uint64_t key) {
     return work == WORK_DONE;
 }
 
-/* How much of the compressed history each row sees. */
-static void begin_groups(Engine *engine, const Row *rows, int n) {
-    const Config *config = &engine->config;
-    Row newest[MAX_PASS_ROWS];
-    int heavy[MAX_PASS_ROWS];
-    for (int r = 0; r < n; r++) {
-        newest[r] = (Row){rows[r].session, (rows[r].position + 1) / config->sparse_ratio - 1, rows[r].token};
-        heavy[r] = (rows[r].position + 1) / config->heavy_ratio;
-    }
-    engine->backend->upload(engine->state.group_rows, newest, (size_t)n * sizeof *newest);
-    engine->backend->upload(engine->state.heavy_count, heavy, (size_t)n * sizeof *heavy);
-}
-
 /* Rows, tables and a fresh report go where operations read them; then the first of these run. */
 static void begin_pass(Engine *engine, const Row *rows, int n) {
     static const PassReport nothing = {.bad_place = -1, .bad_row = -1};
@@ -3224,7 +3219,6 @@ static void begin_pass(Engine *engine, const Row *rows, int n) {
     engine->pass_counted = false;
     backend->upload(state->rows, rows, (size_t)n * sizeof *rows);
     backend->upload(state->report, &nothing, sizeof nothing);
-    if (has_streams(&engine->config)) begin_groups(engine, rows, n);
     if (!backend->shares_memory) backend->upload(cache->seen.tail_base, cache->tables.tail_base, cache->tables_bytes);
 }
 
@@ -3248,8 +3242,10 @@ static void run_stream_layers(Engine *engine, const Row *rows, int n) {
     const Config *config = &engine->config;
     State *state = &engine->state;
     const size_t hidden = (size_t)config->hidden_size, mult = (size_t)config->hc_mult;
-    backend->locate_groups(state->kv_rows, state->index_rows, &engine->cache, state->rows, n);
+    backend->locate_groups(state->kv_rows, state->index_rows, &engine->cache, 0, state->rows, n);
+    backend->see_groups(state->group_rows, NULL, NULL, state->rows, n, config->sparse_ratio);
     backend->locate_heavy(state->heavy_ids, &engine->cache, state->rows, n, config->heavy_ratio);
+    backend->see_groups(NULL, state->heavy_count, NULL, state->rows, n, config->heavy_ratio);
     backend->rotations(state->compress_cosine, state->compress_sine, state->rows, n, state->compress_frequency, rope_dim(config), 1);
     backend->embed(state->branch, &engine->weights.embed_tokens, state->rows, n);
     for (size_t k = 0; k < mult; k++)

@@ -598,12 +598,15 @@ typedef struct Cache {
     Reclaim reclaim;
     Lookup lookup;
     int sessions, context;      /* slots, and positions each may hold */
-    int ratio;                  /* positions of a row: 1, or of compressed rows more */
+    int ratio;                  /* positions of a row: 1, or of compressed rows more; of the finest source where they differ */
+    int *stretch;               /* [sources] how many times as many each row of the source holds; its pages, which are of the same
+                                 * positions, have that much fewer rows, and a group is a source. NULL: once, everywhere */
+    int *rows_before;           /* [sources + 1] rows of a bundle in the sources before; with stretch */
     int sources, groups;        /* KV payloads; plan groups: a producing layer and the layers that follow it */
     int *group_of;              /* [sources] */
     int *member_of;             /* [sources] 0 for the producer, 1 for the layer after it, ... */
     int index_topk;             /* k: rows a query selects at most; 0: no indexer */
-    int hot_rows;               /* B; 0 in resident mode */
+    int hot_rows;               /* B, of the finest source; 0 in resident mode */
     int live_sources;           /* chi: payloads that are staged at the same time */
     int staging_blocks, staging_rows;       /* blocks of several queries in a run, and K_max * k rows for each */
     int context_pages, hot_pages, tail_ring, reserve;       /* pages; reserve: M_res of eq. 3 */
@@ -669,21 +672,34 @@ static inline DeviceRow row_of_page(DevicePage page, int position) {
 
 static inline bool no_page(DevicePage page) { return page.id == 0; }
 
+/* Rows of a page of that source, or index keys of that group; and of the whole bundle in those before it. */
+static inline int stretch_of(const Cache *cache, int source) { return cache->stretch ? cache->stretch[source] : 1; }
+
+static inline int page_rows(const Cache *cache, int source) { return PAGE_ROWS / stretch_of(cache, source); }
+
+static inline size_t rows_before(const Cache *cache, int source) {
+    return cache->stretch ? (size_t)cache->rows_before[source] : (size_t)source * PAGE_ROWS;
+}
+
+static inline DeviceRow row_in_page(const Cache *cache, int source, DevicePage page, int row) {
+    return (DeviceRow){page.id * page_rows(cache, source) + row % page_rows(cache, source)};
+}
+
 /* Where the rows of one source, and the index keys of one group, begin in each tier. */
 static inline uint8_t *source_rows(const Cache *cache, SourceId source) {
-    return cache->device + (size_t)source.id * (size_t)cache->device_pages.n_pages * PAGE_ROWS * cache->format.stride;
+    return cache->device + rows_before(cache, source.id) * (size_t)cache->device_pages.n_pages * cache->format.stride;
 }
 
 static inline uint8_t *host_source_rows(const Cache *cache, SourceId source) {
-    return cache->host + (size_t)source.id * (size_t)cache->host_pages.n_pages * PAGE_ROWS * cache->format.stride;
+    return cache->host + rows_before(cache, source.id) * (size_t)cache->host_pages.n_pages * cache->format.stride;
 }
 
 static inline uint8_t *group_index_keys(const Cache *cache, int group) {
-    return cache->index_keys + (size_t)group * (size_t)cache->index_pages.n_pages * PAGE_ROWS * cache->index_format.stride;
+    return cache->index_keys + rows_before(cache, group) * (size_t)cache->index_pages.n_pages * cache->index_format.stride;
 }
 
 static inline uint8_t *host_group_index_keys(const Cache *cache, int group) {
-    return cache->host_index + (size_t)group * (size_t)cache->host_pages.n_pages * PAGE_ROWS * cache->index_format.stride;
+    return cache->host_index + rows_before(cache, group) * (size_t)cache->host_pages.n_pages * cache->index_format.stride;
 }
 
 /* A source's rows as attention sees them. Its staging is the arena of its place in the group: those of a group live side by side
@@ -692,7 +708,7 @@ static inline RowPool row_pool(const Cache *cache, SourceId source) {
     size_t arena = cache->live_sources ? (size_t)(cache->member_of[source.id] % cache->live_sources) : 0;
     size_t rows = (size_t)cache->staging_blocks * (size_t)cache->staging_rows;
     return (RowPool){source_rows(cache, source), cache->staging + arena * rows * cache->format.stride,
-                     cache->device_pages.n_pages * PAGE_ROWS};
+                     cache->device_pages.n_pages * page_rows(cache, source.id)};
 }
 
 /* The ids of a session, for the operations. */
@@ -1098,8 +1114,13 @@ struct Backend {
     void (*hyper_expand)(float *streams, const float *branch, const float *mixes, int n_rows, const Config *config,
                          PassReport *report, int place);
 
-    /* Where the compressed row lies that each row of the pass completes, and its index key; -1: it completes none. */
-    void (*locate_groups)(DeviceRow *kv_rows, DeviceRow *index_rows, const Cache *cache, const Row *rows, int n_rows);
+    /* Where the compressed row of that group's source lies that each row of the pass completes, and its index key; -1: it
+     * completes none. */
+    void (*locate_groups)(DeviceRow *kv_rows, DeviceRow *index_rows, const Cache *cache, int group, const Row *rows, int n_rows);
+
+    /* Of compressed rows that each hold `ratio` positions, for every row of the pass: the newest that it sees, in place of its
+     * position, or -1; how many it sees; and the first position of the one that it completes, if it does. Any may be NULL. */
+    void (*see_groups)(Row *newest, int *count, Row *first, const Row *rows, int n_rows, int ratio);
 
     /* The same for heavily compressed rows. */
     void (*locate_heavy)(DeviceRow *kv_rows, const Cache *cache, const Row *rows, int n_rows, int ratio);
