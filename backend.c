@@ -162,6 +162,7 @@ static _Thread_local float panel[KEY_TILE * MAX_ROW_WIDTH];
 static _Thread_local float second_panel[KEY_TILE * MAX_ROW_WIDTH];
 static _Thread_local float packed_rows[TILE_ROWS * REDUCTION_BLOCK];
 _Static_assert(STRIP_COLUMNS * PANEL_STRIDE <= KEY_TILE * MAX_ROW_WIDTH, "a panel holds either weights or the keys of a tile");
+_Static_assert((int)MAX_BLOCKS <= KEY_TILE * MAX_ROW_WIDTH, "a panel holds the numbers of the blocks that are kept");
 _Static_assert((int)MAX_ROW_WIDTH <= (int)REDUCTION_BLOCK, "a cached row is summed in one block");
 
 INLINE f32x8 load8(const float *p) { f32x8 v; memcpy(&v, p, sizeof v); return v; }
@@ -267,27 +268,28 @@ INLINE f32x8 exp8(f32x8 x) {
 }
 
 /* Columns of a row that share a scale; 0: there are no scales. */
-INLINE int scale_block(const DType dtype) {
-    return dtype == DTYPE_F8_E4M3 ? SCALE_BLOCK : dtype == DTYPE_F4_E2M1 ? EXPONENT_BLOCK : 0;
+INLINE int scale_block(const Matrix *w, const DType dtype) {
+    return dtype == DTYPE_F8_E4M3 ? (w->block ? w->block : SCALE_BLOCK) : dtype == DTYPE_F4_E2M1 ? EXPONENT_BLOCK : 0;
 }
 
 /* The scales of row `row` of a matrix, from column `first` on, in their stored form; and one of them. */
 INLINE const void *block_scales(const Matrix *w, int row, int first, const DType dtype) {
     const size_t cols = (size_t)w->scale_cols;
     if (dtype == DTYPE_F4_E2M1) return w->exponents + (size_t)(w->first_row + row) * cols + first / EXPONENT_BLOCK;
-    return w->scale ? w->scale + (size_t)((w->first_row + row) / SCALE_BLOCK) * cols + first / SCALE_BLOCK : NULL;
+    const int block = scale_block(w, DTYPE_F8_E4M3);
+    return w->scale ? w->scale + (size_t)((w->first_row + row) / block) * cols + first / block : NULL;
 }
 
 INLINE float scale_at(const void *scales, int i, const DType dtype) {
     return dtype == DTYPE_F4_E2M1 ? widen((const uint8_t *)scales + i, DTYPE_F8_E8M0) : ((const float *)scales)[i];
 }
 
-/* sum[r * columns + c] = x[r] . w[c] over n <= REDUCTION_BLOCK values. x: value k of row r stands at r * x_stride + k * x_step
+/* sum[r * columns + c] = x[r] . w[c] over n <= REDUCTION_BLOCK values, block of which (0: none) share a scale. x: value k of row r stands at r * x_stride + k * x_step
  * for k a multiple of 8, its seven neighbours behind it. w: bytes of dtype, columns w_stride bytes apart;
  * scale[c]: for e4m3 and e2m1, one per scale_block of k. */
 INLINE void dot_tile(float *sum, const float *x, size_t x_stride, const size_t x_step, const uint8_t *w, size_t w_stride,
-                     const void *const *scale, int n, const DType dtype, const int rows, const int columns, const bool ahead) {
-    const int block = scale_block(dtype);
+                     const void *const *scale, const int block, int n, const DType dtype, const int rows, const int columns,
+                     const bool ahead) {
     f32x8 total[MAX_TILE], s[MAX_COLUMNS];
     for (int i = 0; i < rows * columns; i++) total[i] = splat8(0);
     for (int begin = 0; begin < n; begin += block ? block : n) {
@@ -329,7 +331,8 @@ INLINE int tile_columns(const int rows) { return rows <= 2 ? 4 : rows == 3 ? 3 :
 INLINE void dot_columns(float *y, size_t y_stride, const float *x, size_t x_stride, const size_t x_step, const float *w,
                         size_t w_stride, int n, bool accumulate, const int rows, const int columns) {
     float sum[MAX_TILE] = {0};
-    dot_tile(sum, x, x_stride, x_step, (const uint8_t *)w, w_stride * sizeof(float), NULL, n, DTYPE_F32, rows, columns, false);
+    dot_tile(sum, x, x_stride, x_step, (const uint8_t *)w, w_stride * sizeof(float), NULL, 0, n, DTYPE_F32, rows, columns,
+             false);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++) {
             float *out = &y[(size_t)r * y_stride + (size_t)c];
@@ -440,7 +443,7 @@ static void axpy_panel(float *y, size_t y_stride, const float *p, size_t p_strid
 static void widen_weights(float *out, const Matrix *w, int row, int first, int n) {
     const uint8_t *data = w->data + (size_t)row * stored_bytes(w->dtype, (size_t)w->cols) + stored_bytes(w->dtype, (size_t)first);
     const void *scale = block_scales(w, row, 0, w->dtype);
-    const int block = scale_block(w->dtype);
+    const int block = scale_block(w, w->dtype);
     int k = 0;
 #define WIDEN_ALL(D) for (; k + 8 <= n; k += 8) store8(out + k, widen8(data + stored_bytes(D, (size_t)k), D))
     switch (w->dtype) {
@@ -466,8 +469,8 @@ INLINE void direct_tile(float *y, size_t y_stride, const float *x, size_t x_stri
         int n = w->cols - k < REDUCTION_BLOCK ? w->cols - k : REDUCTION_BLOCK;
         const void *scale[MAX_COLUMNS] = {0};
         for (int c = 0; c < columns; c++) scale[c] = block_scales(w, o + c, k, dtype);
-        dot_tile(sum, x + k, x_stride, 1, w->data + (size_t)o * stride + stored_bytes(dtype, (size_t)k), stride, scale, n, dtype,
-                 rows, columns, true);
+        dot_tile(sum, x + k, x_stride, 1, w->data + (size_t)o * stride + stored_bytes(dtype, (size_t)k), stride, scale,
+                 scale_block(w, dtype), n, dtype, rows, columns, true);
         for (int i = 0; i < rows * columns; i++) total[i] = k ? total[i] + sum[i] : sum[i];
     }
     for (int r = 0; r < rows; r++)
@@ -501,8 +504,8 @@ INLINE void strip_tile(float *y, size_t y_stride, const float *x, const Matrix *
     const void *scale[MAX_COLUMNS] = {0};
     float sum[MAX_TILE] = {0};
     for (int c = 0; c < columns; c++) scale[c] = block_scales(w, o + c, first, dtype);
-    dot_tile(sum, x, 8, (size_t)rows, w->data + (size_t)o * stride + stored_bytes(dtype, (size_t)first), stride, scale, n, dtype,
-             rows, columns, false);
+    dot_tile(sum, x, 8, (size_t)rows, w->data + (size_t)o * stride + stored_bytes(dtype, (size_t)first), stride, scale,
+             scale_block(w, dtype), n, dtype, rows, columns, false);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++) {
             float *out = &y[(size_t)r * y_stride + (size_t)(o + c)];
@@ -617,8 +620,8 @@ static float dot(const float *a, const float *b, int n) {
     float sum = 0, part;
     const void *none = NULL;
     for (int k = 0; k < n; k += REDUCTION_BLOCK) {
-        dot_tile(&part, a + k, 0, 1, (const uint8_t *)(b + k), 0, &none, n - k < REDUCTION_BLOCK ? n - k : REDUCTION_BLOCK,
-                 DTYPE_F32, 1, 1, false);
+        dot_tile(&part, a + k, 0, 1, (const uint8_t *)(b + k), 0, &none, 0,
+                 n - k < REDUCTION_BLOCK ? n - k : REDUCTION_BLOCK, DTYPE_F32, 1, 1, false);
         sum += part;
     }
     return sum;
@@ -868,6 +871,7 @@ static void hadamard(float *x, int n, int dim) {
 static void store_rows(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, const float *a, size_t a_stride,
                        const float *b, size_t b_stride) {
     for (int r = 0; r < n_rows; r++, a += a_stride, b += b_stride) {
+        if (ids[r].id < 0) continue;
         uint8_t *row = base + (size_t)ids[r].id * format->stride;
         KvDtype plain = format->dtype == KV_F32 ? KV_F32 : KV_BF16;
         narrow_values(row + quantised_bytes(format), b, format->plain, plain);
@@ -983,15 +987,16 @@ static void weigh_heads(float *out, const float *dots, const float *head_weights
 /* Rows [begin, end) of the pass belong to one session, whose pages these are; scores: [end - begin, context]. A tile is a page.
  */
 static void index_scores(float *scores, const float *q, const float *head_weights, const uint8_t *keys, const RowFormat *format,
-                         const DevicePage *pages, int heads, int head_dim, const Row *rows, int begin, int end, int context) {
+                         const DevicePage *pages, int page_rows, int heads, int head_dim, const Row *rows, int begin, int end,
+                         int context) {
     const int together = heads * TILE_ROWS <= MAX_ROW_WIDTH ? TILE_ROWS : 1;    /* rows whose heads fit one panel of products */
     const size_t dim = (size_t)head_dim;
     const float scale = 1 / sqrtf((float)head_dim * (float)heads);
     const size_t work = (size_t)((end - begin) * heads) * dim * (size_t)(rows[end - 1].position + 1);
 #pragma omp parallel for schedule(dynamic) if (work > SHARED_WORK)
-    for (int first = 0; first <= rows[end - 1].position; first += KEY_TILE) {
-        int last = rows[end - 1].position, n = last + 1 - first < KEY_TILE ? last + 1 - first : KEY_TILE;
-        const uint8_t *tile = keys + (size_t)pages[first / PAGE_ROWS].id * PAGE_ROWS * format->stride;
+    for (int first = 0; first <= rows[end - 1].position; first += page_rows) {
+        int last = rows[end - 1].position, n = last + 1 - first < page_rows ? last + 1 - first : page_rows;
+        const uint8_t *tile = keys + (size_t)pages[first / page_rows].id * (size_t)page_rows * format->stride;
         for (int s = 0; s < n; s++) widen_row(panel + (size_t)s * dim, tile + (size_t)s * format->stride, format);
         for (int r = begin, take; r < end; r += take) {
             take = end - r < together ? end - r : together;
@@ -1006,27 +1011,72 @@ static void index_scores(float *scores, const float *q, const float *head_weight
     }
 }
 
-static void index_select(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
-                         const RowFormat *format, const DevicePage *pages, int context_pages, int heads, int head_dim,
-                         const Row *rows, int n_rows, float *scratch, int scratch_rows) {
-    const int context = context_pages * PAGE_ROWS;
+/* The best topk blocks of `visible` scores, one bit each. The scores are overwritten: each block's best goes to its number. */
+static void keep_blocks(uint64_t *bits, float *scores, int visible, int block_size, int topk) {
+    const int n = (visible + block_size - 1) / block_size, kept = n < topk ? n : topk;
+    int *picks = (int *)second_panel;
+    memset(bits, 0, (size_t)((n + 63) / 64) * sizeof *bits);
+    for (int b = 0; b < n; b++) {
+        const int end = (b + 1) * block_size < visible ? (b + 1) * block_size : visible;
+        float best = scores[b * block_size];
+        for (int i = b * block_size + 1; i < end; i++) best = scores[i] > best ? scores[i] : best;
+        scores[b] = best;
+    }
+    scores[n - 1] = INFINITY;
+    top_k(picks, scores, n, kept);
+    for (int i = 0; i < kept; i++) bits[picks[i] / 64] |= (uint64_t)1 << picks[i] % 64;
+}
+
+/* The same of the scores in those blocks alone; the others become -inf. Returns how many there are. */
+static int mask_blocks(float *scores, const uint64_t *bits, int visible, int block_size) {
+    int left = 0;
+    for (int i = 0; i < visible; i++) {
+        const int block = i / block_size;
+        if (bits[block / 64] >> block % 64 & 1) left++;
+        else scores[i] = -INFINITY;
+    }
+    return left;
+}
+
+static void select_groups(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
+                          const RowFormat *format, const DevicePage *pages, int context_pages, int page_rows, int heads,
+                          int head_dim, const Row *rows, int n_rows, float *scratch, int scratch_rows, uint64_t *blocks,
+                          int block_size, int topk_blocks, bool keeps) {
+    const int context = context_pages * page_rows;
+    const size_t words = blocks ? ((size_t)((context + block_size - 1) / block_size) + 63) / 64 : 0;
     for (int begin = 0, end; begin < n_rows; begin = end) {
         bool scored = false;                        /* while everything fits, the selection is the whole history */
         for (end = begin; end < n_rows && end - begin < scratch_rows && rows[end].session == rows[begin].session; end++)
             scored |= rows[end].position >= selection->capacity;
         if (scored)
             index_scores(scratch, q, head_weights, keys, format, pages + (size_t)rows[begin].session * (size_t)context_pages,
-                         heads, head_dim, rows, begin, end, context);
+                         page_rows, heads, head_dim, rows, begin, end, context);
 #pragma omp parallel for schedule(dynamic) if (scored && end - begin > 1)
         for (int r = begin; r < end; r++) {
             int visible = rows[r].position + 1, *ids = selection->ids + (size_t)r * (size_t)selection->capacity;
             int count = visible < selection->capacity ? visible : selection->capacity;
-            if (count < visible) top_k(ids, scratch + (size_t)(r - begin) * (size_t)context, visible, count);
-            else for (int s = 0; s < count; s++) ids[s] = s;
+            float *scores = scratch + (size_t)(r - begin) * (size_t)context;
+            uint64_t *bits = blocks + (size_t)r * words;
+            const bool some = count < visible;
+            if (some && blocks && !keeps) {
+                int left = mask_blocks(scores, bits, visible, block_size);
+                count = left < count ? left : count;
+            }
+            if (some) top_k(ids, scores, visible, count);
+            if (some && blocks && keeps) keep_blocks(bits, scores, visible, block_size, topk_blocks);
+            if (!some)
+                for (int s = 0; s < count; s++) ids[s] = s;
             for (int s = count; s < selection->capacity; s++) ids[s] = -1;
             selection->count[r] = count;
         }
     }
+}
+
+static void index_select(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
+                         const RowFormat *format, const DevicePage *pages, int context_pages, int heads, int head_dim,
+                         const Row *rows, int n_rows, float *scratch, int scratch_rows) {
+    select_groups(selection, q, head_weights, keys, format, pages, context_pages, PAGE_ROWS, heads, head_dim, rows, n_rows, scratch,
+                  scratch_rows, NULL, 0, 0, false);
 }
 
 /* One tile of an online softmax (Milakov and Gimelshein 2018). p: [heads, KEY_TILE] holds the dot products with n <= KEY_TILE
@@ -1234,7 +1284,7 @@ static void route(int *picks, float *weights, const float *logits, const float *
 
 /* What --qat makes of a matrix's inputs. */
 static void round_inputs(float *x, int n_rows, int dim, const Config *config) {
-    const RowFormat format = {.dtype = KV_F8, .group = config->input_block, .scales = SCALES_E8M0};
+    const RowFormat format = {.dtype = KV_F8, .group = config->weight_block, .scales = SCALES_E8M0};
     round_rows(x, (size_t)dim, n_rows, dim, &format);
 }
 
@@ -1431,21 +1481,23 @@ static int list_slots(GroupSlot *slots, const Trail *trail, const Row *rows, int
     for (int back = overlapping && first ? -ratio : 0; back < ratio; back++) {
         const float *raw = (const float *)trail_row(trail, rows, r, first + back);
         int place = back < 0 ? back + ratio : back, half = back < 0 ? 0 : width - dim;
-        slots[n++] = (GroupSlot){raw + half, raw + width + half, ape + place * width + half};
+        slots[n++] = (GroupSlot){raw + half, raw + width + half, ape ? ape + place * width + half : NULL};
     }
     return n;
 }
+
+static float slot_gate(const GroupSlot *slot, int c) { return slot->gates[c] + (slot->ape ? slot->ape[c] : 0); }
 
 /* out[c] = sum of the slots' values in channel c, weighed by the softmax of gate + ape. */
 static void pool_group(float *out, const GroupSlot *slots, int n, int dim) {
     for (int c = 0; c < dim; c++) {
         float largest = -INFINITY, total = 0, sum = 0;
         for (int i = 0; i < n; i++) {
-            float gate = slots[i].gates[c] + slots[i].ape[c];
+            float gate = slot_gate(&slots[i], c);
             largest = gate > largest ? gate : largest;
         }
         for (int i = 0; i < n; i++) {
-            float weight = expf(slots[i].gates[c] + slots[i].ape[c] - largest);
+            float weight = expf(slot_gate(&slots[i], c) - largest);
             total += weight;
             sum = fmaf(weight, slots[i].values[c], sum);
         }
@@ -1477,6 +1529,19 @@ static void compress(uint8_t *base, const RowFormat *format, const DeviceRow *id
     report->bad_place = place;
 }
 
+static void pool_groups(float *y, const Trail *trail, const Row *rows, int n_rows, const CompressorWeights *weights, int ratio,
+                        int dim, float eps) {
+#pragma omp parallel for schedule(dynamic) if ((size_t)n_rows * (size_t)dim > SHARED_WORK / 16)
+    for (int r = 0; r < n_rows; r++) {
+        GroupSlot slots[MAX_SLOTS];
+        float *out = y + (size_t)r * (size_t)dim;
+        memset(out, 0, (size_t)dim * sizeof *out);
+        if ((rows[r].position + 1) % ratio) continue;
+        pool_group(out, slots, list_slots(slots, trail, rows, r, weights->ape, ratio, dim, false), dim);
+        rms_norm(out, 0, out, 0, weights->norm, 1, dim, eps);
+    }
+}
+
 static void keep_trails(const Cache *cache, int session, int first, int from, int to) {
     for (int i = 0; i < cache->trail_layers * TRAILS; i++) {
         const Trail *trail = &cache->trails[i];
@@ -1492,7 +1557,7 @@ static void keep_trails(const Cache *cache, int session, int first, int from, in
 typedef struct KeyList {
     const Trail *trail;
     const RowPool *pool;
-    const RowFormat *format;
+    const RowFormat *trail_format, *format;
     const DeviceRow *locations; /* [count - window], or NULL: rows of the pool from first_heavy on */
     int first_heavy;
     int window, count;          /* keys of the window, and all */
@@ -1504,7 +1569,7 @@ static void widen_key(float *out, const KeyList *keys, const Row *rows, int r, i
                                       : row_at(keys->pool, keys->format,
                                                keys->locations ? keys->locations[selected]
                                                                : (DeviceRow){keys->first_heavy + selected});
-    widen_row(out, row, keys->format);
+    widen_row(out, row, selected < 0 ? keys->trail_format : keys->format);
 }
 
 /* Heads of one row over its keys. q, y: [heads, width]; sinks: [heads]. */
@@ -1537,8 +1602,8 @@ static void rotate_back(float *x, int heads, int width, int turned, const float 
         }
 }
 
-static void window_attention(float *y, const float *q, const Trail *trail, int window, const RowPool *pool,
-                             const RowFormat *format, const DeviceRow *locations, const int *count, int capacity, const Row *rows,
+static void window_attention(float *y, const float *q, const Trail *trail, const RowFormat *trail_format, int window,
+                             const RowPool *pool, const RowFormat *format, const DeviceRow *locations, const int *count, int capacity, const Row *rows,
                              int begin, int end, int heads, const float *sinks, float scale, int turned, const float *cosine,
                              const float *sine) {
     const int width = format->quantised + format->plain, n_rows = end - begin, threads = omp_get_max_threads();
@@ -1549,7 +1614,8 @@ static void window_attention(float *y, const float *q, const Trail *trail, int w
     for (int task = 0; task < n_rows * parts; task++) {
         const int r = begin + task / parts, first = heads * (task % parts) / parts, last = heads * (task % parts + 1) / parts;
         const size_t at = ((size_t)r * (size_t)heads + (size_t)first) * (size_t)width, angle = (size_t)r * (size_t)(turned / 2);
-        KeyList keys = {.trail = trail, .pool = pool, .format = format, .first_heavy = rows[r].session * capacity};
+        KeyList keys = {.trail = trail, .pool = pool, .trail_format = trail_format, .format = format,
+                        .first_heavy = rows[r].session * capacity};
         keys.locations = locations ? locations + (size_t)r * (size_t)capacity : NULL;
         keys.window = rows[r].position + 1 < window ? rows[r].position + 1 : window;
         keys.count = keys.window + (count ? count[r] : 0);
@@ -1564,6 +1630,89 @@ static void grouped_linear(float *y, const float *x, int n_rows, const Matrix *w
     for (int g = 0; g < groups; g++) {
         Matrix part = matrix_rows(w, g * rank, rank);
         linear(y + (size_t)(g * rank), y_stride, x + (size_t)g * (size_t)w->cols, x_stride, n_rows, &part);
+    }
+}
+
+/* ---- V4.1: lagged streams, Engram */
+
+static void first_stream(float *mixes, int n_rows, const Config *config) {
+    const size_t n = (size_t)((2 + config->hc_mult) * config->hc_mult);
+    memset(mixes, 0, (size_t)n_rows * n * sizeof *mixes);
+    for (int r = 0; r < n_rows; r++) mixes[(size_t)r * n] = 1;
+}
+
+static void note_tokens(const Trail *trail, const Row *rows, int n_rows) {
+    for (int r = 0; r < n_rows; r++) memcpy(trail->pass + (size_t)r * trail->stride, &rows[r].token, sizeof(int));
+}
+
+static int engram_columns(const Config *config) { return (config->engram_order - 1) * config->engram_n_heads; }
+
+/* Which rows of the table the tokens up to row r name: an n-gram's hash is the exclusive or of its tokens, each times the
+ * multiplier of its place; before the first token stands the padding. */
+static void engram_row_ids(int64_t *ids, const EngramWeights *engram, const int *token_map, const Trail *trail, const Row *rows,
+                           int r, const Config *config) {
+    const int heads = config->engram_n_heads;
+    uint64_t hash = 0;
+    for (int back = 0; back < config->engram_order; back++) {
+        const int position = rows[r].position - back;
+        int token = config->engram_pad_token_id;
+        if (position >= 0) memcpy(&token, trail_row(trail, rows, r, position), sizeof token);
+        hash ^= (uint64_t)token_map[token] * engram->multipliers[back];
+        for (int h = 0; back && h < heads; h++) {
+            const int column = (back - 1) * heads + h;
+            ids[column] = engram->offsets[column] + (int64_t)(hash % (uint64_t)engram->primes[column]);
+        }
+    }
+}
+
+/* The table is read a few hundred bytes here and there: all of a pass's rows are asked for before the first is needed. */
+static void prefetch_engram(const EngramWeights *engram, const int *token_map, const Trail *trail, const Row *rows, int n_rows,
+                            const Config *config) {
+    const size_t bytes = stored_bytes(engram->dtype, (size_t)config->engram_head_dim), page = 4096;
+    int64_t ids[(MAX_NGRAM - 1) * MAX_ENGRAM_HEADS];
+    for (int r = 0; r < n_rows; r++) {
+        engram_row_ids(ids, engram, token_map, trail, rows, r, config);
+        for (int c = 0; c < engram_columns(config); c++) {
+            const uintptr_t at = (uintptr_t)(engram->table + (size_t)ids[c] * bytes), first = at / page * page;
+            madvise((void *)first, at + bytes - first, MADV_WILLNEED);      /* advice: where it is not taken, reading waits */
+        }
+    }
+}
+
+static void read_engram_row(float *out, const EngramWeights *engram, int64_t id, int dim) {
+    widen_run(out, engram->table + (size_t)id * stored_bytes(engram->dtype, (size_t)dim), dim, engram->dtype);
+    const size_t blocks = (size_t)((dim + EXPONENT_BLOCK - 1) / EXPONENT_BLOCK);
+    for (int i = 0; engram->exponents && i < dim; i++)
+        out[i] *= widen(engram->exponents + (size_t)id * blocks + i / EXPONENT_BLOCK, DTYPE_F8_E8M0);
+}
+
+static void read_engram(float *y, const EngramWeights *engram, const int *token_map, const Trail *trail, const Row *rows, int n_rows,
+                        const Config *config) {
+    const int columns = engram_columns(config), dim = config->engram_head_dim;
+#pragma omp parallel for if (n_rows * columns * dim > SHARED_WORK / 16)
+    for (int r = 0; r < n_rows; r++) {
+        int64_t ids[(MAX_NGRAM - 1) * MAX_ENGRAM_HEADS];
+        engram_row_ids(ids, engram, token_map, trail, rows, r, config);
+        for (int c = 0; c < columns; c++) read_engram_row(y + (size_t)(r * columns + c) * (size_t)dim, engram, ids[c], dim);
+    }
+}
+
+static void add_engram(float *streams, const float *kv, const EngramWeights *engram, int n_rows, const Config *config) {
+    const int mult = config->hc_mult, hidden = config->hidden_size;
+    const size_t width = (size_t)hidden;
+#pragma omp parallel for if ((size_t)(n_rows * mult) * width > SHARED_WORK)
+    for (int r = 0; r < n_rows; r++) {
+        const float *keys = kv + (size_t)r * (size_t)(mult + 1) * width, *value = keys + (size_t)mult * width;
+        for (int k = 0; k < mult; k++) {
+            float *x = streams + (size_t)(r * mult + k) * width, met = 0;
+            const float *key = keys + (size_t)k * width, *q_weight = engram->q_weight + (size_t)k * width,
+                        *k_weight = engram->k_weight + (size_t)k * width;
+            for (int i = 0; i < hidden; i++) met = fmaf(x[i] * (q_weight[i] * k_weight[i]), key[i], met);
+            met /= sqrtf(dot(x, x, hidden) / (float)hidden + config->rms_norm_eps)
+                   * sqrtf(dot(key, key, hidden) / (float)hidden + config->rms_norm_eps) * sqrtf((float)hidden);
+            const float gate = sigmoid(copysignf(sqrtf(fmaxf(fabsf(met), 1e-6f)), met));
+            for (int i = 0; i < hidden; i++) x[i] = fmaf(isnan(met) ? met : gate, value[i], x[i]);
+        }
     }
 }
 
@@ -2489,6 +2638,13 @@ const Backend c_backend = {
     .see_groups = see_groups,
     .locate_heavy = locate_heavy,
     .compress = compress,
+    .pool_groups = pool_groups,
+    .select_groups = select_groups,
+    .first_stream = first_stream,
+    .note_tokens = note_tokens,
+    .prefetch_engram = prefetch_engram,
+    .read_engram = read_engram,
+    .add_engram = add_engram,
     .window_attention = window_attention,
     .grouped_linear = grouped_linear,
     .route_softplus = route_softplus,

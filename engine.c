@@ -491,7 +491,7 @@ enum {
 
 static const struct { const char *model_type; Family family; } families[] = {
     {"qwen3", FAMILY_QWEN3}, {"glm_moe_dsa", FAMILY_GLM_MOE_DSA}, {"deepseek_v32", FAMILY_DEEPSEEK_V32},
-    {"deepseek_v4", FAMILY_DEEPSEEK_V4},
+    {"deepseek_v4", FAMILY_DEEPSEEK_V4}, {"deepseek_v41", FAMILY_DEEPSEEK_V41},
 };
 
 bool has_indexer(const Config *config) { return config->family != FAMILY_QWEN3; }
@@ -500,12 +500,15 @@ bool has_latent_attention(const Config *config) {
     return config->family == FAMILY_GLM_MOE_DSA || config->family == FAMILY_DEEPSEEK_V32;
 }
 
-static bool has_streams(const Config *config) { return config->family == FAMILY_DEEPSEEK_V4; }
+static bool has_streams(const Config *config) {
+    return config->family == FAMILY_DEEPSEEK_V4 || config->family == FAMILY_DEEPSEEK_V41;
+}
 
 int residual_streams(const Config *config) { return has_streams(config) ? config->hc_mult : 1; }
 
 bool selects_rows(const Config *config, int layer) {
-    return config->compression ? config->compression[layer] == COMPRESSION_SPARSE : config->indexer_full && config->indexer_full[layer];
+    if (config->compression) return config->compression[layer] == COMPRESSION_SPARSE;
+    return config->selects ? config->selects[layer] : config->indexer_full && config->indexer_full[layer];
 }
 
 /* The same for a flag; where the key is absent it counts as the value. */
@@ -703,7 +706,8 @@ static int read_turned(const Config *config, Fields *fields) {
     return turned;
 }
 
-static void read_v4(Config *config, Fields *fields) {
+/* What V4 and V4.1 have in common. */
+static void read_streams(Config *config, Fields *fields) {
     config->num_key_value_heads = read_int(fields, "num_key_value_heads", 1, 1, 1);
     config->head_dim = read_int(fields, "head_dim", 2, MAX_ROW_WIDTH, 512);
     config->qk_rope_head_dim = read_turned(config, fields);
@@ -719,8 +723,6 @@ static void read_v4(Config *config, Fields *fields) {
     config->hc_mult = read_int(fields, "hc_mult", 1, MAX_STREAMS, 4);
     config->hc_sinkhorn_iters = read_int(fields, "hc_sinkhorn_iters", 1, 1000, 20);
     config->hc_eps = (float)read_number(fields, "hc_eps", 0, 1, 1e-6);
-    config->input_block = SCALE_BLOCK;
-    read_compression(config, fields);
     read_two_ropes(config, fields);
 
     config->n_routed_experts = read_int(fields, "n_routed_experts", 1, MAX_EXPERTS, REQUIRED);
@@ -736,12 +738,112 @@ static void read_v4(Config *config, Fields *fields) {
     require_string(fields, "topk_method", "noaux_tc");
     require_string(fields, "expert_dtype", "fp4");
     require_bool(fields, "mlp_bias", false);
+}
+
+static void read_v4(Config *config, Fields *fields) {
+    read_streams(config, fields);
+    read_compression(config, fields);
     read_hash_layers(config, fields);
 }
 
-/* fp8 by blocks of 128x128 is the one published quantisation of these families. */
+/* ---- DeepSeek-V4.1 */
+
+/* Marks the layers that a list names; false where it is none of ascending layers. */
+static bool mark_layers(const cJSON *list, bool *marks, int layers) {
+    const cJSON *entry;
+    int last = -1;
+    cJSON_ArrayForEach(entry, list) {
+        const double id = cJSON_IsNumber(entry) ? entry->valuedouble : -1;
+        if (!(id > last && id < layers) || id != (int)id) return false;
+        marks[last = (int)id] = true;
+    }
+    return cJSON_IsArray(list);
+}
+
+/* Which layers make compressed rows, which select, and whose rows each reads: those of the last source, of the ratio that
+ * compress_ratios (which goes on with the draft stages' zeros) gives it. */
+static void read_sources(Config *config, Fields *fields) {
+    const int layers = config->num_hidden_layers;
+    const cJSON *ratios = field(fields, "compress_ratios"), *entry = cJSON_IsArray(ratios) ? ratios->child : NULL,
+                *makers = field(fields, "kv_source_layer_ids"), *selectors = field(fields, "index_source_layer_ids");
+    config->source = allocate_zeroed((size_t)layers, sizeof(int));
+    config->source_ratio = allocate_zeroed((size_t)layers, sizeof(int));
+    config->makes_rows = allocate_zeroed((size_t)layers, sizeof(bool));
+    config->selects = allocate_zeroed((size_t)layers, sizeof(bool));
+    if (!mark_layers(makers, config->makes_rows, layers))
+        return field_failed(fields, "kv_source_layer_ids", makers, "ascending layers");
+    if (!mark_layers(selectors, config->selects, layers))
+        return field_failed(fields, "index_source_layer_ids", selectors, "ascending layers");
+    for (int i = 0; i < layers; i++, entry = entry ? entry->next : NULL) {
+        const double ratio = cJSON_IsNumber(entry) ? entry->valuedouble : -1;
+        if (ratio != 0 && ratio != 1 && ratio != 2)
+            return field_failed(fields, "compress_ratios", entry ? entry : ratios, "0, 1 or 2 for each layer");
+        if (config->makes_rows[i]) config->source_ratio[config->n_sources++] = (int)ratio;
+        config->source[i] = ratio > 0 ? config->n_sources - 1 : -1;
+        if (config->makes_rows[i] && (!config->selects[i] || !(ratio > 0)))
+            return field_failed(fields, "kv_source_layer_ids", makers, "layers that compress, among index_source_layer_ids");
+        if (config->selects[i] && config->source[i] < 0)
+            return field_failed(fields, "index_source_layer_ids", selectors, "layers that compress, from the first source on");
+        if (ratio > 0 && (config->source[i] < 0 || config->source_ratio[config->source[i]] != ratio))
+            return field_failed(fields, "compress_ratios", ratios, "for each layer the ratio of the last kv_source_layer_ids");
+    }
+}
+
+/* From one selection on those that follow look only into the blocks that it kept. Blocks must hold whatever can be selected. */
+static void read_candidates(Config *config, Fields *fields) {
+    const int layers = config->num_hidden_layers,
+              id = read_int(fields, "candidate_source_layer_id", -1, MAX_LAYERS, -1);
+    config->candidate_source_layer_id = id;
+    if (id < 0 || fields->failed) return;
+    config->candidate_topk_blocks = read_int(fields, "candidate_topk_blocks", 1, MAX_BLOCKS, REQUIRED);
+    config->candidate_block_size = read_int(fields, "candidate_block_size", 1, MAX_CONTEXT, REQUIRED);
+    bool same = id < layers && config->selects[id];
+    for (int i = id; i < layers && same; i++) same = !config->selects[i] || config->source[i] == config->source[id];
+    if (!same)
+        field_failed(fields, "candidate_source_layer_id", field(fields, "candidate_source_layer_id"),
+                     "a selecting layer of the last source");
+    else if ((int64_t)(config->candidate_topk_blocks - 1) * config->candidate_block_size + 1 < config->index_topk)
+        field_failed(fields, "candidate_topk_blocks", field(fields, "candidate_topk_blocks"),
+                     "blocks that hold index_topk rows beside the newest");
+}
+
+static void read_engram_config(Config *config, Fields *fields) {
+    const int layers = config->num_hidden_layers;
+    const cJSON *ids = field(fields, "engram_layer_ids"), *sizes = field(fields, "engram_num_embeddings"),
+                *size = cJSON_IsArray(sizes) ? sizes->child : NULL;
+    bool *marks = allocate_zeroed((size_t)layers, sizeof(bool));
+    config->engram_rows = allocate_zeroed((size_t)layers, sizeof(int64_t));
+    if (ids && !mark_layers(ids, marks, layers)) field_failed(fields, "engram_layer_ids", ids, "ascending layers");
+    for (int i = 0; i < layers && !fields->failed; i++) {
+        size_t rows;
+        if (!marks[i]) continue;
+        if (!json_size(size, &rows) || !rows || rows > (size_t)1 << 40)
+            field_failed(fields, "engram_num_embeddings", size ? size : sizes, "the rows of each table");
+        else config->engram_rows[i] = (int64_t)rows;
+        size = size ? size->next : NULL;
+    }
+    free(marks);
+    if (!ids || !cJSON_GetArraySize(ids)) return;
+    config->engram_order = read_int(fields, "engram_max_ngram_size", 2, MAX_NGRAM, REQUIRED);
+    config->engram_n_heads = read_int(fields, "engram_n_heads", 1, MAX_ENGRAM_HEADS, REQUIRED);
+    config->engram_head_dim = read_int(fields, "engram_head_dim", 1, MAX_ROW_WIDTH, REQUIRED);
+    config->engram_pad_token_id = read_int(fields, "engram_pad_token_id", 0, config->vocab_size - 1, REQUIRED);
+    config->engram_compressed_vocab_size = read_int(fields, "engram_compressed_vocab_size", 1, MAX_VOCAB, REQUIRED);
+    config->engram_vocab_size = read_int(fields, "engram_vocab_size", 1, 1 << 30, REQUIRED);
+}
+
+static void read_v41(Config *config, Fields *fields) {
+    read_streams(config, fields);
+    read_sources(config, fields);
+    if (!fields->failed) read_candidates(config, fields);
+    if (!fields->failed) read_engram_config(config, fields);
+    if (config->num_experts_per_tok == 1) config->norm_topk_prob = false;   /* one alone keeps its own weight */
+}
+
+/* fp8 by blocks of 128x128, of V4.1 of 32x32, is the one published quantisation of these families. */
 static void read_quantization(Config *config, Fields *top) {
     const cJSON *quantization = field(top, "quantization_config"), *size;
+    config->weight_block = config->family == FAMILY_DEEPSEEK_V41 ? 32 : SCALE_BLOCK;
     if (!quantization) return;
     Fields fields = *top;
     fields.object = quantization;
@@ -749,8 +851,8 @@ static void read_quantization(Config *config, Fields *top) {
     require_string(&fields, "fmt", "e4m3");
     const cJSON *block = field(&fields, "weight_block_size");
     bool square = cJSON_IsArray(block) && cJSON_GetArraySize(block) == 2;
-    if (square) cJSON_ArrayForEach(size, block) square = square && cJSON_IsNumber(size) && size->valuedouble == 128;
-    if (!square) field_failed(&fields, "weight_block_size", block, "[128, 128]");
+    if (square) cJSON_ArrayForEach(size, block) square = square && cJSON_IsNumber(size) && size->valuedouble == config->weight_block;
+    if (!square) field_failed(&fields, "weight_block_size", block, config->weight_block == 32 ? "[32, 32]" : "[128, 128]");
     top->failed |= fields.failed;
     config->quantised = true;
 }
@@ -781,7 +883,6 @@ static void read_shape(Config *config, Fields *fields) {
     require_bool(fields, "attention_bias", false);
     require_string(fields, "hidden_act", "silu");
     if (!has_streams(config)) read_rope(config, fields);
-    read_quantization(config, fields);
 }
 
 static void read_config(Config *config, Fields *fields) {
@@ -790,12 +891,18 @@ static void read_config(Config *config, Fields *fields) {
     for (size_t i = 0; i < sizeof families / sizeof *families; i++)
         if (!strcmp(families[i].model_type, name))
             *config = (Config){.family = families[i].family, .model_type = families[i].model_type};
-    if (!config->model_type) return field_failed(fields, "model_type", type, "qwen3, glm_moe_dsa, deepseek_v32 or deepseek_v4");
+    if (!config->model_type) return field_failed(fields, "model_type", type, "qwen3, glm_moe_dsa, deepseek_v32, deepseek_v4 or deepseek_v41");
+    read_quantization(config, fields);
+    read_eos(config, fields);
+    Fields whole = *fields;
+    if (config->family == FAMILY_DEEPSEEK_V41 && cJSON_IsObject(field(fields, "text_config")))
+        fields->object = field(fields, "text_config");      /* beside the vision tower's, which is not run */
     read_shape(config, fields);
     config->max_position_embeddings = read_int(fields, "max_position_embeddings", 1, MAX_CONTEXT, REQUIRED);
-    read_eos(config, fields);
+    if (fields->object != whole.object) read_eos(config, fields);
     if (has_latent_attention(config)) read_dsa(config, fields);
-    else if (has_streams(config)) read_v4(config, fields);
+    else if (config->family == FAMILY_DEEPSEEK_V4) read_v4(config, fields);
+    else if (config->family == FAMILY_DEEPSEEK_V41) read_v41(config, fields);
     else {
         read_qwen3(config, fields);
         require_bool(fields, "use_sliding_window", false);
@@ -837,8 +944,11 @@ void config_free(Config *config) {
     free(config->mlp_sparse);
     free(config->compression);
     free(config->hash_routed);
-    config->indexer_full = config->mlp_sparse = config->hash_routed = NULL;
+    free(config->source), free(config->source_ratio), free(config->makes_rows), free(config->selects), free(config->engram_rows);
+    config->indexer_full = config->mlp_sparse = config->hash_routed = config->makes_rows = config->selects = NULL;
+    config->source = config->source_ratio = NULL;
     config->compression = NULL;
+    config->engram_rows = NULL;
 }
 
 /* =====================================================================================================================
@@ -857,6 +967,7 @@ typedef struct Binder {
     bool failed;                /* after the first failure the rest is skipped */
     bool *used;                 /* [tensors] which were bound; NULL: nobody asks */
     bool saved_names;           /* deepseek_v4: as transformers spells them */
+    int weight_block;           /* Config's */
     bool quantised;             /* Config's; and the last of the tensors that are in no file, the next two for --dummy */
     Tensor made_up;
 } Binder;
@@ -1108,7 +1219,7 @@ static const char *either_name(const Binder *binder, const char *published, cons
     return binder->saved_names || checkpoint_find(binder->checkpoint, saved) ? saved : published;
 }
 
-/* Scales of powers of two, as f32: the same block of 128 x 128 that read_quantization() wants. */
+/* Scales of powers of two, as f32. */
 static const float *bind_exponents(Binder *binder, const char *name, int64_t rows, int64_t cols) {
     static const DType dtypes[] = {DTYPE_F8_E8M0, DTYPE_F32, DTYPE_BF16, DTYPE_UNKNOWN};
     const Tensor *tensor = bind_tensor(binder, name, dtypes, 2, (int64_t[]){rows, cols});
@@ -1125,8 +1236,9 @@ static Matrix bind_scaled_matrix(Binder *binder, const char *prefix, const char 
     Matrix matrix = bind_named_matrix(binder, name, matrix_dtypes, rows, cols);
     if (matrix.dtype != DTYPE_F8_E4M3) return matrix;
     snprintf(name, sizeof name, "%s%s.scale", prefix, suffix);
-    matrix.scale_cols = (cols + SCALE_BLOCK - 1) / SCALE_BLOCK;
-    matrix.scale = bind_exponents(binder, name, (rows + SCALE_BLOCK - 1) / SCALE_BLOCK, matrix.scale_cols);
+    matrix.block = binder->weight_block;
+    matrix.scale_cols = (cols + matrix.block - 1) / matrix.block;
+    matrix.scale = bind_exponents(binder, name, (rows + matrix.block - 1) / matrix.block, matrix.scale_cols);
     return matrix;
 }
 
@@ -1175,11 +1287,9 @@ static CompressorWeights bind_compressor(Binder *binder, const char *prefix, con
     return weights;
 }
 
-static void bind_shared_key_attention(Binder *binder, LayerWeights *layer, const Config *config, const char *prefix,
-                                      Compression compression) {
+static void bind_shared_key_attention(Binder *binder, LayerWeights *layer, const Config *config, const char *prefix) {
     const int heads = config->num_attention_heads, hidden = config->hidden_size, dim = config->head_dim;
-    const bool sparse = compression == COMPRESSION_SPARSE;
-    char published[256], saved[256], inner[256];
+    char published[256], saved[256];
     layer->q_a_proj = bind_scaled_matrix(binder, prefix, "attn.wq_a", config->q_lora_rank, hidden);
     layer->q_a_layernorm = bind_vector(binder, prefix, "attn.q_norm.weight", config->q_lora_rank);
     layer->q_b_proj = bind_scaled_matrix(binder, prefix, "attn.wq_b", heads * dim, config->q_lora_rank);
@@ -1191,14 +1301,26 @@ static void bind_shared_key_attention(Binder *binder, LayerWeights *layer, const
     layer->o_a_proj = bind_scaled_matrix(binder, prefix, "attn.wo_a", config->o_groups * config->o_lora_rank,
                                          heads / config->o_groups * dim);
     layer->o_proj = bind_scaled_matrix(binder, prefix, "attn.wo_b", hidden, config->o_groups * config->o_lora_rank);
+}
+
+static void bind_index_queries(Binder *binder, LayerWeights *layer, const Config *config, const char *prefix) {
+    layer->indexer_wq_b = bind_scaled_matrix(binder, prefix, "attn.indexer.wq_b", config->index_n_heads * config->index_head_dim,
+                                             config->q_lora_rank);
+    layer->indexer_weights_proj = bind_scaled_matrix(binder, prefix, "attn.indexer.weights_proj", config->index_n_heads,
+                                                     config->hidden_size);
+}
+
+static void bind_compression(Binder *binder, LayerWeights *layer, const Config *config, const char *prefix,
+                             Compression compression) {
+    const int dim = config->head_dim;
+    const bool sparse = compression == COMPRESSION_SPARSE;
+    char inner[256];
     if (compression == COMPRESSION_NONE) return;
     snprintf(inner, sizeof inner, "%sattn.compressor.", prefix);
     layer->compressor = bind_compressor(binder, inner, config, sparse ? config->sparse_ratio : config->heavy_ratio,
                                         sparse ? 2 * dim : dim, dim);
     if (!sparse) return;
-    layer->indexer_wq_b = bind_scaled_matrix(binder, prefix, "attn.indexer.wq_b", config->index_n_heads * config->index_head_dim,
-                                             config->q_lora_rank);
-    layer->indexer_weights_proj = bind_scaled_matrix(binder, prefix, "attn.indexer.weights_proj", config->index_n_heads, hidden);
+    bind_index_queries(binder, layer, config, prefix);
     snprintf(inner, sizeof inner, "%sattn.indexer.compressor.", prefix);
     layer->index_compressor = bind_compressor(binder, inner, config, config->sparse_ratio, 2 * config->index_head_dim,
                                               config->index_head_dim);
@@ -1260,39 +1382,200 @@ static void bind_numbered_experts(Binder *binder, LayerWeights *layer, const Con
                           inter * config->n_shared_experts, hidden);
 }
 
+/* What every layer of V4 and V4.1 has. */
+static void bind_stream_layer(Binder *binder, LayerWeights *layer, const Config *config, const char *prefix, bool hashed) {
+    const int hidden = config->hidden_size, mixes = (2 + config->hc_mult) * config->hc_mult;
+    char inner[100];
+    layer->input_layernorm = bind_vector(binder, prefix, "attn_norm.weight", hidden);
+    layer->post_attention_layernorm = bind_vector(binder, prefix, "ffn_norm.weight", hidden);
+    snprintf(inner, sizeof inner, "%shc_attn_", prefix);
+    layer->attention_hyper = bind_hyper(binder, inner, config, mixes, 3);
+    snprintf(inner, sizeof inner, "%shc_ffn_", prefix);
+    layer->mlp_hyper = bind_hyper(binder, inner, config, mixes, 3);
+    bind_shared_key_attention(binder, layer, config, prefix);
+    bind_numbered_experts(binder, layer, config, prefix, hashed);
+}
+
 static void bind_v4(Binder *binder, const Config *config) {
     Weights *weights = binder->weights;
-    const int hidden = config->hidden_size, mult = config->hc_mult, mixes = (2 + mult) * mult;
+    const int hidden = config->hidden_size, mult = config->hc_mult;
     const bool saved = checkpoint_find(binder->checkpoint, "model.embed_tokens.weight")
                        || checkpoint_find(binder->checkpoint, "model.norm.weight");
     const char *root = saved ? "model." : "";
-    char prefix[64], inner[100];
+    char prefix[64];
     binder->saved_names = saved;
     weights->embed_tokens = bind_named_matrix(binder, saved ? "model.embed_tokens.weight" : "embed.weight", float_dtypes,
                                               config->vocab_size, hidden);
     for (int i = 0; i < config->num_hidden_layers && !binder->failed; i++) {
         LayerWeights *layer = &weights->layers[i];
         snprintf(prefix, sizeof prefix, "%slayers.%d.", root, i);
-        layer->input_layernorm = bind_vector(binder, prefix, "attn_norm.weight", hidden);
-        layer->post_attention_layernorm = bind_vector(binder, prefix, "ffn_norm.weight", hidden);
-        snprintf(inner, sizeof inner, "%shc_attn_", prefix);
-        layer->attention_hyper = bind_hyper(binder, inner, config, mixes, 3);
-        snprintf(inner, sizeof inner, "%shc_ffn_", prefix);
-        layer->mlp_hyper = bind_hyper(binder, inner, config, mixes, 3);
-        bind_shared_key_attention(binder, layer, config, prefix, config->compression[i]);
-        bind_numbered_experts(binder, layer, config, prefix, config->hash_routed[i]);
+        bind_stream_layer(binder, layer, config, prefix, config->hash_routed[i]);
+        bind_compression(binder, layer, config, prefix, config->compression[i]);
     }
     weights->head_hyper = bind_hyper(binder, saved ? "model.hc_head.hc_" : "hc_head_", config, mult, 1);
     weights->norm = bind_vector(binder, root, "norm.weight", hidden);
     weights->lm_head = bind_named_matrix(binder, "head.weight", float_dtypes, config->vocab_size, hidden);
 }
 
+/* ---- DeepSeek-V4.1 */
+
+/* The rows of a source are made of one latent for each group, and so are its index keys. */
+static void bind_source(Binder *binder, LayerWeights *layer, const Config *config, const char *prefix, int ratio) {
+    const int dim = config->head_dim;
+    layer->compressor.wkv = bind_scaled_matrix(binder, prefix, "attn.compressor.wkv", dim, config->hidden_size);
+    if (ratio > 1) layer->compressor.wgate = bind_scaled_matrix(binder, prefix, "attn.compressor.wgate", dim, config->hidden_size);
+    layer->compressor.norm = bind_vector(binder, prefix, "attn.compressor.norm.weight", dim);
+    layer->indexer_wk = bind_scaled_matrix(binder, prefix, "attn.indexer.wk", config->index_head_dim, dim);
+    layer->indexer_k_norm = bind_vector(binder, prefix, "attn.indexer.k_norm.weight", config->index_head_dim);
+}
+
+/* The 128-bit generator that numpy's default_rng(seed) is (PCG XSL RR, seeded by SeedSequence): Engram's multipliers are its first
+ * integers. */
+typedef struct NumpyRandom { unsigned __int128 state, increment; } NumpyRandom;
+
+static const unsigned __int128 pcg_multiplier = ((unsigned __int128)0x2360ED051FC65DA4 << 64) | 0x4385DF649FCCF645;
+
+static uint32_t mix_seed(uint32_t *constant, uint32_t factor, uint32_t word) {
+    word ^= *constant;
+    *constant *= factor;
+    word *= *constant;
+    return word ^ word >> 16;
+}
+
+static NumpyRandom seed_numpy(uint64_t seed) {
+    uint32_t pool[4] = {(uint32_t)seed, (uint32_t)(seed >> 32), 0, 0}, constant = 0x43b0d7e5;
+    uint64_t words[4] = {0};
+    for (int i = 0; i < 4; i++) pool[i] = mix_seed(&constant, 0x931e8875, pool[i]);
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) {
+            if (i == j) continue;
+            uint32_t mixed = pool[j] * 0xca01f9dd - mix_seed(&constant, 0x931e8875, pool[i]) * 0x4973f715;
+            pool[j] = mixed ^ mixed >> 16;
+        }
+    constant = 0x8b51f9dd;
+    for (int i = 0; i < 8; i++) words[i / 2] |= (uint64_t)mix_seed(&constant, 0x58f38ded, pool[i % 4]) << 32 * (i % 2);
+    NumpyRandom random = {.increment = ((unsigned __int128)words[2] << 64 | words[3]) * 2 + 1};
+    random.state = (random.increment + ((unsigned __int128)words[0] << 64 | words[1])) * pcg_multiplier + random.increment;
+    return random;
+}
+
+/* Evenly below a bound of more than 32 bits (Lemire 2019). */
+static uint64_t numpy_integer(NumpyRandom *random, uint64_t bound) {
+    for (;;) {
+        random->state = random->state * pcg_multiplier + random->increment;
+        const uint64_t folded = (uint64_t)(random->state >> 64) ^ (uint64_t)random->state;
+        const int turn = (int)(random->state >> 122);
+        const unsigned __int128 product = (unsigned __int128)(folded >> turn | folded << (-turn & 63)) * bound;
+        if ((uint64_t)product >= bound || (uint64_t)product >= -bound % bound) return (uint64_t)(product >> 64);
+    }
+}
+
+static bool is_prime(int64_t n) {
+    for (int64_t d = 2; d * d <= n; d++)
+        if (n % d == 0) return false;
+    return n > 1;
+}
+
+/* The hashes of one layer's table. *prime: the last that an earlier column took; no two columns of any table have the same. Returns
+ * the rows that they reach. */
+static int64_t make_hashes(EngramWeights *engram, const Config *config, int layer, int64_t *prime) {
+    const uint64_t bound = (((uint64_t)1 << 63) - 1) / (uint64_t)config->engram_compressed_vocab_size / 2;
+    NumpyRandom random = seed_numpy(10007 * (uint64_t)layer);
+    int64_t rows = 0;
+    for (int i = 0; i < config->engram_order; i++) engram->multipliers[i] = 2 * numpy_integer(&random, bound) + 1;
+    for (int c = 0; c < (config->engram_order - 1) * config->engram_n_heads; c++) {
+        do ++*prime;
+        while (!is_prime(*prime));
+        engram->primes[c] = *prime;
+        engram->offsets[c] = rows;
+        rows += *prime;
+    }
+    return rows;
+}
+
+/* One layer's table, which stays where it is mapped, and what it is joined by. */
+static const EngramWeights *bind_engram(Binder *binder, const Config *config, const char *prefix, int layer, int64_t *prime) {
+    static const DType dtypes[] = {DTYPE_F8_E4M3, DTYPE_F32, DTYPE_F16, DTYPE_BF16, DTYPE_UNKNOWN},
+                       exponents[] = {DTYPE_F8_E8M0, DTYPE_UNKNOWN};
+    const int dim = config->engram_head_dim, columns = (config->engram_order - 1) * config->engram_n_heads, mult = config->hc_mult;
+    const int64_t rows = config->engram_rows[layer], shape[] = {rows, dim};
+    EngramWeights *engram = allocate_zeroed(1, sizeof *engram);
+    arrput(binder->weights->owned, engram);
+    const int64_t reached = make_hashes(engram, config, layer, prime);
+    char name[256];
+    if (reached != rows && !binder->failed)
+        binder->failed = !fail(binder->error, "%s: engram_num_embeddings of layer %d: found %" PRId64 ", wanted %" PRId64
+                               ", which its hashes reach", binder->checkpoint->directory, layer, rows, reached);
+    if (binder->checkpoint->dummy && binder->backend && !binder->failed)
+        binder->failed = !fail(binder->error, "%s: --dummy makes no Engram tables: take --layers %d or fewer",
+                               binder->checkpoint->directory, layer);
+    snprintf(name, sizeof name, "%sengram.embed.weight", prefix);
+    const Tensor *tensor = bind_tensor(binder, name, dtypes, 2, shape);
+    if (!tensor) return engram;
+    engram->table = tensor->data;
+    engram->dtype = tensor->dtype;
+    binder->weights->parameters += (size_t)(rows * dim);
+    snprintf(name, sizeof name, "%sengram.embed.scale", prefix);
+    if (engram->dtype == DTYPE_F8_E4M3) {
+        tensor = bind_tensor(binder, name, exponents, 2, (int64_t[]){rows, (dim + EXPONENT_BLOCK - 1) / EXPONENT_BLOCK});
+        if (tensor) engram->exponents = tensor->data;
+    }
+    engram->wkv = bind_scaled_matrix(binder, prefix, "engram.wkv", (mult + 1) * config->hidden_size, columns * dim);
+    snprintf(name, sizeof name, "%sengram.q_weight", prefix);
+    engram->q_weight = bind_floats(binder, name, 2, (int64_t[]){mult, config->hidden_size});
+    snprintf(name, sizeof name, "%sengram.k_weight", prefix);
+    engram->k_weight = bind_floats(binder, name, 2, (int64_t[]){mult, config->hidden_size});
+    return engram;
+}
+
+/* What Engram takes each token for; made from the tokenizer by weights/engram_map.py, which says how. */
+static const int *bind_token_map(Binder *binder, const Config *config) {
+    static const DType integers[] = {DTYPE_I32, DTYPE_UNKNOWN};
+    const char *name = "engram.token_map";
+    const size_t n = (size_t)config->vocab_size;
+    if (!binder->failed && !binder->checkpoint->dummy && !checkpoint_find(binder->checkpoint, name))
+        binder->failed = !fail(binder->error, "%s: tensor %s: found neither it nor engram.safetensors: weights/engram_map.py makes it "
+                               "from the tokenizer", binder->checkpoint->directory, name);
+    const Tensor *tensor = bind_tensor(binder, name, integers, 1, (int64_t[]){config->vocab_size});
+    if (!tensor || binder->checkpoint->dummy) return NULL;
+    int *map = allocate_zeroed(n, sizeof *map);
+    arrput(binder->weights->owned, map);
+    memcpy(map, tensor->data, n * sizeof *map);
+    for (size_t i = 0; i < n && !binder->failed; i++)
+        if (map[i] < 0 || map[i] >= config->engram_compressed_vocab_size)
+            binder->failed = !fail(binder->error, "%s: tensor %s: found %d for token %zu, wanted ids below "
+                                   "engram_compressed_vocab_size, %d", binder->checkpoint->directory, name, map[i], i,
+                                   config->engram_compressed_vocab_size);
+    return move_weights(binder, map, n * sizeof *map);
+}
+
+static void bind_v41(Binder *binder, const Config *config) {
+    Weights *weights = binder->weights;
+    const int hidden = config->hidden_size;
+    int64_t prime = config->engram_vocab_size - 1;
+    bool engrams = false;
+    char prefix[64];
+    weights->embed_tokens = bind_named_matrix(binder, "embed.weight", float_dtypes, config->vocab_size, hidden);
+    for (int i = 0; i < config->num_hidden_layers && !binder->failed; i++) {
+        LayerWeights *layer = &weights->layers[i];
+        snprintf(prefix, sizeof prefix, "layers.%d.", i);
+        bind_stream_layer(binder, layer, config, prefix, false);
+        if (config->makes_rows[i]) bind_source(binder, layer, config, prefix, config->source_ratio[config->source[i]]);
+        if (config->selects[i]) bind_index_queries(binder, layer, config, prefix);
+        if (config->engram_rows[i]) layer->engram = bind_engram(binder, config, prefix, i, &prime);
+        engrams |= config->engram_rows[i] > 0;
+    }
+    if (engrams) weights->token_map = bind_token_map(binder, config);
+    weights->norm = bind_vector(binder, "", "norm.weight", hidden);
+    weights->lm_head = bind_named_matrix(binder, "head.weight", float_dtypes, config->vocab_size, hidden);
+}
+
 bool weights_bind(Weights *weights, const Checkpoint *checkpoint, const Config *config, const Backend *backend, Error *error) {
     *weights = (Weights){0};
     Binder binder = {.checkpoint = checkpoint, .weights = weights, .backend = backend, .error = error,
-                     .quantised = config->quantised};
+                     .quantised = config->quantised, .weight_block = config->weight_block};
     weights->layers = allocate_zeroed((size_t)config->num_hidden_layers, sizeof(LayerWeights));
-    (has_streams(config) ? bind_v4 : bind_usual)(&binder, config);
+    (config->family == FAMILY_DEEPSEEK_V41 ? bind_v41 : has_streams(config) ? bind_v4 : bind_usual)(&binder, config);
     if (binder.failed && backend) backend->wait();  /* it may still read what goes now */
     if (binder.failed) weights_free(weights);
     return !binder.failed;
@@ -1438,14 +1721,29 @@ static void lay_out_v4(State *state, const Config *config, Arena *arena) {
     state->attended = carve_floats(arena, rows, q_width);
     state->o_latent = carve_floats(arena, rows, config->o_groups * config->o_lora_rank);
     state->rounded = carve_floats(arena, config->qat ? rows : 0,
-                                  larger(larger(config->hidden_size, config->q_lora_rank), config->o_groups * config->o_lora_rank));
+                                  larger(larger(larger(config->hidden_size, config->q_lora_rank), config->o_groups * config->o_lora_rank),
+                                         larger(config->engram_order - 1, 0) * config->engram_n_heads * config->engram_head_dim));
     state->compress_cosine = carve_floats(arena, rows, half);
     state->compress_sine = carve_floats(arena, rows, half);
     state->compress_frequency = carve_floats(arena, 1, half);
+    state->late_mixes = carve_floats(arena, rows, (2 + config->hc_mult) * config->hc_mult);
     state->pass_rows = carve(arena, (size_t)rows, 1, sizeof(DeviceRow));
     state->heavy_ids = carve(arena, (size_t)rows, 1, sizeof(DeviceRow));
     state->group_rows = carve(arena, (size_t)rows, 1, sizeof(Row));
     state->heavy_count = carve(arena, (size_t)rows, 1, sizeof(int));
+}
+
+static void lay_out_v41(State *state, const Config *config, const Cache *cache, Arena *arena) {
+    const int rows = state->max_rows, half = rope_dim(config) / 2,
+              memory = larger(config->engram_order - 1, 0) * config->engram_n_heads * config->engram_head_dim;
+    const int64_t context = (int64_t)cache->context_pages * PAGE_ROWS, size = larger(config->candidate_block_size, 1);
+    state->latents = carve_floats(arena, rows, config->head_dim);
+    state->group_cosine = carve_floats(arena, rows, half);
+    state->group_sine = carve_floats(arena, rows, half);
+    state->first_rows = carve(arena, (size_t)rows, 1, sizeof(Row));
+    state->blocks = carve(arena, (size_t)rows, (size_t)((context + size - 1) / size + 63) / 64, sizeof(uint64_t));
+    state->engram = carve_floats(arena, rows, memory);
+    state->engram_kv = carve_floats(arena, memory ? rows : 0, (config->hc_mult + 1) * config->hidden_size);
 }
 
 static void lay_out_state(State *state, const Config *config, const Cache *cache, Arena *arena) {
@@ -1480,6 +1778,7 @@ static void lay_out_state(State *state, const Config *config, const Cache *cache
         state->z = carve_floats(arena, rows, heads * config->kv_lora_rank);
         state->attended = carve_floats(arena, rows, heads * config->v_head_dim);
     } else lay_out_v4(state, config, arena);
+    if (config->family == FAMILY_DEEPSEEK_V41) lay_out_v41(state, config, cache, arena);
     lay_out_selection(state, config, cache, arena);
     lay_out_experts(state, config, arena);
 }
@@ -1537,8 +1836,8 @@ const char *const kv_dtype_names[] = {[KV_F32] = "f32", [KV_BF16] = "bf16", [KV_
 const char *const kv_mode_names[MODES] = {
     [MODE_RESIDENT] = "resident", [MODE_HISPARSE] = "hisparse", [MODE_ADAPTIVE] = "adaptive"};
 
-/* Codes of DeepSeek-V4's rows that share a scale. */
-enum { CACHED_GROUP = 64 };
+/* Codes that share a scale: of DeepSeek-V4's rows; of V4.1's in windows, and made of groups. */
+enum { CACHED_GROUP = 64, WINDOW_GROUP = 32, SOURCE_GROUP = 16 };
 
 /* Of DeepSeek-V4: every sparse layer is a source and a group of its own, whose rows each hold sparse_ratio positions. Windows,
  * the groups that compressors have not made rows of, and heavily compressed rows stay on the device. Trails reach MAX_BLOCK positions
@@ -1549,6 +1848,7 @@ static void shape_compressed_cache(Cache *cache, const Config *config, const Eng
     cache->trail_layers = config->num_hidden_layers;
     cache->format = scaled_row_format(options->kv_dtype == KV_F4 ? KV_F8 : options->kv_dtype, dim - turned, turned, CACHED_GROUP,
                                       SCALES_E8M0);
+    cache->window_format = cache->format;
     if (options->kv_dtype == KV_F4)
         cache->index_format = scaled_row_format(KV_F4, config->index_head_dim, 0, EXPONENT_BLOCK, SCALES_E8M0);
     cache->trails = allocate_zeroed((size_t)cache->trail_layers * TRAILS, sizeof *cache->trails);
@@ -1576,13 +1876,48 @@ static void shape_compressed_cache(Cache *cache, const Config *config, const Eng
     cache->index_topk = !cache->sources ? 0 : config->index_topk < rows ? config->index_topk : rows;
 }
 
+/* Of DeepSeek-V4.1: few sources, of rows of one or two positions, and a group for each, though several layers select from one. */
+static void shape_source_cache(Cache *cache, const Config *config, const EngineOptions *options) {
+    const int dim = config->head_dim, topk = config->index_topk;
+    const bool codes = options->kv_dtype == KV_F8 || options->kv_dtype == KV_F4;
+    cache->window_format = scaled_row_format(codes ? KV_F8 : options->kv_dtype, dim, 0, WINDOW_GROUP, SCALES_E8M0);
+    cache->format = options->kv_dtype == KV_F4 ? scaled_row_format(KV_F4, dim, 0, SOURCE_GROUP, SCALES_E4M3) : cache->window_format;
+    if (options->kv_dtype == KV_F4)
+        cache->index_format = scaled_row_format(KV_F4, config->index_head_dim, 0, EXPONENT_BLOCK, SCALES_E8M0);
+    cache->trail_layers = config->num_hidden_layers;
+    cache->heavy_ratio = 1;
+    cache->trails = allocate_zeroed((size_t)cache->trail_layers * TRAILS, sizeof *cache->trails);
+    for (int i = 0; i < config->num_hidden_layers; i++) {
+        Trail *trails = &cache->trails[i * TRAILS];
+        const int ratio = config->makes_rows[i] ? config->source_ratio[config->source[i]] : 1;
+        trails[TRAIL_WINDOW] = (Trail){.length = config->sliding_window + MAX_BLOCK, .stride = cache->window_format.stride};
+        if (ratio > 1) trails[TRAIL_GROUP] = (Trail){.length = ratio + MAX_BLOCK, .stride = (size_t)(2 * dim) * sizeof(float)};
+    }
+    if (config->engram_order) cache->trails[TRAIL_TOKENS] = (Trail){.length = config->engram_order + MAX_BLOCK, .stride = sizeof(int)};
+    cache->sources = cache->groups = config->n_sources;
+    cache->group_of = allocate_zeroed((size_t)cache->sources, sizeof(int));
+    cache->member_of = allocate_zeroed((size_t)cache->sources, sizeof(int));
+    cache->stretch = allocate_zeroed((size_t)cache->sources, sizeof(int));
+    cache->rows_before = allocate_zeroed((size_t)cache->sources + 1, sizeof(int));
+    for (int s = 0; s < cache->sources; s++)
+        if (!s || config->source_ratio[s] < cache->ratio) cache->ratio = config->source_ratio[s];
+    for (int s = 0; s < cache->sources; s++) {
+        cache->group_of[s] = s;
+        cache->stretch[s] = config->source_ratio[s] / cache->ratio;
+        cache->rows_before[s + 1] = cache->rows_before[s] + PAGE_ROWS / cache->stretch[s];
+    }
+    const int rows = larger(cache->context / cache->ratio, 1);
+    cache->index_topk = !cache->sources ? 0 : topk < rows ? topk : rows;
+}
+
 /* What the model asks of the hierarchy: its rows, and which layers share a selection. */
 static void shape_cache(Cache *cache, const Config *config, const EngineOptions *options) {
     bool latent = has_latent_attention(config);
     cache->ratio = 1;
     cache->kv_dtype = options->kv_dtype;
     cache->index_format = row_format(options->kv_dtype == KV_F32 ? KV_F32 : KV_BF16, 0, config->index_head_dim, 128);
-    if (has_streams(config)) { shape_compressed_cache(cache, config, options); return; }
+    if (config->family == FAMILY_DEEPSEEK_V4) return shape_compressed_cache(cache, config, options);
+    if (config->family == FAMILY_DEEPSEEK_V41) return shape_source_cache(cache, config, options);
     cache->sources = config->num_hidden_layers;
     cache->group_of = allocate_zeroed((size_t)cache->sources, sizeof(int));
     cache->member_of = allocate_zeroed((size_t)cache->sources, sizeof(int));
@@ -1618,12 +1953,17 @@ static bool size_hot_cache(Cache *cache, const EngineOptions *options, Error *er
     cache->context_pages = (cache->context + page_positions(cache) - 1) / page_positions(cache);
     for (cache->tail_ring = 4; cache->tail_ring < TAIL_PAGES + cache->pass_rows / PAGE_ROWS + 1;) cache->tail_ring *= 2;
     if (cache->mode == MODE_RESIDENT) return true;
-    const int64_t whole = (int64_t)cache->context_pages * PAGE_ROWS, twice = 2 * (int64_t)cache->index_topk,
+    int stretch = 1, coarsest;                      /* the coarsest source has that much fewer slots, and rows */
+    for (int s = 0; s < cache->sources; s++) stretch = larger(stretch, stretch_of(cache, s));
+    coarsest = larger(cache->context / (cache->ratio * stretch), 1);
+    const int64_t whole = (int64_t)cache->context_pages * PAGE_ROWS,
+                  slots = (int64_t)(cache->index_topk < coarsest ? cache->index_topk : coarsest) * stretch,
+                  least = slots > cache->index_topk ? slots : cache->index_topk, twice = 2 * least,
                   wanted = options->hot_rows ? options->hot_rows : twice < whole ? twice : whole;
     cache->staging_rows = QUERY_BLOCK * cache->index_topk;
-    if (wanted < cache->index_topk)
-        return fail(error, "--hot %" PRId64 ": one query selects %d rows, so the hot cache wants at least as many", wanted,
-                    cache->index_topk);
+    if (wanted < least)
+        return fail(error, "--hot %" PRId64 ": one query selects %d rows, so the hot cache wants at least as many%s", wanted,
+                    cache->index_topk, stretch > 1 ? " in the source that has half of them" : "");
     if (wanted >= UINT16_MAX)
         return fail(error,
                     "a hot cache of %" PRId64 " rows is more than the %d it can count: lower --hot or --index-topk, or take "
@@ -2996,24 +3336,25 @@ static void forward_dsa(Engine *engine, const Row *rows, int n) {
 
 /* ---- DeepSeek-V4 */
 
-/* The streams as a sublayer sees them, normed, in state->normed; its mixes stay in the state until leave_streams(). */
-static void enter_streams(Engine *engine, const HyperWeights *weights, const float *norm, int n) {
+/* The streams as a sublayer sees them, normed, in state->normed: they enter it by the weights of `entering`, in V4 its own mixes.
+ * Those stay in `mixes` until leave_streams(). */
+static void enter_streams(Engine *engine, const HyperWeights *weights, float *mixes, const float *entering, const float *norm,
+                          int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
     State *state = &engine->state;
     const size_t hidden = (size_t)config->hidden_size;
-    const int mixes = weights->fn.rows;
-    backend->linear(state->mixes, (size_t)mixes, state->hidden, (size_t)weights->fn.cols, n, &weights->fn);
-    backend->hyper_weights(state->mixes, state->hidden, weights, n, config);
-    backend->hyper_collapse(state->normed, state->hidden, state->mixes, mixes, n, config);
+    const int n_mixes = weights->fn.rows;
+    backend->linear(mixes, (size_t)n_mixes, state->hidden, (size_t)weights->fn.cols, n, &weights->fn);
+    backend->hyper_weights(mixes, state->hidden, weights, n, config);
+    backend->hyper_collapse(state->normed, state->hidden, entering, n_mixes, n, config);
     backend->rms_norm(state->normed, hidden, state->normed, hidden, norm, n, config->hidden_size, config->rms_norm_eps);
 }
 
 /* What the sublayer adds goes to the streams. */
-static void leave_streams(Engine *engine, int i, int n) {
+static void leave_streams(Engine *engine, int i, const float *mixes, int n) {
     State *state = &engine->state;
-    engine->backend->hyper_expand(state->hidden, state->branch, state->mixes, n, &engine->config, state->report,
-                                  i * CHECKED_PARTS);
+    engine->backend->hyper_expand(state->hidden, state->branch, mixes, n, &engine->config, state->report, i * CHECKED_PARTS);
 }
 
 /* linear(), under --qat of inputs rounded as the matrix's own type was meant to meet them. */
@@ -3021,7 +3362,7 @@ static void project(Engine *engine, float *y, size_t y_stride, const float *x, i
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
     const size_t width = (size_t)w->cols;
-    const RowFormat format = {.dtype = KV_F8, .group = config->input_block, .scales = SCALES_E8M0};
+    const RowFormat format = {.dtype = KV_F8, .group = config->weight_block, .scales = SCALES_E8M0};
     if (config->qat && (w->dtype == DTYPE_F8_E4M3 || w->dtype == DTYPE_F4_E2M1)) {
         backend->copy_rows(engine->state.rounded, width, x, width, n, w->cols, 1);
         backend->round_rows(engine->state.rounded, width, n, w->cols, &format);
@@ -3030,9 +3371,14 @@ static void project(Engine *engine, float *y, size_t y_stride, const float *x, i
     backend->linear(y, y_stride, x, width, n, w);
 }
 
-/* What --qat makes of cached rows, whose turned values stay as they are, and of index vectors. */
+/* What --qat makes of rows (in V4 their turned values stay as they are), of V4.1's compressed ones, and of index vectors. */
 static RowFormat row_rounding(const Config *config) {
+    if (config->family == FAMILY_DEEPSEEK_V41) return scaled_row_format(KV_F8, config->head_dim, 0, WINDOW_GROUP, SCALES_E8M0);
     return scaled_row_format(KV_F8, config->head_dim - config->qk_rope_head_dim, 0, CACHED_GROUP, SCALES_E8M0);
+}
+
+static RowFormat source_rounding(const Config *config) {
+    return scaled_row_format(KV_F4, config->head_dim, 0, SOURCE_GROUP, SCALES_E4M3);
 }
 
 static RowFormat index_rounding(const Config *config) {
@@ -3056,7 +3402,7 @@ static void compress_rows(Engine *engine, const Trail *trail, const CompressorWe
 
 /* The indexer of a sparse layer: its keys are compressed as the layer's rows are, from values and gates of its own, and a
  * row selects among those that are complete. */
-static void select_groups(Engine *engine, int i, int source, int n) {
+static void index_groups(Engine *engine, int i, int source, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
     const LayerWeights *layer = &engine->weights.layers[i];
@@ -3082,33 +3428,62 @@ static void select_groups(Engine *engine, int i, int source, int n) {
     check_part(engine, i, 3, state->index_weights, n, heads);
 }
 
+/* A layer's queries, by way of a narrow latent, in state->q; and the row of each position, key and value in one, for the window. The
+ * last values of both are turned, by one of two ropes; in V4 each head of the query is normed by itself before that. */
+static void project_shared_key(Engine *engine, const LayerWeights *layer, const Trail *window, bool compresses, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    const int heads = config->num_attention_heads, dim = config->head_dim, turned = config->qk_rope_head_dim;
+    const size_t rank = (size_t)config->q_lora_rank, width = (size_t)dim;
+    const float *cosine = compresses ? state->compress_cosine : state->cosine, *sine = compresses ? state->compress_sine : state->sine;
+    const RowFormat *format = &engine->cache.window_format, rounding = row_rounding(config);
+    project(engine, state->q_lora, rank, state->normed, n, &layer->q_a_proj);
+    backend->rms_norm(state->q_lora, rank, state->q_lora, rank, layer->q_a_layernorm, n, config->q_lora_rank, config->rms_norm_eps);
+    project(engine, state->q, (size_t)(heads * dim), state->q_lora, n, &layer->q_b_proj);
+    if (config->family == FAMILY_DEEPSEEK_V4) backend->norm_each(state->q, n * heads, dim, config->rms_norm_eps);
+    backend->rope(state->q, n, heads, dim, dim - turned, turned, true, cosine, sine);
+
+    project(engine, state->kv, width, state->normed, n, &layer->wkv);
+    backend->rms_norm(state->kv, width, state->kv, width, layer->kv_norm, n, dim, config->rms_norm_eps);
+    backend->rope(state->kv, n, 1, dim, dim - turned, turned, true, cosine, sine);
+    if (config->qat) backend->round_rows(state->kv, width, n, rounding.quantised, &rounding);
+    backend->store_rows(window->pass, format, state->pass_rows, n, state->kv, width, state->kv + format->quantised, width);
+}
+
 /* Rows [begin, end) attend to their windows and to rows of the pool, in a layer of either rope. */
 static void attend_window(Engine *engine, int i, const RowPool *pool, const DeviceRow *locations, const int *count, int capacity,
                           int begin, int end) {
     const Config *config = &engine->config;
     State *state = &engine->state;
-    const bool plain = config->compression[i] == COMPRESSION_NONE;
+    const bool plain = config->compression ? config->compression[i] == COMPRESSION_NONE : config->source[i] < 0;
     engine->backend->window_attention(state->attended, state->q, &engine->cache.trails[i * TRAILS + TRAIL_WINDOW],
-                                      config->sliding_window, pool, &engine->cache.format, locations, count, capacity, state->rows,
+                                      &engine->cache.window_format, config->sliding_window, pool, &engine->cache.format, locations, count, capacity, state->rows,
                                       begin, end, config->num_attention_heads, engine->weights.layers[i].attention_sink,
                                       engine->softmax_scale, config->qk_rope_head_dim,
                                       plain ? state->cosine : state->compress_cosine, plain ? state->sine : state->compress_sine);
 }
 
-/* A sparse layer's attention, run by run: where do the selected rows lie, and bring them here. */
+/* Where do the rows lie that a run has selected, and bring those here that the device lacks. */
+static void resolve_groups(Engine *engine, int source, int begin, int end, int run) {
+    State *state = &engine->state;
+    Cache *cache = &engine->cache;
+    double start = now();
+    engine->backend->resolve(cache, source, &state->selection, state->rows, begin, end, run, state->locations, &state->plan,
+                             state->report);
+    double resolved = now();
+    if (cache->hot_rows) fetch_selected(engine, source, begin, end, run);
+    cache->stats.resolve_seconds += resolved - start;
+    cache->stats.fetch_seconds += now() - resolved;
+}
+
 static void attend_groups(Engine *engine, int i, int source) {
     State *state = &engine->state;
     Cache *cache = &engine->cache;
     const RowPool pool = row_pool(cache, (SourceId){source});
     for (int run = 0, begin = 0; run < state->n_runs; run++) {
         int end = state->run_ends[run];
-        double start = now();
-        engine->backend->resolve(cache, source, &state->selection, state->rows, begin, end, run, state->locations, &state->plan,
-                                 state->report);
-        double resolved = now();
-        if (cache->hot_rows) fetch_selected(engine, source, begin, end, run);
-        cache->stats.resolve_seconds += resolved - start;
-        cache->stats.fetch_seconds += now() - resolved;
+        resolve_groups(engine, source, begin, end, run);
         attend_window(engine, i, &pool, state->locations, state->selection.count, state->selection.capacity, begin, end);
         if (cache->hot_rows) release_staging(cache, source);
         begin = end;
@@ -3139,39 +3514,26 @@ static void forward_v4(Engine *engine, const Row *rows, int n) {
     const Config *config = &engine->config;
     State *state = &engine->state;
     Cache *cache = &engine->cache;
-    const int heads = config->num_attention_heads, dim = config->head_dim, turned = config->qk_rope_head_dim;
-    const size_t hidden = (size_t)config->hidden_size, rank = (size_t)config->q_lora_rank, width = (size_t)dim;
+    const int dim = config->head_dim;
+    const size_t hidden = (size_t)config->hidden_size;
     const RowFormat rounding = row_rounding(config);
     int source = 0, heavy = 0;
+    backend->locate_groups(state->kv_rows, state->index_rows, cache, 0, state->rows, n);
+    backend->see_groups(state->group_rows, NULL, NULL, state->rows, n, config->sparse_ratio);
+    backend->locate_heavy(state->heavy_ids, cache, state->rows, n, config->heavy_ratio);
+    backend->see_groups(NULL, state->heavy_count, NULL, state->rows, n, config->heavy_ratio);
     for (int i = 0; i < config->num_hidden_layers; i++) {
         const LayerWeights *layer = begin_layer(engine, i, rows, n);
         const Compression compression = config->compression[i];
         const Trail *trails = &cache->trails[i * TRAILS];
-        const float *cosine = compression ? state->compress_cosine : state->cosine,
-                    *sine = compression ? state->compress_sine : state->sine;
-        enter_streams(engine, &layer->attention_hyper, layer->input_layernorm, n);
-
-        /* The query, by way of a narrow latent; each head is normed by itself and its last values are turned. */
-        project(engine, state->q_lora, rank, state->normed, n, &layer->q_a_proj);
-        backend->rms_norm(state->q_lora, rank, state->q_lora, rank, layer->q_a_layernorm, n, config->q_lora_rank,
-                          config->rms_norm_eps);
-        project(engine, state->q, (size_t)(heads * dim), state->q_lora, n, &layer->q_b_proj);
-        backend->norm_each(state->q, n * heads, dim, config->rms_norm_eps);
-        backend->rope(state->q, n, heads, dim, dim - turned, turned, true, cosine, sine);
-
-        /* The row of each position, key and value in one, for the window. */
-        project(engine, state->kv, width, state->normed, n, &layer->wkv);
-        backend->rms_norm(state->kv, width, state->kv, width, layer->kv_norm, n, dim, config->rms_norm_eps);
-        backend->rope(state->kv, n, 1, dim, dim - turned, turned, true, cosine, sine);
-        if (config->qat) backend->round_rows(state->kv, width, n, rounding.quantised, &rounding);
-        backend->store_rows(trails[TRAIL_WINDOW].pass, &cache->format, state->pass_rows, n, state->kv, width,
-                            state->kv + cache->format.quantised, width);
+        enter_streams(engine, &layer->attention_hyper, state->mixes, state->mixes, layer->input_layernorm, n);
+        project_shared_key(engine, layer, &trails[TRAIL_WINDOW], compression != COMPRESSION_NONE, n);
 
         /* What the pass completes of the compressed history, and attention over the window and that. */
         if (compression == COMPRESSION_SPARSE) {
             compress_rows(engine, &trails[TRAIL_GROUP], &layer->compressor, source_rows(cache, (SourceId){source}), &cache->format,
                           state->kv_rows, dim, true, rounding, n, i * CHECKED_PARTS);
-            select_groups(engine, i, source, n);
+            index_groups(engine, i, source, n);
             if (engine->probe.selected) engine->probe.selected(engine->probe.user, i, &state->selection, rows, n);
             attend_groups(engine, i, source++);
         } else if (compression == COMPRESSION_HEAVY) {
@@ -3183,11 +3545,158 @@ static void forward_v4(Engine *engine, const Row *rows, int n) {
 
         backend->grouped_linear(state->o_latent, state->attended, n, &layer->o_a_proj, config->o_groups);
         project(engine, state->branch, hidden, state->o_latent, n, &layer->o_proj);
-        leave_streams(engine, i, n);
+        leave_streams(engine, i, state->mixes, n);
 
-        enter_streams(engine, &layer->mlp_hyper, layer->post_attention_layernorm, n);
+        enter_streams(engine, &layer->mlp_hyper, state->mixes, state->mixes, layer->post_attention_layernorm, n);
         mix_experts(engine, layer, n);
-        leave_streams(engine, i, n);
+        leave_streams(engine, i, state->mixes, n);
+    }
+}
+
+/* ---- DeepSeek-V4.1 */
+
+/* What the last tokens bring to mind joins all streams, before a layer that has a table. */
+static void remember(Engine *engine, const LayerWeights *layer, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    const Trail *tokens = &engine->cache.trails[TRAIL_TOKENS];
+    backend->read_engram(state->engram, layer->engram, engine->weights.token_map, tokens, state->rows, n, config);
+    project(engine, state->engram_kv, (size_t)layer->engram->wkv.rows, state->engram, n, &layer->engram->wkv);
+    backend->add_engram(state->hidden, state->engram_kv, layer->engram, n, config);
+}
+
+/* The rows and index keys of a source, for all groups that the pass completes: both come from one latent, the key before that is
+ * turned, and both stand at the first position of their group. */
+static void make_rows(Engine *engine, int i, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    const LayerWeights *layer = &engine->weights.layers[i];
+    State *state = &engine->state;
+    Cache *cache = &engine->cache;
+    const int source = config->source[i], ratio = config->source_ratio[source], dim = config->head_dim,
+              index_dim = config->index_head_dim, turned = config->qk_rope_head_dim;
+    const size_t hidden = (size_t)config->hidden_size, width = (size_t)dim;
+    const Trail *trail = &cache->trails[i * TRAILS + TRAIL_GROUP];
+    const CompressorWeights *compressor = &layer->compressor;
+    if (ratio > 1) {
+        backend->linear((float *)trail->pass, 2 * width, state->normed, hidden, n, &compressor->wkv);
+        backend->linear((float *)trail->pass + width, 2 * width, state->normed, hidden, n, &compressor->wgate);
+        backend->pool_groups(state->latents, trail, state->rows, n, compressor, ratio, dim, config->rms_norm_eps);
+    } else {
+        backend->linear(state->latents, width, state->normed, hidden, n, &compressor->wkv);
+        backend->rms_norm(state->latents, width, state->latents, width, compressor->norm, n, dim, config->rms_norm_eps);
+    }
+    backend->locate_groups(state->kv_rows, state->index_rows, cache, source, state->rows, n);
+    backend->see_groups(NULL, NULL, state->first_rows, state->rows, n, ratio);
+    backend->rotations(state->group_cosine, state->group_sine, state->first_rows, n, state->compress_frequency, turned, 1);
+
+    backend->linear(state->index_k, (size_t)index_dim, state->latents, width, n, &layer->indexer_wk);
+    backend->rms_norm(state->index_k, (size_t)index_dim, state->index_k, (size_t)index_dim, layer->indexer_k_norm, n, index_dim,
+                      config->rms_norm_eps);
+    backend->rope(state->index_k, n, 1, index_dim, index_dim - turned, turned, true, state->group_cosine, state->group_sine);
+    backend->rope(state->latents, n, 1, dim, dim - turned, turned, true, state->group_cosine, state->group_sine);
+    check_part(engine, i, 0, state->latents, n, dim);
+    check_part(engine, i, 2, state->index_k, n, index_dim);
+    if (config->qat) {
+        const RowFormat keys = index_rounding(config), rows = source_rounding(config);
+        backend->round_rows(state->index_k, (size_t)index_dim, n, index_dim, &keys);
+        backend->round_rows(state->latents, width, n, dim, &rows);
+    }
+    backend->store_rows(group_index_keys(cache, source), &cache->index_format, state->index_rows, n, state->index_k,
+                        (size_t)index_dim, state->index_k + cache->index_format.quantised, (size_t)index_dim);
+    backend->store_rows(source_rows(cache, (SourceId){source}), &cache->format, state->kv_rows, n, state->latents, width,
+                        state->latents + cache->format.quantised, width);
+}
+
+/* The selection of a layer that makes one, from its source's keys. Behind the candidate source it stays in the blocks kept there. */
+static void select_candidates(Engine *engine, int i, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    const LayerWeights *layer = &engine->weights.layers[i];
+    State *state = &engine->state;
+    Cache *cache = &engine->cache;
+    const int heads = config->index_n_heads, dim = config->index_head_dim, turned = config->qk_rope_head_dim,
+              source = config->source[i], candidates = config->candidate_source_layer_id;
+    const RowFormat rounding = index_rounding(config);
+    project(engine, state->index_q, (size_t)(heads * dim), state->q_lora, n, &layer->indexer_wq_b);
+    backend->rope(state->index_q, n, heads, dim, dim - turned, turned, true, state->compress_cosine, state->compress_sine);
+    if (config->qat) backend->round_rows(state->index_q, (size_t)dim, n * heads, dim, &rounding);
+    backend->linear(state->index_weights, (size_t)heads, state->normed, (size_t)config->hidden_size, n,
+                    &layer->indexer_weights_proj);
+    backend->see_groups(state->group_rows, NULL, NULL, state->rows, n, config->source_ratio[source]);
+    backend->select_groups(&state->selection, state->index_q, state->index_weights, group_index_keys(cache, source),
+                           &cache->index_format, cache->seen.index, cache->context_pages, page_rows(cache, source), heads, dim,
+                           state->group_rows, n, state->index_scratch, state->scratch_rows,
+                           candidates >= 0 && i >= candidates ? state->blocks : NULL, config->candidate_block_size,
+                           config->candidate_topk_blocks, i == candidates);
+    check_part(engine, i, 1, state->index_q, n, heads * dim);
+    check_part(engine, i, 3, state->index_weights, n, heads);
+}
+
+/* Whether layer i is the last that reads the selection it attends to. */
+static bool reads_last(const Config *config, int i) {
+    for (i++; i < config->num_hidden_layers; i++)
+        if (config->source[i] >= 0) return config->selects[i];
+    return true;
+}
+
+/* Attention over the window and the selected rows of the source. A layer that selects resolves. Those that follow have the same rows of
+ * the same source, and so in the same places, as long as nothing was resolved since: in a pass of several runs a later one may
+ * have taken them, and each layer resolves again. */
+static void attend_source(Engine *engine, int i) {
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    Cache *cache = &engine->cache;
+    const int source = config->source[i];
+    const RowPool pool = row_pool(cache, (SourceId){source});
+    const bool resolves = config->selects[i] || state->n_runs > 1, ends = state->n_runs > 1 || reads_last(config, i);
+    for (int run = 0, begin = 0; run < state->n_runs; run++) {
+        int end = state->run_ends[run];
+        if (resolves) resolve_groups(engine, source, begin, end, run);
+        attend_window(engine, i, &pool, state->locations, state->selection.count, state->selection.capacity, begin, end);
+        if (cache->hot_rows && ends) release_staging(cache, source);
+        begin = end;
+    }
+}
+
+/* DeepSeek-V4.1: the streams of V4, entered late, over a history that few layers make and most read.
+ *
+ * Every layer sees its last sliding_window positions as they are. Some (Full) make rows of one or two positions each and index keys for
+ * them; these and some more (Reindex) select among those rows; all others (Reuse) attend to the last selection. A sublayer's streams enter it by
+ * the weights that the sublayer before computed. */
+static void forward_v41(Engine *engine, const Row *rows, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    const size_t hidden = (size_t)config->hidden_size;
+    const Trail *trails = engine->cache.trails;
+    backend->first_stream(state->late_mixes, n, config);
+    if (engine->weights.token_map) backend->note_tokens(&trails[TRAIL_TOKENS], state->rows, n);
+    for (int i = 0; i < config->num_hidden_layers; i++)
+        if (engine->weights.layers[i].engram)
+            backend->prefetch_engram(engine->weights.layers[i].engram, engine->weights.token_map, &trails[TRAIL_TOKENS], state->rows, n,
+                                     config);
+    for (int i = 0; i < config->num_hidden_layers; i++) {
+        const LayerWeights *layer = begin_layer(engine, i, rows, n);
+        const bool reads = config->source[i] >= 0;
+        if (layer->engram) remember(engine, layer, n);
+
+        enter_streams(engine, &layer->attention_hyper, state->mixes, state->late_mixes, layer->input_layernorm, n);
+        project_shared_key(engine, layer, &trails[i * TRAILS + TRAIL_WINDOW], reads, n);
+        if (config->makes_rows[i]) make_rows(engine, i, n);
+        if (config->selects[i]) select_candidates(engine, i, n);
+        if (config->selects[i] && engine->probe.selected)
+            engine->probe.selected(engine->probe.user, i, &state->selection, rows, n);
+        if (reads) attend_source(engine, i);
+        else attend_window(engine, i, NULL, NULL, NULL, 0, 0, n);
+        backend->grouped_linear(state->o_latent, state->attended, n, &layer->o_a_proj, config->o_groups);
+        project(engine, state->branch, hidden, state->o_latent, n, &layer->o_proj);
+        leave_streams(engine, i, state->mixes, n);
+
+        enter_streams(engine, &layer->mlp_hyper, state->late_mixes, state->mixes, layer->post_attention_layernorm, n);
+        mix_experts(engine, layer, n);
+        leave_streams(engine, i, state->late_mixes, n);
     }
 }
 
@@ -3242,16 +3751,16 @@ static void run_stream_layers(Engine *engine, const Row *rows, int n) {
     const Config *config = &engine->config;
     State *state = &engine->state;
     const size_t hidden = (size_t)config->hidden_size, mult = (size_t)config->hc_mult;
-    backend->locate_groups(state->kv_rows, state->index_rows, &engine->cache, 0, state->rows, n);
-    backend->see_groups(state->group_rows, NULL, NULL, state->rows, n, config->sparse_ratio);
-    backend->locate_heavy(state->heavy_ids, &engine->cache, state->rows, n, config->heavy_ratio);
-    backend->see_groups(NULL, state->heavy_count, NULL, state->rows, n, config->heavy_ratio);
     backend->rotations(state->compress_cosine, state->compress_sine, state->rows, n, state->compress_frequency, rope_dim(config), 1);
     backend->embed(state->branch, &engine->weights.embed_tokens, state->rows, n);
     for (size_t k = 0; k < mult; k++)
         backend->copy_rows(state->hidden + k * hidden, mult * hidden, state->branch, hidden, n, config->hidden_size, 1);
-    forward_v4(engine, rows, n);
-    enter_streams(engine, &engine->weights.head_hyper, engine->weights.norm, n);
+    (config->family == FAMILY_DEEPSEEK_V4 ? forward_v4 : forward_v41)(engine, rows, n);
+    if (config->family == FAMILY_DEEPSEEK_V4)
+        return enter_streams(engine, &engine->weights.head_hyper, state->mixes, state->mixes, engine->weights.norm, n);
+    backend->hyper_collapse(state->normed, state->hidden, state->late_mixes, (2 + config->hc_mult) * config->hc_mult, n, config);
+    backend->rms_norm(state->normed, hidden, state->normed, hidden, engine->weights.norm, n, config->hidden_size,
+                      config->rms_norm_eps);
 }
 
 /* All layers, from the rows' tokens to the final norm. Passes of few rows come in few shapes, and each is kept as one work. */
@@ -4023,12 +4532,21 @@ static bool make_up_checkpoint(Engine *engine, const EngineOptions *options, Err
     return true;
 }
 
+/* Engram's token map, where it lies beside the published files. */
+static bool add_token_map(Checkpoint *checkpoint, const Config *config, Error *error) {
+    char path[PATH_MAX];
+    if (!config->engram_order || checkpoint->dummy || checkpoint_find(checkpoint, "engram.token_map")
+        || access(join(path, checkpoint->directory, "engram.safetensors"), F_OK))
+        return true;
+    return map_file(checkpoint, path, error);
+}
+
 /* Rounding as in training, and rows of four bits, are DeepSeek-V4's. */
 static bool check_formats(const Config *config, const EngineOptions *options, Error *error) {
     if ((options->qat || options->kv_dtype == KV_F4) && !has_streams(config))
         return fail(error, "%s: %s does not apply to %s", options->model, options->qat ? "--qat" : "--kv-dtype fp4",
                     config->model_type);
-    if (options->qat && config->index_head_dim & (config->index_head_dim - 1))
+    if (options->qat && config->family == FAMILY_DEEPSEEK_V4 && config->index_head_dim & (config->index_head_dim - 1))
         return fail(error, "%s: --qat: found an index_head_dim of %d, wanted a power of two", options->model, config->index_head_dim);
     return true;
 }
@@ -4053,6 +4571,7 @@ bool engine_plan(Engine *engine, const EngineOptions *options, Error *error) {
     ok = ok && plan_memory(engine, options, error)
          && (options->dummy ? make_up_checkpoint(engine, options, error)
                             : checkpoint_open(&engine->checkpoint, options->model, error));
+    ok = ok && add_token_map(&engine->checkpoint, &engine->config, error);
     engine->checkpoint.progress = options->progress;
     if (ok && !options->dummy) engine->weight_bytes = checkpoint_bytes(&engine->checkpoint);
     if (!ok) engine_close(engine);

@@ -194,9 +194,11 @@ enum {
     MAX_HEADS = 1024, MAX_EXPERTS = 4096,
     MAX_STREAMS = 8,            /* hc_mult */
     MAX_RATIO = 256,            /* positions of one compressed row */
+    MAX_NGRAM = 8, MAX_ENGRAM_HEADS = 64,
+    MAX_BLOCKS = 1 << 16,       /* candidate_topk_blocks */
 };
 
-typedef enum Family { FAMILY_QWEN3, FAMILY_GLM_MOE_DSA, FAMILY_DEEPSEEK_V32, FAMILY_DEEPSEEK_V4 } Family;
+typedef enum Family { FAMILY_QWEN3, FAMILY_GLM_MOE_DSA, FAMILY_DEEPSEEK_V32, FAMILY_DEEPSEEK_V4, FAMILY_DEEPSEEK_V41 } Family;
 
 /* What a layer of DeepSeek-V4 attends to beyond its window of the last positions. */
 typedef enum Compression {
@@ -242,7 +244,19 @@ typedef struct Config {
     int sliding_window, o_groups, o_lora_rank, hc_mult, hc_sinkhorn_iters;
     float hc_eps, swiglu_limit;                     /* swiglu_limit 0: no limit */
     bool qat;                                       /* rounds as the reference does: --qat */
-    int input_block;                                /* values of an activation that are then rounded by one scale */
+    int weight_block;                               /* rows and columns of an e4m3 matrix that share a scale; and values of its
+                                                     * input that --qat rounds by one */
+    /* deepseek_v41: compressed rows are made by few layers, selected by some, read by most */
+    int n_sources;
+    int *source_ratio;                              /* [n_sources] positions of a row */
+    int *source;                                    /* [num_hidden_layers] whose rows the layer reads, or -1 */
+    bool *makes_rows, *selects;                     /* [num_hidden_layers] the source's rows and index keys; the selection that is
+                                                     * read until the next */
+    int candidate_source_layer_id;                  /* later selections stay in the blocks that this one kept; -1: everywhere */
+    int candidate_topk_blocks, candidate_block_size;
+    int engram_order, engram_n_heads, engram_head_dim, engram_pad_token_id, engram_compressed_vocab_size;
+    int64_t engram_vocab_size;
+    int64_t *engram_rows;                           /* [num_hidden_layers] of the layer's table; 0: it has none */
     /* generation_config.json, where there is one */
     int eos_token_id[16], n_eos;
     float temperature, top_p, min_p, repetition_penalty;        /* transformers' defaults where the file does not say */
@@ -259,7 +273,7 @@ bool has_indexer(const Config *config);
 /* Whether it attends over latents in absorbed form (DeepSeek-V2): glm_moe_dsa, deepseek_v32. */
 bool has_latent_attention(const Config *config);
 
-/* Residual streams of a row: hc_mult of deepseek_v4, 1 of the others. */
+/* Residual streams of a row: hc_mult of deepseek_v4 and deepseek_v41, 1 of the others. */
 int residual_streams(const Config *config);
 
 /* Whether the layer runs an indexer of its own. */
@@ -303,12 +317,13 @@ static inline float widen(const uint8_t *p, DType dtype) {
 
 typedef struct Matrix {         /* y = W x; row r, column c of W is data[r * cols + c] times its block's scale */
     const uint8_t *data;        /* [rows, cols] of dtype, any alignment; a row of e2m1 is ceil(cols / 2) bytes */
-    const float *scale;         /* [ceil(whole rows / 128), scale_cols] f32, or NULL */
+    const float *scale;         /* [ceil(whole rows / block), scale_cols] f32, or NULL */
     DType dtype;                /* F32, F16, BF16 or F8_E4M3; F4_E2M1, which only linear and experts take */
     int rows, cols;
-    int scale_cols;             /* ceil(cols / 128); of e2m1, ceil(cols / 32) */
+    int scale_cols;             /* ceil(cols / block); of e2m1, ceil(cols / 32) */
     int first_row;              /* of this view inside the stored tensor: scale blocks count from the tensor's row 0 */
     const uint8_t *exponents;   /* e2m1: [whole rows, scale_cols] E8M0 as stored, 2^(e - 127); otherwise NULL */
+    int block;                  /* rows and columns of e4m3 that share a scale; 0: SCALE_BLOCK */
 } Matrix;
 
 /* How the parallel residual streams enter a sublayer and take up what it adds: fn of all streams gives the logits of `pre`, then of
@@ -318,10 +333,24 @@ typedef struct HyperWeights {
     const float *base, *scale;                      /* [mixes], [3] or of the head [1] f32 */
 } HyperWeights;
 
+/* Engram: a table of vectors that the last tokens name, by hashes of their 2-grams, 3-grams, and so on, several of each. The table is
+ * far larger than all other weights of a layer and of it a few rows are read for a token, so it stays in the mapping. */
+typedef struct EngramWeights {
+    const uint8_t *table;                           /* [rows, engram_head_dim] of dtype */
+    const uint8_t *exponents;                       /* of e4m3: [rows, ceil(engram_head_dim / 32)] E8M0; otherwise NULL */
+    DType dtype;
+    Matrix wkv;                                     /* [(hc_mult + 1) * hidden, columns * engram_head_dim]: a key for each stream,
+                                                     * and the value that they gate */
+    const float *q_weight, *k_weight;               /* [hc_mult, hidden] f32 */
+    uint64_t multipliers[MAX_NGRAM];                /* of a token by how far it lies back */
+    int64_t primes[(MAX_NGRAM - 1) * MAX_ENGRAM_HEADS], offsets[(MAX_NGRAM - 1) * MAX_ENGRAM_HEADS];    /* of each column: the
+                                                     * hash is below the prime, and counts from the offset */
+} EngramWeights;
+
 /* What makes one row of a group of positions: channel by channel a softmax over the group weighs the values. */
 typedef struct CompressorWeights {
     Matrix wkv, wgate;                              /* [width, hidden]; width: dim, or 2 * dim where groups overlap */
-    const float *ape;                               /* [ratio, width] f32, added to the gates by place in the group */
+    const float *ape;                               /* [ratio, width] f32, added to the gates by place in the group; NULL: none */
     const float *norm;                              /* [dim] f32 */
 } CompressorWeights;
 
@@ -360,6 +389,8 @@ typedef struct LayerWeights {
                                                      * o_groups * o_lora_rank] */
     CompressorWeights compressor, index_compressor;
     const int *hash_experts;                        /* [vocab_size, num_experts_per_tok] of a hash-routed layer, else NULL */
+    /* deepseek_v41: as deepseek_v4, with indexer_wk and indexer_k_norm where rows are made */
+    const EngramWeights *engram;                    /* NULL: the layer has none */
 } LayerWeights;
 
 typedef struct Weights {
@@ -368,6 +399,7 @@ typedef struct Weights {
     const float *norm;                              /* [hidden] f32 */
     Matrix lm_head;                                 /* [vocab_size, hidden]; embed_tokens again when tied */
     HyperWeights head_hyper;                        /* deepseek_v4 */
+    const int *token_map;                           /* [vocab_size] deepseek_v41: what Engram takes a token for */
     void **owned;                                   /* stb_ds: what was made from the file: vectors and scales in f32, lists */
     size_t parameters, bytes;                       /* of the bound tensors, as stored */
 } Weights;
@@ -463,7 +495,7 @@ typedef struct Trail {
     uint8_t *pass;              /* [pass_rows] rows: those of the pass in flight, in its order */
 } Trail;
 
-enum { TRAIL_WINDOW, TRAIL_GROUP, TRAIL_INDEX_GROUP, TRAILS };      /* of each layer */
+enum { TRAIL_WINDOW, TRAIL_GROUP, TRAIL_INDEX_GROUP, TRAIL_TOKENS, TRAILS };    /* of each layer; the last only of layer 0 */
 
 /* The row of an earlier position, or the row's own, of the same session as row r of the pass. */
 static inline uint8_t *trail_row(const Trail *trail, const Row *rows, int r, int position) {
@@ -615,6 +647,7 @@ typedef struct Cache {
     bool ample;                 /* the pool holds everything at once: nothing will ever be recalled */
     KvDtype kv_dtype;           /* as --kv-dtype names it; not all rows need be of it */
     RowFormat format;           /* of kv: MLA latent | rope key; qwen3's keys | values; deepseek_v4's key and value in one */
+    RowFormat window_format;    /* of the windows' trails */
     RowFormat index_format;     /* of index keys */
     int draft_layers, draft_rows;           /* of the drafter, 0 without one; R_d of eq. 9 */
     RowFormat draft_format;     /* of a layer's keys | values */
@@ -1056,7 +1089,7 @@ struct Backend {
     /* Where rows are stored: their places in the pool of a tail, and among the index keys. */
     void (*locate_rows)(DeviceRow *kv_rows, DeviceRow *index_rows, const Cache *cache, const Row *rows, int n_rows);
 
-    /* Writes row ids[r] of a pool: `quantised` values from a[r], `plain` values from b[r]. */
+    /* Writes row ids[r] of a pool: `quantised` values from a[r], `plain` values from b[r]. In deepseek_v41 an id may be -1: none. */
     void (*store_rows)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows,
                        const float *a, size_t a_stride, const float *b, size_t b_stride);
 
@@ -1134,12 +1167,38 @@ struct Backend {
                      const CompressorWeights *weights, int ratio, int dim, bool overlapping, int turned,
                      const float *inverse_frequency, float eps, const RowFormat *rounding, PassReport *report, int place);
 
+    /* y[r] = what compress() makes of the group that ends with row r, before it is rotated; 0 where none ends. */
+    void (*pool_groups)(float *y, const Trail *trail, const Row *rows, int n_rows, const CompressorWeights *weights, int ratio,
+                        int dim, float eps);
+
+    /* index_select() over compressed rows: rows[r] stands at the newest that it sees, and a page has page_rows of them. blocks:
+     * [rows, ceil(context_pages * page_rows / block_size / 64)] bits; NULL: none. keeps: each row's best topk_blocks blocks, by
+     * the best score in each, and always the block of the newest, are set there. Otherwise only rows in those blocks are selected. */
+    void (*select_groups)(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
+                          const RowFormat *format, const DevicePage *pages, int context_pages, int page_rows, int heads,
+                          int head_dim, const Row *rows, int n_rows, float *scratch, int scratch_rows, uint64_t *blocks,
+                          int block_size, int topk_blocks, bool keeps);
+
+    /* Mixes with which the first of the streams enters alone. */
+    void (*first_stream)(float *mixes, int n_rows, const Config *config);
+
+    /* The tokens of the pass's rows join the trail; rows of an Engram table that they name begin to come from the disk; and come:
+     * y[r] = the table's rows of all columns, widened. */
+    void (*note_tokens)(const Trail *trail, const Row *rows, int n_rows);
+    void (*prefetch_engram)(const EngramWeights *engram, const int *token_map, const Trail *trail, const Row *rows, int n_rows,
+                            const Config *config);
+    void (*read_engram)(float *y, const EngramWeights *engram, const int *token_map, const Trail *trail, const Row *rows,
+                        int n_rows, const Config *config);
+
+    /* streams[r, k] += value gated by how well the stream meets its key. kv: [rows, streams + 1, hidden], keys | value. */
+    void (*add_engram)(float *streams, const float *kv, const EngramWeights *engram, int n_rows, const Config *config);
+
     /* Attention of all heads over one shared key, which is the value too: rows [begin, end) of the pass each see the last
      * `window` positions up to their own, then count[r] rows of the pool: those at locations[r], or where locations is NULL the first
      * of session s from s * capacity on; count NULL: none. A head's sink is one more logit of its softmax, with no value. The last `turned`
      * values of what comes out are rotated back by the row's angle. q, y: [rows, heads, dim]. */
-    void (*window_attention)(float *y, const float *q, const Trail *trail, int window, const RowPool *pool,
-                             const RowFormat *format, const DeviceRow *locations, const int *count, int capacity, const Row *rows,
+    void (*window_attention)(float *y, const float *q, const Trail *trail, const RowFormat *trail_format, int window,
+                             const RowPool *pool, const RowFormat *format, const DeviceRow *locations, const int *count, int capacity, const Row *rows,
                              int begin, int end, int heads, const float *sinks, float scale, int turned, const float *cosine,
                              const float *sine);
 
@@ -1321,6 +1380,13 @@ typedef struct State {          /* [rows] stands for max_rows; everything lies i
     DeviceRow *kv_rows, *index_rows;    /* [rows] where each row of the pass is stored */
     /* deepseek_v4: hidden holds hc_mult streams of each row */
     float *mixes;               /* [rows, (2 + hc_mult) * hc_mult] f32 */
+    /* deepseek_v41 */
+    float *late_mixes;          /* likewise, of the feed-forward: it enters by the attention's mixes, and the next attention by these */
+    float *latents;             /* [rows, head_dim] f32, what rows and index keys are made of */
+    float *group_cosine, *group_sine;               /* [rows, rope dim / 2] f32, of the first positions of groups */
+    Row *first_rows;            /* [rows] those positions */
+    uint64_t *blocks;           /* [rows, words] select_groups()'s */
+    float *engram, *engram_kv;  /* [rows, columns * engram_head_dim], [rows, (hc_mult + 1) * hidden] f32 */
     float *o_latent;            /* [rows, o_groups * o_lora_rank] f32 */
     float *rounded;             /* [rows, the widest input of a matrix] f32, under --qat */
     float *compress_cosine, *compress_sine, *compress_frequency;    /* as cosine, sine and inverse_frequency, of compress_rope */

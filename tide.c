@@ -1245,24 +1245,46 @@ static void print_layers(const char *name, const bool *flags, int n) {
     putchar('\n');
 }
 
-/* Layer by layer what is attended to beyond the window, and by what the experts are chosen. */
+/* V4: layer by layer the positions of a compressed row, and where experts are chosen by the token's id. */
+static void print_compression(const Config *config) {
+    printf("compress_ratios");
+    for (int i = 0; i < config->num_hidden_layers; i++) {
+        const Compression compression = config->compression[i];
+        printf(" %d", compression == COMPRESSION_SPARSE ? config->sparse_ratio : compression ? config->heavy_ratio : 0);
+    }
+    putchar('\n');
+    print_layers("experts by the token's id in layers", config->hash_routed, config->num_hidden_layers);
+}
+
+/* V4.1: who makes rows, who selects, and Engram. */
+static void print_sources(const Config *config) {
+    printf("compress_ratios");
+    for (int i = 0; i < config->num_hidden_layers; i++)
+        printf(" %d", config->source[i] < 0 ? 0 : config->source_ratio[config->source[i]]);
+    putchar('\n');
+    print_layers("rows and index keys are made in layers", config->makes_rows, config->num_hidden_layers);
+    print_layers("rows are selected in layers", config->selects, config->num_hidden_layers);
+    if (config->candidate_source_layer_id >= 0)
+        printf("candidates: %d blocks of %d rows, from layer %d on\n", config->candidate_topk_blocks, config->candidate_block_size,
+               config->candidate_source_layer_id);
+    for (int i = 0; i < config->num_hidden_layers; i++)
+        if (config->engram_rows[i])
+            printf("Engram in layer %d: %lld rows of %d, %d read for a token\n", i, (long long)config->engram_rows[i],
+                   config->engram_head_dim, (config->engram_order - 1) * config->engram_n_heads);
+}
+
 static void print_v4_config(const Config *config) {
     printf("head_dim %d\nqk_rope_head_dim %d\nq_lora_rank %d\no_lora_rank %d\no_groups %d\nsliding_window %d\nhc_mult %d\n"
            "hc_sinkhorn_iters %d\nswiglu_limit %g\n",
            config->head_dim, config->qk_rope_head_dim, config->q_lora_rank, config->o_lora_rank, config->o_groups,
            config->sliding_window, config->hc_mult, config->hc_sinkhorn_iters, (double)config->swiglu_limit);
-    printf("compress_rope_theta %g%s\ncompress_ratios", config->compress_rope.rope_theta,
-           config->compress_rope.yarn ? ", yarn" : "");
-    for (int i = 0; i < config->num_hidden_layers; i++) {
-        const Compression compression = config->compression[i];
-        printf(" %d", compression == COMPRESSION_SPARSE ? config->sparse_ratio : compression ? config->heavy_ratio : 0);
-    }
-    printf("\nindex_n_heads %d\nindex_head_dim %d\nindex_topk %d\nn_routed_experts %d\nnum_experts_per_tok %d\n"
+    printf("compress_rope_theta %g%s\n", config->compress_rope.rope_theta, config->compress_rope.yarn ? ", yarn" : "");
+    (config->compression ? print_compression : print_sources)(config);
+    printf("index_n_heads %d\nindex_head_dim %d\nindex_topk %d\nn_routed_experts %d\nnum_experts_per_tok %d\n"
            "n_shared_experts %d\nmoe_intermediate_size %d\nrouted_scaling_factor %g\n",
            config->index_n_heads, config->index_head_dim, config->index_topk, config->n_routed_experts,
            config->num_experts_per_tok, config->n_shared_experts, config->moe_intermediate_size,
            (double)config->routed_scaling_factor);
-    print_layers("experts by the token's id in layers", config->hash_routed, config->num_hidden_layers);
 }
 
 static void print_config(const Config *config) {
@@ -1275,7 +1297,7 @@ static void print_config(const Config *config) {
         printf("yarn factor %g, original_max_position_embeddings %d\n", config->rope.factor,
                config->rope.original_max_position_embeddings);
     if (config->intermediate_size) printf("intermediate_size %d\n", config->intermediate_size);
-    if (config->compression) print_v4_config(config);
+    if (residual_streams(config) > 1) print_v4_config(config);
     else if (!has_latent_attention(config))
         printf("num_key_value_heads %d\nhead_dim %d\n", config->num_key_value_heads, config->head_dim);
     else {
@@ -1322,16 +1344,26 @@ static void print_tensors(const Checkpoint *checkpoint) {
     }
 }
 
-/* What history costs: of every token, and of every session whatever its length. */
-static void print_kv(const Cache *cache) {
-    const double rows = (double)cache->sources * (double)cache->format.bytes / cache->ratio
-                        + (cache->heavy_layers ? (double)cache->heavy_layers * (double)cache->format.bytes / cache->heavy_ratio : 0),
-                 keys = (double)cache->groups * (double)cache->index_format.bytes / cache->ratio;
+/* What history costs: of every token, and of every session whatever its length; and what a step does to look its rows up (the paper's
+ * table 3). */
+static void print_kv(const Cache *cache, const Config *config) {
+    double paged = 0, keys = 0;
     size_t trails = 0;
+    int resolves = 0;
+    for (int s = 0; s < cache->sources; s++) paged += (double)cache->format.bytes / (cache->ratio * stretch_of(cache, s));
+    for (int g = 0; g < cache->groups; g++) keys += (double)cache->index_format.bytes / (cache->ratio * stretch_of(cache, g));
+    for (int i = 0; i < config->num_hidden_layers; i++) resolves += selects_rows(config, i);
+    const double rows = paged
+                        + (cache->heavy_layers ? (double)cache->heavy_layers * (double)cache->format.bytes / cache->heavy_ratio : 0);
     for (int i = 0; i < cache->trail_layers * TRAILS; i++) trails += (size_t)cache->trails[i].length * cache->trails[i].stride;
     printf("%.0f bytes of history a token: %.0f of rows, %.0f of index keys", rows + keys, rows, keys);
     if (trails) printf("; %.1f MB a session of windows and of groups that are not rows yet", (double)trails / 1e6);
     putchar('\n');
+    if (cache->mode == MODE_RESIDENT || !resolves) return;
+    printf("%.0f bytes of them in host memory, in rows of %zu from %d sources; a step resolves %d selections of %d rows and copies for %d "
+           "followers; a hot cache of %.1f MB a session\n",
+           paged, cache->format.bytes, cache->sources, resolves, cache->index_topk, cache->trail_layers ? 0 : cache->sources - resolves,
+           (double)cache->hot_pages * (double)rows_before(cache, cache->sources) * (double)cache->format.bytes / 1e6);
 }
 
 static int command_inspect(Options *options) {
@@ -1349,7 +1381,7 @@ static int command_inspect(Options *options) {
     if (ok)
         printf("%.1f M parameters in use, %.1f MB\n", (double)engine.weights.parameters / 1e6,
                (double)engine.weights.bytes / 1e6);
-    if (ok) print_kv(&engine.cache);
+    if (ok) print_kv(&engine.cache, &engine.config);
     if (ok) print_plan(stdout, &engine);
     ok = ok && check_memory(&engine, &error);
     engine_close(&engine);

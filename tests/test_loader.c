@@ -12,6 +12,7 @@
 #define GLM "tests/fixtures/glm_moe_dsa-a"
 #define DEEPSEEK "tests/fixtures/deepseek_v32-c"
 #define V4 "tests/fixtures/deepseek_v4-c"               /* as published */
+#define V41 "tests/fixtures/deepseek_v41-c"
 #define V4_SAVED "tests/fixtures/deepseek_v4-a"         /* as transformers saves it */
 
 /* The failure's message is one line and holds both texts (either may be ""). */
@@ -409,7 +410,28 @@ static void test_config_numbers(void) {
         {QWEN3, "rope_parameters.rope_theta", "\"x\""},
         {QWEN3, "rope_parameters.rope_theta", "0"},
         {QWEN3, "rope_parameters.partial_rotary_factor", "0.5"},
-        {V4, "model_type", "\"deepseek_v41\""},
+        {V4, "model_type", "\"deepseek_v42\""},
+        {V41, "quantization_config.weight_block_size", "[128, 128]"},
+        {V41, "text_config.compress_ratios", "[0,2,2,1,1,1,4]"},
+        {V41, "text_config.compress_ratios", "[0,2,2,1,1,1]"},
+        {V41, "text_config.compress_ratios", "[0,2,1,1,1,1,1]"},
+        {V41, "text_config.compress_ratios", "[2,2,2,1,1,1,1]"},
+        {V41, "text_config.kv_source_layer_ids", "[1,9]"},
+        {V41, "text_config.kv_source_layer_ids", "[3,1]"},
+        {V41, "text_config.kv_source_layer_ids", "[1,3,4]"},
+        {V41, "text_config.kv_source_layer_ids", NULL},
+        {V41, "text_config.index_source_layer_ids", "[0,1,3,5]"},
+        {V41, "text_config.index_source_layer_ids", "3"},
+        {V41, "text_config.candidate_source_layer_id", "4"},
+        {V41, "text_config.candidate_source_layer_id", "1"},
+        {V41, "text_config.candidate_topk_blocks", "2"},
+        {V41, "text_config.candidate_block_size", "0"},
+        {V41, "text_config.engram_layer_ids", "[7]"},
+        {V41, "text_config.engram_num_embeddings", "[]"},
+        {V41, "text_config.engram_num_embeddings", "[0]"},
+        {V41, "text_config.engram_max_ngram_size", "1"},
+        {V41, "text_config.engram_pad_token_id", "192"},
+        {V41, "text_config.engram_n_heads", NULL},
         {V4, "compress_ratios", NULL},
         {V4, "compress_ratios", "[0,128,8,128,4,0]"},
         {V4, "compress_ratios", "[0,128,4,128,4]"},
@@ -465,6 +487,9 @@ static void test_config_numbers(void) {
         {DEEPSEEK, "rope_parameters.truncate", "true"},
         {V4, "compress_ratios", "[0,128,4,128,4,0,0,0,0]"},
         {V4, "rope_scaling", NULL},
+        {V41, "text_config.candidate_source_layer_id", NULL},
+        {V41, "text_config.candidate_topk_blocks", "3"},
+        {V41, "text_config.compress_ratios", "[0,2,2,1,1,1,1]"},
         {V4, "swiglu_limit", NULL},
         {V4_SAVED, "compress_rates", NULL},
         {QWEN3, "rope_parameters.rope_type", NULL},
@@ -677,6 +702,7 @@ static cJSON *spoil_header(const cJSON *header, const char *name, Spoil spoil) {
     const char *stored = dtype->valuestring, *integers = !strcmp(stored, "F32")    ? "I32"
                                                          : !strcmp(stored, "BF16") ? "I16"
                                                          : !strcmp(stored, "I64")  ? "F64"
+                                                         : !strcmp(stored, "I32")  ? "F32"
                                                                                    : "F8_E5M2";
     cJSON *first = shape->child;
     switch (spoil) {
@@ -711,6 +737,7 @@ static void test_binding(const char *fixture, const char *layer) {
     cJSON_ArrayForEach(entry, header) {
         if (!strcmp(entry->string, "__metadata__")) continue;
         if (layer && strstr(entry->string, "layers.") && !strstr(entry->string, layer)) continue;
+        if (!strncmp(entry->string, "mtp.", 4) || strstr(entry->string, "bias_vl")) continue;       /* of what is not run */
         for (Spoil spoil = MISSING; ok && spoil < SPOILS; spoil++) {
             char what[300];
             bool bound = binds(fixture, &config, spoil_header(header, entry->string, spoil), data_size, &error);
@@ -763,6 +790,44 @@ static void test_hash_tables(void) {
         if (ok) engine_close(&engine);
         free(directory);
     }
+}
+
+/* Engram's constants are those that numpy and the reference make; a table of another size, a map that is not there, or that names what
+ * is not, is refused. */
+static void test_engram(void) {
+    Error error;
+    Engine engine;
+    Checkpoint golden = {0};
+    EngineOptions options = {.model = V41, .sessions = 1, .context = 32};
+    bool ok = engine_open(&engine, &options, &error) && map_file(&golden, V41 "/golden.safetensors", &error);
+    CHECK(ok, "%s", error.text);
+    if (!ok) return;
+    const EngramWeights *engram = engine.weights.layers[5].engram;
+    CHECK(!memcmp(engram->multipliers, checkpoint_find(&golden, "engram.multipliers")->data, 4 * sizeof(int64_t)), "the multipliers");
+    CHECK(!memcmp(engram->primes, checkpoint_find(&golden, "engram.primes")->data, 3 * sizeof(int64_t)), "the primes");
+    checkpoint_close(&golden);
+    engine_close(&engine);
+    static const uint64_t released[2][4] = {{76632096046245, 4839876093313, 35959672319349, 73987337458391},
+                                            {67716810739261, 51510806800915, 30921347202721, 82619226485591}};
+    const Config release = {.engram_order = 4, .engram_n_heads = 8, .engram_compressed_vocab_size = 99092};
+    int64_t prime = 16000000 - 1, rows[2];
+    for (int i = 0; i < 2; i++) {
+        EngramWeights made = {0};
+        rows[i] = make_hashes(&made, &release, i ? 14 : 1, &prime);
+        CHECK(!memcmp(made.multipliers, released[i], sizeof released[i]), "the release's multipliers, table %d", i);
+    }
+    CHECK(rows[0] == 384006168 && rows[1] == 384016682 && prime == 16000889, "the release's tables and their primes");
+
+    char *directory = copy_checkpoint(V41);
+    write_json(directory, "config.json", config_with(V41, "text_config.engram_num_embeddings", "[470]"));
+    options.model = directory;
+    check_refused(engine_open(&engine, &options, &error), &error, "engram_num_embeddings", "wanted 471", "a table of another size");
+    free(directory);
+    options.model = directory = copy_checkpoint(V41);
+    const int beyond = 150;
+    patch_tensor(directory, "engram.token_map", 0, &beyond, sizeof beyond);
+    check_refused(engine_open(&engine, &options, &error), &error, "engram.token_map", "150", "a token that stands for none");
+    free(directory);
 }
 
 /* The final norm's output for some rows of that checkpoint: [20, hidden]; the caller frees it. */
@@ -828,7 +893,7 @@ static void test_alignment(const char *fixture) {
         EngineOptions options = {.model = directory, .sessions = 1, .context = 32, .kv_dtype = KV_F32};
         bool ok = engine_open(&engine, &options, &error);
         Row rows[20];
-        for (int i = 0; i < 20; i++) rows[i] = (Row){0, i, 3 + 7 * i};
+        for (int i = 0; i < 20; i++) rows[i] = (Row){0, i, 3 + 7 * i};      /* below every fixture's vocabulary */
         ok = ok && run_rows(&engine, rows, 20, &error);
         CHECK(ok, "%s, header %d bytes longer: %s", fixture, (int)pad, error.text);
         size_t n = ok ? 20 * (size_t)engine.config.hidden_size : 0;
@@ -928,6 +993,9 @@ int main(void) {
     test_binding(DEEPSEEK, NULL);
     test_binding(V4, "layers.2.");
     test_binding(V4_SAVED, "layers.1.");
+    test_binding(V41, "layers.3.");
+    test_binding(V41, "layers.5.");
+    test_engram();
     test_hash_tables();
     test_spellings();
     test_follower_indexer_is_ignored();
@@ -935,6 +1003,7 @@ int main(void) {
     test_alignment(GLM);
     test_alignment(DEEPSEEK);
     test_alignment(V4);
+    test_alignment(V41);
     test_memory_plan();
 #ifndef __SANITIZE_ADDRESS__
     test_address_space_limit();

@@ -74,6 +74,8 @@ static bool open_model(Model *model, const char *directory, KvDtype dtype, int c
     if (!ok) return false;
     *model = (Model){.directory = directory, .dtype = dtype, .context = context, .vocab = engine.config.vocab_size,
                      .hidden = engine.config.hidden_size, .topk = engine.cache.index_topk};
+    for (int s = 0; s < engine.cache.sources; s++)  /* a source of longer rows has fewer slots, and as many are selected */
+        model->topk = larger(model->topk, engine.cache.index_topk * stretch_of(&engine.cache, s));
     write_scripts(model);
     Row rows[MAX_PASS_ROWS];
     size_t hidden = (size_t)model->hidden;
@@ -587,6 +589,8 @@ int main(int argc, char **argv) {
         test_model("tests/fixtures/qwen3-a", dtype, 200, 3, 8, 1);
         test_model("tests/fixtures/deepseek_v4-a", dtype, 1100, 8, 8, 2);
         test_model("tests/fixtures/deepseek_v4-c", dtype, 600, 4, 6, 1);
+        test_model("tests/fixtures/deepseek_v41-a", dtype, 520, 16, 8, 4);
+        test_model("tests/fixtures/deepseek_v41-c", dtype, 390, 12, 8, 3);
         if (SHARE > 1) continue;
         test_model("../shared/fixtures/glm_moe_dsa-c", dtype, 330, 4, 6, 1);
         test_model("../shared/fixtures/deepseek_v32-a", dtype, 330, 4, 6, 1);
