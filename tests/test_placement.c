@@ -18,7 +18,7 @@ enum { SHARE = 8 };             /* a sanitizer takes ten times as long: one sche
 enum { SHARE = 1 };
 #endif
 
-static const char *kv_names[] = {"f32", "bf16", "fp8"}, *mode_names[] = {"resident", "hisparse", "adaptive"};
+static const char *kv_names[] = {"f32", "bf16", "fp8", "fp4"}, *mode_names[] = {"resident", "hisparse", "adaptive"};
 
 typedef struct Model {          /* one checkpoint with rows of one dtype, and what it says to each script */
     const char *directory;
@@ -587,10 +587,10 @@ int main(int argc, char **argv) {
         test_model("tests/fixtures/glm_moe_dsa-a", dtype, 520, 34, 8, 8);
         test_model("tests/fixtures/deepseek_v32-c", dtype, 390, 30, 8, 6);
         test_model("tests/fixtures/qwen3-a", dtype, 200, 3, 8, 1);
-        test_model("tests/fixtures/deepseek_v4-a", dtype, 1100, 8, 8, 2);
-        test_model("tests/fixtures/deepseek_v4-c", dtype, 600, 4, 6, 1);
-        test_model("tests/fixtures/deepseek_v41-a", dtype, 520, 16, 8, 4);
-        test_model("tests/fixtures/deepseek_v41-c", dtype, 390, 12, 8, 3);
+        test_model("tests/fixtures/deepseek_v4-a", dtype, 1100, 5, 8, 1);
+        test_model("tests/fixtures/deepseek_v4-c", dtype, 600, 3, 6, 1);
+        test_model("tests/fixtures/deepseek_v41-a", dtype, 520, 5, 8, 1);
+        test_model("tests/fixtures/deepseek_v41-c", dtype, 390, 4, 6, 1);
         if (SHARE > 1) continue;
         test_model("../shared/fixtures/glm_moe_dsa-c", dtype, 330, 4, 6, 1);
         test_model("../shared/fixtures/deepseek_v32-a", dtype, 330, 4, 6, 1);
