@@ -284,9 +284,9 @@ INLINE float scale_at(const void *scales, int i, const DType dtype) {
     return dtype == DTYPE_F4_E2M1 ? widen((const uint8_t *)scales + i, DTYPE_F8_E8M0) : ((const float *)scales)[i];
 }
 
-/* sum[r * columns + c] = x[r] . w[c] over n <= REDUCTION_BLOCK values, block of which (0: none) share a scale. x: value k of row r stands at r * x_stride + k * x_step
- * for k a multiple of 8, its seven neighbours behind it. w: bytes of dtype, columns w_stride bytes apart;
- * scale[c]: for e4m3 and e2m1, one per scale_block of k. */
+/* sum[r * columns + c] = x[r] . w[c] over n <= REDUCTION_BLOCK values, block of which (0: none) share a scale. x: value k of
+ * row r stands at r * x_stride + k * x_step for k a multiple of 8, its seven neighbours behind it. w: bytes of dtype, columns
+ * w_stride bytes apart; scale[c]: for e4m3 and e2m1, one per scale_block of k. */
 INLINE void dot_tile(float *sum, const float *x, size_t x_stride, const size_t x_step, const uint8_t *w, size_t w_stride,
                      const void *const *scale, const int block, int n, const DType dtype, const int rows, const int columns,
                      const bool ahead) {
@@ -1075,8 +1075,8 @@ static void select_groups(Selection *selection, const float *q, const float *hea
 static void index_select(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
                          const RowFormat *format, const DevicePage *pages, int context_pages, int heads, int head_dim,
                          const Row *rows, int n_rows, float *scratch, int scratch_rows) {
-    select_groups(selection, q, head_weights, keys, format, pages, context_pages, PAGE_ROWS, heads, head_dim, rows, n_rows, scratch,
-                  scratch_rows, NULL, 0, 0, false);
+    select_groups(selection, q, head_weights, keys, format, pages, context_pages, PAGE_ROWS, heads, head_dim, rows, n_rows,
+                  scratch, scratch_rows, NULL, 0, 0, false);
 }
 
 /* One tile of an online softmax (Milakov and Gimelshein 2018). p: [heads, KEY_TILE] holds the dot products with n <= KEY_TILE
@@ -1304,7 +1304,8 @@ static void weigh_inputs(float *x, float *factor, int n_rows, const Config *conf
     round_inputs(x, n_rows, config->moe_intermediate_size, config);
 }
 
-/* First the shared expert, if there is one, then the others: rows are gathered by expert, so that its weights are read once a pass. */
+/* First the shared expert, if there is one, then the others: rows are gathered by expert, so that its weights are read once a
+ * pass. */
 static void experts(float *y, const float *x, const int *picks, const float *weights, int n_rows, const LayerWeights *layer,
                     const Config *config, float *scratch) {
     const size_t hidden = (size_t)config->hidden_size, inter = (size_t)config->moe_intermediate_size;
@@ -1591,8 +1592,8 @@ static void attend_keys(float *y, const float *q, const KeyList *keys, const Row
     attend_end(y, (size_t)width, sum, heads, width);
 }
 
-/* Since keys are values too, each value comes with its key's rotation; turning the sum back by the row's angle leaves what depends
- * on distances alone. */
+/* Since keys are values too, each value comes with its key's rotation; turning the sum back by the row's angle leaves what
+ * depends on distances alone. */
 static void rotate_back(float *x, int heads, int width, int turned, const float *cosine, const float *sine) {
     for (int h = 0; h < heads; h++)
         for (int i = 0; i < turned / 2; i++) {
@@ -1603,9 +1604,9 @@ static void rotate_back(float *x, int heads, int width, int turned, const float 
 }
 
 static void window_attention(float *y, const float *q, const Trail *trail, const RowFormat *trail_format, int window,
-                             const RowPool *pool, const RowFormat *format, const DeviceRow *locations, const int *count, int capacity, const Row *rows,
-                             int begin, int end, int heads, const float *sinks, float scale, int turned, const float *cosine,
-                             const float *sine) {
+                             const RowPool *pool, const RowFormat *format, const DeviceRow *locations, const int *count,
+                             int capacity, const Row *rows, int begin, int end, int heads, const float *sinks, float scale,
+                             int turned, const float *cosine, const float *sine) {
     const int width = format->quantised + format->plain, n_rows = end - begin, threads = omp_get_max_threads();
     if (n_rows <= 0) return;
     const int parts = n_rows >= threads ? 1 : (threads + n_rows - 1) / n_rows < heads ? (threads + n_rows - 1) / n_rows : heads;
@@ -1686,8 +1687,8 @@ static void read_engram_row(float *out, const EngramWeights *engram, int64_t id,
         out[i] *= widen(engram->exponents + (size_t)id * blocks + i / EXPONENT_BLOCK, DTYPE_F8_E8M0);
 }
 
-static void read_engram(float *y, const EngramWeights *engram, const int *token_map, const Trail *trail, const Row *rows, int n_rows,
-                        const Config *config) {
+static void read_engram(float *y, const EngramWeights *engram, const int *token_map, const Trail *trail, const Row *rows,
+                        int n_rows, const Config *config) {
     const int columns = engram_columns(config), dim = config->engram_head_dim;
 #pragma omp parallel for if (n_rows * columns * dim > SHARED_WORK / 16)
     for (int r = 0; r < n_rows; r++) {
@@ -1754,7 +1755,8 @@ static const DeviceRow nowhere = {-1};
 
 /* The device page that holds a row without any search: the tail by arithmetic, else optional history. */
 static DevicePage direct_page(const Cache *cache, int session, int page) {
-    return page >= cache->seen.tail_base[session] / PAGE_ROWS ? *tail_page(cache, session, page) : *ready_page(cache, session, page);
+    const bool tail = page >= cache->seen.tail_base[session] / PAGE_ROWS;
+    return tail ? *tail_page(cache, session, page) : *ready_page(cache, session, page);
 }
 
 /* The queries of one session and one plan group while they are resolved together. */
@@ -2467,8 +2469,8 @@ static int filter_ranking(const Ranking *ranking, const Sampling *sampling) {
     return kept;
 }
 
-/* Draws one of a slot's candidates, in the way of the block's session; `position` is that of the row before it. q: the law that the
- * draw followed, where the rule needs one. one_hot: under acceptance by rejection the best is taken, not drawn. */
+/* Draws one of a slot's candidates, in the way of the block's session; `position` is that of the row before it. q: the law that
+ * the draw followed, where the rule needs one. one_hot: under acceptance by rejection the best is taken, not drawn. */
 static int draw_candidate(const int *ids, const float *scores, float *q, const DraftBlock *block, int position, AcceptRule rule,
                           bool one_hot) {
     const Sampling *sampling = &block->sampling;
@@ -2476,7 +2478,8 @@ static int draw_candidate(const int *ids, const float *scores, float *q, const D
     const Ranking ranking = rank_candidates(ids, scores, block, position);
     bool lawful = ranking.total >= 1 && ranking.total <= CANDIDATES;            /* scores that are no numbers make no law */
     bool best_only = is_greedy(sampling) || (rejection && one_hot) || !lawful;
-    /* Under rejection a place that is drafted again, behind another anchor, has other noise: the first has moved the lengths since. */
+    /* Under rejection a place that is drafted again, behind another anchor, has other noise: the first has moved the lengths
+     * since. */
     uint64_t stream = block->stream + (rejection ? (uint64_t)block->position * 0x9E3779B97F4A7C15u : 0);
     int kept = best_only ? 1 : rejection ? CANDIDATES : filter_ranking(&ranking, sampling), choice = 0;
     double highest = -INFINITY;

@@ -645,8 +645,8 @@ static void read_dsa(Config *config, Fields *fields) {
 
 /* ---- DeepSeek-V4 */
 
-/* What each layer attends to: compress_ratios as published (which go on with the draft layers' zeros), or the words and rates that
- * transformers saves. */
+/* What each layer attends to: compress_ratios as published (which go on with the draft layers' zeros), or the words and rates
+ * that transformers saves. */
 static void read_compression(Config *config, Fields *fields) {
     const int layers = config->num_hidden_layers;
     const cJSON *ratios = field(fields, "compress_ratios"), *words = field(fields, "layer_types"),
@@ -665,7 +665,8 @@ static void read_compression(Config *config, Fields *fields) {
             kind++;
         if (kind == 3)
             return field_failed(fields, words ? "layer_types" : "compress_ratios", entry ? entry : list,
-                                words ? "sliding_attention, compressed_sparse_attention or heavily_compressed_attention for each layer"
+                                words ? "sliding_attention, compressed_sparse_attention or heavily_compressed_attention for each "
+                                        "layer"
                                       : "0, 4 or 128 for each layer");
         config->compression[i] = (Compression)kind;
     }
@@ -682,8 +683,8 @@ static void read_two_ropes(Config *config, Fields *fields) {
     config->rope.rope_theta = read_number(&main_rope, "rope_theta", 1, 1e12, 1e4);
     if (cJSON_IsObject(plain)) require_string(&main_rope, "rope_type", "default");
     if (cJSON_IsObject(compress)) other.object = compress;
-    config->compress_rope.rope_theta = read_number(&other, cJSON_IsObject(compress) ? "rope_theta" : "compress_rope_theta", 1, 1e12,
-                                                   160000);
+    const char *key = cJSON_IsObject(compress) ? "rope_theta" : "compress_rope_theta";
+    config->compress_rope.rope_theta = read_number(&other, key, 1, 1e12, 160000);
     if (!cJSON_IsObject(compress)) other.object = nested ? nested : scaling;
     if (cJSON_IsObject(other.object)) read_rope_type(&config->compress_rope, &other);
     config->compress_rope.attention_factor = 1;
@@ -851,7 +852,8 @@ static void read_quantization(Config *config, Fields *top) {
     require_string(&fields, "fmt", "e4m3");
     const cJSON *block = field(&fields, "weight_block_size");
     bool square = cJSON_IsArray(block) && cJSON_GetArraySize(block) == 2;
-    if (square) cJSON_ArrayForEach(size, block) square = square && cJSON_IsNumber(size) && size->valuedouble == config->weight_block;
+    if (square)
+        cJSON_ArrayForEach(size, block) square = square && cJSON_IsNumber(size) && size->valuedouble == config->weight_block;
     if (!square) field_failed(&fields, "weight_block_size", block, config->weight_block == 32 ? "[32, 32]" : "[128, 128]");
     top->failed |= fields.failed;
     config->quantised = true;
@@ -891,7 +893,8 @@ static void read_config(Config *config, Fields *fields) {
     for (size_t i = 0; i < sizeof families / sizeof *families; i++)
         if (!strcmp(families[i].model_type, name))
             *config = (Config){.family = families[i].family, .model_type = families[i].model_type};
-    if (!config->model_type) return field_failed(fields, "model_type", type, "qwen3, glm_moe_dsa, deepseek_v32, deepseek_v4 or deepseek_v41");
+    if (!config->model_type)
+        return field_failed(fields, "model_type", type, "qwen3, glm_moe_dsa, deepseek_v32, deepseek_v4 or deepseek_v41");
     read_quantization(config, fields);
     read_eos(config, fields);
     Fields whole = *fields;
@@ -976,8 +979,8 @@ typedef struct Binder {
  * indexer's weights_proj, and of deepseek_v4 the compressors'; the router's bias, block scales and all that weighs streams are
  * f32. What cannot be a matrix of floats has the first of its types. */
 static const Tensor *made_up_tensor(Binder *binder, const char *name, const DType *dtypes, int rank, const int64_t *shape) {
-    static const char *const kept[] = {"embed_tokens", "lm_head", "mlp.gate.", "indexer.weights_proj", "embed.", "head.", "ffn.gate.",
-                                       "compressor."},
+    static const char *const kept[] = {"embed_tokens", "lm_head", "mlp.gate.", "indexer.weights_proj",
+                                       "embed.",       "head.",   "ffn.gate.", "compressor."},
                       *const widened[] = {"e_score_correction_bias", "weight_scale_inv", "hc_", ".ape", "attn_sink", "gate.bias"};
     bool wide = false, whole = !binder->quantised || rank == 1;
     for (size_t i = 0; i < sizeof widened / sizeof *widened; i++) wide |= strstr(name, widened[i]) != NULL;
@@ -1429,8 +1432,8 @@ static void bind_source(Binder *binder, LayerWeights *layer, const Config *confi
     layer->indexer_k_norm = bind_vector(binder, prefix, "attn.indexer.k_norm.weight", config->index_head_dim);
 }
 
-/* The 128-bit generator that numpy's default_rng(seed) is (PCG XSL RR, seeded by SeedSequence): Engram's multipliers are its first
- * integers. */
+/* The 128-bit generator that numpy's default_rng(seed) is (PCG XSL RR, seeded by SeedSequence): Engram's multipliers are its
+ * first integers. */
 typedef struct NumpyRandom { unsigned __int128 state, increment; } NumpyRandom;
 
 static const unsigned __int128 pcg_multiplier = ((unsigned __int128)0x2360ED051FC65DA4 << 64) | 0x4385DF649FCCF645;
@@ -1476,8 +1479,8 @@ static bool is_prime(int64_t n) {
     return n > 1;
 }
 
-/* The hashes of one layer's table. *prime: the last that an earlier column took; no two columns of any table have the same. Returns
- * the rows that they reach. */
+/* The hashes of one layer's table. *prime: the last that an earlier column took; no two columns of any table have the same.
+ * Returns the rows that they reach. */
 static int64_t make_hashes(EngramWeights *engram, const Config *config, int layer, int64_t *prime) {
     const uint64_t bound = (((uint64_t)1 << 63) - 1) / (uint64_t)config->engram_compressed_vocab_size / 2;
     NumpyRandom random = seed_numpy(10007 * (uint64_t)layer);
@@ -1534,8 +1537,8 @@ static const int *bind_token_map(Binder *binder, const Config *config) {
     const char *name = "engram.token_map";
     const size_t n = (size_t)config->vocab_size;
     if (!binder->failed && !binder->checkpoint->dummy && !checkpoint_find(binder->checkpoint, name))
-        binder->failed = !fail(binder->error, "%s: tensor %s: found neither it nor engram.safetensors: weights/engram_map.py makes it "
-                               "from the tokenizer", binder->checkpoint->directory, name);
+        binder->failed = !fail(binder->error, "%s: tensor %s: found neither it nor engram.safetensors, which "
+                               "weights/engram_map.py makes from the tokenizer", binder->checkpoint->directory, name);
     const Tensor *tensor = bind_tensor(binder, name, integers, 1, (int64_t[]){config->vocab_size});
     if (!tensor || binder->checkpoint->dummy) return NULL;
     int *map = allocate_zeroed(n, sizeof *map);
@@ -1615,9 +1618,6 @@ static float *carve_floats(Arena *arena, int count, int width) {
 }
 
 static int rope_dim(const Config *config) { return has_indexer(config) ? config->qk_rope_head_dim : config->head_dim; }
-
-/* Positions whose rows fill a page. */
-static int page_positions(const Cache *cache) { return PAGE_ROWS * cache->ratio; }
 
 static size_t page_bytes(const Cache *cache) { return rows_before(cache, cache->sources) * cache->format.stride; }
 
@@ -1712,6 +1712,11 @@ static void lay_out_experts(State *state, const Config *config, Arena *arena) {
         arena, rows, larger(2 * (config->hidden_size + inter * larger(config->n_shared_experts, 1)), (chosen + 1) * inter));
 }
 
+/* Values that Engram reads for a token, in all columns. */
+static int engram_width(const Config *config) {
+    return larger(config->engram_order - 1, 0) * config->engram_n_heads * config->engram_head_dim;
+}
+
 static void lay_out_v4(State *state, const Config *config, Arena *arena) {
     const int rows = state->max_rows, q_width = config->num_attention_heads * config->head_dim, half = rope_dim(config) / 2;
     state->mixes = carve_floats(arena, rows, (2 + config->hc_mult) * config->hc_mult);
@@ -1720,9 +1725,8 @@ static void lay_out_v4(State *state, const Config *config, Arena *arena) {
     state->kv = carve_floats(arena, rows, config->head_dim);
     state->attended = carve_floats(arena, rows, q_width);
     state->o_latent = carve_floats(arena, rows, config->o_groups * config->o_lora_rank);
-    state->rounded = carve_floats(arena, config->qat ? rows : 0,
-                                  larger(larger(larger(config->hidden_size, config->q_lora_rank), config->o_groups * config->o_lora_rank),
-                                         larger(config->engram_order - 1, 0) * config->engram_n_heads * config->engram_head_dim));
+    int widest = larger(larger(config->hidden_size, config->q_lora_rank), config->o_groups * config->o_lora_rank);
+    state->rounded = carve_floats(arena, config->qat ? rows : 0, larger(widest, engram_width(config)));
     state->compress_cosine = carve_floats(arena, rows, half);
     state->compress_sine = carve_floats(arena, rows, half);
     state->compress_frequency = carve_floats(arena, 1, half);
@@ -1734,8 +1738,7 @@ static void lay_out_v4(State *state, const Config *config, Arena *arena) {
 }
 
 static void lay_out_v41(State *state, const Config *config, const Cache *cache, Arena *arena) {
-    const int rows = state->max_rows, half = rope_dim(config) / 2,
-              memory = larger(config->engram_order - 1, 0) * config->engram_n_heads * config->engram_head_dim;
+    const int rows = state->max_rows, half = rope_dim(config) / 2, memory = engram_width(config);
     const int64_t context = (int64_t)cache->context_pages * PAGE_ROWS, size = larger(config->candidate_block_size, 1);
     state->latents = carve_floats(arena, rows, config->head_dim);
     state->group_cosine = carve_floats(arena, rows, half);
@@ -1840,8 +1843,8 @@ const char *const kv_mode_names[MODES] = {
 enum { CACHED_GROUP = 64, WINDOW_GROUP = 32, SOURCE_GROUP = 16 };
 
 /* Of DeepSeek-V4: every sparse layer is a source and a group of its own, whose rows each hold sparse_ratio positions. Windows,
- * the groups that compressors have not made rows of, and heavily compressed rows stay on the device. Trails reach MAX_BLOCK positions
- * further back than any layer looks, so that a session can be taken back by a block. */
+ * the groups that compressors have not made rows of, and heavily compressed rows stay on the device. Trails reach MAX_BLOCK
+ * positions further back than any layer looks, so that a session can be taken back by a block. */
 static void shape_compressed_cache(Cache *cache, const Config *config, const EngineOptions *options) {
     const int dim = config->head_dim, turned = config->qk_rope_head_dim;
     cache->ratio = config->sparse_ratio;
@@ -1881,9 +1884,11 @@ static void shape_source_cache(Cache *cache, const Config *config, const EngineO
     const int dim = config->head_dim, topk = config->index_topk;
     const bool codes = options->kv_dtype == KV_F8 || options->kv_dtype == KV_F4;
     cache->window_format = scaled_row_format(codes ? KV_F8 : options->kv_dtype, dim, 0, WINDOW_GROUP, SCALES_E8M0);
-    cache->format = options->kv_dtype == KV_F4 ? scaled_row_format(KV_F4, dim, 0, SOURCE_GROUP, SCALES_E4M3) : cache->window_format;
-    if (options->kv_dtype == KV_F4)
+    cache->format = cache->window_format;
+    if (options->kv_dtype == KV_F4) {
+        cache->format = scaled_row_format(KV_F4, dim, 0, SOURCE_GROUP, SCALES_E4M3);
         cache->index_format = scaled_row_format(KV_F4, config->index_head_dim, 0, EXPONENT_BLOCK, SCALES_E8M0);
+    }
     cache->trail_layers = config->num_hidden_layers;
     cache->heavy_ratio = 1;
     cache->trails = allocate_zeroed((size_t)cache->trail_layers * TRAILS, sizeof *cache->trails);
@@ -1893,7 +1898,8 @@ static void shape_source_cache(Cache *cache, const Config *config, const EngineO
         trails[TRAIL_WINDOW] = (Trail){.length = config->sliding_window + MAX_BLOCK, .stride = cache->window_format.stride};
         if (ratio > 1) trails[TRAIL_GROUP] = (Trail){.length = ratio + MAX_BLOCK, .stride = (size_t)(2 * dim) * sizeof(float)};
     }
-    if (config->engram_order) cache->trails[TRAIL_TOKENS] = (Trail){.length = config->engram_order + MAX_BLOCK, .stride = sizeof(int)};
+    if (config->engram_order)
+        cache->trails[TRAIL_TOKENS] = (Trail){.length = config->engram_order + MAX_BLOCK, .stride = sizeof(int)};
     cache->sources = cache->groups = config->n_sources;
     cache->group_of = allocate_zeroed((size_t)cache->sources, sizeof(int));
     cache->member_of = allocate_zeroed((size_t)cache->sources, sizeof(int));
@@ -2200,7 +2206,8 @@ static void free_cache(Cache *cache) {
         free(cache->session[s].spare);
     }
     for (int page = 0; cache->host_info && page < cache->host_pages.n_pages; page++) free(cache->host_info[page].key);
-    free(cache->group_of), free(cache->member_of), free(cache->trails), free(cache->stretch), free(cache->rows_before), free(cache->session), free(cache->host_info), free(cache->transfers);
+    free(cache->group_of), free(cache->member_of), free(cache->trails), free(cache->stretch), free(cache->rows_before);
+    free(cache->session), free(cache->host_info), free(cache->transfers);
     free(cache->retired), free(cache->staging_owner), free(cache->bits), free(cache->ranks), free(cache->missing);
     free(cache->places), free(cache->victims), free(cache->device_pages.free), free(cache->index_pages.free);
     free(cache->host_pages.free);
@@ -2896,8 +2903,8 @@ void cache_append_page(Cache *cache, int s, const uint8_t *image, int rows) {
     for (int g = 0; g < cache->groups; g++) {
         size_t whole = (size_t)page_rows(cache, g) * stride, bytes = (size_t)(rows / stretch_of(cache, g)) * stride;
         cache->backend->copy_bytes(group_index_keys(cache, g) + (size_t)index_page(cache, s, page)->id * whole, image, bytes);
-        if (to_host)
-            cache->backend->copy_bytes(host_group_index_keys(cache, g) + (size_t)host_page(cache, s, page)->id * whole, image, bytes);
+        uint8_t *host = host_group_index_keys(cache, g) + (size_t)host_page(cache, s, page)->id * whole;
+        if (to_host) cache->backend->copy_bytes(host, image, bytes);
         image += whole;
     }
     session->committed = session->placed = session->committed + rows * cache->ratio;
@@ -3386,8 +3393,9 @@ static RowFormat index_rounding(const Config *config) {
 }
 
 /* Values and gates of the pass's positions, and the rows of all groups that they complete. */
-static void compress_rows(Engine *engine, const Trail *trail, const CompressorWeights *weights, uint8_t *base, const RowFormat *format,
-                          const DeviceRow *ids, int dim, bool overlapping, RowFormat rounding, int n, int place) {
+static void compress_rows(Engine *engine, const Trail *trail, const CompressorWeights *weights, uint8_t *base,
+                          const RowFormat *format, const DeviceRow *ids, int dim, bool overlapping, RowFormat rounding, int n,
+                          int place) {
     const Config *config = &engine->config;
     State *state = &engine->state;
     const size_t hidden = (size_t)config->hidden_size, stride = trail->stride / sizeof(float);
@@ -3428,18 +3436,21 @@ static void index_groups(Engine *engine, int i, int source, int n) {
     check_part(engine, i, 3, state->index_weights, n, heads);
 }
 
-/* A layer's queries, by way of a narrow latent, in state->q; and the row of each position, key and value in one, for the window. The
- * last values of both are turned, by one of two ropes; in V4 each head of the query is normed by itself before that. */
+/* A layer's queries, by way of a narrow latent, in state->q; and the row of each position, key and value in one, for the
+ * window. The last values of both are turned, by one of two ropes; in V4 each head of the query is normed by itself before
+ * that. */
 static void project_shared_key(Engine *engine, const LayerWeights *layer, const Trail *window, bool compresses, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
     State *state = &engine->state;
     const int heads = config->num_attention_heads, dim = config->head_dim, turned = config->qk_rope_head_dim;
     const size_t rank = (size_t)config->q_lora_rank, width = (size_t)dim;
-    const float *cosine = compresses ? state->compress_cosine : state->cosine, *sine = compresses ? state->compress_sine : state->sine;
+    const float *cosine = compresses ? state->compress_cosine : state->cosine,
+                *sine = compresses ? state->compress_sine : state->sine;
     const RowFormat *format = &engine->cache.window_format, rounding = row_rounding(config);
     project(engine, state->q_lora, rank, state->normed, n, &layer->q_a_proj);
-    backend->rms_norm(state->q_lora, rank, state->q_lora, rank, layer->q_a_layernorm, n, config->q_lora_rank, config->rms_norm_eps);
+    backend->rms_norm(state->q_lora, rank, state->q_lora, rank, layer->q_a_layernorm, n, config->q_lora_rank,
+                      config->rms_norm_eps);
     project(engine, state->q, (size_t)(heads * dim), state->q_lora, n, &layer->q_b_proj);
     if (config->family == FAMILY_DEEPSEEK_V4) backend->norm_each(state->q, n * heads, dim, config->rms_norm_eps);
     backend->rope(state->q, n, heads, dim, dim - turned, turned, true, cosine, sine);
@@ -3458,8 +3469,9 @@ static void attend_window(Engine *engine, int i, const RowPool *pool, const Devi
     State *state = &engine->state;
     const bool plain = config->compression ? config->compression[i] == COMPRESSION_NONE : config->source[i] < 0;
     engine->backend->window_attention(state->attended, state->q, &engine->cache.trails[i * TRAILS + TRAIL_WINDOW],
-                                      &engine->cache.window_format, config->sliding_window, pool, &engine->cache.format, locations, count, capacity, state->rows,
-                                      begin, end, config->num_attention_heads, engine->weights.layers[i].attention_sink,
+                                      &engine->cache.window_format, config->sliding_window, pool, &engine->cache.format,
+                                      locations, count, capacity, state->rows, begin, end, config->num_attention_heads,
+                                      engine->weights.layers[i].attention_sink,
                                       engine->softmax_scale, config->qk_rope_head_dim,
                                       plain ? state->cosine : state->compress_cosine, plain ? state->sine : state->compress_sine);
 }
@@ -3507,8 +3519,8 @@ static void mix_experts(Engine *engine, const LayerWeights *layer, int n) {
 /* DeepSeek-V4: several residual streams, one key and value that all heads share, and compressed history.
  *
  * Every layer sees its last sliding_window positions as they are. Sparse layers (CSA) also see rows that are each made of
- * sparse_ratio positions and those before them, as many as their indexer selects; heavy layers (HCA) see a row for every heavy_ratio
- * positions, all of them. A row can be seen from its group's last position on. */
+ * sparse_ratio positions and those before them, as many as their indexer selects; heavy layers (HCA) see a row for every
+ * heavy_ratio positions, all of them. A row can be seen from its group's last position on. */
 static void forward_v4(Engine *engine, const Row *rows, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
@@ -3538,8 +3550,8 @@ static void forward_v4(Engine *engine, const Row *rows, int n) {
             attend_groups(engine, i, source++);
         } else if (compression == COMPRESSION_HEAVY) {
             const RowPool pool = heavy_pool(cache, heavy++);
-            compress_rows(engine, &trails[TRAIL_GROUP], &layer->compressor, pool.rows, &cache->format, state->heavy_ids, dim, false, rounding,
-                          n, i * CHECKED_PARTS);
+            compress_rows(engine, &trails[TRAIL_GROUP], &layer->compressor, pool.rows, &cache->format, state->heavy_ids, dim,
+                          false, rounding, n, i * CHECKED_PARTS);
             attend_window(engine, i, &pool, NULL, state->heavy_count, cache->heavy_rows, 0, n);
         } else attend_window(engine, i, NULL, NULL, NULL, 0, 0, n);
 
@@ -3609,7 +3621,8 @@ static void make_rows(Engine *engine, int i, int n) {
                         state->latents + cache->format.quantised, width);
 }
 
-/* The selection of a layer that makes one, from its source's keys. Behind the candidate source it stays in the blocks kept there. */
+/* The selection of a layer that makes one, from its source's keys. Behind the candidate source it stays in the blocks kept
+ * there. */
 static void select_candidates(Engine *engine, int i, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
@@ -3641,9 +3654,9 @@ static bool reads_last(const Config *config, int i) {
     return true;
 }
 
-/* Attention over the window and the selected rows of the source. A layer that selects resolves. Those that follow have the same rows of
- * the same source, and so in the same places, as long as nothing was resolved since: in a pass of several runs a later one may
- * have taken them, and each layer resolves again. */
+/* Attention over the window and the selected rows of the source. A layer that selects resolves. Those that follow have the same
+ * rows of the same source, and so in the same places, as long as nothing was resolved since: in a pass of several runs a later
+ * one may have taken them, and each layer resolves again. */
 static void attend_source(Engine *engine, int i) {
     const Config *config = &engine->config;
     State *state = &engine->state;
@@ -3662,9 +3675,9 @@ static void attend_source(Engine *engine, int i) {
 
 /* DeepSeek-V4.1: the streams of V4, entered late, over a history that few layers make and most read.
  *
- * Every layer sees its last sliding_window positions as they are. Some (Full) make rows of one or two positions each and index keys for
- * them; these and some more (Reindex) select among those rows; all others (Reuse) attend to the last selection. A sublayer's streams enter it by
- * the weights that the sublayer before computed. */
+ * Every layer sees its last sliding_window positions as they are. Some (Full) make rows of one or two positions each and index
+ * keys for them; these and some more (Reindex) select among those rows; all others (Reuse) attend to the last selection. A
+ * sublayer's streams enter it by the weights that the sublayer before computed. */
 static void forward_v41(Engine *engine, const Row *rows, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
@@ -3673,10 +3686,11 @@ static void forward_v41(Engine *engine, const Row *rows, int n) {
     const Trail *trails = engine->cache.trails;
     backend->first_stream(state->late_mixes, n, config);
     if (engine->weights.token_map) backend->note_tokens(&trails[TRAIL_TOKENS], state->rows, n);
-    for (int i = 0; i < config->num_hidden_layers; i++)
-        if (engine->weights.layers[i].engram)
-            backend->prefetch_engram(engine->weights.layers[i].engram, engine->weights.token_map, &trails[TRAIL_TOKENS], state->rows, n,
-                                     config);
+    for (int i = 0; i < config->num_hidden_layers; i++) {
+        const EngramWeights *engram = engine->weights.layers[i].engram;
+        if (engram)
+            backend->prefetch_engram(engram, engine->weights.token_map, &trails[TRAIL_TOKENS], state->rows, n, config);
+    }
     for (int i = 0; i < config->num_hidden_layers; i++) {
         const LayerWeights *layer = begin_layer(engine, i, rows, n);
         const bool reads = config->source[i] >= 0;
@@ -3751,7 +3765,8 @@ static void run_stream_layers(Engine *engine, const Row *rows, int n) {
     const Config *config = &engine->config;
     State *state = &engine->state;
     const size_t hidden = (size_t)config->hidden_size, mult = (size_t)config->hc_mult;
-    backend->rotations(state->compress_cosine, state->compress_sine, state->rows, n, state->compress_frequency, rope_dim(config), 1);
+    backend->rotations(state->compress_cosine, state->compress_sine, state->rows, n, state->compress_frequency,
+                       rope_dim(config), 1);
     backend->embed(state->branch, &engine->weights.embed_tokens, state->rows, n);
     for (size_t k = 0; k < mult; k++)
         backend->copy_rows(state->hidden + k * hidden, mult * hidden, state->branch, hidden, n, config->hidden_size, 1);
@@ -4547,7 +4562,8 @@ static bool check_formats(const Config *config, const EngineOptions *options, Er
         return fail(error, "%s: %s does not apply to %s", options->model, options->qat ? "--qat" : "--kv-dtype fp4",
                     config->model_type);
     if (options->qat && config->family == FAMILY_DEEPSEEK_V4 && config->index_head_dim & (config->index_head_dim - 1))
-        return fail(error, "%s: --qat: found an index_head_dim of %d, wanted a power of two", options->model, config->index_head_dim);
+        return fail(error, "%s: --qat: found an index_head_dim of %d, wanted a power of two", options->model,
+                    config->index_head_dim);
     return true;
 }
 

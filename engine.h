@@ -236,7 +236,8 @@ typedef struct Config {
     float routed_scaling_factor;
     bool norm_topk_prob;
     bool *mlp_sparse;                               /* [num_hidden_layers] true: experts, false: one dense MLP */
-    /* deepseek_v4: head_dim, sliding_window and the o_ and hc_ keys; q_lora_rank, qk_rope_head_dim, indexer and experts are above */
+    /* deepseek_v4: head_dim, sliding_window and the o_ and hc_ keys; q_lora_rank, qk_rope_head_dim, indexer and experts are
+     * above */
     Compression *compression;                       /* [num_hidden_layers] */
     int sparse_ratio, heavy_ratio;                  /* positions of one compressed row */
     RopeConfig compress_rope;                       /* of everything in a layer that compresses; the others have `rope` */
@@ -326,15 +327,15 @@ typedef struct Matrix {         /* y = W x; row r, column c of W is data[r * col
     int block;                  /* rows and columns of e4m3 that share a scale; 0: SCALE_BLOCK */
 } Matrix;
 
-/* How the parallel residual streams enter a sublayer and take up what it adds: fn of all streams gives the logits of `pre`, then of
- * `post`, then of the matrix that mixes the streams; each of the three has its own scale. */
+/* How the parallel residual streams enter a sublayer and take up what it adds: fn of all streams gives the logits of `pre`,
+ * then of `post`, then of the matrix that mixes the streams; each of the three has its own scale. */
 typedef struct HyperWeights {
-    Matrix fn;                                      /* [mixes, hc_mult * hidden]; mixes: (2 + hc_mult) * hc_mult, of the head hc_mult */
+    Matrix fn;                                      /* [mixes, hc_mult * hidden]; (2 + hc_mult) * hc_mult, the head's hc_mult */
     const float *base, *scale;                      /* [mixes], [3] or of the head [1] f32 */
 } HyperWeights;
 
-/* Engram: a table of vectors that the last tokens name, by hashes of their 2-grams, 3-grams, and so on, several of each. The table is
- * far larger than all other weights of a layer and of it a few rows are read for a token, so it stays in the mapping. */
+/* Engram: a table of vectors that the last tokens name, by hashes of their 2-grams, 3-grams, and so on, several of each. The
+ * table is far larger than all other weights of a layer and of it a few rows are read for a token, so it stays in the mapping. */
 typedef struct EngramWeights {
     const uint8_t *table;                           /* [rows, engram_head_dim] of dtype */
     const uint8_t *exponents;                       /* of e4m3: [rows, ceil(engram_head_dim / 32)] E8M0; otherwise NULL */
@@ -447,12 +448,12 @@ typedef struct Row {
 
 typedef enum KvDtype { KV_F32, KV_BF16, KV_F8, KV_F4 } KvDtype;
 
-/* What scales codes of eight or four bits: the largest value of a group over the largest code; or that as a power of two, rounded up,
- * in a byte; or rounded to e4m3. */
+/* What scales codes of eight or four bits: the largest value of a group over the largest code; or that as a power of two,
+ * rounded up, in a byte; or rounded to e4m3. */
 typedef enum ScaleKind { SCALES_F32, SCALES_E8M0, SCALES_E4M3 } ScaleKind;
 
-/* How one cached vector lies in memory. `quantised` values come first: f32 or bf16 as they are, or e4m3 or packed e2m1 followed by
- * one scale per `group` values. `plain` values follow: f32 in an f32 cache, bf16 otherwise (they carry the rope part, which
+/* How one cached vector lies in memory. `quantised` values come first: f32 or bf16 as they are, or e4m3 or packed e2m1 followed
+ * by one scale per `group` values. `plain` values follow: f32 in an f32 cache, bf16 otherwise (they carry the rope part, which
  * e4m3 would blur). With 512 + 64 and groups of 128 the fp8 row is the 656 bytes of FlashMLA: 512 + 4 * 4 + 64 * 2. */
 typedef struct RowFormat {
     KvDtype dtype;
@@ -485,9 +486,9 @@ typedef struct Selection {      /* which positions each row of the pass attends 
     int capacity;               /* k = min(index_topk, context) */
 } Selection;
 
-/* What a layer has of a session's last positions, where it looks back by distance and not by selection (DeepSeek-V4): its window,
- * and what its compressors will make rows of. Committed positions lie in a ring. A pass writes its own beside it, and those that it
- * keeps enter the ring with the commit: what is rejected was never there. */
+/* What a layer has of a session's last positions, where it looks back by distance and not by selection (DeepSeek-V4): its
+ * window, and what its compressors will make rows of. Committed positions lie in a ring. A pass writes its own beside it, and
+ * those that it keeps enter the ring with the commit: what is rejected was never there. */
 typedef struct Trail {
     int length;                 /* positions that the ring holds; 0: the layer has no such trail */
     size_t stride;              /* bytes of a row */
@@ -705,6 +706,9 @@ static inline DeviceRow row_of_page(DevicePage page, int position) {
 
 static inline bool no_page(DevicePage page) { return page.id == 0; }
 
+/* Positions whose rows fill a page. */
+static inline int page_positions(const Cache *cache) { return PAGE_ROWS * cache->ratio; }
+
 /* Rows of a page of that source, or index keys of that group; and of the whole bundle in those before it. */
 static inline int stretch_of(const Cache *cache, int source) { return cache->stretch ? cache->stretch[source] : 1; }
 
@@ -817,12 +821,12 @@ void cache_commit(Cache *cache, int session, int n);
 /* Between two passes: completes copies, publishes and frees what they were for, lends what is spare. */
 void cache_step(Cache *cache);
 
-/* How far at most, and not beyond n, the session can be taken back: trails do not reach behind their length, and then it has to begin
- * anew. */
+/* How far at most, and not beyond n, the session can be taken back: trails do not reach behind their length, and then it has to
+ * begin anew. */
 int cache_return(const Cache *cache, int session, int n);
 
-/* Forgets the rows from n on, which cache_return() allows, history included. False when a page shared with another session would have to be copied and the
- * host has none free. */
+/* Forgets the rows from n on, which cache_return() allows, history included. False when a page shared with another session
+ * would have to be copied and the host has none free. */
 bool cache_truncate(Cache *cache, int session, int n);
 
 /* Ends a session's stay, finished or aborted. Whole pages of its prompt stay on the host for those who share it. */
@@ -835,8 +839,8 @@ size_t page_image_bytes(const Cache *cache);
 void cache_read_page(const Cache *cache, int session, int page, uint8_t *image);
 void cache_append_page(Cache *cache, int session, const uint8_t *image, int rows);
 
-/* What a session of n positions, which cache_return() allows, has on the device for good: the positions that its layers still look
- * back to, and heavily compressed rows. Out of the hierarchy; or into it, behind the appended pages of as many positions. */
+/* What a session of n positions, which cache_return() allows, has on the device for good: the positions that its layers still
+ * look back to, and heavily compressed rows. Out of the hierarchy; or into it, behind the appended pages of as many positions. */
 size_t trail_image_bytes(const Cache *cache, int n);
 void cache_read_trails(const Cache *cache, int session, int n, uint8_t *image);
 void cache_append_trails(Cache *cache, int session, int n, uint8_t *image);
@@ -1040,9 +1044,9 @@ struct Backend {
     const void *(*import_weights)(const void *data, size_t bytes, Error *error);
     void (*release_weights)(void);
 
-    /* The same for weights of no file: `count` values of that type (F32, BF16, F8_E4M3 or F8_E8M0), evenly spread from low to high,
-     * each by a hash of its index and the seed; of I8, any bytes. `space`: as many bytes of the pipeline's memory, where that is what operations read;
-     * or NULL. */
+    /* The same for weights of no file: `count` values of that type (F32, BF16, F8_E4M3 or F8_E8M0), evenly spread from low to
+     * high, each by a hash of its index and the seed; of I8, any bytes. `space`: as many bytes of the pipeline's memory, where
+     * that is what operations read; or NULL. */
     const void *(*make_weights)(void *space, DType dtype, size_t count, float low, float high, uint64_t seed, Error *error);
 
     /* How many Samplers accept() wants for so many rows of logits. */
@@ -1089,7 +1093,8 @@ struct Backend {
     /* Where rows are stored: their places in the pool of a tail, and among the index keys. */
     void (*locate_rows)(DeviceRow *kv_rows, DeviceRow *index_rows, const Cache *cache, const Row *rows, int n_rows);
 
-    /* Writes row ids[r] of a pool: `quantised` values from a[r], `plain` values from b[r]. In deepseek_v41 an id may be -1: none. */
+    /* Writes row ids[r] of a pool: `quantised` values from a[r], `plain` values from b[r]. In deepseek_v41 an id may be -1:
+     * none. */
     void (*store_rows)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows,
                        const float *a, size_t a_stride, const float *b, size_t b_stride);
 
@@ -1135,9 +1140,9 @@ struct Backend {
     void (*norm_each)(float *x, int n, int dim, float eps);
 
     /* Hyper-connections (mHC). mixes: [rows, mixes], in: fn x of all streams; out: hc_mult weights by which the streams enter,
-     * and, where there are more mixes than those, hc_mult by which the streams take what is added, and the hc_mult x hc_mult matrix that
-     * mixes the streams, made doubly stochastic by hc_sinkhorn_iters rounds of Sinkhorn's iteration. streams: [rows, hc_mult,
-     * hidden]. */
+     * and, where there are more mixes than those, hc_mult by which the streams take what is added, and the hc_mult x hc_mult
+     * matrix that mixes the streams, made doubly stochastic by hc_sinkhorn_iters rounds of Sinkhorn's iteration. streams:
+     * [rows, hc_mult, hidden]. */
     void (*hyper_weights)(float *mixes, const float *streams, const HyperWeights *weights, int n_rows, const Config *config);
 
     /* y[r] = sum_j pre[j] streams[r, j], pre the first of the row's n_mixes mixes. */
@@ -1160,9 +1165,9 @@ struct Backend {
 
     /* The compressed row of every group that ends in the pass, to row ids[r] of a pool: softmax over the group's gates, channel
      * by channel, of its values; normed, its last `turned` values rotated by the angle of the group's first position, looked at
-     * as check_finite() does. overlapping: of the group before, the first `dim` values and gates of each position join, of its own the
-     * last (CSA). trail: rows of [2, width] f32, values | gates. rounding: what of the row round_rows() rounds first, by its
-     * `quantised`; of e2m1 behind hadamard(); NULL: nothing. */
+     * as check_finite() does. overlapping: of the group before, the first `dim` values and gates of each position join, of its
+     * own the last (CSA). trail: rows of [2, width] f32, values | gates. rounding: what of the row round_rows() rounds first,
+     * by its `quantised`; of e2m1 behind hadamard(); NULL: nothing. */
     void (*compress)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, const Trail *trail, const Row *rows, int n_rows,
                      const CompressorWeights *weights, int ratio, int dim, bool overlapping, int turned,
                      const float *inverse_frequency, float eps, const RowFormat *rounding, PassReport *report, int place);
@@ -1173,7 +1178,8 @@ struct Backend {
 
     /* index_select() over compressed rows: rows[r] stands at the newest that it sees, and a page has page_rows of them. blocks:
      * [rows, ceil(context_pages * page_rows / block_size / 64)] bits; NULL: none. keeps: each row's best topk_blocks blocks, by
-     * the best score in each, and always the block of the newest, are set there. Otherwise only rows in those blocks are selected. */
+     * the best score in each, and always the block of the newest, are set there. Otherwise only rows in those blocks are
+     * selected. */
     void (*select_groups)(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
                           const RowFormat *format, const DevicePage *pages, int context_pages, int page_rows, int heads,
                           int head_dim, const Row *rows, int n_rows, float *scratch, int scratch_rows, uint64_t *blocks,
@@ -1194,19 +1200,19 @@ struct Backend {
     void (*add_engram)(float *streams, const float *kv, const EngramWeights *engram, int n_rows, const Config *config);
 
     /* Attention of all heads over one shared key, which is the value too: rows [begin, end) of the pass each see the last
-     * `window` positions up to their own, then count[r] rows of the pool: those at locations[r], or where locations is NULL the first
-     * of session s from s * capacity on; count NULL: none. A head's sink is one more logit of its softmax, with no value. The last `turned`
-     * values of what comes out are rotated back by the row's angle. q, y: [rows, heads, dim]. */
+     * `window` positions up to their own, then count[r] rows of the pool: those at locations[r], or where locations is NULL the
+     * first of session s from s * capacity on; count NULL: none. A head's sink is one more logit of its softmax, with no value.
+     * The last `turned` values of what comes out are rotated back by the row's angle. q, y: [rows, heads, dim]. */
     void (*window_attention)(float *y, const float *q, const Trail *trail, const RowFormat *trail_format, int window,
-                             const RowPool *pool, const RowFormat *format, const DeviceRow *locations, const int *count, int capacity, const Row *rows,
-                             int begin, int end, int heads, const float *sinks, float scale, int turned, const float *cosine,
-                             const float *sine);
+                             const RowPool *pool, const RowFormat *format, const DeviceRow *locations, const int *count,
+                             int capacity, const Row *rows, int begin, int end, int heads, const float *sinks, float scale,
+                             int turned, const float *cosine, const float *sine);
 
     /* y[r, g] = W[g] x[r, g]: W's rows and each of x's rows in `groups` equal parts. */
     void (*grouped_linear)(float *y, const float *x, int n_rows, const Matrix *w, int groups);
 
-    /* As route(), by sqrt(softplus(logit)) and without groups of experts. table: [vocab, per_token] the experts of each token, which
-     * the logits then only weigh, or NULL. */
+    /* As route(), by sqrt(softplus(logit)) and without groups of experts. table: [vocab, per_token] the experts of each token,
+     * which the logits then only weigh, or NULL. */
     void (*route_softplus)(int *picks, float *weights, const float *logits, const float *bias, const int *table, const Row *rows,
                            int n_rows, const Config *config);
 
@@ -1381,7 +1387,7 @@ typedef struct State {          /* [rows] stands for max_rows; everything lies i
     /* deepseek_v4: hidden holds hc_mult streams of each row */
     float *mixes;               /* [rows, (2 + hc_mult) * hc_mult] f32 */
     /* deepseek_v41 */
-    float *late_mixes;          /* likewise, of the feed-forward: it enters by the attention's mixes, and the next attention by these */
+    float *late_mixes;          /* likewise, of the feed-forward: it enters by the attention's, the next attention by these */
     float *latents;             /* [rows, head_dim] f32, what rows and index keys are made of */
     float *group_cosine, *group_sine;               /* [rows, rope dim / 2] f32, of the first positions of groups */
     Row *first_rows;            /* [rows] those positions */

@@ -1344,8 +1344,8 @@ static void print_tensors(const Checkpoint *checkpoint) {
     }
 }
 
-/* What history costs: of every token, and of every session whatever its length; and what a step does to look its rows up (the paper's
- * table 3). */
+/* What history costs: of every token, and of every session whatever its length; and what a step does to look its rows up (the
+ * paper's table 3). */
 static void print_kv(const Cache *cache, const Config *config) {
     double paged = 0, keys = 0;
     size_t trails = 0;
@@ -1353,16 +1353,17 @@ static void print_kv(const Cache *cache, const Config *config) {
     for (int s = 0; s < cache->sources; s++) paged += (double)cache->format.bytes / (cache->ratio * stretch_of(cache, s));
     for (int g = 0; g < cache->groups; g++) keys += (double)cache->index_format.bytes / (cache->ratio * stretch_of(cache, g));
     for (int i = 0; i < config->num_hidden_layers; i++) resolves += selects_rows(config, i);
-    const double rows = paged
-                        + (cache->heavy_layers ? (double)cache->heavy_layers * (double)cache->format.bytes / cache->heavy_ratio : 0);
+    const double heavy = cache->heavy_layers ? (double)cache->heavy_layers * (double)cache->format.bytes / cache->heavy_ratio : 0,
+                 rows = paged + heavy;
     for (int i = 0; i < cache->trail_layers * TRAILS; i++) trails += (size_t)cache->trails[i].length * cache->trails[i].stride;
     printf("%.0f bytes of history a token: %.0f of rows, %.0f of index keys", rows + keys, rows, keys);
     if (trails) printf("; %.1f MB a session of windows and of groups that are not rows yet", (double)trails / 1e6);
     putchar('\n');
     if (cache->mode == MODE_RESIDENT || !resolves) return;
-    printf("%.0f bytes of them in host memory, in rows of %zu from %d sources; a step resolves %d selections of %d rows and copies for %d "
-           "followers; a hot cache of %.1f MB a session\n",
-           paged, cache->format.bytes, cache->sources, resolves, cache->index_topk, cache->trail_layers ? 0 : cache->sources - resolves,
+    printf("%.0f bytes of them in host memory, in rows of %zu from %d sources; a step resolves %d selections of %d rows and "
+           "copies for %d followers; a hot cache of %.1f MB a session\n",
+           paged, cache->format.bytes, cache->sources, resolves, cache->index_topk,
+           cache->trail_layers ? 0 : cache->sources - resolves,
            (double)cache->hot_pages * (double)rows_before(cache, cache->sources) * (double)cache->format.bytes / 1e6);
 }
 
@@ -1746,7 +1747,8 @@ static void print_history(const Cache *cache) {
     enum { WIDTH = 64 };
     for (int s = 0; s < cache->sessions; s++) {
         const SessionPages *session = &cache->session[s];
-        int pages = (session->committed + PAGE_ROWS - 1) / PAGE_ROWS, marks = pages < WIDTH ? pages : WIDTH;
+        int pages = (session->committed + page_positions(cache) - 1) / page_positions(cache);
+        const int marks = pages < WIDTH ? pages : WIDTH;
         char bar[WIDTH + 1] = "";
         for (int mark = 0; mark < marks; mark++) {
             bar[mark] = '>';
