@@ -3471,8 +3471,7 @@ static void attend_window(Engine *engine, int i, const RowPool *pool, const Devi
     engine->backend->window_attention(state->attended, state->q, &engine->cache.trails[i * TRAILS + TRAIL_WINDOW],
                                       &engine->cache.window_format, config->sliding_window, pool, &engine->cache.format,
                                       locations, count, capacity, state->rows, begin, end, config->num_attention_heads,
-                                      engine->weights.layers[i].attention_sink,
-                                      engine->softmax_scale, config->qk_rope_head_dim,
+                                      engine->weights.layers[i].attention_sink, engine->softmax_scale, config->qk_rope_head_dim,
                                       plain ? state->cosine : state->compress_cosine, plain ? state->sine : state->compress_sine);
 }
 
@@ -3489,6 +3488,7 @@ static void resolve_groups(Engine *engine, int source, int begin, int end, int r
     cache->stats.fetch_seconds += now() - resolved;
 }
 
+/* A sparse layer's attention, run by run. */
 static void attend_groups(Engine *engine, int i, int source) {
     State *state = &engine->state;
     Cache *cache = &engine->cache;
