@@ -1282,7 +1282,11 @@ static void route(int *picks, float *weights, const float *logits, const float *
     }
 }
 
-/* What --qat makes of a matrix's inputs. */
+/* Under --qat the inputs of matrices of eight and four bits are rounded, those of others are not. */
+static bool rounds_inputs(const Config *config, DType dtype) {
+    return config->qat && (dtype == DTYPE_F8_E4M3 || dtype == DTYPE_F4_E2M1);
+}
+
 static void round_inputs(float *x, int n_rows, int dim, const Config *config) {
     const RowFormat format = {.dtype = KV_F8, .group = config->weight_block, .scales = SCALES_E8M0};
     round_rows(x, (size_t)dim, n_rows, dim, &format);
@@ -1294,7 +1298,7 @@ static const float *rounded_copy(float *y, const float *x, int n_rows, const Con
     return y;
 }
 
-/* Under --qat an expert's weight is in its last input before that is rounded, and no more to be done afterwards. */
+/* An expert's weight is in its last input before that is rounded, and nothing is left of it to be done afterwards. */
 static void weigh_inputs(float *x, float *factor, int n_rows, const Config *config) {
     const size_t inter = (size_t)config->moe_intermediate_size;
     for (int r = 0; r < n_rows; r++) {
@@ -1313,12 +1317,13 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
     if (layer->gate_proj.rows) {
         const size_t inner = (size_t)layer->gate_proj.rows;
         float *shared_up = scratch + (size_t)n_rows * inner;
-        const float *in = config->qat ? rounded_copy(scratch + 2 * (size_t)n_rows * inner, x, n_rows, config) : x;
+        const bool rounds = rounds_inputs(config, layer->gate_proj.dtype);
+        const float *in = rounds ? rounded_copy(scratch + 2 * (size_t)n_rows * inner, x, n_rows, config) : x;
         linear(scratch, inner, in, hidden, n_rows, &layer->gate_proj);
         linear(shared_up, inner, in, hidden, n_rows, &layer->up_proj);
         clamp_swiglu(scratch, shared_up, (size_t)n_rows * inner, config->swiglu_limit);
         swiglu(scratch, scratch, shared_up, (size_t)n_rows * inner);
-        if (config->qat) round_inputs(scratch, n_rows, (int)inner, config);
+        if (rounds) round_inputs(scratch, n_rows, (int)inner, config);
         linear(y, hidden, scratch, inner, n_rows, &layer->down_proj);
     }
     float *input = scratch, *output = input + (size_t)n_rows * hidden, *gate = output + (size_t)n_rows * hidden,
@@ -1333,12 +1338,12 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
             }
         if (!n) continue;
         gather_rows(input, x, members, n, config->hidden_size);
-        if (config->qat) round_inputs(input, n, config->hidden_size, config);
+        if (rounds_inputs(config, layer->expert_dtype)) round_inputs(input, n, config->hidden_size, config);
         linear(gate, inter, input, hidden, n, &layer->expert_gate[e]);
         linear(up, inter, input, hidden, n, &layer->expert_up[e]);
         clamp_swiglu(gate, up, (size_t)n * inter, config->swiglu_limit);
         swiglu(gate, gate, up, (size_t)n * inter);
-        if (config->qat) weigh_inputs(gate, factor, n, config);
+        if (rounds_inputs(config, layer->expert_dtype)) weigh_inputs(gate, factor, n, config);
         linear(output, hidden, gate, inter, n, &layer->expert_down[e]);
         for (int i = 0; i < n; i++)
             for (size_t j = 0; j < hidden; j++) y[(size_t)members[i] * hidden + j] += factor[i] * output[(size_t)i * hidden + j];

@@ -984,7 +984,8 @@ static bool write_safetensors(const char *path, const DumpTensor *tensors, size_
     bool ok = fwrite(size, 1, 8, file) == 8 && fprintf(file, "%s%*s", text, (int)(padded - length), "") >= 0;
     cJSON_free(text);
     for (size_t i = 0; i < n && ok; i++) {
-        size_t count = (size_t)tensors[i].shape[0] * (size_t)(tensors[i].rank > 1 ? tensors[i].shape[1] : 1);
+        size_t count = 1;
+        for (int d = 0; d < tensors[i].rank; d++) count *= (size_t)tensors[i].shape[d];
         ok = fwrite(tensors[i].data, 4, count, file) == count;
     }
     if (fclose(file) || !ok) return fail(error, "%s: %s", path, strerror(errno));

@@ -1413,16 +1413,29 @@ def test_dummy():
     refused(1, "the weights of 78 layers need 1486754 MB|lower --layers", "generate", "-m", os.path.join(ROOT, "weights", "shapes", "glm-5.3"), "--dummy", "--ids", "1")
 
 
+def stored(data, name, form):
+    """The values of one tensor of a safetensors file."""
+    size = struct.unpack("<Q", data[:8])[0]
+    begin, end = json.loads(data[8:8 + size])[name]["data_offsets"]
+    return struct.unpack("<%d%s" % ((end - begin) // 4, form), data[8 + size + begin:8 + size + end])
+
+
 def test_v4():
     """DeepSeek-V4 through the program: the dump's tensors, the same text in any mode, random weights, refusals by name."""
     model = os.path.join(ROOT, "tests", "fixtures", "deepseek_v4-c")
     dump = HOME + "/v4.safetensors"
-    result = run("eval", "-m", model, "--ids", ",".join(str(i) for i in range(1, 41)), "--decode", "7", "--dump", dump)
+    golden = read(os.path.join(model, "golden.safetensors"))
+    prompt = stored(golden, "input_ids", "i")
+    result = run("eval", "-m", model, "--ids", ",".join(str(i) for i in prompt), "--decode", "7", "--kv-dtype", "f32", "--dump", dump)
     equal((result.code, result.out, result.err), (0, b"", b""), "--dump")
     data = read(dump)
     header = json.loads(data[8:8 + struct.unpack("<Q", data[:8])[0]])
+    for name in ("logits", "hidden.6"):
+        worst = max(abs(a - b) for a, b in zip(stored(data, name, "f"), stored(golden, name, "f"), strict=True))
+        check(worst < 3e-3, "the dump's %s are the golden ones" % name, worst)
     shapes = {name: entry["shape"] for name, entry in header.items()}
-    equal((shapes["hidden.6"], shapes["topk.2"], "topk.1" in shapes), ([40, 4, 160], [40, 8], False), "streams, and rows selected in sparse layers")
+    equal(len(data), 8 + struct.unpack("<Q", data[:8])[0] + max(entry["data_offsets"][1] for entry in header.values()), "the dump's size")
+    equal((shapes["hidden.6"], shapes["topk.2"], "topk.1" in shapes), ([150, 4, 160], [150, 8], False), "streams, and rows selected in sparse layers")
     args = ("generate", "-m", model, "--ids", ",".join(str(3 * i % 320) for i in range(1, 300)), "-n", "20", "--temp", "0")
     ids = run(*args).out
     equal(len(ids.split(b",")), 20, "it babbles")

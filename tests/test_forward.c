@@ -362,6 +362,34 @@ static void test_golden(const char *directory) {
     test_golden_rounded(directory, KV_F8, 0.15);
 }
 
+/* With --qat the prompt's logits are those of the reference's own rounding (qat_logits). A value on a boundary may fall the other way and
+ * take its row, and what sees it, along; so half of the rows have to be the same, and unrounded hardly one would be. */
+static void test_golden_qat(const char *directory) {
+    Golden golden;
+    Error error;
+    rounding = true;
+    bool ok = golden_open(&golden, directory, KV_F32);
+    rounding = false;
+    if (!ok) return;
+    const int32_t *ids = (const int32_t *)checkpoint_find(&golden.file, "input_ids")->data;
+    const float *wanted = golden_values(&golden, "qat_logits"), *exact = golden_values(&golden, "logits");
+    size_t vocab = (size_t)golden.engine.config.vocab_size;
+    Row rows[MAX_PASS_ROWS];
+    for (int i = 0; i < golden.tokens; i++) rows[i] = (Row){0, i, ids[i]};
+    golden.logits = allocate_zeroed((size_t)golden.tokens * vocab, sizeof(float));
+    ok = run_rows(&golden.engine, rows, golden.tokens, &error)
+        && copy_logits(&golden.engine, rows, 0, golden.tokens, golden.logits, &error);
+    CHECK(ok, "%s: %s", directory, error.text);
+    int same = 0, unrounded = 0;
+    for (size_t i = 0; ok && i < (size_t)golden.tokens; i++) {
+        same += largest_difference(golden.logits + i * vocab, wanted + i * vocab, vocab) < 2e-3;
+        unrounded += largest_difference(exact + i * vocab, wanted + i * vocab, vocab) < 2e-3;
+    }
+    printf("%s: --qat: %d of %d rows as the reference rounds; %d without\n", directory, same, golden.tokens, unrounded);
+    CHECK(2 * same >= golden.tokens && 10 * unrounded < golden.tokens, "%s: --qat rounds as the reference does", directory);
+    golden_close(&golden);
+}
+
 /* Every directory below `parent` of one of the three families with a golden file. */
 static void test_goldens_below(const char *parent) {
     DIR *listing = opendir(parent);
@@ -773,6 +801,7 @@ int main(int argc, char **argv) {
                                      "tests/fixtures/deepseek_v41-a", "tests/fixtures/deepseek_v41-c"};
     for (int f = 0; f < 7; f++)
         for (KvDtype dtype = KV_F32; dtype <= KV_F8; dtype++) test_independence(fixtures[f], dtype);
+    for (int f = 5; f < 7; f++) test_golden_qat(fixtures[f]);
     rounding = true;
     for (int f = 3; f < 7; f++)
         for (KvDtype dtype = KV_F32; dtype <= KV_F4; dtype += 3) test_independence(fixtures[f], dtype);
