@@ -429,7 +429,8 @@ static void axpy_panel(float *y, size_t y_stride, const float *p, size_t p_strid
 /* =====================================================================================================================
  * matrix products, norms, rope
  *
- *     linear -> linear_columns -> up to six rows: direct_rows -> direct_columns -> direct_tile -> dot_tile on stored weights
+ *     linear -> multiply_matrix -> linear_columns
+ *     linear_columns -> up to six rows: direct_rows -> direct_columns -> direct_tile -> dot_tile on stored weights
  *                              -> more:  strip_columns -> strip_rows -> strip_tile -> dot_tile on stored weights
  *                              -> more than twelve, f16, e4m3, e2m1: panel_columns -> dot_panel -> ... -> dot_tile on widened
  *
@@ -593,7 +594,7 @@ static void linear_columns(float *y, size_t y_stride, const float *x, size_t x_s
     columns(y, y_stride, x, x_stride, rows, w, begin, end);
 }
 
-static void linear(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w) {
+static void multiply_matrix(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w) {
     const size_t work = (size_t)w->rows * (size_t)w->cols * (size_t)n_rows;
     if (n_rows > TILE_ROWS && work > SHARED_WORK) {
 #pragma omp parallel for schedule(dynamic)
@@ -608,6 +609,11 @@ static void linear(float *y, size_t y_stride, const float *x, size_t x_stride, i
         int end = begin + share < w->rows ? begin + share : w->rows;
         linear_columns(y, y_stride, x, x_stride, n_rows, w, begin, end);
     }
+}
+
+static void linear(const Projection *products, int n_products, const float *x, size_t x_stride, int n_rows) {
+    for (int i = 0; i < n_products; i++)
+        multiply_matrix(products[i].y, products[i].y_stride, x, x_stride, n_rows, products[i].w);
 }
 
 static void embed(float *y, const Matrix *embedding, const Row *rows, int n_rows) {
@@ -658,6 +664,7 @@ static void rotations(float *cosine, float *sine, const Row *rows, int n_rows, c
         }
 }
 
+/* Rotates `dim` values of `heads` vectors per row, starting `offset` values into each vector of `head_stride`. */
 static void rope(float *x, int n_rows, int heads, int head_stride, int offset, int dim, bool interleaved, const float *cosine,
                  const float *sine) {
     int half = dim / 2, near = interleaved ? 2 : 1, far = interleaved ? 1 : half;
@@ -694,9 +701,10 @@ static void clamp_swiglu(float *gate, float *up, size_t n, float limit) {
 
 static void zero(float *y, size_t n) { memset(y, 0, n * sizeof(float)); }
 
-static void gather_rows(float *y, const float *x, const int *indices, int n, int dim) {
+static void move_rows(float *y, const int *to, const float *x, const int *from, int n, int dim) {
     for (int i = 0; i < n; i++)
-        memcpy(y + (size_t)i * (size_t)dim, x + (size_t)indices[i] * (size_t)dim, (size_t)dim * sizeof(float));
+        memcpy(y + (size_t)(to ? to[i] : i) * (size_t)dim, x + (size_t)(from ? from[i] : i) * (size_t)dim,
+               (size_t)dim * sizeof(float));
 }
 
 static void add(float *y, const float *x, size_t n) {
@@ -714,6 +722,14 @@ static void check_finite(PassReport *report, int place, const float *x, int n_ro
     if (report->bad_row >= 0) return;
     report->bad_row = first_not_finite(x, n_rows, dim);
     report->bad_place = report->bad_row < 0 ? -1 : place;
+}
+
+static void rotate_queries(float *q, int n_rows, int heads, int dim, int tail, float *index_q, int index_heads, int index_dim,
+                           bool interleaved, const float *cosine, const float *sine, PassReport *report, int place) {
+    rope(q, n_rows, heads, dim, dim - tail, tail, true, cosine, sine);
+    if (!index_q) return;
+    rope(index_q, n_rows, index_heads, index_dim, 0, tail, interleaved, cosine, sine);
+    check_finite(report, place, index_q, n_rows, index_heads * index_dim);
 }
 
 static void add_norm(float *y, float *x, const float *branch, const float *weight, int n, int dim, float eps, PassReport *report,
@@ -767,6 +783,12 @@ RowFormat scaled_row_format(KvDtype dtype, int quantised, int plain, int group, 
     RowFormat format = {.dtype = dtype, .quantised = quantised, .plain = plain, .group = group, .scales = scales};
     format.bytes = quantised_bytes(&format) + (size_t)plain * (dtype == KV_F32 ? 4 : 2);
     format.stride = (format.bytes + 63) / 64 * 64; /* a link reads whole 64 bytes: 656 at 656 costs as much as 704, or far more */
+    return format;
+}
+
+RowFormat index_row_format(KvDtype dtype, int dim) {
+    RowFormat format = dtype == KV_F8 ? row_format(KV_F8, dim, 0, 128) : row_format(dtype, 0, dim, 128);
+    format.stride = (format.bytes + 15) / 16 * 16;
     return format;
 }
 
@@ -881,8 +903,10 @@ static void store_rows(uint8_t *base, const RowFormat *format, const DeviceRow *
 }
 
 static void store_latents(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *kv, int lora, int tail,
-                          const float *weight, float eps, const float *cosine, const float *sine) {
+                          const float *weight, float *q, int rank, const float *q_weight, float eps, const float *cosine,
+                          const float *sine) {
     const size_t width = (size_t)(lora + tail);
+    rms_norm(q, (size_t)rank, q, (size_t)rank, q_weight, n_rows, rank, eps);
     rms_norm(kv, width, kv, width, weight, n_rows, lora, eps);
     rope(kv, n_rows, 1, (int)width, lora, tail, true, cosine, sine);
     store_rows(base, format, ids, n_rows, kv, width, kv + lora, width);
@@ -890,10 +914,11 @@ static void store_latents(uint8_t *base, const RowFormat *format, const DeviceRo
 
 static void store_index_keys(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *k, int dim,
                              const float *weight, const float *bias, int turned, bool interleaved, const float *cosine,
-                             const float *sine, PassReport *report, int place) {
+                             const float *sine, const float *head_weights, int heads, PassReport *report, int place) {
     layer_norm(k, k, weight, bias, n_rows, dim, 1e-6f);
     rope(k, n_rows, 1, dim, 0, turned, interleaved, cosine, sine);
     check_finite(report, place, k, n_rows, dim);
+    check_finite(report, place + 1, head_weights, n_rows, heads);
     store_rows(base, format, ids, n_rows, k, (size_t)dim, k, (size_t)dim);
 }
 
@@ -1319,12 +1344,12 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
         float *shared_up = scratch + (size_t)n_rows * inner;
         const bool rounds = rounds_inputs(config, layer->gate_proj.dtype);
         const float *in = rounds ? rounded_copy(scratch + 2 * (size_t)n_rows * inner, x, n_rows, config) : x;
-        linear(scratch, inner, in, hidden, n_rows, &layer->gate_proj);
-        linear(shared_up, inner, in, hidden, n_rows, &layer->up_proj);
+        multiply_matrix(scratch, inner, in, hidden, n_rows, &layer->gate_proj);
+        multiply_matrix(shared_up, inner, in, hidden, n_rows, &layer->up_proj);
         clamp_swiglu(scratch, shared_up, (size_t)n_rows * inner, config->swiglu_limit);
         swiglu(scratch, scratch, shared_up, (size_t)n_rows * inner);
         if (rounds) round_inputs(scratch, n_rows, (int)inner, config);
-        linear(y, hidden, scratch, inner, n_rows, &layer->down_proj);
+        multiply_matrix(y, hidden, scratch, inner, n_rows, &layer->down_proj);
     }
     float *input = scratch, *output = input + (size_t)n_rows * hidden, *gate = output + (size_t)n_rows * hidden,
           *up = gate + (size_t)n_rows * inter;
@@ -1337,14 +1362,14 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
                 factor[n++] = weights[i];
             }
         if (!n) continue;
-        gather_rows(input, x, members, n, config->hidden_size);
+        move_rows(input, NULL, x, members, n, config->hidden_size);
         if (rounds_inputs(config, layer->expert_dtype)) round_inputs(input, n, config->hidden_size, config);
-        linear(gate, inter, input, hidden, n, &layer->expert_gate[e]);
-        linear(up, inter, input, hidden, n, &layer->expert_up[e]);
+        multiply_matrix(gate, inter, input, hidden, n, &layer->expert_gate[e]);
+        multiply_matrix(up, inter, input, hidden, n, &layer->expert_up[e]);
         clamp_swiglu(gate, up, (size_t)n * inter, config->swiglu_limit);
         swiglu(gate, gate, up, (size_t)n * inter);
         if (rounds_inputs(config, layer->expert_dtype)) weigh_inputs(gate, factor, n, config);
-        linear(output, hidden, gate, inter, n, &layer->expert_down[e]);
+        multiply_matrix(output, hidden, gate, inter, n, &layer->expert_down[e]);
         for (int i = 0; i < n; i++)
             for (size_t j = 0; j < hidden; j++) y[(size_t)members[i] * hidden + j] += factor[i] * output[(size_t)i * hidden + j];
     }
@@ -1635,7 +1660,7 @@ static void grouped_linear(float *y, const float *x, int n_rows, const Matrix *w
     const int rank = w->rows / groups;
     for (int g = 0; g < groups; g++) {
         Matrix part = matrix_rows(w, g * rank, rank);
-        linear(y + (size_t)(g * rank), y_stride, x + (size_t)g * (size_t)w->cols, x_stride, n_rows, &part);
+        multiply_matrix(y + (size_t)(g * rank), y_stride, x + (size_t)g * (size_t)w->cols, x_stride, n_rows, &part);
     }
 }
 
@@ -2412,7 +2437,7 @@ static void predict_lengths(float *scores, const float *features, int n, const L
         const Matrix *weight = &predictor->weight[l];
         bool last = l + 1 == predictor->layers;
         float *out = last ? scores : scratch + (size_t)(l % 2) * (size_t)n * MAX_PREDICTOR_WIDTH;
-        linear(out, (size_t)weight->rows, in, (size_t)weight->cols, n, weight);
+        multiply_matrix(out, (size_t)weight->rows, in, (size_t)weight->cols, n, weight);
         for (int r = 0; r < n; r++)
             for (int o = 0; o < weight->rows; o++) {
                 float *x = &out[(size_t)r * (size_t)weight->rows + (size_t)o];
@@ -2625,7 +2650,7 @@ const Backend c_backend = {
     .add_norm = add_norm,
     .linear = linear,
     .rotations = rotations,
-    .rope = rope,
+    .rotate_queries = rotate_queries,
     .norm_heads = norm_heads,
     .locate_rows = locate_rows,
     .store_rows = store_rows,
@@ -2666,7 +2691,7 @@ const Backend c_backend = {
     .swiglu = swiglu,
     .zero = zero,
     .add = add,
-    .gather_rows = gather_rows,
+    .move_rows = move_rows,
     .route = route,
     .experts = experts,
     .check_finite = check_finite,

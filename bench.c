@@ -2183,8 +2183,8 @@ typedef struct ProductWork { GpuBench *bench; Matrix w[GPU_SETS]; int rows, sets
 static void product_work(void *user) {
     const ProductWork *work = user;
     for (int i = 0; i < work->sets; i++)
-        cuda_backend.linear(work->bench->y, (size_t)work->w[i].rows, work->bench->x, (size_t)work->w[i].cols, work->rows,
-                            &work->w[i]);
+        cuda_backend.linear(&(Projection){work->bench->y, (size_t)work->w[i].rows, &work->w[i]}, 1, work->bench->x,
+                            (size_t)work->w[i].cols, work->rows);
 }
 
 static void library_work(void *user) {
@@ -2212,6 +2212,52 @@ static void gpu_beside_library(GpuBench *bench, ProductWork *work, const char *s
     gpu_line(bench, what, seconds[0][1], (double)bytes);
     snprintf(what, sizeof what, "  cuBLASLt's %s", shape);
     gpu_line(bench, what, seconds[1][1], (double)bytes);
+}
+
+/* Products that share their input, as a layer has them: in one launch. */
+typedef struct JointWork { GpuBench *bench; Matrix w[GPU_SETS][MAX_PROJECTIONS]; int count, rows; } JointWork;
+
+static void joint_work(void *user) {
+    const JointWork *work = user;
+    for (int i = 0; i < GPU_SETS; i++) {
+        Projection products[MAX_PROJECTIONS];
+        float *y = work->bench->y;
+        for (int j = 0; j < work->count; y += (size_t)work->rows * (size_t)work->w[i][j].rows, j++)
+            products[j] = (Projection){y, (size_t)work->w[i][j].rows, &work->w[i][j]};
+        cuda_backend.linear(products, work->count, work->bench->x, (size_t)work->w[i][0].cols, work->rows);
+    }
+}
+
+static void gpu_joint_products(GpuBench *bench) {
+    static const struct { const char *name; int cols, count; struct { int rows; DType dtype; } of[MAX_PROJECTIONS]; } cases[] = {
+        {"glm-5: of the input", 6144, 4,
+         {{2048, DTYPE_F8_E4M3}, {576, DTYPE_F8_E4M3}, {128, DTYPE_F8_E4M3}, {32, DTYPE_BF16}}},
+        {"glm-5: of the latent", 2048, 2, {{16384, DTYPE_F8_E4M3}, {4096, DTYPE_F8_E4M3}}},
+        {"glm-5: gate and up", 6144, 2, {{12288, DTYPE_F8_E4M3}, {12288, DTYPE_F8_E4M3}}},
+        {"qwen3-8b: q, k and v", 4096, 3, {{4096, DTYPE_BF16}, {1024, DTYPE_BF16}, {1024, DTYPE_BF16}}},
+    };
+    static const int counts[] = {1, 8, 16};
+    for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
+        JointWork work = {.bench = bench, .count = cases[c].count};
+        const uint8_t *at = bench->pool;
+        for (int i = 0; i < GPU_SETS; i++)
+            for (int j = 0; j < work.count; j++) {
+                const DType dtype = cases[c].of[j].dtype;
+                work.w[i][j] = (Matrix){.data = at,
+                                        .dtype = dtype,
+                                        .rows = cases[c].of[j].rows,
+                                        .cols = cases[c].cols,
+                                        .scale = dtype == DTYPE_F8_E4M3 ? bench->x : NULL,
+                                        .scale_cols = cases[c].cols / SCALE_BLOCK};
+                at += (size_t)work.w[i][j].rows * stored_bytes(dtype, (size_t)work.w[i][j].cols);
+            }
+        for (size_t n = 0; n < sizeof counts / sizeof *counts; n++) {
+            char what[96];
+            work.rows = counts[n];
+            snprintf(what, sizeof what, "products of %s, %d rows", cases[c].name, counts[n]);
+            gpu_line(bench, what, cuda_seconds(joint_work, &work) / GPU_SETS, (double)(at - bench->pool) / GPU_SETS);
+        }
+    }
 }
 
 static void gpu_products(GpuBench *bench) {
@@ -2244,6 +2290,7 @@ static void gpu_products(GpuBench *bench) {
             if (counts[n] == 1 && cases[c].dtype == DTYPE_BF16) gpu_beside_library(bench, &work, strchr(what, ' ') + 1);
         }
     }
+    gpu_joint_products(bench);
 }
 
 /* ---- experts: some that the rows pick at random, and one shared by all, which is e4m3 */
@@ -2391,7 +2438,7 @@ static void gpu_selection(GpuBench *bench) {
         if ((size_t)n * (size_t)(pages * PAGE_ROWS) > GPU_VECTORS) continue;
         const bool f8 = cases[c].dtype == KV_F8;
         SelectWork work = {.bench = bench,
-                           .format = row_format(cases[c].dtype, f8 ? cases[c].dim : 0, f8 ? 0 : cases[c].dim, 128),
+                           .format = index_row_format(cases[c].dtype, cases[c].dim),
                            .n_rows = n,
                            .context_pages = pages,
                            .heads = cases[c].heads,
@@ -2788,19 +2835,27 @@ static void draft_lengths_work(void *user) {
 /* The products of `layers` layers of Qwen3-4B over n rows, and of its head over `finals` of them, with weights that follow each other
  * through the pool. */
 static void put_products(GpuBench *bench, int layers, int n, int finals, size_t *at) {
-    static const int shapes[][2] = {{4096, 2560}, {1024, 2560}, {1024, 2560}, {2560, 4096},
-                                    {9728, 2560}, {9728, 2560}, {2560, 9728}, {DRAFT_VOCAB, 2560}};
+    static const struct { int cols, count, rows[3]; } inputs[] = {
+        {2560, 3, {4096, 1024, 1024}}, {4096, 1, {2560}}, {2560, 2, {9728, 9728}}, {9728, 1, {2560}}, {2560, 1, {DRAFT_VOCAB}}};
     for (int layer = 0; layer <= layers; layer++)
-        for (int i = layer < layers ? 0 : 7; i < (layer < layers ? 7 : 8); i++) {
-            const size_t bytes = 2 * (size_t)shapes[i][0] * (size_t)shapes[i][1];
-            if (*at + bytes > (size_t)GPU_POOL * 1024) *at = 0;
-            const Matrix w = {.data = bench->pool + *at,
-                              .dtype = DTYPE_BF16,
-                              .rows = shapes[i][0],
-                              .cols = shapes[i][1],
-                              .scale_cols = shapes[i][1] / SCALE_BLOCK};
-            *at += bytes;
-            cuda_backend.linear(bench->y, (size_t)w.rows, bench->x, (size_t)w.cols, i < 7 ? n : finals, &w);
+        for (int i = layer < layers ? 0 : 4; i < (layer < layers ? 4 : 5); i++) {
+            const int rows = i < 4 ? n : finals;
+            Matrix w[3];
+            Projection products[3];
+            float *y = bench->y;
+            for (int j = 0; j < inputs[i].count; j++) {
+                const size_t bytes = 2 * (size_t)inputs[i].rows[j] * (size_t)inputs[i].cols;
+                if (*at + bytes > (size_t)GPU_POOL * 1024) *at = 0;
+                w[j] = (Matrix){.data = bench->pool + *at,
+                                .dtype = DTYPE_BF16,
+                                .rows = inputs[i].rows[j],
+                                .cols = inputs[i].cols,
+                                .scale_cols = inputs[i].cols / SCALE_BLOCK};
+                products[j] = (Projection){y, (size_t)w[j].rows, &w[j]};
+                *at += bytes;
+                y += (size_t)rows * (size_t)w[j].rows;
+            }
+            cuda_backend.linear(products, inputs[i].count, bench->x, (size_t)inputs[i].cols, rows);
         }
 }
 
@@ -3129,7 +3184,7 @@ enum {
 static const int decode_batches[DECODE_BATCHES] = {1, 8, 32};
 
 typedef struct Operation {      /* all calls of one name in a step */
-    char name[56];
+    char name[64];
     double seconds[DECODE_BATCHES], bytes[DECODE_BATCHES];      /* a step; bytes that it must read, 0: not counted */
     int calls[DECODE_BATCHES];
 } Operation;
@@ -3195,8 +3250,10 @@ WATCHED(norm_heads, 0,
         stride, n, heads, dim, w, eps, c, s)
 WATCHED(rotations, 0, (float *c, float *s, const Row *rows, int n, const float *f, int dim, float factor), c, s, rows, n, f, dim,
         factor)
-WATCHED(rope, 0, (float *x, int n, int heads, int stride, int offset, int dim, bool pairs, const float *c, const float *s), x, n,
-        heads, stride, offset, dim, pairs, c, s)
+WATCHED(rotate_queries, 0,
+        (float *q, int n, int heads, int dim, int tail, float *index_q, int index_heads, int index_dim, bool pairs,
+         const float *c, const float *s, PassReport *report, int place),
+        q, n, heads, dim, tail, index_q, index_heads, index_dim, pairs, c, s, report, place)
 WATCHED(locate_rows, 0, (DeviceRow *kv, DeviceRow *index, const Cache *cache, const Row *rows, int n), kv, index, cache, rows, n)
 WATCHED(store_rows, 0,
         (uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n, const float *a, size_t as, const float *b,
@@ -3204,12 +3261,12 @@ WATCHED(store_rows, 0,
         base, format, ids, n, a, as, b, bs)
 WATCHED(store_latents, 0,
         (uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n, float *kv, int lora, int tail, const float *w,
-         float eps, const float *c, const float *s),
-        base, format, ids, n, kv, lora, tail, w, eps, c, s)
+         float *q, int rank, const float *qw, float eps, const float *c, const float *s),
+        base, format, ids, n, kv, lora, tail, w, q, rank, qw, eps, c, s)
 WATCHED(store_index_keys, 0,
         (uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n, float *k, int dim, const float *w, const float *b,
-         int turned, bool pairs, const float *c, const float *s, PassReport *report, int place),
-        base, format, ids, n, k, dim, w, b, turned, pairs, c, s, report, place)
+         int turned, bool pairs, const float *c, const float *s, const float *hw, int heads, PassReport *report, int place),
+        base, format, ids, n, k, dim, w, b, turned, pairs, c, s, hw, heads, report, place)
 WATCHED(index_select, (double)format->bytes * watch.positions * n,
         (Selection *selection, const float *q, const float *w, const uint8_t *keys, const RowFormat *format,
          const DevicePage *pages, int context_pages, int heads, int dim, const Row *rows, int n, float *scratch,
@@ -3236,7 +3293,7 @@ WATCHED(dense_attention, watch.row_bytes * watch.positions * n,
         y, q, pool, format, pages, context_pages, rows, n, heads, kv_heads, dim, scale)
 WATCHED(swiglu, 0, (float *y, const float *gate, const float *up, size_t n), y, gate, up, n)
 WATCHED(zero, 0, (float *y, size_t n), y, n)
-WATCHED(gather_rows, 0, (float *y, const float *x, const int *indices, int n, int dim), y, x, indices, n, dim)
+WATCHED(move_rows, 0, (float *y, const int *to, const float *x, const int *from, int n, int dim), y, to, x, from, n, dim)
 WATCHED(add, 0, (float *y, const float *x, size_t n), y, x, n)
 WATCHED(route, 0, (int *picks, float *weights, const float *logits, const float *bias, int n, const Config *config), picks,
         weights, logits, bias, n, config)
@@ -3247,15 +3304,22 @@ WATCHED(experts, watch.expert_bytes,
 WATCHED(check_finite, 0, (PassReport *report, int place, const float *x, int n, int dim), report, place, x, n, dim)
 #undef WATCHED
 
-/* Products are told apart by their matrix. */
-static void watched_linear(float *y, size_t y_stride, const float *x, size_t x_stride, int n, const Matrix *w) {
-    char name[56];
-    snprintf(name, sizeof name, "linear %d x %d %s", w->rows, w->cols,
-             w->dtype == DTYPE_F8_E4M3 ? "e4m3"
-             : w->dtype == DTYPE_BF16  ? "bf16"
-                                       : "");
-    watch.real->linear(y, y_stride, x, x_stride, n, w);
-    note_operation(name, matrix_bytes(w));
+/* Products are told apart by their matrices. */
+static void watched_linear(const Projection *products, int n_products, const float *x, size_t x_stride, int n) {
+    const DType dtype = products[0].w->dtype;
+    char name[64];
+    int end = snprintf(name, sizeof name, "linear %d", products[0].w->rows);
+    double bytes = 0;
+    for (int i = 0; i < n_products; i++) {
+        if (i) end += snprintf(name + end, sizeof name - (size_t)end, "+%d", products[i].w->rows);
+        bytes += matrix_bytes(products[i].w);
+    }
+    snprintf(name + end, sizeof name - (size_t)end, " x %d %s", products[0].w->cols,
+             dtype == DTYPE_F8_E4M3 ? "e4m3"
+             : dtype == DTYPE_BF16  ? "bf16"
+                                    : "");
+    watch.real->linear(products, n_products, x, x_stride, n);
+    note_operation(name, bytes);
 }
 
 /* Its own works, so that those without marks stay as they are. */
@@ -3272,10 +3336,10 @@ static void watch_engine(Engine *engine) {
     watch.real = engine->backend;
     watch.marked = *engine->backend;
 #define MARK(name) watch.marked.name = watched_##name
-    MARK(begin_work), MARK(embed), MARK(rms_norm), MARK(add_norm), MARK(norm_heads), MARK(linear), MARK(rotations), MARK(rope);
+    MARK(begin_work), MARK(embed), MARK(rms_norm), MARK(add_norm), MARK(norm_heads), MARK(linear), MARK(rotations);
     MARK(locate_rows), MARK(store_rows), MARK(store_latents), MARK(store_index_keys), MARK(index_select), MARK(resolve);
     MARK(fetch_rows), MARK(absorb_query), MARK(sparse_attention), MARK(expand_value), MARK(dense_attention), MARK(swiglu);
-    MARK(zero), MARK(gather_rows), MARK(add), MARK(route), MARK(experts), MARK(check_finite);
+    MARK(rotate_queries), MARK(zero), MARK(move_rows), MARK(add), MARK(route), MARK(experts), MARK(check_finite);
 #undef MARK
     watch.cache = &engine->cache;
     watch.row_bytes = (double)engine->cache.format.bytes;
@@ -3493,9 +3557,12 @@ static StepBytes step_bytes(const Decode *decode, int n) {
         const Matrix *all[] = {
             &layer->q_proj,    &layer->k_proj,    &layer->v_proj,       &layer->q_a_proj,   &layer->q_b_proj,
             &layer->kv_a_proj, &layer->kv_b_proj, &layer->indexer_wq_b, &layer->indexer_wk, &layer->indexer_weights_proj,
-            &layer->o_proj,    &layer->gate_proj, &layer->up_proj,      &layer->down_proj,  &layer->router};
+            &layer->o_proj,    &layer->router};
+        const Matrix *dense[] = {&layer->gate_proj, &layer->up_proj, &layer->down_proj};    /* or the shared expert */
         for (size_t j = 0; j < sizeof all / sizeof *all; j++)
             if (all[j]->rows) bytes.weights += matrix_bytes(all[j]);
+        for (int j = 0; j < 3; j++)
+            if (dense[j]->rows) *(layer->expert_gate ? &bytes.experts : &bytes.weights) += matrix_bytes(dense[j]);
         if (!layer->expert_gate) continue;
         Matrix gate;
         engine->backend->copy_bytes(&gate, layer->expert_gate, sizeof gate);
@@ -3574,7 +3641,7 @@ static void print_decode(const Decode *decode, int batch, double seconds, FILE *
     for (int i = 0; i < watch.n_operations; i++) marked += watch.operations[i].seconds[batch];
     printf("%2d x %d rows    %9.3f ms a step, %8.1f tokens/s; %.1f GB/s of %.1f read: %.1f%%\n", n, decode->rows, 1e3 * seconds,
            n / seconds, all / seconds / 1e9, decode->read / 1e9, 100 * share);
-    printf("                 %.1f MB: weights %.1f, experts %.1f (%.1f a layer), head %.1f, index keys %.1f, rows %.1f\n",
+    printf("                 %.1f MB: weights %.1f, experts %.1f (%.1f routed a layer), head %.1f, index keys %.1f, rows %.1f\n",
            all / 1e6, bytes.weights / 1e6, bytes.experts / 1e6,
            decode->passes ? (double)decode->picked / (double)decode->passes : 0, bytes.head / 1e6, bytes.keys / 1e6,
            bytes.rows / 1e6);

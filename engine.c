@@ -1799,9 +1799,9 @@ static void lay_out_draft(Drafter *drafter, const Config *target, const State *t
     state->max_rows = larger(state->max_blocks * draft->block_size, 64);
     const int rows = state->max_rows, slots = draft->slots, q_width = config->num_attention_heads * config->head_dim;
     state->rows = carve(arena, (size_t)rows, 1, sizeof(Row));
-    state->indices = carve(arena, (size_t)rows, 1, sizeof(int));
+    state->indices = carve(arena, (size_t)rows, 2, sizeof(int));
     state->row_list = carve(host_arena, (size_t)rows, 1, sizeof(Row));
-    state->index_list = carve(host_arena, (size_t)rows, 1, sizeof(int));
+    state->index_list = carve(host_arena, (size_t)rows, 2, sizeof(int));
     state->ring_list = carve(host_arena, (size_t)rows, 1, sizeof(DeviceRow));
     state->ring_rows = carve(arena, (size_t)rows, 1, sizeof(DeviceRow));
     state->features = carve_floats(arena, target_state->max_rows, feature);
@@ -1842,6 +1842,12 @@ const char *const kv_mode_names[MODES] = {
 /* Codes that share a scale: of DeepSeek-V4's rows; of V4.1's in windows, and made of groups. */
 enum { CACHED_GROUP = 64, WINDOW_GROUP = 32, SOURCE_GROUP = 16 };
 
+/* Index keys of both: fp4 or as they are. */
+static RowFormat group_key_format(const Config *config, KvDtype dtype) {
+    if (dtype == KV_F4) return scaled_row_format(KV_F4, config->index_head_dim, 0, EXPONENT_BLOCK, SCALES_E8M0);
+    return row_format(dtype == KV_F32 ? KV_F32 : KV_BF16, 0, config->index_head_dim, 128);
+}
+
 /* Of DeepSeek-V4: every sparse layer is a source and a group of its own, whose rows each hold sparse_ratio positions. Windows,
  * the groups that compressors have not made rows of, and heavily compressed rows stay on the device. Trails reach MAX_BLOCK
  * positions further back than any layer looks, so that a session can be taken back by a block. */
@@ -1852,8 +1858,7 @@ static void shape_compressed_cache(Cache *cache, const Config *config, const Eng
     cache->format = scaled_row_format(options->kv_dtype == KV_F4 ? KV_F8 : options->kv_dtype, dim - turned, turned, CACHED_GROUP,
                                       SCALES_E8M0);
     cache->window_format = cache->format;
-    if (options->kv_dtype == KV_F4)
-        cache->index_format = scaled_row_format(KV_F4, config->index_head_dim, 0, EXPONENT_BLOCK, SCALES_E8M0);
+    cache->index_format = group_key_format(config, options->kv_dtype);
     cache->trails = allocate_zeroed((size_t)cache->trail_layers * TRAILS, sizeof *cache->trails);
     for (int i = 0; i < config->num_hidden_layers; i++) {
         const bool sparse = config->compression[i] == COMPRESSION_SPARSE, heavy = config->compression[i] == COMPRESSION_HEAVY;
@@ -1885,10 +1890,8 @@ static void shape_source_cache(Cache *cache, const Config *config, const EngineO
     const bool codes = options->kv_dtype == KV_F8 || options->kv_dtype == KV_F4;
     cache->window_format = scaled_row_format(codes ? KV_F8 : options->kv_dtype, dim, 0, WINDOW_GROUP, SCALES_E8M0);
     cache->format = cache->window_format;
-    if (options->kv_dtype == KV_F4) {
-        cache->format = scaled_row_format(KV_F4, dim, 0, SOURCE_GROUP, SCALES_E4M3);
-        cache->index_format = scaled_row_format(KV_F4, config->index_head_dim, 0, EXPONENT_BLOCK, SCALES_E8M0);
-    }
+    if (options->kv_dtype == KV_F4) cache->format = scaled_row_format(KV_F4, dim, 0, SOURCE_GROUP, SCALES_E4M3);
+    cache->index_format = group_key_format(config, options->kv_dtype);
     cache->trail_layers = config->num_hidden_layers;
     cache->heavy_ratio = 1;
     cache->trails = allocate_zeroed((size_t)cache->trail_layers * TRAILS, sizeof *cache->trails);
@@ -1921,7 +1924,6 @@ static void shape_cache(Cache *cache, const Config *config, const EngineOptions 
     bool latent = has_latent_attention(config);
     cache->ratio = 1;
     cache->kv_dtype = options->kv_dtype;
-    cache->index_format = row_format(options->kv_dtype == KV_F32 ? KV_F32 : KV_BF16, 0, config->index_head_dim, 128);
     if (config->family == FAMILY_DEEPSEEK_V4) return shape_compressed_cache(cache, config, options);
     if (config->family == FAMILY_DEEPSEEK_V41) return shape_source_cache(cache, config, options);
     cache->sources = config->num_hidden_layers;
@@ -1935,6 +1937,7 @@ static void shape_cache(Cache *cache, const Config *config, const EngineOptions 
     cache->format = latent ? row_format(options->kv_dtype, config->kv_lora_rank, config->qk_rope_head_dim, 128)
                            : row_format(options->kv_dtype, 2 * config->num_key_value_heads * config->head_dim, 0,
                                         config->head_dim < 128 ? config->head_dim : 128);
+    cache->index_format = index_row_format(options->kv_dtype, config->index_head_dim);
     cache->index_topk = !latent ? 0 : config->index_topk < cache->context ? config->index_topk : cache->context;
 }
 
@@ -3115,14 +3118,19 @@ static void split_runs(State *state, const Cache *cache, const Row *rows, int n_
     state->run_ends[state->n_runs++] = n_rows;
 }
 
+/* A product that no other shares its input with. */
+static void project(const Backend *backend, float *y, size_t y_stride, const float *x, size_t x_stride, int n, const Matrix *w) {
+    backend->linear(&(Projection){y, y_stride, w}, 1, x, x_stride, n);
+}
+
 static void mlp(Engine *engine, const LayerWeights *layer, int n) {
     const Backend *backend = engine->backend;
     State *state = &engine->state;
     size_t hidden = (size_t)engine->config.hidden_size, inner = (size_t)layer->gate_proj.rows;
-    backend->linear(state->gate, inner, state->normed, hidden, n, &layer->gate_proj);
-    backend->linear(state->up, inner, state->normed, hidden, n, &layer->up_proj);
+    const Projection products[] = {{state->gate, inner, &layer->gate_proj}, {state->up, inner, &layer->up_proj}};
+    backend->linear(products, 2, state->normed, hidden, n);
     backend->swiglu(state->gate, state->gate, state->up, (size_t)n * inner);
-    backend->linear(state->branch, hidden, state->gate, inner, n, &layer->down_proj);
+    project(backend, state->branch, hidden, state->gate, inner, n, &layer->down_proj);
 }
 
 /* The shared expert, if there is one, plus each row's routed experts. */
@@ -3132,7 +3140,7 @@ static void mixture_of_experts(Engine *engine, const LayerWeights *layer, int n)
     const Config *config = &engine->config;
     size_t hidden = (size_t)config->hidden_size, experts = (size_t)config->n_routed_experts;
     if (!layer->gate_proj.rows) backend->zero(state->branch, (size_t)n * hidden);
-    backend->linear(state->router_logits, experts, state->normed, hidden, n, &layer->router);
+    project(backend, state->router_logits, experts, state->normed, hidden, n, &layer->router);
     backend->route(state->expert_picks, state->expert_weights, state->router_logits, layer->e_score_correction_bias, n, config);
     backend->experts(state->branch, state->normed, state->expert_picks, state->expert_weights, n, layer, config,
                      state->expert_scratch);
@@ -3149,12 +3157,8 @@ static void tap_layer(Engine *engine, int layer, int n) {
 }
 
 /* What of a layer is looked at for numbers that are not finite; a place in the report is layer * CHECKED_PARTS + part. */
-enum { CHECKED_PARTS = 4 };
-static const char *const checked_parts[CHECKED_PARTS] = {"hidden state", "index query", "index key", "index weights"};
-
-static void check_part(Engine *engine, int layer, int part, const float *x, int n, int dim) {
-    engine->backend->check_finite(engine->state.report, layer * CHECKED_PARTS + part, x, n, dim);
-}
+enum { INDEX_QUERY, INDEX_KEY, INDEX_WEIGHTS, HIDDEN_STATE, CHECKED_PARTS };
+static const char *const checked_parts[CHECKED_PARTS] = {"index query", "index key", "index weights", "hidden state"};
 
 /* A layer as it begins in every family: the stream has been normed for it, in state->normed. */
 static const LayerWeights *begin_layer(Engine *engine, int i, const Row *rows, int n) {
@@ -3175,7 +3179,7 @@ static void finish_layer(Engine *engine, int i, int n) {
     if (config->mlp_sparse && config->mlp_sparse[i]) mixture_of_experts(engine, layer, n);
     else mlp(engine, layer, n);
     backend->add_norm(state->normed, state->hidden, state->branch, next, n, config->hidden_size, config->rms_norm_eps,
-                      state->report, i * CHECKED_PARTS);
+                      state->report, i * CHECKED_PARTS + HIDDEN_STATE);
     tap_layer(engine, i, n);
 }
 
@@ -3192,9 +3196,9 @@ static void forward_qwen3(Engine *engine, const Row *rows, int n) {
     float *k = state->kv, *v = state->kv + kv_width;                 /* rows of `width`: keys and values as they are cached */
     for (int i = 0; i < config->num_hidden_layers; i++) {
         const LayerWeights *layer = begin_layer(engine, i, rows, n);
-        backend->linear(state->q, q_width, state->normed, hidden, n, &layer->q_proj);
-        backend->linear(k, width, state->normed, hidden, n, &layer->k_proj);
-        backend->linear(v, width, state->normed, hidden, n, &layer->v_proj);
+        const Projection products[] = {
+            {state->q, q_width, &layer->q_proj}, {k, width, &layer->k_proj}, {v, width, &layer->v_proj}};
+        backend->linear(products, 3, state->normed, hidden, n);
 
         /* Each head of query and key is normed by itself, before it is rotated. */
         backend->norm_heads(state->q, q_width, n, heads, dim, layer->q_norm, config->rms_norm_eps, state->cosine, state->sine);
@@ -3203,15 +3207,16 @@ static void forward_qwen3(Engine *engine, const Row *rows, int n) {
         backend->store_rows(pool.rows, &cache->format, state->kv_rows, n, state->kv, width, state->kv, 0);
         backend->dense_attention(state->attended, state->q, &pool, &cache->format, cache->seen.ready, cache->context_pages,
                                  state->rows, n, heads, kv_heads, dim, engine->softmax_scale);
-        backend->linear(state->branch, hidden, state->attended, q_width, n, &layer->o_proj);
+        project(backend, state->branch, hidden, state->attended, q_width, n, &layer->o_proj);
         finish_layer(engine, i, n);
     }
 }
 
 /* The indexer of a full layer (DeepSeek-V3.2, 2.1): a few narrow heads score every earlier position, and the best index_topk
  * become the selection of this layer and of those that follow it. Its query comes from the main query's latent, its key, which
- * is cached, from the layer's input; both are rotated in their first values, not the last. The score is a weighted sum over
- * heads of relu(q . k), and the weights are the row's own. */
+ * is cached, from the layer's input, as the layer's own do and beside them (forward_dsa); both are rotated in their first values,
+ * not the last. The score is a weighted sum over heads of relu(q . k), and the weights are the row's own, from its input. What only
+ * selects never reaches the hidden state, where everything else that goes bad is seen, so query, key and weights are looked at. */
 static void select_rows(Engine *engine, int i, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
@@ -3219,22 +3224,14 @@ static void select_rows(Engine *engine, int i, int n) {
     State *state = &engine->state;
     Cache *cache = &engine->cache;
     const int heads = config->index_n_heads, dim = config->index_head_dim;
-    const size_t hidden = (size_t)config->hidden_size;
-    backend->linear(state->index_q, (size_t)(heads * dim), state->q_lora, (size_t)config->q_lora_rank, n, &layer->indexer_wq_b);
-    backend->linear(state->index_k, (size_t)dim, state->normed, hidden, n, &layer->indexer_wk);
-    backend->rope(state->index_q, n, heads, dim, 0, config->qk_rope_head_dim, config->indexer_rope_interleave, state->cosine,
-                  state->sine);
     uint8_t *keys = group_index_keys(cache, cache->group_of[i]);
     backend->store_index_keys(keys, &cache->index_format, state->index_rows, n, state->index_k, dim, layer->indexer_k_norm,
                               layer->indexer_k_norm_bias, config->qk_rope_head_dim, config->indexer_rope_interleave,
-                              state->cosine, state->sine, state->report, i * CHECKED_PARTS + 2);
-    backend->linear(state->index_weights, (size_t)heads, state->normed, hidden, n, &layer->indexer_weights_proj);
+                              state->cosine, state->sine, state->index_weights, heads, state->report,
+                              i * CHECKED_PARTS + INDEX_KEY);
     backend->index_select(&state->selection, state->index_q, state->index_weights, keys, &cache->index_format,
                           cache->seen.index, cache->context_pages, heads, dim, state->rows, n, state->index_scratch,
                           state->scratch_rows);
-    /* What only selects never reaches the hidden state, where everything else that goes bad is seen. */
-    check_part(engine, i, 1, state->index_q, n, heads * dim);
-    check_part(engine, i, 3, state->index_weights, n, heads);
 }
 
 /* The staging of a source belongs to its group from the copy of its rows until its last attention has read them. */
@@ -3311,32 +3308,39 @@ static void forward_dsa(Engine *engine, const Row *rows, int n) {
     State *state = &engine->state;
     Cache *cache = &engine->cache;
     const int heads = config->num_attention_heads, nope = config->qk_nope_head_dim, tail = config->qk_rope_head_dim,
-              lora = config->kv_lora_rank;
+              lora = config->kv_lora_rank, index_heads = config->index_n_heads, index_dim = config->index_head_dim;
     const size_t hidden = (size_t)config->hidden_size, rank = (size_t)config->q_lora_rank, width = (size_t)(lora + tail);
     for (int i = 0; i < config->num_hidden_layers; i++) {
         const LayerWeights *layer = begin_layer(engine, i, rows, n);
 
-        /* The query, by way of a narrow latent that the indexer reads too; of each head's values the last `tail` are rotated. */
-        backend->linear(state->q_lora, rank, state->normed, hidden, n, &layer->q_a_proj);
-        backend->rms_norm(state->q_lora, rank, state->q_lora, rank, layer->q_a_layernorm, n, config->q_lora_rank,
-                          config->latent_norm_eps);
-        backend->linear(state->q, (size_t)(heads * (nope + tail)), state->q_lora, rank, n, &layer->q_b_proj);
-        backend->rope(state->q, n, heads, nope + tail, nope, tail, true, state->cosine, state->sine);
+        /* All that is made of the layer's input. A full layer has an indexer, whose parts follow the layer's own. */
+        const bool full = config->indexer_full[i];
+        const Projection of_input[] = {{state->q_lora, rank, &layer->q_a_proj},
+                                       {state->kv, width, &layer->kv_a_proj},
+                                       {state->index_k, (size_t)index_dim, &layer->indexer_wk},
+                                       {state->index_weights, (size_t)index_heads, &layer->indexer_weights_proj}};
+        backend->linear(of_input, full ? 4 : 2, state->normed, hidden, n);
 
-        /* This layer's cached row: the normed latent and the rotated key. Every row of the pass is stored before any attends. */
-        backend->linear(state->kv, width, state->normed, hidden, n, &layer->kv_a_proj);
+        /* This layer's cached row: the normed latent and the rotated key. Every row of the pass is stored before any attends. The
+         * query comes by way of a narrow latent of its own, normed here too, which the indexer reads as well. */
         backend->store_latents(row_pool(cache, (SourceId){i}).rows, &cache->format, state->kv_rows, n, state->kv, lora, tail,
-                               layer->kv_a_layernorm, config->latent_norm_eps, state->cosine, state->sine);
+                               layer->kv_a_layernorm, state->q_lora, config->q_lora_rank, layer->q_a_layernorm,
+                               config->latent_norm_eps, state->cosine, state->sine);
+        const Projection of_latent[] = {{state->q, (size_t)(heads * (nope + tail)), &layer->q_b_proj},
+                                        {state->index_q, (size_t)(index_heads * index_dim), &layer->indexer_wq_b}};
+        backend->linear(of_latent, full ? 2 : 1, state->q_lora, rank, n);
+        backend->rotate_queries(state->q, n, heads, nope + tail, tail, full ? state->index_q : NULL, index_heads,
+                                index_dim, config->indexer_rope_interleave, state->cosine, state->sine,
+                                state->report, i * CHECKED_PARTS + INDEX_QUERY);
 
         /* A full layer selects; a shared one finds the selection of the layer before it still in the state, in its order. */
-        if (config->indexer_full[i]) select_rows(engine, i, n);
-        if (engine->probe.selected && config->indexer_full[i])
-            engine->probe.selected(engine->probe.user, i, &state->selection, rows, n);
+        if (full) select_rows(engine, i, n);
+        if (full && engine->probe.selected) engine->probe.selected(engine->probe.user, i, &state->selection, rows, n);
 
         backend->absorb_query(state->q_absorbed, state->q, n, &layer->kv_b_proj, config);
         attend_selection(engine, i);
         backend->expand_value(state->attended, state->z, n, &layer->kv_b_proj, config);
-        backend->linear(state->branch, hidden, state->attended, (size_t)(heads * config->v_head_dim), n, &layer->o_proj);
+        project(backend, state->branch, hidden, state->attended, (size_t)(heads * config->v_head_dim), n, &layer->o_proj);
         finish_layer(engine, i, n);
     }
 }
@@ -3352,7 +3356,7 @@ static void enter_streams(Engine *engine, const HyperWeights *weights, float *mi
     State *state = &engine->state;
     const size_t hidden = (size_t)config->hidden_size;
     const int n_mixes = weights->fn.rows;
-    backend->linear(mixes, (size_t)n_mixes, state->hidden, (size_t)weights->fn.cols, n, &weights->fn);
+    project(backend, mixes, (size_t)n_mixes, state->hidden, (size_t)weights->fn.cols, n, &weights->fn);
     backend->hyper_weights(mixes, state->hidden, weights, n, config);
     backend->hyper_collapse(state->normed, state->hidden, entering, n_mixes, n, config);
     backend->rms_norm(state->normed, hidden, state->normed, hidden, norm, n, config->hidden_size, config->rms_norm_eps);
@@ -3361,21 +3365,40 @@ static void enter_streams(Engine *engine, const HyperWeights *weights, float *mi
 /* What the sublayer adds goes to the streams. */
 static void leave_streams(Engine *engine, int i, const float *mixes, int n) {
     State *state = &engine->state;
-    engine->backend->hyper_expand(state->hidden, state->branch, mixes, n, &engine->config, state->report, i * CHECKED_PARTS);
+    engine->backend->hyper_expand(state->hidden, state->branch, mixes, n, &engine->config, state->report,
+                                  i * CHECKED_PARTS + HIDDEN_STATE);
 }
 
-/* linear(), under --qat of inputs rounded as the matrix's own type was meant to meet them. */
-static void project(Engine *engine, float *y, size_t y_stride, const float *x, int n, const Matrix *w) {
+/* linear(), under --qat of inputs rounded as each matrix's own type was meant to meet them. */
+static void multiply_rounded(Engine *engine, const Projection *products, int n_products, const float *x, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
-    const size_t width = (size_t)w->cols;
-    const RowFormat format = {.dtype = KV_F8, .group = config->weight_block, .scales = SCALES_E8M0};
-    if (config->qat && (w->dtype == DTYPE_F8_E4M3 || w->dtype == DTYPE_F4_E2M1)) {
-        backend->copy_rows(engine->state.rounded, width, x, width, n, w->cols, 1);
-        backend->round_rows(engine->state.rounded, width, n, w->cols, &format);
-        x = engine->state.rounded;
+    const int width = products->w->cols;
+    const size_t stride = (size_t)width;
+    float *rounded = engine->state.rounded;
+    Projection of_x[MAX_PROJECTIONS], of_rounded[MAX_PROJECTIONS];
+    int as_it_is = 0, by_codes = 0;
+    for (int i = 0; i < n_products; i++) {
+        const DType dtype = products[i].w->dtype;
+        if (config->qat && (dtype == DTYPE_F8_E4M3 || dtype == DTYPE_F4_E2M1)) of_rounded[by_codes++] = products[i];
+        else of_x[as_it_is++] = products[i];
     }
-    backend->linear(y, y_stride, x, width, n, w);
+    if (as_it_is) backend->linear(of_x, as_it_is, x, stride, n);
+    if (!by_codes) return;
+    const RowFormat format = {.dtype = KV_F8, .group = config->weight_block, .scales = SCALES_E8M0};
+    backend->copy_rows(rounded, stride, x, stride, n, width, 1);
+    backend->round_rows(rounded, stride, n, width, &format);
+    backend->linear(of_rounded, by_codes, rounded, stride, n);
+}
+
+/* Of a single product. */
+static void project_rounded(Engine *engine, float *y, size_t y_stride, const float *x, int n, const Matrix *w) {
+    multiply_rounded(engine, &(Projection){y, y_stride, w}, 1, x, n);
+}
+
+/* Queries, or keys (of one head): of each head the last values are turned. */
+static void turn_tails(Engine *engine, float *x, int heads, int dim, const float *cosine, const float *sine, int n) {
+    engine->backend->rotate_queries(x, n, heads, dim, engine->config.qk_rope_head_dim, NULL, 0, 0, true, cosine, sine, NULL, 0);
 }
 
 /* What --qat makes of rows (in V4 their turned values stay as they are), of V4.1's compressed ones, and of index vectors. */
@@ -3400,66 +3423,76 @@ static void compress_rows(Engine *engine, const Trail *trail, const CompressorWe
     State *state = &engine->state;
     const size_t hidden = (size_t)config->hidden_size, stride = trail->stride / sizeof(float);
     float *raw = (float *)trail->pass;
-    engine->backend->linear(raw, stride, state->normed, hidden, n, &weights->wkv);
-    engine->backend->linear(raw + weights->wkv.rows, stride, state->normed, hidden, n, &weights->wgate);
+    const Projection products[] = {{raw, stride, &weights->wkv}, {raw + weights->wkv.rows, stride, &weights->wgate}};
+    engine->backend->linear(products, 2, state->normed, hidden, n);
     engine->backend->compress(base, format, ids, trail, state->rows, n, weights,
                               overlapping ? config->sparse_ratio : config->heavy_ratio, dim, overlapping, config->qk_rope_head_dim,
                               state->compress_frequency, config->rms_norm_eps, config->qat ? &rounding : NULL, state->report,
                               place);
 }
 
-/* The indexer of a sparse layer: its keys are compressed as the layer's rows are, from values and gates of its own, and a
- * row selects among those that are complete. */
-static void index_groups(Engine *engine, int i, int source, int n) {
+/* A layer's queries, by way of a narrow latent, in state->q, and those of its indexer, if it selects, in state->index_q; and the
+ * row of each position, key and value in one, for the window. The last values of each are turned, by one of two ropes, the
+ * indexer's by that of layers which compress; in V4 each head of the query is normed by itself before that. */
+static void project_shared_key(Engine *engine, int i, bool compresses, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
     const LayerWeights *layer = &engine->weights.layers[i];
     State *state = &engine->state;
-    Cache *cache = &engine->cache;
-    const int heads = config->index_n_heads, dim = config->index_head_dim, turned = config->qk_rope_head_dim;
-    uint8_t *keys = group_index_keys(cache, source);
-    compress_rows(engine, &cache->trails[i * TRAILS + TRAIL_INDEX_GROUP], &layer->index_compressor, keys, &cache->index_format,
-                  state->index_rows, dim, true, index_rounding(config), n, i * CHECKED_PARTS + 2);
-    project(engine, state->index_q, (size_t)(heads * dim), state->q_lora, n, &layer->indexer_wq_b);
-    backend->rope(state->index_q, n, heads, dim, dim - turned, turned, true, state->compress_cosine, state->compress_sine);
-    if (config->qat) {
-        const RowFormat rounding = index_rounding(config);
-        backend->hadamard(state->index_q, n * heads, dim);
-        backend->round_rows(state->index_q, (size_t)dim, n * heads, dim, &rounding);
-    }
-    backend->linear(state->index_weights, (size_t)heads, state->normed, (size_t)config->hidden_size, n,
-                    &layer->indexer_weights_proj);
-    backend->index_select(&state->selection, state->index_q, state->index_weights, keys, &cache->index_format,
-                          cache->seen.index, cache->context_pages, heads, dim, state->group_rows, n, state->index_scratch,
-                          state->scratch_rows);
-    check_part(engine, i, 1, state->index_q, n, heads * dim);
-    check_part(engine, i, 3, state->index_weights, n, heads);
-}
-
-/* A layer's queries, by way of a narrow latent, in state->q; and the row of each position, key and value in one, for the
- * window. The last values of both are turned, by one of two ropes; in V4 each head of the query is normed by itself before
- * that. */
-static void project_shared_key(Engine *engine, const LayerWeights *layer, const Trail *window, bool compresses, int n) {
-    const Backend *backend = engine->backend;
-    const Config *config = &engine->config;
-    State *state = &engine->state;
-    const int heads = config->num_attention_heads, dim = config->head_dim, turned = config->qk_rope_head_dim;
+    const int heads = config->num_attention_heads, dim = config->head_dim, index_heads = config->index_n_heads,
+              index_dim = config->index_head_dim;
     const size_t rank = (size_t)config->q_lora_rank, width = (size_t)dim;
     const float *cosine = compresses ? state->compress_cosine : state->cosine,
                 *sine = compresses ? state->compress_sine : state->sine;
-    const RowFormat *format = &engine->cache.window_format, rounding = row_rounding(config);
-    project(engine, state->q_lora, rank, state->normed, n, &layer->q_a_proj);
+    const bool v4 = config->family == FAMILY_DEEPSEEK_V4, selects = selects_rows(config, i);
+    const RowFormat *format = &engine->cache.window_format, rounding = row_rounding(config), of_index = index_rounding(config);
+    const Projection of_input[] = {{state->q_lora, rank, &layer->q_a_proj}, {state->kv, width, &layer->wkv}};
+    multiply_rounded(engine, of_input, 2, state->normed, n);
     backend->rms_norm(state->q_lora, rank, state->q_lora, rank, layer->q_a_layernorm, n, config->q_lora_rank,
                       config->rms_norm_eps);
-    project(engine, state->q, (size_t)(heads * dim), state->q_lora, n, &layer->q_b_proj);
-    if (config->family == FAMILY_DEEPSEEK_V4) backend->norm_each(state->q, n * heads, dim, config->rms_norm_eps);
-    backend->rope(state->q, n, heads, dim, dim - turned, turned, true, cosine, sine);
+    const Projection of_latent[] = {{state->q, (size_t)(heads * dim), &layer->q_b_proj},
+                                    {state->index_q, (size_t)(index_heads * index_dim), &layer->indexer_wq_b}};
+    multiply_rounded(engine, of_latent, selects ? 2 : 1, state->q_lora, n);
+    if (v4) backend->norm_each(state->q, n * heads, dim, config->rms_norm_eps);
+    turn_tails(engine, state->q, heads, dim, cosine, sine, n);
 
-    project(engine, state->kv, width, state->normed, n, &layer->wkv);
     backend->rms_norm(state->kv, width, state->kv, width, layer->kv_norm, n, dim, config->rms_norm_eps);
-    backend->rope(state->kv, n, 1, dim, dim - turned, turned, true, cosine, sine);
+    turn_tails(engine, state->kv, 1, dim, cosine, sine, n);
     if (config->qat) backend->round_rows(state->kv, width, n, rounding.quantised, &rounding);
-    backend->store_rows(window->pass, format, state->pass_rows, n, state->kv, width, state->kv + format->quantised, width);
+    backend->store_rows(engine->cache.trails[i * TRAILS + TRAIL_WINDOW].pass, format, state->pass_rows, n, state->kv, width,
+                        state->kv + format->quantised, width);
+
+    if (!selects) return;
+    turn_tails(engine, state->index_q, index_heads, index_dim, state->compress_cosine, state->compress_sine, n);
+    if (config->qat && v4) backend->hadamard(state->index_q, n * index_heads, index_dim);
+    if (config->qat) backend->round_rows(state->index_q, (size_t)index_dim, n * index_heads, index_dim, &of_index);
+    backend->check_finite(state->report, i * CHECKED_PARTS + INDEX_QUERY, state->index_q, n, index_heads * index_dim);
+}
+
+/* How much each of an indexer's heads counts in a row. */
+static void weigh_index_heads(Engine *engine, int i, int n) {
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    project(engine->backend, state->index_weights, (size_t)config->index_n_heads, state->normed, (size_t)config->hidden_size, n,
+            &engine->weights.layers[i].indexer_weights_proj);
+    engine->backend->check_finite(state->report, i * CHECKED_PARTS + INDEX_WEIGHTS, state->index_weights, n,
+                                  config->index_n_heads);
+}
+
+/* The indexer of a sparse layer: its keys are compressed as the layer's rows are, from values and gates of its own, and a
+ * row selects among those that are complete. */
+static void index_groups(Engine *engine, int i, int source, int n) {
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    Cache *cache = &engine->cache;
+    const int heads = config->index_n_heads, dim = config->index_head_dim;
+    uint8_t *keys = group_index_keys(cache, source);
+    compress_rows(engine, &cache->trails[i * TRAILS + TRAIL_INDEX_GROUP], &engine->weights.layers[i].index_compressor, keys,
+                  &cache->index_format, state->index_rows, dim, true, index_rounding(config), n, i * CHECKED_PARTS + INDEX_KEY);
+    weigh_index_heads(engine, i, n);
+    engine->backend->index_select(&state->selection, state->index_q, state->index_weights, keys, &cache->index_format,
+                                  cache->seen.index, cache->context_pages, heads, dim, state->group_rows, n,
+                                  state->index_scratch, state->scratch_rows);
 }
 
 /* Rows [begin, end) attend to their windows and to rows of the pool, in a layer of either rope. */
@@ -3509,7 +3542,7 @@ static void mix_experts(Engine *engine, const LayerWeights *layer, int n) {
     State *state = &engine->state;
     const size_t hidden = (size_t)config->hidden_size;
     if (!layer->gate_proj.rows) backend->zero(state->branch, (size_t)n * hidden);
-    backend->linear(state->router_logits, (size_t)config->n_routed_experts, state->normed, hidden, n, &layer->router);
+    project(backend, state->router_logits, (size_t)config->n_routed_experts, state->normed, hidden, n, &layer->router);
     backend->route_softplus(state->expert_picks, state->expert_weights, state->router_logits, layer->e_score_correction_bias,
                             layer->hash_experts, state->rows, n, config);
     backend->experts(state->branch, state->normed, state->expert_picks, state->expert_weights, n, layer, config,
@@ -3537,26 +3570,26 @@ static void forward_v4(Engine *engine, const Row *rows, int n) {
     for (int i = 0; i < config->num_hidden_layers; i++) {
         const LayerWeights *layer = begin_layer(engine, i, rows, n);
         const Compression compression = config->compression[i];
-        const Trail *trails = &cache->trails[i * TRAILS];
+        const Trail *trail = &cache->trails[i * TRAILS + TRAIL_GROUP];
         enter_streams(engine, &layer->attention_hyper, state->mixes, state->mixes, layer->input_layernorm, n);
-        project_shared_key(engine, layer, &trails[TRAIL_WINDOW], compression != COMPRESSION_NONE, n);
+        project_shared_key(engine, i, compression != COMPRESSION_NONE, n);
 
         /* What the pass completes of the compressed history, and attention over the window and that. */
         if (compression == COMPRESSION_SPARSE) {
-            compress_rows(engine, &trails[TRAIL_GROUP], &layer->compressor, source_rows(cache, (SourceId){source}), &cache->format,
-                          state->kv_rows, dim, true, rounding, n, i * CHECKED_PARTS);
             index_groups(engine, i, source, n);
             if (engine->probe.selected) engine->probe.selected(engine->probe.user, i, &state->selection, rows, n);
+            compress_rows(engine, trail, &layer->compressor, source_rows(cache, (SourceId){source}), &cache->format,
+                          state->kv_rows, dim, true, rounding, n, i * CHECKED_PARTS + HIDDEN_STATE);
             attend_groups(engine, i, source++);
         } else if (compression == COMPRESSION_HEAVY) {
             const RowPool pool = heavy_pool(cache, heavy++);
-            compress_rows(engine, &trails[TRAIL_GROUP], &layer->compressor, pool.rows, &cache->format, state->heavy_ids, dim,
-                          false, rounding, n, i * CHECKED_PARTS);
+            compress_rows(engine, trail, &layer->compressor, pool.rows, &cache->format, state->heavy_ids, dim, false, rounding, n,
+                          i * CHECKED_PARTS + HIDDEN_STATE);
             attend_window(engine, i, &pool, NULL, state->heavy_count, cache->heavy_rows, 0, n);
         } else attend_window(engine, i, NULL, NULL, NULL, 0, 0, n);
 
         backend->grouped_linear(state->o_latent, state->attended, n, &layer->o_a_proj, config->o_groups);
-        project(engine, state->branch, hidden, state->o_latent, n, &layer->o_proj);
+        project_rounded(engine, state->branch, hidden, state->o_latent, n, &layer->o_proj);
         leave_streams(engine, i, state->mixes, n);
 
         enter_streams(engine, &layer->mlp_hyper, state->mixes, state->mixes, layer->post_attention_layernorm, n);
@@ -3574,77 +3607,87 @@ static void remember(Engine *engine, const LayerWeights *layer, int n) {
     State *state = &engine->state;
     const Trail *tokens = &engine->cache.trails[TRAIL_TOKENS];
     backend->read_engram(state->engram, layer->engram, engine->weights.token_map, tokens, state->rows, n, config);
-    project(engine, state->engram_kv, (size_t)layer->engram->wkv.rows, state->engram, n, &layer->engram->wkv);
+    project_rounded(engine, state->engram_kv, (size_t)layer->engram->wkv.rows, state->engram, n, &layer->engram->wkv);
     backend->add_engram(state->hidden, state->engram_kv, layer->engram, n, config);
 }
 
-/* The rows and index keys of a source, for all groups that the pass completes: both come from one latent, the key before that is
- * turned, and both stand at the first position of their group. */
+/* What the rows and index keys of a source are made of, for all groups that the pass completes, in state->latents: it stands at
+ * the first position of its group. */
+static void pool_source(Engine *engine, int i, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    const int source = config->source[i], ratio = config->source_ratio[source], dim = config->head_dim;
+    const size_t hidden = (size_t)config->hidden_size, width = (size_t)dim;
+    const Trail *trail = &engine->cache.trails[i * TRAILS + TRAIL_GROUP];
+    const CompressorWeights *compressor = &engine->weights.layers[i].compressor;
+    float *raw = (float *)trail->pass;
+    if (ratio > 1) {
+        const Projection products[] = {{raw, 2 * width, &compressor->wkv}, {raw + width, 2 * width, &compressor->wgate}};
+        backend->linear(products, 2, state->normed, hidden, n);
+        backend->pool_groups(state->latents, trail, state->rows, n, compressor, ratio, dim, config->rms_norm_eps);
+    } else {
+        project(backend, state->latents, width, state->normed, hidden, n, &compressor->wkv);
+        backend->rms_norm(state->latents, width, state->latents, width, compressor->norm, n, dim, config->rms_norm_eps);
+    }
+    backend->locate_groups(state->kv_rows, state->index_rows, &engine->cache, source, state->rows, n);
+    backend->see_groups(NULL, NULL, state->first_rows, state->rows, n, ratio);
+    backend->rotations(state->group_cosine, state->group_sine, state->first_rows, n, state->compress_frequency,
+                       config->qk_rope_head_dim, 1);
+}
+
+/* A source's index keys: of the latents before those are turned. */
+static void make_keys(Engine *engine, int i, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    const LayerWeights *layer = &engine->weights.layers[i];
+    State *state = &engine->state;
+    Cache *cache = &engine->cache;
+    const int dim = config->index_head_dim;
+    const size_t width = (size_t)dim, latent = (size_t)config->head_dim;
+    const RowFormat *format = &cache->index_format, rounding = index_rounding(config);
+    project(backend, state->index_k, width, state->latents, latent, n, &layer->indexer_wk);
+    backend->rms_norm(state->index_k, width, state->index_k, width, layer->indexer_k_norm, n, dim, config->rms_norm_eps);
+    turn_tails(engine, state->index_k, 1, dim, state->group_cosine, state->group_sine, n);
+    backend->check_finite(state->report, i * CHECKED_PARTS + INDEX_KEY, state->index_k, n, dim);
+    if (config->qat) backend->round_rows(state->index_k, width, n, dim, &rounding);
+    backend->store_rows(group_index_keys(cache, config->source[i]), format, state->index_rows, n, state->index_k, width,
+                        state->index_k + format->quantised, width);
+}
+
+/* A source's rows: the latents themselves. */
 static void make_rows(Engine *engine, int i, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
-    const LayerWeights *layer = &engine->weights.layers[i];
     State *state = &engine->state;
     Cache *cache = &engine->cache;
-    const int source = config->source[i], ratio = config->source_ratio[source], dim = config->head_dim,
-              index_dim = config->index_head_dim, turned = config->qk_rope_head_dim;
-    const size_t hidden = (size_t)config->hidden_size, width = (size_t)dim;
-    const Trail *trail = &cache->trails[i * TRAILS + TRAIL_GROUP];
-    const CompressorWeights *compressor = &layer->compressor;
-    if (ratio > 1) {
-        backend->linear((float *)trail->pass, 2 * width, state->normed, hidden, n, &compressor->wkv);
-        backend->linear((float *)trail->pass + width, 2 * width, state->normed, hidden, n, &compressor->wgate);
-        backend->pool_groups(state->latents, trail, state->rows, n, compressor, ratio, dim, config->rms_norm_eps);
-    } else {
-        backend->linear(state->latents, width, state->normed, hidden, n, &compressor->wkv);
-        backend->rms_norm(state->latents, width, state->latents, width, compressor->norm, n, dim, config->rms_norm_eps);
-    }
-    backend->locate_groups(state->kv_rows, state->index_rows, cache, source, state->rows, n);
-    backend->see_groups(NULL, NULL, state->first_rows, state->rows, n, ratio);
-    backend->rotations(state->group_cosine, state->group_sine, state->first_rows, n, state->compress_frequency, turned, 1);
-
-    backend->linear(state->index_k, (size_t)index_dim, state->latents, width, n, &layer->indexer_wk);
-    backend->rms_norm(state->index_k, (size_t)index_dim, state->index_k, (size_t)index_dim, layer->indexer_k_norm, n, index_dim,
-                      config->rms_norm_eps);
-    backend->rope(state->index_k, n, 1, index_dim, index_dim - turned, turned, true, state->group_cosine, state->group_sine);
-    backend->rope(state->latents, n, 1, dim, dim - turned, turned, true, state->group_cosine, state->group_sine);
-    check_part(engine, i, 0, state->latents, n, dim);
-    check_part(engine, i, 2, state->index_k, n, index_dim);
-    if (config->qat) {
-        const RowFormat keys = index_rounding(config), rows = source_rounding(config);
-        backend->round_rows(state->index_k, (size_t)index_dim, n, index_dim, &keys);
-        backend->round_rows(state->latents, width, n, dim, &rows);
-    }
-    backend->store_rows(group_index_keys(cache, source), &cache->index_format, state->index_rows, n, state->index_k,
-                        (size_t)index_dim, state->index_k + cache->index_format.quantised, (size_t)index_dim);
-    backend->store_rows(source_rows(cache, (SourceId){source}), &cache->format, state->kv_rows, n, state->latents, width,
-                        state->latents + cache->format.quantised, width);
+    const int dim = config->head_dim;
+    const size_t width = (size_t)dim;
+    const RowFormat *format = &cache->format, rounding = source_rounding(config);
+    turn_tails(engine, state->latents, 1, dim, state->group_cosine, state->group_sine, n);
+    backend->check_finite(state->report, i * CHECKED_PARTS + HIDDEN_STATE, state->latents, n, dim);
+    if (config->qat) backend->round_rows(state->latents, width, n, dim, &rounding);
+    backend->store_rows(source_rows(cache, (SourceId){config->source[i]}), format, state->kv_rows, n, state->latents, width,
+                        state->latents + format->quantised, width);
 }
 
-/* The selection of a layer that makes one, from its source's keys. Behind the candidate source it stays in the blocks kept
- * there. */
+/* The selection of a layer that makes one, from its source's keys, among them those that it adds itself if it is the source.
+ * Behind the candidate source it stays in the blocks kept there. */
 static void select_candidates(Engine *engine, int i, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
-    const LayerWeights *layer = &engine->weights.layers[i];
     State *state = &engine->state;
     Cache *cache = &engine->cache;
-    const int heads = config->index_n_heads, dim = config->index_head_dim, turned = config->qk_rope_head_dim,
-              source = config->source[i], candidates = config->candidate_source_layer_id;
-    const RowFormat rounding = index_rounding(config);
-    project(engine, state->index_q, (size_t)(heads * dim), state->q_lora, n, &layer->indexer_wq_b);
-    backend->rope(state->index_q, n, heads, dim, dim - turned, turned, true, state->compress_cosine, state->compress_sine);
-    if (config->qat) backend->round_rows(state->index_q, (size_t)dim, n * heads, dim, &rounding);
-    backend->linear(state->index_weights, (size_t)heads, state->normed, (size_t)config->hidden_size, n,
-                    &layer->indexer_weights_proj);
+    const int heads = config->index_n_heads, dim = config->index_head_dim, source = config->source[i],
+              candidates = config->candidate_source_layer_id;
+    if (config->makes_rows[i]) make_keys(engine, i, n);
+    weigh_index_heads(engine, i, n);
     backend->see_groups(state->group_rows, NULL, NULL, state->rows, n, config->source_ratio[source]);
     backend->select_groups(&state->selection, state->index_q, state->index_weights, group_index_keys(cache, source),
                            &cache->index_format, cache->seen.index, cache->context_pages, page_rows(cache, source), heads, dim,
                            state->group_rows, n, state->index_scratch, state->scratch_rows,
                            candidates >= 0 && i >= candidates ? state->blocks : NULL, config->candidate_block_size,
                            config->candidate_topk_blocks, i == candidates);
-    check_part(engine, i, 1, state->index_q, n, heads * dim);
-    check_part(engine, i, 3, state->index_weights, n, heads);
 }
 
 /* Whether layer i is the last that reads the selection it attends to. */
@@ -3697,15 +3740,16 @@ static void forward_v41(Engine *engine, const Row *rows, int n) {
         if (layer->engram) remember(engine, layer, n);
 
         enter_streams(engine, &layer->attention_hyper, state->mixes, state->late_mixes, layer->input_layernorm, n);
-        project_shared_key(engine, layer, &trails[i * TRAILS + TRAIL_WINDOW], reads, n);
-        if (config->makes_rows[i]) make_rows(engine, i, n);
+        project_shared_key(engine, i, reads, n);
+        if (config->makes_rows[i]) pool_source(engine, i, n);
         if (config->selects[i]) select_candidates(engine, i, n);
         if (config->selects[i] && engine->probe.selected)
             engine->probe.selected(engine->probe.user, i, &state->selection, rows, n);
+        if (config->makes_rows[i]) make_rows(engine, i, n);
         if (reads) attend_source(engine, i);
         else attend_window(engine, i, NULL, NULL, NULL, 0, 0, n);
         backend->grouped_linear(state->o_latent, state->attended, n, &layer->o_a_proj, config->o_groups);
-        project(engine, state->branch, hidden, state->o_latent, n, &layer->o_proj);
+        project_rounded(engine, state->branch, hidden, state->o_latent, n, &layer->o_proj);
         leave_streams(engine, i, state->mixes, n);
 
         enter_streams(engine, &layer->mlp_hyper, state->late_mixes, state->mixes, layer->post_attention_layernorm, n);
@@ -3778,13 +3822,14 @@ static void run_stream_layers(Engine *engine, const Row *rows, int n) {
                       config->rms_norm_eps);
 }
 
-/* All layers, from the rows' tokens to the final norm. Passes of few rows come in few shapes, and each is kept as one work. */
+/* All layers, from the rows' tokens to the final norm. Passes of few rows come in few shapes, and each is kept as one work; those
+ * of several runs, which prompts bring, come in too many. */
 static void run_layers(Engine *engine, const Row *rows, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
     State *state = &engine->state;
     bool watched = engine->probe.entering || engine->probe.selected;
-    uint64_t key = watched || n > KEPT_ROWS ? 0 : work_key(engine, WORK_LAYERS, n, state->run_ends, state->n_runs);
+    uint64_t key = watched || n > KEPT_ROWS || state->n_runs > 1 ? 0 : work_key(engine, WORK_LAYERS, n, NULL, 0);
     if (begin_kept_work(engine, key)) return;
     backend->rotations(state->cosine, state->sine, state->rows, n, state->inverse_frequency, rope_dim(config),
                        engine->rope_attention_factor);
@@ -3817,9 +3862,10 @@ void begin_head(Engine *engine, const int *indices, int n) {
     const size_t hidden = (size_t)engine->config.hidden_size, vocab = (size_t)engine->config.vocab_size;
     backend->upload(state->indices, indices, (size_t)n * sizeof *indices);
     if (!begin_kept_work(engine, n > KEPT_ROWS ? 0 : work_key(engine, WORK_HEAD, n, NULL, 0))) {
-        backend->gather_rows(state->branch, state->normed, state->indices, n, engine->config.hidden_size);
-        backend->linear(state->logits, vocab, state->branch, hidden, n, &engine->weights.lm_head);
-        check_part(engine, engine->config.num_hidden_layers, 0, state->logits, n, engine->config.vocab_size);
+        backend->move_rows(state->branch, NULL, state->normed, state->indices, n, engine->config.hidden_size);
+        project(backend, state->logits, vocab, state->branch, hidden, n, &engine->weights.lm_head);
+        backend->check_finite(state->report, engine->config.num_hidden_layers * CHECKED_PARTS, state->logits, n,
+                              engine->config.vocab_size);
         backend->end_work();
     }
 }
@@ -4252,15 +4298,19 @@ static uint8_t *layer_ring(const Cache *cache, int layer) {
     return cache->draft_ring + (size_t)layer * (size_t)cache->sessions * (size_t)cache->draft_rows * cache->draft_format.stride;
 }
 
-/* Rows of keys | values of x, the keys normed and rotated; the rotations of their positions are in the state. */
-static void project_keys_and_values(Engine *engine, const LayerWeights *layer, const float *x, int n) {
+/* Rows of keys | values of x, and queries unless q is NULL; queries and keys normed and rotated. The rotations of their positions
+ * are in the state. */
+static void project_for_attention(Engine *engine, const LayerWeights *layer, float *q, const float *x, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->drafter.config.backbone;
     DraftState *state = &engine->drafter.state;
-    const int dim = config->head_dim, kv_heads = config->num_key_value_heads;
-    const size_t hidden = (size_t)config->hidden_size, kv_width = (size_t)(kv_heads * dim), width = 2 * kv_width;
-    backend->linear(state->kv, width, x, hidden, n, &layer->k_proj);
-    backend->linear(state->kv + kv_width, width, x, hidden, n, &layer->v_proj);
+    const int dim = config->head_dim, heads = config->num_attention_heads, kv_heads = config->num_key_value_heads;
+    const size_t hidden = (size_t)config->hidden_size, q_width = (size_t)(heads * dim), kv_width = (size_t)(kv_heads * dim),
+                 width = 2 * kv_width;
+    const Projection products[] = {
+        {state->kv, width, &layer->k_proj}, {state->kv + kv_width, width, &layer->v_proj}, {q, q_width, &layer->q_proj}};
+    backend->linear(products, q ? 3 : 2, x, hidden, n);
+    if (q) backend->norm_heads(q, q_width, n, heads, dim, layer->q_norm, config->rms_norm_eps, state->cosine, state->sine);
     backend->norm_heads(state->kv, width, n, kv_heads, dim, layer->k_norm, config->rms_norm_eps, state->cosine, state->sine);
 }
 
@@ -4288,14 +4338,14 @@ static void store_context(Engine *engine, int n, const int *indices) {
     if (indices) backend->upload(state->indices, indices, (size_t)n * sizeof *indices);
     const int gathers = indices != NULL;
     if (begin_kept_work(engine, n > KEPT_ROWS ? 0 : work_key(engine, WORK_CONTEXT, n, &gathers, 1))) return;
-    if (indices) backend->gather_rows(state->gathered, state->features, state->indices, n, (int)feature);
-    backend->linear(state->hidden, hidden, state->gathered, feature, n, &drafter->weights.fc);
+    if (indices) backend->move_rows(state->gathered, NULL, state->features, state->indices, n, (int)feature);
+    project(backend, state->hidden, hidden, state->gathered, feature, n, &drafter->weights.fc);
     backend->rms_norm(state->normed, hidden, state->hidden, hidden, drafter->weights.hidden_norm, n, config->hidden_size,
                       config->rms_norm_eps);
     backend->rotations(state->cosine, state->sine, state->rows, n, state->inverse_frequency, config->head_dim,
                        drafter->rope_attention_factor);
     for (int l = 0; l < config->num_hidden_layers; l++) {
-        project_keys_and_values(engine, &drafter->weights.backbone.layers[l], state->normed, n);
+        project_for_attention(engine, &drafter->weights.backbone.layers[l], NULL, state->normed, n);
         backend->store_rows(layer_ring(cache, l), &cache->draft_format, state->ring_rows, n, state->kv, width, state->kv, 0);
     }
     backend->end_work();
@@ -4312,36 +4362,41 @@ void draft_feed(Engine *engine, const Row *rows, const int *indices, int n) {
     }
 }
 
-static float *kept_feature(const Drafter *drafter, int session, int position) {
-    size_t row = (size_t)session * KEPT_FEATURES + (size_t)(position % KEPT_FEATURES);
-    return drafter->state.kept + row * (size_t)drafter->weights.fc.cols;
-}
+static int kept_row(int session, int position) { return session * KEPT_FEATURES + position % KEPT_FEATURES; }
 
 /* What was kept of the session's rows before `position` enters the ring. */
 static void catch_up(Engine *engine, int s, int position) {
     DraftState *state = &engine->drafter.state;
     SessionPages *session = &engine->cache.session[s];
-    const int feature = engine->drafter.weights.fc.cols;
     int n = 0;
     if (session->draft_end == position || session->kept_end != position) return;
     for (int t = session->kept_first; t < position; t++, n++) {
         state->row_list[n] = (Row){s, t, 0};
-        engine->backend->copy_rows(state->gathered + (size_t)n * (size_t)feature, (size_t)feature,
-                                   kept_feature(&engine->drafter, s, t), (size_t)feature, 1, feature, 1);
+        state->index_list[n] = kept_row(s, t);
     }
+    engine->backend->upload(state->indices, state->index_list, (size_t)n * sizeof(int));
+    engine->backend->move_rows(state->gathered, NULL, state->kept, state->indices, n, engine->drafter.weights.fc.cols);
     session->kept_first = session->kept_end;
     store_context(engine, n, NULL);
 }
 
-void draft_keep(Engine *engine, const Row *row, int index) {
-    const Drafter *drafter = &engine->drafter;
-    SessionPages *session = &engine->cache.session[row->session];
-    if (session->kept_end != row->position) session->kept_first = row->position;
-    session->kept_end = row->position + 1;
-    const int feature = drafter->weights.fc.cols;
-    engine->backend->copy_rows(kept_feature(drafter, row->session, row->position), (size_t)feature,
-                               drafter->state.features + (size_t)index * (size_t)feature, (size_t)feature, 1, feature, 1);
-    if (session->kept_end - session->kept_first > KEPT_FEATURES) session->kept_first++;
+void draft_keep(Engine *engine, const Row *rows, const int *indices, int n) {
+    DraftState *state = &engine->drafter.state;
+    for (int begin = 0, count; begin < n; begin += count) {
+        count = n - begin < state->max_rows ? n - begin : state->max_rows;
+        for (int i = 0; i < count; i++) {
+            const Row *row = &rows[indices[begin + i]];
+            SessionPages *session = &engine->cache.session[row->session];
+            if (session->kept_end != row->position) session->kept_first = row->position;
+            session->kept_end = row->position + 1;
+            if (session->kept_end - session->kept_first > KEPT_FEATURES) session->kept_first++;
+            state->index_list[i] = kept_row(row->session, row->position);
+            state->index_list[count + i] = indices[begin + i];
+        }
+        engine->backend->upload(state->indices, state->index_list, (size_t)(2 * count) * sizeof(int));
+        engine->backend->move_rows(state->kept, state->indices, state->features, state->indices + count, count,
+                                   engine->drafter.weights.fc.cols);
+    }
 }
 
 /* ---- the block pass */
@@ -4352,7 +4407,7 @@ static void convolve_input(Engine *engine, const float *base, const Matrix *kern
     const DraftConfig *config = &engine->drafter.config;
     DraftState *state = &engine->drafter.state;
     if (!config->conv_kernel_size) return;
-    engine->backend->linear(state->delta, (size_t)kernel->rows, state->normed, (size_t)kernel->cols, n, kernel);
+    project(engine->backend, state->delta, (size_t)kernel->rows, state->normed, (size_t)kernel->cols, n, kernel);
     engine->backend->convolve(state->normed, base, state->delta, (size_t)kernel->rows, n, config->block_size,
                               config->conv_kernel_size, config->conv_group_size, kernel->cols);
 }
@@ -4389,21 +4444,19 @@ static void run_draft_layers(Engine *engine, const DraftBlock *blocks, int n_blo
         const DraftLayerWeights *extra = &drafter->weights.layers[l];
         const float *next = l + 1 < config->num_hidden_layers ? layer[1].input_layernorm : weights->norm;
         convolve_input(engine, extra->attention_conv, &extra->attention_kernel, n);
-        backend->linear(state->q, q_width, state->normed, hidden, n, &layer->q_proj);
-        backend->norm_heads(state->q, q_width, n, heads, dim, layer->q_norm, config->rms_norm_eps, state->cosine, state->sine);
-        project_keys_and_values(engine, layer, state->normed, n);
+        project_for_attention(engine, layer, state->q, state->normed, n);
         backend->block_attention(state->attended, state->q, state->kv, layer_ring(cache, l), &cache->draft_format,
                                  cache->draft_rows, blocks, n_blocks, size, draft->window[l], draft->causal[l], heads, kv_heads,
                                  dim, 1 / sqrtf((float)dim));
-        backend->linear(state->branch, hidden, state->attended, q_width, n, &layer->o_proj);
+        project(backend, state->branch, hidden, state->attended, q_width, n, &layer->o_proj);
         convolve_output(engine, extra->attention_conv, &extra->attention_kernel, n);
         backend->add_norm(state->normed, state->hidden, state->branch, layer->post_attention_layernorm, n, config->hidden_size,
                           config->rms_norm_eps, NULL, 0);
         convolve_input(engine, extra->mlp_conv, &extra->mlp_kernel, n);
-        backend->linear(state->gate, inner, state->normed, hidden, n, &layer->gate_proj);
-        backend->linear(state->up, inner, state->normed, hidden, n, &layer->up_proj);
+        const Projection products[] = {{state->gate, inner, &layer->gate_proj}, {state->up, inner, &layer->up_proj}};
+        backend->linear(products, 2, state->normed, hidden, n);
         backend->swiglu(state->gate, state->gate, state->up, (size_t)n * inner);
-        backend->linear(state->branch, hidden, state->gate, inner, n, &layer->down_proj);
+        project(backend, state->branch, hidden, state->gate, inner, n, &layer->down_proj);
         convolve_output(engine, extra->mlp_conv, &extra->mlp_kernel, n);
         backend->add_norm(state->normed, state->hidden, state->branch, next, n, config->hidden_size, config->rms_norm_eps,
                           NULL, 0);
@@ -4434,14 +4487,14 @@ static void follow_markov(Engine *engine, Drafts *drafts, int slot, const DraftB
                  rank = (size_t)drafter->config.markov_rank, joined = (size_t)drafter->weights.confidence.cols;
     backend->take_tokens(state->rows, blocks, slot, n);
     backend->embed(state->ranks, &drafter->weights.markov_w1, state->rows, n);
-    backend->linear(state->bias, vocab, state->ranks, rank, n, &drafter->weights.markov_w2);
+    project(backend, state->bias, vocab, state->ranks, rank, n, &drafter->weights.markov_w2);
     backend->add(state->bias, logits, (size_t)n * vocab);
     find_candidates(engine, drafts, slot, drafts->slots, state->bias, n, false);
     if (!drafter->config.confidence_head) return;
     backend->copy_rows(state->joined, joined, states, hidden, n, (int)hidden, 1);
     if (joined > hidden) backend->copy_rows(state->joined + hidden, joined, state->ranks, rank, n, (int)rank, 1);
     float *confidence = drafts->confidence + slot;
-    backend->linear(confidence, (size_t)drafts->slots, state->joined, joined, n, &drafter->weights.confidence);
+    project(backend, confidence, (size_t)drafts->slots, state->joined, joined, n, &drafter->weights.confidence);
     backend->add_bias(confidence, (size_t)drafts->slots, drafter->weights.confidence_bias, n);
 }
 
@@ -4456,8 +4509,8 @@ static void draft_tokens(Engine *engine, Drafts *drafts, DraftBlock *blocks, int
     const size_t hidden = (size_t)config->backbone.hidden_size, vocab = (size_t)config->draft_vocab_size,
                  rows = (size_t)(n * slots);
     float *logits = engine->state.logits;
-    backend->gather_rows(state->branch, state->normed, state->indices, n * slots, config->backbone.hidden_size);
-    backend->linear(logits, vocab, state->branch, hidden, n * slots, &drafter->weights.backbone.lm_head);
+    backend->move_rows(state->branch, NULL, state->normed, state->indices, n * slots, config->backbone.hidden_size);
+    project(backend, logits, vocab, state->branch, hidden, n * slots, &drafter->weights.backbone.lm_head);
     if (config->final_logit_softcapping > 0 || config->output_multiplier != 1)
         backend->cap_logits(logits, rows * vocab, config->output_multiplier, config->final_logit_softcapping);
     for (int slot = 0; slot < slots && config->markov_rank; slot++) {
@@ -4472,7 +4525,7 @@ static void draft_tokens(Engine *engine, Drafts *drafts, DraftBlock *blocks, int
         backend->draw_drafts(drafts, 0, slots, blocks, n, rule);
         return;
     }
-    backend->linear(state->ranks, (size_t)config->selector_rank, state->branch, hidden, n * slots,
+    project(backend, state->ranks, (size_t)config->selector_rank, state->branch, hidden, n * slots,
                     &drafter->weights.selector_hidden);
     backend->select_path(drafts, state->ranks, &drafter->weights.predecessor, &drafter->weights.successor, blocks, n, rule);
 }
@@ -5158,20 +5211,23 @@ static void end_block(Runner *runner, int i, bool drafted) {
     if (session->cached == block->position) session->in_pass = taken;   /* of a block; a prompt's rows are all committed */
 }
 
-/* Committed rows that a block to come may see enter the draft ring; of sessions that do not draft now, only their features are
- * kept. */
-static void feed_drafter(Runner *runner, int n_rows) {
-    Engine *engine = &runner->engine;
-    int n = 0, *indices = runner->indices, window = engine->drafter.config.widest_window;
-    if (runner->speculation.width == 1) return;
+/* The committed rows of the pass that a block to come may see, those of prompts and of sessions that draft, or the others. */
+static int committed_rows(Runner *runner, int n_rows, bool drafting) {
+    int n = 0, window = runner->engine.drafter.config.widest_window;
     for (int r = 0; r < n_rows; r++) {
         const Row *row = &runner->rows[r];
         const Session *session = runner->in_slot[row->session];
         if (row->position >= session->cached || session->prompt_length - row->position >= window) continue;
-        if (session->drafts || row->position < session->prompt_length) indices[n++] = r;
-        else draft_keep(engine, row, r);
+        if ((session->drafts || row->position < session->prompt_length) == drafting) runner->indices[n++] = r;
     }
-    draft_feed(engine, runner->rows, indices, n);
+    return n;
+}
+
+/* Committed rows enter the draft ring; of sessions that do not draft now, only their features are kept. */
+static void feed_drafter(Runner *runner, int n_rows) {
+    if (runner->speculation.width == 1) return;
+    draft_feed(&runner->engine, runner->rows, runner->indices, committed_rows(runner, n_rows, true));
+    draft_keep(&runner->engine, runner->rows, runner->indices, committed_rows(runner, n_rows, false));
 }
 
 static void fail_round(Runner *runner, Session **sessions, int n, int drafted, const Error *error) {
@@ -5243,14 +5299,16 @@ void run_round(Runner *runner, Session **sessions, int n) {
     engine->backend->accept(runner->choices, runner->accepted, engine->state.logits, engine->config.vocab_size, runner->blocks,
                             &engine->drafter.state.drafts, n_blocks, runner->speculation.accept, runner->samplers,
                             runner->n_samplers);
+    const double asked = now();
     if (!end_pass(engine, runner->rows, runner->finals, &error)) return fail_round(runner, sessions, n, drafted, &error);
+    const double waited = now();
     commit_round(runner, sessions, n, n_blocks, drafted);
     const double accepted = now();
     if (engine->drafter.config.architecture) feed_drafter(runner, n_rows);
     const double end = now();
     times.draft += end - accepted;
-    times.verify = passed - packed;
-    times.accept = accepted - passed;
+    times.verify = passed - packed + waited - asked;    /* a GPU has only been asked for the pass until it is waited for */
+    times.accept = asked - passed + accepted - waited;
     account_round(runner, n_rows, block_rows, drafted, &times, &before);
     runner->seconds += end - start;
     if (runner->trace) trace_round(runner, n_rows, n_blocks, drafted, end - start, &times, &before);

@@ -35,7 +35,6 @@ static struct Device {
     int multiprocessors, major, minor;
     size_t shared_per_block;    /* bytes a block may ask for */
     cudaStream_t stream;        /* every operation's */
-    bool exact;                 /* how attention splits a sum may not depend on how many rows share a launch */
     bool no_graph;              /* begin_work() keeps nothing */
 } gpu;
 
@@ -149,7 +148,6 @@ static bool hierarchy_start(Error *error);
 static bool speculation_start(Error *error);
 
 static bool start(const DeviceOptions *options, Error *error) {
-    gpu.exact = !options->inexact;
     gpu.no_graph = options->no_graph;
     if (gpu.stream) return true;
     int count = 0;
@@ -671,6 +669,12 @@ static __device__ inline void start_copy_to_shared(uint8_t *to, const void *from
                  :: "r"(shared_address(to)), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
+/* 4 or 8 bytes likewise. */
+template <int BYTES> static __device__ inline void start_small_copy(uint8_t *to, const void *from, bool there) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                 :: "r"(shared_address(to)), "l"(from), "n"(BYTES), "r"(there ? BYTES : 0) : "memory");
+}
+
 /* What the thread has started since the last time is a group. */
 static __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -735,6 +739,58 @@ static __device__ inline void show_to_products() {
 #endif
 }
 
+/* ---- clusters of blocks: sm_90 and later; before, a cluster is one block */
+
+#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
+static __device__ inline int cluster_rank(void) { int x; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(x)); return x; }
+static __device__ inline int cluster_size(void) { int x; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(x)); return x; }
+static __device__ inline void cluster_arrive(void) { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
+static __device__ inline void cluster_wait(void) { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+
+/* The same variable in the shared memory of block `rank`. */
+static __device__ inline uint32_t cluster_address(const void *shared, int rank) {
+    uint32_t address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"((uint32_t)__cvta_generic_to_shared(shared)), "r"(rank));
+    return address;
+}
+
+/* A barrier that is complete when so many values have been sent. */
+static __device__ inline void cluster_open(uint64_t *barrier, int values) {
+    start_barrier(barrier, 1);
+    expect_bytes(barrier, values * (int)sizeof(float));
+}
+
+/* Puts x into the shared memory of block `rank` and counts its bytes at a barrier there. */
+static __device__ inline void cluster_send(float *shared, uint64_t *barrier, int rank, float x) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+                 : : "r"(cluster_address(shared, rank)), "r"(__float_as_uint(x)), "r"(cluster_address(barrier, rank)) : "memory");
+}
+static __device__ inline void cluster_add(int *shared, int rank, int x) {
+    asm volatile("red.shared::cluster.add.u32 [%0], %1;" : : "r"(cluster_address(shared, rank)), "r"(x) : "memory");
+}
+static __device__ inline int4 cluster_read(const int4 *shared, int rank) {
+    int4 x;
+    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(cluster_address(shared, rank)) : "memory");
+    return x;
+}
+static __device__ inline int2 cluster_read(const int2 *shared, int rank) {
+    int2 x;
+    asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(x.x), "=r"(x.y) : "r"(cluster_address(shared, rank)) : "memory");
+    return x;
+}
+#else
+static __device__ inline int cluster_rank(void) { return 0; }
+static __device__ inline int cluster_size(void) { return 1; }
+static __device__ inline void cluster_arrive(void) {}
+static __device__ inline void cluster_wait(void) { __syncthreads(); }
+static __device__ inline void cluster_open(uint64_t *barrier, int values) { start_barrier(barrier, values); }
+static __device__ inline void cluster_send(float *shared, uint64_t *barrier, int, float x) { *shared = x, arrive_at(barrier); }
+static __device__ inline void cluster_add(int *shared, int, int x) { atomicAdd(shared, x); }
+template <typename T> static __device__ inline T cluster_read(const T *shared, int) { return *shared; }
+#endif
+
 /* ---- tensor cores */
 
 /* Four 8 x 8 matrices of bf16; lane l names row l % 8 of matrix l / 8. */
@@ -769,27 +825,72 @@ template <int left> static __device__ void wait_for_products() {
  * Activations
  *
  * Owns: what is done to rows of f32 between products: norms, rotary positions (RoFormer, eq. 34), gates, copies. All of it is
- * bound by launches and memory, so a thread simply takes one value, or a fixed group of threads one vector.
+ * bound by launches and memory, so a thread simply takes one value, or a fixed group of threads one vector. Of few rows nothing
+ * but latency counts: what a thread loads is on its way together, weights before the kernel in front has ended.
  */
 
-enum { THREADS = 256, SMALL_VECTOR = 128, MIDDLE_VECTOR = 2048 }; /* values of a vector that one warp takes, and a small block */
+enum {
+    THREADS = 256,
+    MAX_SPLIT = 8,                  /* blocks that share a row, at most */
+    NORM_THREADS = 256,             /* of a block, for a row that can have more of them */
+};
 
 static dim3 blocks_for(size_t n) { return dim3((unsigned)((n + THREADS - 1) / THREADS)); }
 
 /* The number of this thread in its grid. */
 static __device__ inline size_t thread_index() { return (size_t)blockIdx.x * blockDim.x + threadIdx.x; }
 
-/* The sum over the `N` threads of a group that starts at a multiple of N: a warp, or the whole block. Always the same tree. */
-template <int N> static __device__ float group_sum(float value) {
+/* The first `count` of four neighbouring values, and zeros. Where they are weights it may come before wait_for_previous(). */
+static __device__ inline float4 load_four(const float *p, int count) {
+    float4 v = {};
+    if (count >= 4 && (uintptr_t)p % 16 == 0)
+        asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
+    else {
+        if (count > 0) v.x = __ldcg(p);
+        if (count > 1) v.y = __ldcg(p + 1);
+        if (count > 2) v.z = __ldcg(p + 2);
+        if (count > 3) v.w = __ldcg(p + 3);
+    }
+    return v;
+}
+
+/* Four neighbouring values from p on, the first `count` of them. */
+static __device__ inline void store_four(float *p, float4 v, int count) {
+    if (count >= 4 && (uintptr_t)p % 16 == 0) *(float4 *)p = v;
+    else {
+        if (count > 0) p[0] = v.x;
+        if (count > 1) p[1] = v.y;
+        if (count > 2) p[2] = v.z;
+        if (count > 3) p[3] = v.w;
+    }
+}
+
+/* The sum over a warp, always the same tree; and over a block, the warps' sums in order, of which each of_warp is for one. */
+static __device__ inline float warp_sum(float value) {
     for (int distance = 16; distance; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
-    if (N == 32) return value;
-    __shared__ float of_warp[N / 32];
-    __syncthreads();                                /* the sum before this one has been read */
+    return value;
+}
+
+static __device__ inline float block_sum(float *of_warp, float value) {
+    value = warp_sum(value);
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
     __syncthreads();
     float sum = 0;
-    for (int w = 0; w < N / 32; w++) sum += of_warp[w];
+#pragma unroll 4
+    for (int i = 0; i < (int)blockDim.x / 32; i++) sum += of_warp[i];
     return sum;
+}
+
+static __device__ inline bool is_finite(float x) { return fabsf(x) <= FLT_MAX; }
+static __device__ inline bool is_finite(float4 v) {
+    return is_finite(v.x) && is_finite(v.y) && is_finite(v.z) && is_finite(v.w);
+}
+
+/* The lowest place of a pass that had a row which is not finite stays in the report, and of that place the lowest row: -1 is the
+ * highest number there is. */
+static __device__ inline void report_bad(PassReport *report, int place, int row) {
+    static_assert(offsetof(PassReport, bad_row) == 0 && offsetof(PassReport, bad_place) == 4);
+    atomicMin((unsigned long long *)report, (unsigned long long)place << 32 | (unsigned)row);
 }
 
 /* An e2m1 value in the lower four bits: those of f32's exponent and mantissa in their place, and a multiplication to repair the
@@ -837,28 +938,107 @@ static void embed(float *y, const Matrix *embedding, const Row *rows, int n_rows
     launch(embed_kernel, dim3((unsigned)divide_up(embedding->cols, THREADS), (unsigned)n_rows), THREADS, 0, y, *embedding, rows);
 }
 
-template <int N> static __global__ void rms_norm_kernel(float *y, size_t y_stride, const float *x, size_t x_stride,
-                                                        const float *weight, int n, int dim, float eps) {
-    begin_kernel();
-    const size_t i = thread_index() / N;
-    const int lane = (int)threadIdx.x % N;
-    if (i >= (size_t)n) return;                     /* a whole group, so nobody waits for it */
-    const float *in = x + i * x_stride;
-    float *out = y + i * y_stride, sum = 0;
-#pragma unroll 8                                    /* so that these are on their way together */
-    for (int j = lane; j < dim; j += N) sum += in[j] * in[j];
-    float scale = 1 / sqrtf(group_sum<N>(sum) / (float)dim + eps);
-#pragma unroll 8
-    for (int j = lane; j < dim; j += N) out[j] = in[j] * scale * weight[j];
+/* ---- norms: y = weight * x / sqrt(mean(x^2) + eps), after x += branch where there is one */
+
+struct Norm {
+    float *y, *x;
+    size_t y_stride, x_stride;
+    const float *branch, *weight;
+    int dim;
+    float eps;
+    PassReport *report;             /* NULL, or where a row that is not finite shows */
+    int place;
+};
+
+struct RowSum {                     /* the warps' sums of all blocks that share a row, in the shared memory of each */
+    float of_warp[MAX_SPLIT * 32];
+    uint64_t arrived;               /* complete when all are there */
+};
+
+/* Comes before cluster_sum() where several blocks share a row. */
+static __device__ inline void open_sum(RowSum &sum) {
+    if (threadIdx.x == 0) cluster_open(&sum.arrived, cluster_size() * (int)blockDim.x / 32);
+    cluster_arrive();
+}
+
+/* The sum over the threads of a cluster, the warps' in order. Each warp sends its sum to every block, so that nobody has to ask;
+ * cluster_wait() has come before. */
+static __device__ float cluster_sum(RowSum &sum, float value) {
+    const int warps = (int)blockDim.x / 32, split = cluster_size(), lane = (int)threadIdx.x % 32;
+    if (split == 1) return block_sum(sum.of_warp, value);
+    value = warp_sum(value);
+    if (lane < split) cluster_send(&sum.of_warp[cluster_rank() * warps + (int)threadIdx.x / 32], &sum.arrived, lane, value);
+    wait_at(&sum.arrived, 0);
+    value = 0;
+#pragma unroll 4
+    for (int i = 0; i < split * warps; i++) value += sum.of_warp[i];
+    return value;
+}
+
+static __device__ inline float sum_squares(float4 v) { return v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w); }
+
+static __device__ inline float4 weighted(float4 v, float scale, float4 weight) {
+    return make_float4(v.x * scale * weight.x, v.y * scale * weight.y, v.z * scale * weight.z, v.w * scale * weight.w);
+}
+
+/* Four values of a row, with their branch. */
+static __device__ inline float4 take_four(const Norm &norm, int row, int at) {
+    float *x = norm.x + (size_t)row * norm.x_stride + at;
+    float4 v = load_four(x, norm.dim - at);
+    if (norm.branch) {
+        const float4 b = load_four(norm.branch + (size_t)row * norm.x_stride + at, norm.dim - at);
+        v = make_float4(v.x + b.x, v.y + b.y, v.z + b.z, v.w + b.w);
+        store_four(x, v, norm.dim - at);
+    }
+    if (norm.report && !is_finite(v)) report_bad(norm.report, norm.place, row);
+    return v;
+}
+
+/* By all threads of a cluster, each of which keeps four values, weighed by what is there before x is; of a row that is wider than
+ * that the others come and go twice. */
+static __device__ void norm_row(const Norm &norm, int row) {
+    __shared__ RowSum shared;
+    const int at = 4 * (cluster_rank() * (int)blockDim.x + (int)threadIdx.x), step = 4 * cluster_size() * (int)blockDim.x;
+    float *x = norm.x + (size_t)row * norm.x_stride, *y = norm.y + (size_t)row * norm.y_stride;
+    if (cluster_size() > 1) open_sum(shared);
+    const float4 weight = load_four(norm.weight + at, norm.dim - at);
+    if (cluster_size() > 1) cluster_wait();         /* the other blocks have begun, and their barriers are open */
+    wait_for_previous();
+    const float4 value = take_four(norm, row, at);
+    float sum = sum_squares(value);
+    for (int i = at + step; i < norm.dim; i += step) sum += sum_squares(take_four(norm, row, i));
+    const float scale = 1 / sqrtf(cluster_sum(shared, sum) / (float)norm.dim + norm.eps);
+    store_four(y + at, weighted(value, scale, weight), norm.dim - at);
+    for (int i = at + step, left = norm.dim - i; left > 0; i += step, left -= step)
+        store_four(y + i, weighted(load_four(x + i, left), scale, load_four(norm.weight + i, left)), left);
+}
+
+static __global__ void norm_kernel(const __grid_constant__ Norm norm) {
+    let_next_start();
+    norm_row(norm, (int)blockIdx.x / cluster_size());
+}
+
+/* Threads of each of the blocks that take a row. */
+static int norm_threads(int dim, int split) { return min(divide_up(dim, 4 * 32 * split) * 32, 1024); }
+
+/* A wide row takes several blocks: what one processor can fetch at a time is not much. */
+static void launch_norm(const Norm &norm, int n) {
+    const int most = gpu.major >= 9 ? MAX_SPLIT : 1;
+    int split = 1;
+    if (n <= 0) return;
+    while (split < most && norm_threads(norm.dim, split) > NORM_THREADS) split *= 2;
+    launch_early(norm_kernel, dim3((unsigned)(n * split)), (unsigned)norm_threads(norm.dim, split), 0, split, norm);
 }
 
 static void rms_norm(float *y, size_t y_stride, const float *x, size_t x_stride, const float *weight, int n, int dim, float eps) {
-    if (n <= 0) return;
-    if (dim <= SMALL_VECTOR)
-        launch(rms_norm_kernel<32>, blocks_for((size_t)n * 32), THREADS, 0, y, y_stride, x, x_stride, weight, n, dim, eps);
-    else if (dim <= MIDDLE_VECTOR)
-        launch(rms_norm_kernel<THREADS>, (unsigned)n, THREADS, 0, y, y_stride, x, x_stride, weight, n, dim, eps);
-    else launch(rms_norm_kernel<1024>, (unsigned)n, 1024, 0, y, y_stride, x, x_stride, weight, n, dim, eps);
+    launch_norm({.y = y, .x = (float *)x, .y_stride = y_stride, .x_stride = x_stride, .branch = NULL, .weight = weight,
+                 .dim = dim, .eps = eps, .report = NULL, .place = 0}, n);
+}
+
+static void add_norm(float *y, float *x, const float *branch, const float *weight, int n, int dim, float eps, PassReport *report,
+                     int place) {
+    launch_norm({.y = y, .x = x, .y_stride = (size_t)dim, .x_stride = (size_t)dim, .branch = branch, .weight = weight, .dim = dim,
+                 .eps = eps, .report = report, .place = place}, n);
 }
 
 /* The angle is rounded to f32 before the cosine, as in the reference. */
@@ -879,24 +1059,53 @@ static void rotations(float *cosine, float *sine, const Row *rows, int n_rows, c
     launch(rotations_kernel, blocks_for(n), THREADS, 0, cosine, sine, rows, n, inverse_frequency, dim / 2, factor);
 }
 
-/* A thread turns one pair. */
-static __global__ void rope_kernel(float *x, size_t n, int heads, int head_stride, int offset, int half, bool interleaved,
-                                   const float *cosine, const float *sine) {
-    begin_kernel();
-    const size_t pair = thread_index(), head = pair / (size_t)half;
-    if (pair >= n) return;
-    const int i = (int)(pair % (size_t)half), near = interleaved ? 2 : 1, far = interleaved ? 1 : half;
-    const size_t angle = head / (size_t)heads * (size_t)half + (size_t)i;
-    float *v = x + head * (size_t)head_stride + offset + i * near, a = v[0], b = v[far], c = cosine[angle], s = sine[angle];
-    v[0] = a * c - b * s;
-    v[far] = b * c + a * s;
+/* Rotates the pair (v[0], v[far]), and returns it. */
+static __device__ inline float2 rotate(float *v, int far, float cosine, float sine) {
+    const float a = v[0], b = v[far];
+    const float2 rotated = {a * cosine - b * sine, b * cosine + a * sine};
+    v[0] = rotated.x, v[far] = rotated.y;
+    return rotated;
 }
 
-static void rope(float *x, int n_rows, int heads, int head_stride, int offset, int dim, bool interleaved, const float *cosine,
-                 const float *sine) {
-    const size_t n = (size_t)n_rows * (size_t)heads * (size_t)(dim / 2);
-    if (!n) return;
-    launch(rope_kernel, blocks_for(n), THREADS, 0, x, n, heads, head_stride, offset, dim / 2, interleaved, cosine, sine);
+struct Queries {
+    float *q, *index_q;
+    int heads, dim, half, index_heads, index_dim;   /* half: pairs of a head that are rotated */
+    bool interleaved;
+    const float *cosine, *sine;
+    PassReport *report;
+    int place;
+};
+
+/* A thread takes a pair of a head of q, or two values of index_q. Grid: groups of pairs, rows. */
+static __global__ void rotate_queries_kernel(const __grid_constant__ Queries p) {
+    let_next_start();
+    const int row = (int)blockIdx.y, pair = (int)thread_index(), of_q = p.heads * p.half, index_pairs = divide_up(p.index_dim, 2);
+    const float *cosine = p.cosine + (size_t)row * (size_t)p.half, *sine = p.sine + (size_t)row * (size_t)p.half;
+    wait_for_previous();
+    if (pair < of_q) {
+        const int i = pair % p.half;
+        float *head = p.q + ((size_t)row * (size_t)p.heads + (size_t)(pair / p.half)) * (size_t)p.dim;
+        rotate(head + p.dim - 2 * p.half + 2 * i, 1, cosine[i], sine[i]);
+        return;
+    }
+    const int head = (pair - of_q) / index_pairs, i = (pair - of_q) % index_pairs;
+    if (head >= p.index_heads) return;
+    float *v = p.index_q + ((size_t)row * (size_t)p.index_heads + (size_t)head) * (size_t)p.index_dim;
+    const int far = i >= p.half ? min(1, p.index_dim - 1 - 2 * i) : p.interleaved ? 1 : p.half;
+    v += i < p.half && !p.interleaved ? i : 2 * i;
+    const float2 values = i < p.half ? rotate(v, far, cosine[i], sine[i]) : float2{v[0], v[far]};
+    if (!is_finite(values.x) || !is_finite(values.y)) report_bad(p.report, p.place, row);
+}
+
+static void rotate_queries(float *q, int n_rows, int heads, int dim, int tail, float *index_q, int index_heads, int index_dim,
+                           bool interleaved, const float *cosine, const float *sine, PassReport *report, int place) {
+    if (n_rows <= 0) return;
+    if (!index_q) index_heads = 0;
+    const int pairs = heads * (tail / 2) + index_heads * divide_up(index_dim, 2);
+    launch(rotate_queries_kernel, dim3((unsigned)divide_up(pairs, THREADS), (unsigned)n_rows), THREADS, 0,
+           {.q = q, .index_q = index_q, .heads = heads, .dim = dim, .half = tail / 2, .index_heads = index_heads,
+            .index_dim = index_dim, .interleaved = interleaved, .cosine = cosine, .sine = sine, .report = report,
+            .place = place});
 }
 
 /* A warp takes one head of one row. What its lanes write they read again in other places. */
@@ -909,7 +1118,7 @@ static __global__ void norm_heads_kernel(float *x, size_t stride, int n, int hea
     cosine += (size_t)row * (size_t)half, sine += (size_t)row * (size_t)half;
 #pragma unroll 4
     for (int j = lane; j < dim; j += 32) sum += v[j] * v[j];
-    const float scale = 1 / sqrtf(group_sum<32>(sum) / (float)dim + eps);
+    const float scale = 1 / sqrtf(warp_sum(sum) / (float)dim + eps);
 #pragma unroll 4
     for (int j = lane; j < dim; j += 32) v[j] = v[j] * scale * weight[j];
     __syncwarp();
@@ -957,25 +1166,25 @@ static void add(float *y, const float *x, size_t n) {
 }
 
 /* y[r] = x[indices ? indices[r] : r] * factor. */
-static __global__ void copy_rows_kernel(float *y, size_t y_stride, const float *x, size_t x_stride, const int *indices, size_t n,
-                                        size_t dim, float factor) {
+static __global__ void copy_rows_kernel(float *y, size_t y_stride, const int *to, const float *x, size_t x_stride, const int *from,
+                                        size_t n, size_t dim, float factor) {
     begin_kernel();
     const size_t i = thread_index();
     if (i >= n) return;
-    const size_t to = i / dim, from = indices ? (size_t)indices[to] : to;
-    y[to * y_stride + i % dim] = x[from * x_stride + i % dim] * factor;
+    const size_t row = i / dim, y_row = to ? (size_t)to[row] : row, x_row = from ? (size_t)from[row] : row;
+    y[y_row * y_stride + i % dim] = x[x_row * x_stride + i % dim] * factor;
 }
 
 static void copy_rows(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, int dim, float factor) {
     const size_t width = (size_t)dim, n = (size_t)n_rows * width;
     if (!n) return;
-    launch(copy_rows_kernel, blocks_for(n), THREADS, 0, y, y_stride, x, x_stride, NULL, n, width, factor);
+    launch(copy_rows_kernel, blocks_for(n), THREADS, 0, y, y_stride, NULL, x, x_stride, NULL, n, width, factor);
 }
 
-static void gather_rows(float *y, const float *x, const int *indices, int n, int dim) {
+static void move_rows(float *y, const int *to, const float *x, const int *from, int n, int dim) {
     const size_t width = (size_t)dim, values = (size_t)n * width;
     if (!values) return;
-    launch(copy_rows_kernel, blocks_for(values), THREADS, 0, y, width, x, width, indices, values, width, 1);
+    launch(copy_rows_kernel, blocks_for(values), THREADS, 0, y, width, to, x, width, from, values, width, 1);
 }
 
 static __global__ void add_bias_kernel(float *y, size_t stride, float bias, int n) {
@@ -1034,32 +1243,10 @@ static void convolve(float *z, const float *base, const float *delta, size_t del
     launch(convolve_kernel, blocks_for(n), THREADS, 0, z, base, delta, delta_stride, n, block_size, taps, group, dim);
 }
 
-/* ---- looking for numbers that are not finite */
-
-/* What the blocks of a kernel have found; as it was again when the last of them has ended. */
-static __device__ unsigned first_bad_row = UINT_MAX, finished_checks;
-
-static __device__ inline bool is_finite(float x) { return fabsf(x) <= FLT_MAX; }
-
-/* By one thread of every block, at its end: whether the block's own row was bad, or it has been told already. The block that ends
- * last writes the report, so a row that an earlier look found stays. */
-static __device__ void finish_check(PassReport *report, int place, bool bad, unsigned row) {
-    if (bad) atomicMin(&first_bad_row, row);
-    __threadfence();
-    if (atomicAdd(&finished_checks, 1) + 1 < gridDim.x) return;
-    row = atomicExch(&first_bad_row, UINT_MAX);
-    finished_checks = 0;
-    if (report->bad_row >= 0) return;
-    report->bad_row = row == UINT_MAX ? -1 : (int)row;
-    report->bad_place = row == UINT_MAX ? -1 : place;
-}
-
 static __global__ void check_finite_kernel(PassReport *report, int place, const float *x, size_t n, size_t dim) {
     begin_kernel();
     for (size_t i = thread_index(); i < n; i += (size_t)gridDim.x * THREADS)
-        if (!is_finite(x[i])) atomicMin(&first_bad_row, (unsigned)(i / dim));
-    __syncthreads();
-    if (threadIdx.x == 0) finish_check(report, place, false, 0);
+        if (!is_finite(x[i])) report_bad(report, place, (int)(i / dim));
 }
 
 static void check_finite(PassReport *report, int place, const float *x, int n_rows, int dim) {
@@ -1068,41 +1255,11 @@ static void check_finite(PassReport *report, int place, const float *x, int n_ro
     launch(check_finite_kernel, (unsigned)(blocks < most ? blocks : most), THREADS, 0, report, place, x, n, (size_t)dim);
 }
 
-/* A block of N threads takes a row. */
-template <int N> static __global__ void add_norm_kernel(float *y, float *x, const float *branch, const float *weight, int dim,
-                                                        float eps, PassReport *report, int place) {
-    begin_kernel();
-    const size_t row = (size_t)blockIdx.x * (size_t)dim;
-    float sum = 0;
-    bool bad = false;
-#pragma unroll 8
-    for (int j = (int)threadIdx.x; j < dim; j += N) {
-        const float value = x[row + j] + branch[row + j];
-        x[row + j] = value;
-        sum += value * value;
-        bad |= !is_finite(value);
-    }
-    const float scale = 1 / sqrtf(group_sum<N>(sum) / (float)dim + eps);
-#pragma unroll 8
-    for (int j = (int)threadIdx.x; j < dim; j += N) y[row + j] = x[row + j] * scale * weight[j];
-    if (!report) return;
-    bad = __syncthreads_or(bad);
-    if (threadIdx.x == 0) finish_check(report, place, bad, blockIdx.x);
-}
-
-static void add_norm(float *y, float *x, const float *branch, const float *weight, int n, int dim, float eps, PassReport *report,
-                     int place) {
-    if (n <= 0) return;
-    if (dim <= MIDDLE_VECTOR)
-        launch(add_norm_kernel<THREADS>, (unsigned)n, THREADS, 0, y, x, branch, weight, dim, eps, report, place);
-    else launch(add_norm_kernel<1024>, (unsigned)n, 1024, 0, y, x, branch, weight, dim, eps, report, place);
-}
-
 /* =====================================================================================================================
  * Products
  *
- *     linear, expand_value -> multiply -> launch_tiles -> choose_cut, product_kernel or multiply_many
- *     product_kernel -> fetch_first, multiply_segment, sum_segments
+ *     linear, expand_value -> multiply -> plan, launch_products or multiply_many
+ *     launch_products -> choose_cluster, product_kernel -> multiply_block -> fetch_first, multiply_segment, sum_segments
  *     multiply_segment -> fetch_input and put_input (x), multiply_batch (weights), put_sums
  *
  * Owns: y = W x with W in its stored format. A warp multiplies a strip of 32 rows of weights by 8 to 32 rows of x on the tensor
@@ -1118,11 +1275,14 @@ static void add_norm(float *y, float *x, const float *branch, const float *weigh
  * how many columns of the instruction are in use, is all that the number of rows of x decides. Many rows have a kernel of their
  * own, which takes the same steps in larger tiles.
  *
- * Weights are on their way into a ring in shared memory, 128 KB a multiprocessor, from before the kernel in front has ended. Four
- * threads fetch 64 neighbouring bytes of a row, and what a thread has fetched it uses as if it were the fragment it should have:
- * the order of k inside a product is free as long as both operands agree, so x is put into shared memory in the same order. f32
- * weights, and matrices whose rows do not begin at a multiple of 16 bytes, take the exact path: plain multiply-adds in f32, a
- * row of weights for each lane.
+ * Products of the same few rows share a launch, which small ones are little else than. A block multiplies for one of them,
+ * whatever its format; all have clusters of one size.
+ *
+ * Weights and their scales are on their way into a ring in shared memory, 128 KB a multiprocessor, from before the kernel in
+ * front has ended. Four threads fetch 64 neighbouring bytes of a row, and what a thread has fetched it uses as if it were the
+ * fragment it should have: the order of k inside a product is free as long as both operands agree, so x is put into shared memory
+ * in the same order. f32 weights, and matrices whose rows do not begin at a multiple of 16 bytes, take the exact path: plain
+ * multiply-adds in f32, a row of weights for each lane.
  */
 
 enum {
@@ -1131,7 +1291,9 @@ enum {
     STRIP_CHUNKS = 2,           /* of 16 bytes a row, that make a thread's batch */
     RING_CHUNKS = 4,            /* on their way from memory at a time */
     CHUNK_BYTES = 4 * 32 * 16,  /* of a warp: four rows of each thread */
-    RING_BYTES = RING_CHUNKS * CHUNK_BYTES,
+    SCALE_BYTES = 8,            /* of a row and batch at most: e2m1's exponents */
+    RING_BATCHES = RING_CHUNKS / STRIP_CHUNKS,
+    RING_BYTES = RING_CHUNKS * CHUNK_BYTES + RING_BATCHES * STRIP * SCALE_BYTES,
     MAX_CLUSTER = 8,
     STAGED_PAD = 64,            /* bytes behind each row of x there, so that eight lanes' 16 bytes meet different banks */
     SUM_STRIDE = STRIP + 4,     /* floats from column to column of a warp's sums; the 4 spread a fragment over the banks */
@@ -1153,8 +1315,17 @@ typedef struct Product {        /* y[r] = W x[r], for each of `heads` matrices t
     int n_rows;
     int heads, head_rows, x_head, y_head;           /* the last two: values from one head to the next */
     bool aligned;               /* x allows loads of 16 bytes */
+    DType format;               /* the weights' as the kernel is to see them, or EXACT */
+    int terms;                  /* of x */
     Cut cut;
+    int tiles, first_block;     /* of eight rows of x in a block; of the launch's blocks */
 } Product;
+
+/* What shares a launch: with clusters of one size, and as many tiles. */
+typedef struct Products {
+    Product of[MAX_PROJECTIONS];
+    int count;
+} Products;
 
 /* The rows of x that a block multiplies. */
 typedef struct Input {
@@ -1182,18 +1353,12 @@ static_assert(EXPONENT_BLOCK == chunk_values(DTYPE_F4_E2M1), "a chunk of e2m1 we
  * chunk on. Offsets are from each fragment's first row. The exact path has one row, the first. */
 typedef struct Strip {
     const uint8_t *data[2];
-    const float *scale[2];
-    const uint8_t *exponents[2];
-    uint32_t row[4], scale_row[4];                  /* offsets: in bytes, and in scales */
+    uint32_t row[4];            /* offsets in bytes */
     int limit[2];               /* of the columns, less those before this thread's; 0 for a fragment outside the matrix */
+    const float *scale;         /* of the row of the strip that has the lane's number */
+    const uint8_t *exponents;   /* likewise */
     DType dtype;
 } Strip;
-
-/* The scales of a batch, on their way from memory while the one before is multiplied. */
-typedef struct Scales {
-    float scale[4];             /* e4m3 */
-    uint2 exponents[4];         /* e2m1: of each row, a byte for each of four threads' chunks; x: the first ones, y: the second */
-} Scales;
 
 enum { NO_BATCH = INT_MAX / 2 };                    /* a column past every matrix: fetches zeros, reads nothing */
 
@@ -1208,29 +1373,33 @@ static __device__ inline int power_of(int x) { return 31 - __clz(x); }
 template <DType D> static __device__ inline void set_fragment(Strip *strip, int m, const Matrix &w, int first) {
     const int lane = lane_id(), skipped = D == EXACT ? 0 : lane % 4 * chunk_values(D), begin = min(first, w.rows - 1);
     const DType dtype = D == EXACT ? w.dtype : D;
-    strip->dtype = w.dtype;
     strip->limit[m] = first < w.rows ? w.cols - skipped : 0;
     strip->data[m] = w.data + (size_t)begin * weight_bytes(dtype, (size_t)w.cols);
-    strip->scale[m] = row_scales(&w, begin);
-    strip->exponents[m] = dtype == DTYPE_F4_E2M1 ? w.exponents + (size_t)(w.first_row + begin) * (size_t)w.scale_cols : NULL;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int row = min(first + (D == EXACT ? lane % 16 : lane / 4 + i * 8), w.rows - 1) - begin;
-        const int scale_row = dtype == DTYPE_F4_E2M1 ? row : (w.first_row + begin + row) / SCALE_BLOCK
-                                                                 - (w.first_row + begin) / SCALE_BLOCK;
         strip->row[2 * m + i] = (uint32_t)((size_t)row * weight_bytes(dtype, (size_t)w.cols)
                                            + weight_bytes(dtype, (size_t)skipped));
-        strip->scale_row[2 * m + i] = (uint32_t)(scale_row * w.scale_cols);
     }
 }
 
 template <DType D> static __device__ inline void set_strip(Strip *strip, const Matrix &w, int first) {
+    const int row = min(first + lane_id(), w.rows - 1);
     set_fragment<D>(strip, 0, w, first);
     set_fragment<D>(strip, 1, w, first + 16);
+    strip->scale = row_scales(&w, row);
+    strip->exponents = w.exponents ? w.exponents + (size_t)(w.first_row + row) * (size_t)w.scale_cols : NULL;
+    strip->dtype = w.dtype;
 }
 
-/* Starts to read a chunk, of the batch of columns from k on, into its place in the warp's ring. A thread reads back what it has
- * fetched itself, so nobody waits for another. Always a group of copies, so that they can be counted. */
+/* Scales of a batch in the ring: of row `row` of the strip. */
+static __device__ inline uint8_t *scales_at(uint8_t *ring, int batch, int row) {
+    return ring + RING_CHUNKS * CHUNK_BYTES + (batch % RING_BATCHES * STRIP + row) * SCALE_BYTES;
+}
+
+/* Starts to read a chunk, of the batch of columns from k on, into its place in the warp's ring, and with a batch's first chunk
+ * its scales, a row for each lane. What a thread has fetched of a chunk it reads back itself, so nobody waits for another. Always
+ * a group of copies, so that they can be counted. */
 template <DType D> static __device__ inline void fetch_chunk(uint8_t *ring, const Strip &strip, int place, int k) {
     const int at = k + place % STRIP_CHUNKS * 4 * chunk_values(D);
     uint8_t *to = ring + place % RING_CHUNKS * CHUNK_BYTES + lane_id() * 16;
@@ -1238,34 +1407,21 @@ template <DType D> static __device__ inline void fetch_chunk(uint8_t *ring, cons
     for (int i = 0; i < 4; i++)
         start_copy_to_shared(to + i * 512, strip.data[i / 2] + (strip.row[i] + (uint32_t)weight_bytes(D, (size_t)at)),
                              at < strip.limit[i / 2]);
+    if (place % STRIP_CHUNKS == 0) {                /* also where only the other threads of a row have columns */
+        const bool there = k < strip.limit[0] + lane_id() % 4 * chunk_values(D);
+        uint8_t *scales = scales_at(ring, place / STRIP_CHUNKS, lane_id());
+        if (D == DTYPE_F8_E4M3) start_small_copy<4>(scales, strip.scale + (there ? k / SCALE_BLOCK : 0), there);
+        if (D == DTYPE_F4_E2M1) start_small_copy<8>(scales, strip.exponents + (there ? k / EXPONENT_BLOCK : 0), there);
+    }
     commit_copies();
 }
 
-/* Of a batch, also where only the other threads of a row have columns: the sums are of all four. */
-template <DType D> static __device__ inline void fetch_scales(Scales &scales, const Strip &strip, int k) {
-    if constexpr (D == DTYPE_F8_E4M3)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const bool there = k < strip.limit[i / 2] + lane_id() % 4 * chunk_values(D);
-            scales.scale[i] = there ? __ldg(strip.scale[i / 2] + (strip.scale_row[i] + k / SCALE_BLOCK)) : 0;
-        }
-    if constexpr (D == DTYPE_F4_E2M1)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const uint8_t *at = strip.exponents[i / 2] + (strip.scale_row[i] + (uint32_t)(k / EXPONENT_BLOCK));
-            scales.exponents[i] = k < strip.limit[i / 2] ? __ldg((const uint2 *)at) : make_uint2(0, 0);
-        }
-}
-
 /* A segment's first chunks, from column k on; batches are `step` columns apart, up to `rounds`. */
-template <DType D> static __device__ inline void fetch_first(uint8_t *ring, Scales &scales, const Strip &strip, int k, int step,
-                                                             int rounds) {
-    if constexpr (D != EXACT) {
+template <DType D> static __device__ inline void fetch_first(uint8_t *ring, const Strip &strip, int k, int step, int rounds) {
+    if constexpr (D != EXACT)
 #pragma unroll
         for (int c = 0; c < RING_CHUNKS; c++)
             fetch_chunk<D>(ring, strip, c, c / STRIP_CHUNKS < rounds ? k + c / STRIP_CHUNKS * step : NO_BATCH);
-        fetch_scales<D>(scales, strip, k);
-    }
 }
 
 /* Two f32 as the 16-bit type that meets weights of type D. */
@@ -1435,27 +1591,32 @@ static __device__ inline void multiply_stretch(float sum[2][TILES][4], const uin
         }
 }
 
-/* Batch i of a segment. In the ring, those that come RING_CHUNKS later take its place, from column `later` on; `next`: column
- * of the one behind it. x: this thread's first value of it in row 0. */
+/* Batch i of a segment. In the ring, the one RING_BATCHES later takes its place, from column `later` on. x: this thread's first
+ * value of it in row 0. */
 template <DType D, int TILES, int TERMS>
-static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *ring, Scales &scales, const Strip &strip, int i,
-                                             int next, int later, const uint8_t *x, int x_stride, int last_column) {
+static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *ring, const Strip &strip, int i, int later,
+                                             const uint8_t *x, int x_stride, int last_column) {
     constexpr bool scaled = D == DTYPE_F8_E4M3;
     constexpr int parts = chunk_values(D) / 8;
-    float sum[2][TILES][4] = {};
+    float sum[2][TILES][4] = {}, scale[4] = {};
     uint32_t factor[STRIP_CHUNKS][4] = {};
-    if constexpr (D == DTYPE_F4_E2M1) {
-#pragma unroll
-        for (int r = 0; r < 4; r++) {
-            factor[0][r] = e2m1_factor(scales.exponents[r].x);
-            factor[1][r] = e2m1_factor(scales.exponents[r].y);
-        }
-        fetch_scales<D>(scales, strip, next);
-    }
 #pragma unroll
     for (int u = 0; u < STRIP_CHUNKS; u++) {
         const int place = i * STRIP_CHUNKS + u;
         wait_for_copies<RING_CHUNKS - 1>();
+        if (u == 0 && (scaled || D == DTYPE_F4_E2M1)) {             /* rows that other lanes have fetched */
+            __syncwarp();
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                const uint8_t *scales = scales_at(ring, i, lane_id() / 4 + r * 8);
+                if (scaled) scale[r] = *(const float *)scales;
+                else {
+                    factor[0][r] = e2m1_factor(*(const uint32_t *)scales);
+                    factor[1][r] = e2m1_factor(*(const uint32_t *)(scales + 4));
+                }
+            }
+            __syncwarp();
+        }
         uint4 chunk[4];
 #pragma unroll
         for (int r = 0; r < 4; r++)
@@ -1466,13 +1627,10 @@ static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *
                                               last_column);
         fetch_chunk<D>(ring, strip, place, later);
     }
-    if constexpr (scaled) {
 #pragma unroll
-        for (int j = 0; j < 2 * TILES * 4; j++) {
-            const int m = j / (TILES * 4), tile = j / 4 % TILES, part = j % 4;
-            total[m][tile][part] = fmaf(scales.scale[2 * m + part / 2], sum[m][tile][part], total[m][tile][part]);
-        }
-        fetch_scales<D>(scales, strip, next);
+    for (int j = 0; scaled && j < 2 * TILES * 4; j++) {
+        const int m = j / (TILES * 4), tile = j / 4 % TILES, part = j % 4;
+        total[m][tile][part] = fmaf(scale[2 * m + part / 2], sum[m][tile][part], total[m][tile][part]);
     }
 }
 
@@ -1481,13 +1639,10 @@ static __device__ void multiply_exactly(float total[8], const Strip &strip, int 
                                         int last_column) {
     const int m = lane_id() / 16, limit = m ? strip.limit[1] : strip.limit[0];
     const uint8_t *data = (m ? strip.data[1] : strip.data[0]) + (m ? strip.row[2] : strip.row[0]);
-    const float *scale = m ? strip.scale[1] : strip.scale[0];
-    const uint8_t *exponents = m ? strip.exponents[1] : strip.exponents[0];
-    const uint32_t scale_row = m ? strip.scale_row[2] : strip.scale_row[0];
     for (int i = 0; i < batch_values(EXACT) && k + i < limit; i++) {
         float weight = load_stored(data, (size_t)(k + i), strip.dtype);
-        if (scale) weight *= scale[scale_row + (uint32_t)((k + i) / SCALE_BLOCK)];
-        if (exponents) weight *= widen_e8m0(exponents[scale_row + (uint32_t)((k + i) / EXPONENT_BLOCK)]);
+        if (strip.scale) weight *= strip.scale[(k + i) / SCALE_BLOCK];
+        if (strip.exponents) weight *= widen_e8m0(strip.exponents[(k + i) / EXPONENT_BLOCK]);
 #pragma unroll
         for (int c = 0; c < 8; c++) total[c] = fmaf(weight, x[min(c, last_column) * x_stride + i], total[c]);
     }
@@ -1520,8 +1675,8 @@ template <DType D> static __device__ inline int first_batch(const Cut &cut, int 
  * fetch_first has been called. In each round x of the next one is fetched, rounded and put into the other of two buffers,
  * while weights are on their way. All warps of the block come along. */
 template <DType D, int TILES, int TERMS>
-static __device__ void multiply_segment(uint8_t *ring, Scales &scales, const Strip &strip, const Input &input, const Cut &cut,
-                                        int from, uint8_t *staged) {
+static __device__ void multiply_segment(uint8_t *ring, const Strip &strip, const Input &input, const Cut &cut, int from,
+                                        uint8_t *staged) {
     const int stride = staged_stride(D, cut.along, TERMS), last = input.count - 1, step = round_columns(D, cut);
     const int place = (warp_id() & cut.along - 1) * term_bytes(D, 1) + (D == EXACT ? 0 : lane_id() % 4 * 16);
     float total[2][TILES][4] = {}, v[TILES][8];
@@ -1531,14 +1686,14 @@ static __device__ void multiply_segment(uint8_t *ring, Scales &scales, const Str
         uint8_t *now = staged + (i & 1) * input.count * stride, *then = staged + (~i & 1) * input.count * stride;
         if (more) fetch_input<D, TILES>(v, input, cut, k, 0);
         if (i >= 0) {
-            const int next = more ? first_batch<D>(cut, k) : NO_BATCH, ahead = RING_CHUNKS / STRIP_CHUNKS;
             if constexpr (D == EXACT)
                 multiply_exactly(&total[0][0][0], strip, first_batch<D>(cut, k - step), (const float *)(now + place), stride / 4,
                                  last);
             else
-                multiply_batch<D, TILES, TERMS>(total, ring, scales, strip, i, next,
-                                                i + ahead < cut.rounds ? first_batch<D>(cut, k) + (ahead - 1) * step : NO_BATCH,
-                                                now + place, stride, last);
+                multiply_batch<D, TILES, TERMS>(
+                    total, ring, strip, i,
+                    i + RING_BATCHES < cut.rounds ? first_batch<D>(cut, k) + (RING_BATCHES - 1) * step : NO_BATCH, now + place,
+                    stride, last);
         }
         if (!more) break;
         put_input<D, TERMS, TILES>(then, v, input, cut, 0);
@@ -1560,6 +1715,13 @@ static __device__ inline void cluster_barrier() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 #else
     __syncthreads();
+#endif
+}
+
+/* The others may still be reading this block's shared memory; what has been written elsewhere need not have arrived. */
+static __device__ inline void end_cluster() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
 
@@ -1600,39 +1762,27 @@ static int product_shared(DType D, const Cut &cut, int columns, int terms) {
     return WARPS * RING_BYTES + 2 * columns * staged_stride(D, cut.along, terms);
 }
 
-/* Four neighbouring values of y from p on, the first `count` of them. */
-static __device__ inline void store_four(float *p, float4 v, int count) {
-    if (count >= 4 && (uintptr_t)p % 16 == 0) *(float4 *)p = v;
-    else {
-        if (count > 0) p[0] = v.x;
-        if (count > 1) p[1] = v.y;
-        if (count > 2) p[2] = v.z;
-        if (count > 3) p[3] = v.w;
-    }
-}
-
-/* Grid: blocks of a cluster of each head, groups of rows of x, groups of rows of weights. */
+/* Block `block` of a product. Neighbours make a cluster; the clusters of all heads for the same rows of weights follow each
+ * other. */
 template <DType D, int TILES, int TERMS>
-static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_kernel(const __grid_constant__ Product p) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    let_next_start();
-    const int along = power_of(p.cut.along), group_rows = STRIP * WARPS >> along, first_row = (int)blockIdx.z * group_rows;
-    const int head = (int)blockIdx.x >> power_of(p.cut.cluster), rank = (int)blockIdx.x & p.cut.cluster - 1;
+static __device__ inline void multiply_block(const Product &p, int block, uint8_t *shared) {
+    const int along = power_of(p.cut.along), group_rows = STRIP * WARPS >> along, rank = block & p.cut.cluster - 1;
+    const int at = block >> power_of(p.cut.cluster), group = p.heads == 1 ? at : at / p.heads;
+    const int head = at - group * p.heads, first_row = group * group_rows;
     const int from = (rank << along) * batch_values(D);
     Matrix w = p.w;
     w.data += (size_t)head * (size_t)p.head_rows * weight_bytes(D == EXACT ? w.dtype : D, (size_t)w.cols);
     w.first_row += head * p.head_rows;
     Strip strip;
     set_strip<D>(&strip, w, first_row + (warp_id() >> along) * STRIP);
-    Scales scales;
     uint8_t *ring = shared + warp_id() * RING_BYTES;
-    fetch_first<D>(ring, scales, strip, first_batch<D>(p.cut, from), round_columns(D, p.cut), p.cut.rounds);
+    fetch_first<D>(ring, strip, first_batch<D>(p.cut, from), round_columns(D, p.cut), p.cut.rounds);
     wait_for_previous();
 
     const int first = (int)blockIdx.y * TILES * 8;
     const Input input = {.x = p.x + (size_t)first * p.x_stride + head * p.x_head, .stride = p.x_stride,
                          .count = min(TILES * 8, p.n_rows - first), .cols = w.cols, .aligned = p.aligned};
-    multiply_segment<D, TILES, TERMS>(ring, scales, strip, input, p.cut, from, shared + WARPS * RING_BYTES);
+    multiply_segment<D, TILES, TERMS>(ring, strip, input, p.cut, from, shared + WARPS * RING_BYTES);
 
     if (p.cut.cluster > 1) cluster_barrier();
     else __syncthreads();
@@ -1643,10 +1793,31 @@ static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_ke
             store_four(p.y + (size_t)(first + column) * p.y_stride + (head * p.y_head + first_row + r),
                        sum_segments((const float *)shared, p.cut, r, column), count);
     }
-    if (p.cut.cluster > 1) cluster_barrier();       /* the others may still be reading this block's sums */
+    if (p.cut.cluster > 1) end_cluster();
 }
 
-static Cut cut_of(int cluster, int along, int cols, DType dtype = DTYPE_BF16) {
+/* Grid: blocks of all products, groups of rows of x. */
+template <int TILES>
+static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_kernel(const __grid_constant__ Products products) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    let_next_start();
+    int i = products.count - 1;
+    while (i && (int)blockIdx.x < products.of[i].first_block) i--;
+    const Product &p = products.of[i];
+    const int block = (int)blockIdx.x - p.first_block;
+    switch (p.format) {
+    case DTYPE_BF16: return multiply_block<DTYPE_BF16, TILES, 2>(p, block, shared);
+    case DTYPE_F16: return multiply_block<DTYPE_F16, TILES, 2>(p, block, shared);
+    case DTYPE_F4_E2M1: return multiply_block<DTYPE_F4_E2M1, TILES, 1>(p, block, shared);
+    case DTYPE_F8_E4M3:
+        if (p.terms == 2) return multiply_block<DTYPE_F8_E4M3, TILES, 2>(p, block, shared);
+        return multiply_block<DTYPE_F8_E4M3, TILES, 1>(p, block, shared);
+    default:
+        if constexpr (TILES == 1) multiply_block<EXACT, 1, 1>(p, block, shared);
+    }
+}
+
+static Cut cut_of(int cluster, int along, int cols, DType dtype) {
     return {.cluster = cluster, .along = along, .rounds = divide_up(cols, cluster * along * batch_values(dtype))};
 }
 
@@ -1656,7 +1827,7 @@ static int cluster_slots(int cluster) {
     static int found[MAX_CLUSTER + 1];
     if (gpu.major < 9 || cluster == 1) return 2 * gpu.multiprocessors;
     if (found[cluster]) return found[cluster];
-    const auto kernel = product_kernel<DTYPE_BF16, 1, 2>;
+    const auto kernel = product_kernel<1>;
     const size_t shared = (size_t)product_shared(DTYPE_BF16, {cluster, 1, 1}, 8, 2);
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeClusterDimension;
@@ -1687,31 +1858,71 @@ static double cut_cost(const Cut &cut, DType dtype, int rows, int heads, int n) 
     return waves * (cut.rounds * round + begin) + cluster + segment * cut.cluster * cut.along;
 }
 
-/* The cut of a matrix. The number of segments is its shape's, what is best for one row; how they lie in warps and blocks changes
- * no sum, and may follow the number of rows. */
-static Cut choose_cut(int rows, int cols, int heads, DType dtype, int n) {
+/* The number of segments of a matrix is its shape's: what is best for one row. */
+static Cut choose_cut(const Product &p) {
     const int most = gpu.major == 9 ? MAX_CLUSTER : 1;
-    Cut best = {}, cut;
+    Cut best = {};
     for (int segments = 2; segments <= WARPS * most; segments *= 2) {
-        cut = cut_of(segments > WARPS ? segments / WARPS : 1, segments > WARPS ? WARPS : segments, cols, dtype);
-        if (!best.rounds || cut_cost(cut, dtype, rows, heads, 1) < cut_cost(best, dtype, rows, heads, 1)) best = cut;
-    }
-    const int segments = best.cluster * best.along;
-    for (int cluster = 2 * best.cluster; cluster <= most && cluster <= segments; cluster *= 2) {
-        cut = cut_of(cluster, segments / cluster, cols, dtype);
-        if (cut_cost(cut, dtype, rows, heads, n) < 0.97 * cut_cost(best, dtype, rows, heads, n)) best = cut;
+        const Cut cut = cut_of(divide_up(segments, WARPS), min(segments, WARPS), p.w.cols, p.format);
+        if (!best.rounds || cut_cost(cut, p.format, p.w.rows, p.heads, 1) < cut_cost(best, p.format, p.w.rows, p.heads, 1))
+            best = cut;
     }
     return best;
 }
 
-template <DType D, int TILES, int TERMS> static void launch_product(const Product &product) {
-    const Cut &cut = product.cut;
-    const size_t shared = (size_t)product_shared(D, cut, product.n_rows < TILES * 8 ? product.n_rows : TILES * 8, TERMS);
-    const int groups = divide_up(product.w.rows, STRIP * (WARPS / cut.along));
-    allow_shared(product_kernel<D, TILES, TERMS>, shared);
-    launch_early(product_kernel<D, TILES, TERMS>,
-                 dim3((unsigned)(cut.cluster * product.heads), (unsigned)divide_up(product.n_rows, TILES * 8), (unsigned)groups),
-                 THREADS, shared, cut.cluster, product);
+static int segments_of(const Product &p) { return p.cut.cluster * p.cut.along; }
+
+/* How segments lie in warps and blocks changes no sum, and may follow the company: those that share a launch have one cluster. */
+static void choose_cluster(Products *products) {
+    int least = 1, most = gpu.major == 9 ? MAX_CLUSTER : 1, best = 0;
+    double best_cost = 0;
+    for (int i = 0; i < products->count; i++) {
+        least = max(least, divide_up(segments_of(products->of[i]), WARPS));
+        most = min(most, segments_of(products->of[i]));
+    }
+    for (int cluster = least; cluster <= most; cluster *= 2) {
+        double cost = 0;
+        for (int i = 0; i < products->count; i++) {
+            const Product &p = products->of[i];
+            const Cut cut = cut_of(cluster, segments_of(p) / cluster, p.w.cols, p.format);
+            cost += cut_cost(cut, p.format, p.w.rows, p.heads, p.n_rows);
+        }
+        if (best && cost >= 0.97 * best_cost) continue;
+        best = cluster;
+        best_cost = cost;
+    }
+    for (int i = 0; i < products->count; i++) {
+        Product &p = products->of[i];
+        p.cut = cut_of(best, segments_of(p) / best, p.w.cols, p.format);
+    }
+}
+
+/* Whether a product fits into that launch: some cluster holds the segments of all. */
+static bool may_join(const Products &products, const Product &p) {
+    int least = divide_up(segments_of(p), WARPS), most = segments_of(p);
+    for (int i = 0; i < products.count; i++) {
+        least = max(least, divide_up(segments_of(products.of[i]), WARPS));
+        most = min(most, segments_of(products.of[i]));
+        if (products.of[i].tiles != p.tiles) return false;
+    }
+    return least <= most;
+}
+
+static void launch_products(Products *products) {
+    size_t shared = 0;
+    int blocks = 0;
+    choose_cluster(products);
+    for (int i = 0; i < products->count; i++) {
+        Product &p = products->of[i];
+        p.first_block = blocks;
+        blocks += divide_up(p.w.rows, STRIP * (WARPS / p.cut.along)) * p.heads * p.cut.cluster;
+        shared = max(shared, (size_t)product_shared(p.format, p.cut, min(p.n_rows, p.tiles * 8), p.terms));
+    }
+    const Product &first = products->of[0];
+    const auto kernel = first.tiles == 4 ? product_kernel<4> : first.tiles == 2 ? product_kernel<2> : product_kernel<1>;
+    allow_shared(kernel, shared);
+    launch_early(kernel, dim3((unsigned)blocks, (unsigned)divide_up(first.n_rows, first.tiles * 8)), THREADS, shared,
+                 first.cut.cluster, *products);
 }
 
 /* ---- many rows: a block multiplies a tile of 64 to 256 rows of weights by 64 or 128 rows of x, one segment after the other,
@@ -2146,7 +2357,7 @@ static __global__ void __launch_bounds__(GROUPS * WIDE_THREADS, 4 / GROUPS) wide
     if (wide.split == 1) return;
     cluster_barrier();
     add_slots<T>(job.y, p.y_stride, job.sums, wide.split, share, p.w.rows - job.first_row, min(N, p.n_rows - job.first_column));
-    cluster_barrier();                              /* the others may still be reading this block's sums */
+    end_cluster();
 }
 
 /* ---- the choice of a tile */
@@ -2196,13 +2407,13 @@ template <DType D, int TERMS, int N, int GROUPS> static void consider_tile(Choic
     }
 }
 
-static size_t rounded_row(const Product &product, int terms) {
-    return (size_t)(product.heads * divide_up(product.w.cols, WIDE_STEP) * terms) * WIDE_BYTES;
+static size_t rounded_row(const Product &product) {
+    return (size_t)(product.heads * divide_up(product.w.cols, WIDE_STEP) * product.terms) * WIDE_BYTES;
 }
 
 /* As many rows at a time as there is room for when they are rounded. */
-template <DType D, int TERMS> static void multiply_many(Product product) {
-    const int all = product.n_rows, most = (int)(ROUNDED_BYTES / rounded_row(product, TERMS) / 128 * 128);
+template <DType D, int TERMS> static void multiply_rounded(Product product) {
+    const int all = product.n_rows, most = (int)(ROUNDED_BYTES / rounded_row(product) / 128 * 128);
     for (int first = 0; first < all; first += most) {
         Choice best = {};
         product.n_rows = all - first < most ? all - first : most;
@@ -2215,27 +2426,22 @@ template <DType D, int TERMS> static void multiply_many(Product product) {
     }
 }
 
+static void multiply_many(const Product &product) {
+    if (product.format == DTYPE_BF16) multiply_rounded<DTYPE_BF16, 2>(product);
+    else if (product.format == DTYPE_F16) multiply_rounded<DTYPE_F16, 2>(product);
+    else if (product.format == DTYPE_F4_E2M1) multiply_rounded<DTYPE_F4_E2M1, 1>(product);
+    else if (product.terms == 2) multiply_rounded<DTYPE_F8_E4M3, 2>(product);
+    else multiply_rounded<DTYPE_F8_E4M3, 1>(product);
+}
+
 /* Whether rows are worth the rounding and the second launch, and there is room for 128 of them. */
-static bool are_many(const Product &product, int terms) {
+static bool are_many(const Product &product) {
     const double products = (double)product.n_rows * product.w.rows * product.w.cols * product.heads;
-    if (rounded_row(product, terms) * 128 > ROUNDED_BYTES) return false;
+    if (product.format == EXACT || rounded_row(product) * 128 > ROUNDED_BYTES) return false;
     return product.n_rows > 16 && products >= 1 << 27;
 }
 
 /* ---- launches */
-
-/* Eight rows of x for each tile, as few tiles as hold all rows, if their shared memory is there. */
-template <DType D, int TERMS> static void launch_tiles(Product product) {
-    product.cut = choose_cut(product.w.rows, product.w.cols, product.heads, D, product.n_rows);
-    if constexpr (D != EXACT) {
-        if (are_many(product, TERMS)) return multiply_many<D, TERMS>(product);
-        if (product.n_rows > 16 && product_shared(D, product.cut, 32, TERMS) <= (int)gpu.shared_per_block)
-            return launch_product<D, 4, TERMS>(product);
-        if (product.n_rows > 8 && product_shared(D, product.cut, 16, TERMS) <= (int)gpu.shared_per_block)
-            return launch_product<D, 2, TERMS>(product);
-    }
-    launch_product<D, 1, TERMS>(product);
-}
 
 /* Whether rows of that type begin at multiples of 16 bytes, in a tensor that does. */
 static bool rows_aligned(DType dtype, int cols) {
@@ -2250,22 +2456,55 @@ static bool floats_aligned(const float *x, size_t stride) { return (uintptr_t)x 
  * results are compared with each other, the indexer's and the latent projections'. e2m1 is the experts' type. */
 enum { TWO_TERMS_MOST = 16 << 20 };
 
-static void multiply(Product product) {
-    const Matrix *w = &product.w;
-    if (product.n_rows <= 0 || w->rows <= 0) return;
-    product.aligned = floats_aligned(product.x, product.x_stride) && product.x_head % 4 == 0;
-    if (!rows_aligned(w->dtype, w->cols) || (uintptr_t)w->data % 16 || (uintptr_t)w->exponents % 8)
-        launch_tiles<EXACT, 1>(product);
-    else if (w->dtype == DTYPE_BF16) launch_tiles<DTYPE_BF16, 2>(product);
-    else if (w->dtype == DTYPE_F16) launch_tiles<DTYPE_F16, 2>(product);
-    else if (w->dtype == DTYPE_F4_E2M1) launch_tiles<DTYPE_F4_E2M1, 1>(product);
-    else if ((size_t)w->rows * (size_t)w->cols * (size_t)product.heads <= TWO_TERMS_MOST) launch_tiles<DTYPE_F8_E4M3, 2>(product);
-    else launch_tiles<DTYPE_F8_E4M3, 1>(product);
+static int terms_of(DType format, size_t weights) {
+    if (format == DTYPE_F8_E4M3) return weights <= TWO_TERMS_MOST ? 2 : 1;
+    return format == DTYPE_BF16 || format == DTYPE_F16 ? 2 : 1;
 }
 
-static void linear(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w) {
-    multiply({.w = *w, .x = x, .y = y, .x_stride = x_stride, .y_stride = y_stride, .n_rows = n_rows, .heads = 1, .head_rows = 0,
-              .x_head = 0, .y_head = 0, .aligned = false, .cut = {}});
+/* Eight rows of x for each tile, as few tiles as hold all rows, if their shared memory is there. */
+static int choose_tiles(const Product &p) {
+    if (p.format == EXACT) return 1;
+    const int most = (int)gpu.shared_per_block;
+    if (p.n_rows > 16 && product_shared(p.format, p.cut, 32, p.terms) <= most) return 4;
+    return p.n_rows > 8 && product_shared(p.format, p.cut, 16, p.terms) <= most ? 2 : 1;
+}
+
+static void plan(Product *p) {
+    const Matrix &w = p->w;
+    const bool exactly = !rows_aligned(w.dtype, w.cols) || (uintptr_t)w.data % 16 || (uintptr_t)w.exponents % 8;
+    p->aligned = floats_aligned(p->x, p->x_stride) && p->x_head % 4 == 0;
+    p->format = exactly ? EXACT : w.dtype;
+    p->terms = terms_of(p->format, (size_t)w.rows * (size_t)w.cols * (size_t)p->heads);
+    p->cut = choose_cut(*p);
+    p->tiles = choose_tiles(*p);
+}
+
+/* Products of many rows each have a launch, others as few as they can. */
+static void multiply(Product *products, int n) {
+    Products few = {};
+    for (Product *p = products; p < products + n; p++) {
+        if (p->n_rows <= 0 || p->w.rows <= 0) continue;
+        plan(p);
+        if (are_many(*p)) {
+            multiply_many(*p);
+            continue;
+        }
+        if (!may_join(few, *p)) {
+            launch_products(&few);
+            few.count = 0;
+        }
+        few.of[few.count++] = *p;
+    }
+    if (few.count) launch_products(&few);
+}
+
+static void linear(const Projection *products, int n_products, const float *x, size_t x_stride, int n_rows) {
+    Product of[MAX_PROJECTIONS] = {};
+    for (int i = 0; i < n_products; i++) {
+        const Projection &p = products[i];
+        of[i] = {.w = *p.w, .x = x, .y = p.y, .x_stride = x_stride, .y_stride = p.y_stride, .n_rows = n_rows, .heads = 1};
+    }
+    multiply(of, n_products);
 }
 
 /* y[r, h] = W_UV[h] z[r, h]: a small matrix for each head, all in one launch. */
@@ -2276,8 +2515,9 @@ static void expand_value(float *y, const float *z, int n_rows, const Matrix *kv_
     w.data += (size_t)nope * weight_bytes(w.dtype, (size_t)w.cols);
     w.first_row += nope;
     w.rows = v;
-    multiply({.w = w, .x = z, .y = y, .x_stride = (size_t)heads * (size_t)lora, .y_stride = (size_t)heads * (size_t)v,
-              .n_rows = n_rows, .heads = heads, .head_rows = nope + v, .x_head = lora, .y_head = v, .aligned = false, .cut = {}});
+    Product product = {.w = w, .x = z, .y = y, .x_stride = (size_t)heads * (size_t)lora, .y_stride = (size_t)heads * (size_t)v,
+                       .n_rows = n_rows, .heads = heads, .head_rows = nope + v, .x_head = lora, .y_head = v};
+    multiply(&product, 1);
 }
 
 /* ---- absorb_query: the same matrices from their other side. A thread block takes ABSORB_COLUMNS columns of a head, which have
@@ -2298,10 +2538,10 @@ struct Absorb {
     int n_rows, heads, nope, rope, v;
 };
 
-/* Shared memory: [depth, ABSORB_PITCH] weights, then the two terms of [tiles * 16, depth + 8] values of q. */
+/* Shared memory: [depth, ABSORB_PITCH] weights, [depth] scales, then the two terms of [tiles * 16, depth + 8] values of q. */
 static __host__ __device__ int absorb_depth(const Absorb &a) { return divide_up(a.nope, 16) * 16; }
 static __host__ __device__ int absorb_bytes(const Absorb &a, int tiles) {
-    return absorb_depth(a) * ABSORB_PITCH * 2 + 2 * tiles * 16 * (absorb_depth(a) + 8) * 2;
+    return absorb_depth(a) * (ABSORB_PITCH * 2 + 4) + 2 * tiles * 16 * (absorb_depth(a) + 8) * 2;
 }
 
 /* Four e4m3 values as pairs of neighbours; widen_four pairs the even ones and the odd ones. */
@@ -2326,7 +2566,7 @@ template <DType D> static __device__ void load_absorbed(__nv_bfloat16 *weights, 
             const uint8_t *at = from + weight_bytes(D, (size_t)min(r, a.nope - 1) * (size_t)lora);
             const bool there = r < a.nope && column < lora;
             if (D == DTYPE_BF16 && r < depth) start_copy_to_shared((uint8_t *)(to + r * ABSORB_PITCH), at, there);
-            if (D != DTYPE_BF16) piece[u] = there ? __ldg((const uint4 *)at) : make_uint4(0, 0, 0, 0);
+            if (D != DTYPE_BF16) piece[u] = there ? __ldcg((const uint4 *)at) : make_uint4(0, 0, 0, 0);
         }
 #pragma unroll
         for (int u = 0; u < BATCH && D != DTYPE_BF16; u++) {
@@ -2337,6 +2577,14 @@ template <DType D> static __device__ void load_absorbed(__nv_bfloat16 *weights, 
             at[0] = make_uint4(x.x, x.y, y.x, y.y);
             at[1] = make_uint4(z.x, z.y, w.x, w.y);
         }
+    }
+}
+
+/* And the scale of each row of weights. */
+template <DType D> static __device__ void load_absorbed_scales(float *scales, const Absorb &a, int head, int scale_column) {
+    for (int i = (int)threadIdx.x; i < absorb_depth(a); i += ABSORB_THREADS) {
+        const int row = head * (a.nope + a.v) + min(i, a.nope - 1);
+        scales[i] = D == DTYPE_F8_E4M3 ? __ldcg(row_scales(&a.kv_b, row) + scale_column) : 1;
     }
 }
 
@@ -2351,8 +2599,7 @@ static __device__ void split_four(__nv_bfloat16 *high, __nv_bfloat16 *low, const
 
 /* Rows [first, first + rows) of q for one head as two terms, times the weights' scales; the others of a tile are zeros. And, by a
  * head's first block, what is not absorbed to the end of y. Sixteen threads take a row, and each has eight loads on their way. */
-template <DType D>
-static __device__ void split_query(__nv_bfloat16 *terms, const Absorb &a, int head, int first, int rows, int scale_column) {
+static __device__ void split_query(__nv_bfloat16 *terms, const float *scales, const Absorb &a, int head, int first, int rows) {
     enum { ROWS = 2, ALONG = 4, STEP = ABSORB_THREADS / 16 };
     const int depth = absorb_depth(a), tall = divide_up(rows, 16) * 16, lane = (int)threadIdx.x % 16 * 4,
               width = a.nope + a.rope, y_width = a.kv_b.cols + a.rope;
@@ -2374,9 +2621,8 @@ static __device__ void split_query(__nv_bfloat16 *terms, const Absorb &a, int he
                 if (j >= a.nope && j < width && row < rows && blockIdx.x == 0)
                     *(float4 *)(a.y + vector * (size_t)y_width + (size_t)(a.kv_b.cols + j - a.nope)) = four;
                 if (j >= depth || row >= tall) continue;
-                const float *scales = row_scales(&a.kv_b, head * (a.nope + a.v) + min(j, a.nope - 1));
-                const float scale = D == DTYPE_F8_E4M3 ? scales[scale_column] : 1;
-                four = make_float4(four.x * scale, four.y * scale, four.z * scale, four.w * scale);
+                const float4 scale = *(const float4 *)(scales + j);
+                four = make_float4(four.x * scale.x, four.y * scale.y, four.z * scale.z, four.w * scale.w);
                 if (j >= a.nope) four = make_float4(0, 0, 0, 0);
                 split_four(terms + row * (depth + 8) + j, terms + (tall + row) * (depth + 8) + j, four);
             }
@@ -2385,14 +2631,19 @@ static __device__ void split_query(__nv_bfloat16 *terms, const Absorb &a, int he
 
 /* Grid: groups of columns, heads, groups of rows of q. */
 template <DType D> static __global__ void __launch_bounds__(ABSORB_THREADS, 2) absorb_kernel(const __grid_constant__ Absorb a) {
-    begin_kernel();
     extern __shared__ __align__(128) uint8_t absorb_shared[];
+    let_next_start();
     const int head = (int)blockIdx.y, first = (int)blockIdx.z * ABSORB_ROWS, rows = min((int)ABSORB_ROWS, a.n_rows - first);
     const int lane = lane_id(), depth = absorb_depth(a), pitch = depth + 8, tiles = divide_up(rows, 16), lora = a.kv_b.cols;
     const int across = warp_id() % ABSORB_ACROSS * 32, down = warp_id() / ABSORB_ACROSS;    /* its tiles: down, down + 2, ... */
-    __nv_bfloat16 *weights = (__nv_bfloat16 *)absorb_shared, *terms = weights + depth * ABSORB_PITCH;
+    __nv_bfloat16 *weights = (__nv_bfloat16 *)absorb_shared;
+    float *scales = (float *)(weights + depth * ABSORB_PITCH);
+    __nv_bfloat16 *terms = (__nv_bfloat16 *)(scales + depth);
     load_absorbed<D>(weights, a, head, (int)blockIdx.x * ABSORB_COLUMNS);
-    split_query<D>(terms, a, head, first, rows, (int)blockIdx.x);
+    load_absorbed_scales<D>(scales, a, head, (int)blockIdx.x);
+    wait_for_previous();
+    __syncthreads();
+    split_query(terms, scales, a, head, first, rows);
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
 
@@ -2472,8 +2723,9 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
 /* =====================================================================================================================
  * Mixture of experts (DeepSeek-V3, 2.1.2)
  *
- *     route -> route_kernel -> limit_groups, take_best
- *     experts -> experts_kernel -> list_works -> multiply_strips (load_rows, fetch_tile, multiply_tile) -> add_gate_up, add_down
+ *     route -> route_kernel -> limit_groups
+ *     experts -> experts_kernel -> list_works -> multiply_gate_up, multiply_down
+ *     multiply_gate_up, multiply_down -> stage_rows, multiply_strip (fetch_tile, multiply_tile) -> add_gate_up, add_down
  *
  * Owns: the router, and the experts' products. An expert's weights are read once for up to eight rows that chose it, and the
  * host never learns who was chosen. All experts of a layer run in one launch of as many blocks as there are multiprocessors, the
@@ -2484,65 +2736,16 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
  * Each warp has a ring of tiles in shared memory, which it fills some tiles ahead of what it multiplies: from strip to strip,
  * from expert to expert and from the first phase into the second, so that memory is busy while sums are added and while blocks
  * wait for each other; and the shared expert's tiles are on their way before the router has ended. The warps of a team each sum
- * up some of the columns of a strip, and their sums are added in order. How the columns are cut depends on the shape alone. x
- * meets the weights as one number of 16 bits, and stands in shared memory; gated is written as such a number, and read from L2.
+ * up some of the columns of a strip, and their sums are added in order. How the columns are cut depends on the shape alone.
+ *
+ * x and gated stand in shared memory as one or two numbers of 16 bits. Weights of 16 bits meet two, so that a product is right to
+ * about 2^-17 of x, or 2^-22; e4m3 where the matrices are small, by the rule of products, and else one of f16, 2^-12; e2m1 one.
  */
 
-/* Integers in the order of the floats. */
+/* Integers in the order of the floats, none of them 0. */
 static __device__ inline uint32_t in_order(float x) {
     const uint32_t bits = __float_as_uint(x);
     return bits >> 31 ? ~bits : bits | 0x80000000;
-}
-
-/* A lane's best of n values in shared memory, of which it looks at every 32nd; equal values: the lower index. */
-struct Best { uint32_t value; int at; };
-
-static __device__ inline Best find_best(const float *values, int n) {
-    Best best = {.value = 0, .at = INT_MAX};
-#pragma unroll 8
-    for (int i = lane_id(); i < n; i += 32) {
-        const uint32_t value = in_order(values[i]);
-        if (value > best.value) best = {.value = value, .at = i};
-    }
-    return best;
-}
-
-/* The best of all lanes' values, which is taken out by setting it to -inf. */
-static __device__ inline int take_best(Best *best, float *values, int n) {
-    const uint32_t value = __reduce_max_sync(~0u, best->value);
-    const int at = __reduce_min_sync(~0u, best->value == value ? best->at : INT_MAX);
-    if (best->at == at) {
-        values[at] = -INFINITY;
-        *best = find_best(values, n);
-    }
-    return at;
-}
-
-/* Keeps the topk_group groups whose two best choices add up highest; experts of the others become -inf, not 0, since a biased
- * score may be negative. group: [groups] scratch, where the groups kept are -inf at the end. */
-static __device__ void limit_groups(float *choice, float *group, int experts, int groups, int kept) {
-    const int size = experts / groups;
-    for (int g = lane_id(); g < groups; g += 32) {
-        float first = -INFINITY, second = -INFINITY;
-        for (int e = g * size; e < (g + 1) * size; e++) {
-            if (choice[e] > first) second = first, first = choice[e];
-            else if (choice[e] > second) second = choice[e];
-        }
-        group[g] = first + second;
-    }
-    __syncwarp();
-    uint32_t *marks = (uint32_t *)(group + groups);
-    for (int g = lane_id(); g < groups; g += 32) marks[g] = 0;
-    __syncwarp();
-    Best best = find_best(group, groups);
-    for (int i = 0; i < kept; i++) {
-        const int g = take_best(&best, group, groups);
-        if (lane_id() == 0) marks[g] = 1;
-    }
-    __syncwarp();
-    for (int e = lane_id(); e < experts; e += 32)
-        if (!marks[e / size]) choice[e] = -INFINITY;
-    __syncwarp();
 }
 
 struct Router {
@@ -2554,32 +2757,100 @@ struct Router {
     bool normalise;
 };
 
-/* A warp takes a row. */
-static __global__ void route_kernel(const Router router) {
-    extern __shared__ float shared_scores[];
-    float *score = shared_scores, *choice = score + router.experts, total = 0;
+/* Keeps the topk_group groups whose two best choices add up highest; experts of the others become -inf, not 0, since a biased
+ * score may be negative. A lane has EACH experts from `first` on. shared: [groups][size + 1], so that lanes that look at groups
+ * meet different banks; and twice [groups]. */
+template <int EACH> static __device__ void limit_groups(float (&choice)[EACH], int first, const Router &router, float *shared) {
+    const int size = router.experts / router.groups, group = first / size;
+    float *sums = shared + router.experts + router.groups, *kept = sums + router.groups;
+#pragma unroll
+    for (int j = 0, g = group, left = (group + 1) * size - first; j < EACH && first + j < router.experts; j++, left--) {
+        if (!left) g++, left = size;
+        shared[first + j + g] = choice[j];
+    }
+    __syncwarp();
+    for (int g = lane_id(); g < router.groups; g += 32) {
+        float best = -INFINITY, second = -INFINITY;
+#pragma unroll 8
+        for (int e = 0; e < size; e++) {
+            const float value = shared[g * (size + 1) + e];
+            second = fmaxf(second, fminf(best, value));
+            best = fmaxf(best, value);
+        }
+        sums[g] = best + second;
+    }
+    __syncwarp();
+    for (int g = lane_id(); g < router.groups; g += 32) {
+        int better = 0;                             /* of equal groups the earlier */
+#pragma unroll 4
+        for (int other = 0; other < router.groups; other++)
+            better += sums[other] > sums[g] || (sums[other] == sums[g] && other < g);
+        kept[g] = better < router.kept;
+    }
+    __syncwarp();
+#pragma unroll
+    for (int j = 0, g = group, left = (group + 1) * size - first; j < EACH && first + j < router.experts; j++, left--) {
+        if (!left) g++, left = size;
+        if (!kept[g]) choice[j] = -INFINITY;
+    }
+}
+
+/* An expert that is still in the race: its choice as in_order() has it, or 0. */
+struct Candidate { uint32_t order; float score; int at; };
+
+/* The best of a lane's, of equal ones the first. */
+template <int EACH> static __device__ inline Candidate best_of(const Candidate (&all)[EACH]) {
+    Candidate best[EACH];
+#pragma unroll
+    for (int j = 0; j < EACH; j++) best[j] = all[j];
+#pragma unroll
+    for (int half = 1; half < EACH; half *= 2)
+#pragma unroll
+        for (int j = 0; j < EACH; j += 2 * half)
+            if (best[j + half].order > best[j].order) best[j] = best[j + half];
+    return best[0];
+}
+
+/* A warp takes a row, a lane EACH neighbouring experts. */
+template <int EACH> static __global__ void route_kernel(const __grid_constant__ Router router) {
+    extern __shared__ float chosen[];               /* [per_token] scores, and what limit_groups() needs */
+    const int lane = lane_id(), first = lane * EACH;
+    const float *logits = router.logits + (size_t)blockIdx.x * (size_t)router.experts + first;
     int *picks = router.picks + (size_t)blockIdx.x * (size_t)router.per_token;
     float *weights = router.weights + (size_t)blockIdx.x * (size_t)router.per_token;
-    let_next_start();
+    float score[EACH], choice[EACH], total = 0;
+    Candidate candidates[EACH];
+    let_next_start();                               /* the experts fetch the shared one's tiles meanwhile */
+#pragma unroll
+    for (int j = 0; j < EACH; j += 4) *(float4 *)(choice + j) = load_four(router.bias + first + j, router.experts - first - j);
     wait_for_previous();
+#pragma unroll
+    for (int j = 0; j < EACH; j += 4) *(float4 *)(score + j) = load_four(logits + j, router.experts - first - j);
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        score[j] = 1 / (1 + expf(-score[j]));
+        choice[j] += score[j];                      /* the bias balances the load: it chooses, it does not weigh */
+        if (isnan(choice[j])) choice[j] = INFINITY, score[j] = NAN;         /* chosen, so that it shows */
+        choice[j] = fmaxf(choice[j], -1e30f);       /* -inf marks what is out of the race */
+    }
+    if (router.groups > 1) limit_groups(choice, first, router, chosen + router.per_token);
+#pragma unroll
+    for (int j = 0; j < EACH; j++) candidates[j] = {first + j < router.experts ? in_order(choice[j]) : 0, score[j], j};
+    for (int i = 0; i < router.per_token; i++) {    /* the best of all lanes', of equal ones the first lane's */
+        const Candidate best = best_of(candidates);
+        const uint32_t most = __reduce_max_sync(~0u, best.order), lanes = __ballot_sync(~0u, best.order == most);
+        if (lane != __ffs((int)lanes) - 1) continue;
+        picks[i] = first + best.at;
+        chosen[i] = best.score;
+#pragma unroll
+        for (int j = 0; j < EACH; j++)
+            if (j == best.at) candidates[j].order = 0;
+    }
+    __syncwarp();
 #pragma unroll 8
-    for (int e = lane_id(); e < router.experts; e += 32) {
-        score[e] = 1 / (1 + expf(-router.logits[(size_t)blockIdx.x * (size_t)router.experts + (size_t)e]));
-        choice[e] = score[e] + router.bias[e];      /* the bias balances the load: it chooses, it does not weigh */
-        if (isnan(choice[e])) choice[e] = INFINITY, score[e] = NAN;         /* chosen, so that it shows */
-        if (choice[e] < -1e30f) choice[e] = -1e30f; /* -inf marks what is out of the race */
-    }
-    __syncwarp();
-    if (router.groups > 1) limit_groups(choice, choice + router.experts, router.experts, router.groups, router.kept);
-    Best best = find_best(choice, router.experts);
-    for (int i = 0; i < router.per_token; i++) {
-        const int pick = take_best(&best, choice, router.experts);
-        total += score[pick];
-        if (lane_id() == 0) picks[i] = pick, weights[i] = score[pick];
-    }
-    __syncwarp();
-    for (int i = lane_id(); i < router.per_token; i += 32)
-        weights[i] *= (router.normalise ? 1 / (total + 1e-20f) : 1) * router.factor;
+    for (int i = 0; i < router.per_token; i++) total += chosen[i];
+    const float factor = (router.normalise ? 1 / (total + 1e-20f) : 1) * router.factor;
+    for (int i = lane; i < router.per_token; i += 32) weights[i] = chosen[i] * factor;
 }
 
 static void route(int *picks, float *weights, const float *logits, const float *bias, int n_rows, const Config *config) {
@@ -2588,27 +2859,28 @@ static void route(int *picks, float *weights, const float *logits, const float *
                            .experts = config->n_routed_experts, .per_token = config->num_experts_per_tok,
                            .groups = config->n_group, .kept = config->topk_group, .factor = config->routed_scaling_factor,
                            .normalise = config->norm_topk_prob};
-    const size_t shared = 2 * ((size_t)router.experts + (size_t)router.groups) * sizeof(float);
-    allow_shared(route_kernel, shared);
-    launch_early(route_kernel, dim3((unsigned)n_rows), 32, shared, 1, router);
+    const auto kernel = router.experts <= 256 ? route_kernel<8> : router.experts <= 512 ? route_kernel<16> : route_kernel<128>;
+    const size_t shared = ((size_t)router.per_token + (size_t)router.experts + 3 * (size_t)router.groups) * sizeof(float);
+    allow_shared(kernel, shared);
+    launch(kernel, (unsigned)n_rows, 32, shared, router);
 }
 
-/* ---- experts: one launch, whose blocks all stay until its end
- *
- *     experts -> experts_kernel -> list_works -> multiply_work (fetch_tile, load_rows, multiply_tile) -> add_gate_up, add_down
- */
+/* ---- experts: one launch, whose blocks all stay until its end */
 
 enum {
     EXPERT_WARPS = 16, EXPERT_THREADS = 32 * EXPERT_WARPS,
-    CHUNK = 256,                /* columns that a warp multiplies one after the other; the segments take chunks in turns */
+    X_BLOCK = 256,              /* columns of x that a warp brings to shared memory at a time */
+    SEGMENT = 128,              /* columns of a segment at least, of e2m1 eight times that; the segments take tiles in turns */
     MAX_SEGMENT_BITS = 3,
     TILE_ROWS = 16,             /* of weights in a tile: of one matrix, or eight each of gate and up */
     TILE_BYTES = 128,           /* of each of its rows */
     TILE_COLUMNS = 8,           /* rows of x that meet a tile */
     ENOUGH_STAGES = 3, MAX_STAGES = 4,              /* tiles that a warp has on their way; fewer where shared memory is small */
-    RUN = 4,                    /* units after which the next columns of the same expert have their turn: L2 has its weights */
+    RUN = 4,                    /* units after which the next rows of the same expert have their turn */
+    LONG_RUN = 32,              /* the same where rows are many, and neighbouring blocks take these at the same time */
     STRIPS = 3,                 /* of down, that a team multiplies by the same rows */
     MAX_SUMS = 192, MAX_DOWN_SUMS = 384,            /* columns of one segment's sums that wait in shared memory to be added up */
+    DOWN_SUM_BYTES = MAX_DOWN_SUMS * TILE_ROWS * 4,
     COLUMN_BYTES = 11,          /* of strip, pick, next and leads */
     MAX_LISTED = 16 * MAX_PASS_ROWS, MAX_MASKS = 64 << 10,      /* of a launch: picks; bytes of masks */
     SMALL_SHARED = 1024,        /* bytes at most of what is declared in functions */
@@ -2621,14 +2893,17 @@ struct Experts {
     Matrix shared[3];           /* of the shared expert, where it runs with the others */
     const int *picks;
     const float *x, *weights;
-    void *gated;                /* [rows * slots, inter] */
+    float *gated;               /* [rows * slots, inter] */
     float *y;
     int n_rows, experts, per_token, hidden, inter;
     int slots;                  /* picks of a row; with the shared expert, which then is the last */
     bool aligned;               /* x allows loads of 16 bytes */
+    bool many;                  /* rows: an expert has more than half a tile of them */
     DType dtype[2];             /* how the experts' weights are multiplied, and the shared one's */
+    int terms[2];               /* of x, that these meet */
     int segment_bits[3];        /* 2^bits warps share the columns of a strip, in either phase: a team */
     int columns;                /* rows of x that meet a tile at a time */
+    int gated_rows;             /* of gated that are in shared memory at a time */
     int most_chosen, stages, slot_bytes, x_bytes;   /* what lay_out_experts() has found room for */
 };
 
@@ -2638,17 +2913,27 @@ struct Chosen { const uint8_t *data[3]; const void *scale[3]; };
 /* Up to `columns` rows that chose the same expert: order[begin] to order[begin of the next]. */
 struct Work { uint16_t chosen, begin; };
 
-/* What a block does. The first phase is a list of units, `units` for each work, dealt out in runs: a unit is a strip for each
- * team of warps. In the second phase a block has some strips and takes all works for each; a unit there is a work and a group of
- * up to STRIPS strips, and the teams take units in turns. A round is a unit for all teams together, or then one for each. The
- * shared expert's units come first: they are known beforehand. */
-struct Rounds { int shared, gate, down, units, strips, groups, works, shared_works, first_shared, first_routed; };
+/* What a block does. The first phase is a list of units, `units` for each work: a unit is a strip for each team of warps, which
+ * all take the same unit at the same time. A block has a stretch of that list, so that all have the same to do; or, where rows
+ * are many, long runs of it in turns with the others, so that L2 has the weights that several works need. In the second phase a
+ * block has some strips and takes all works for each: its tasks are a work and a group of up to STRIPS strips, which the teams
+ * take in turns, a round for all of them. The shared expert's units come first: they are known beforehand. */
+struct Plan {
+    int units, works, shared_works;
+    int shared, gate;           /* units (or long runs) of the first phase, of the shared expert and of all */
+    int first_shared, first_routed;                 /* where these begin in the list */
+    int strips, groups, down;   /* of the second phase; rounds */
+};
+
+/* Some of it: a team's strips of one work that follow each other. A place is a unit or a long run, or after these a round. */
+struct Span { int work, strip, strips; };
 
 /* A block's shared memory. */
 struct ExpertMemory {
     uint8_t *ring, *x;          /* ring: this warp's */
-    Rounds *rounds;
-    float *sums, *down_sums;    /* [column, segment, TILE_ROWS], of either phase: the second's lie where x was */
+    Plan *plan;
+    float *sums, *down_sums;    /* [column, segment, TILE_ROWS], of either phase: the second's lie where x was, and behind */
+    uint8_t *gated;             /* them the rows of gated that are at hand */
     int *strip, *pick;          /* [column] whose sums these are; a pick is row << 16 | number */
     uint16_t *next;             /* [column]: see link_columns() */
     uint8_t *leads;             /* [column] */
@@ -2657,15 +2942,14 @@ struct ExpertMemory {
     int *order;                 /* [picks] by expert */
 };
 
-/* A team's place in them. work == works: nothing to do. */
-struct Cursor { int round, work, unit; };
+/* Values of a row in a tile: 2^tile_bits, since a division takes as long as a read of memory. Four threads have 2^part_bits
+ * eights each of them. */
+static __host__ __device__ constexpr int tile_bits(DType D) { return D == DTYPE_F4_E2M1 ? 8 : D == DTYPE_F8_E4M3 ? 7 : 6; }
+static __host__ __device__ constexpr int part_bits(DType D) { return tile_bits(D) - 5; }
+static __host__ __device__ inline int count_tiles(DType D, int cols) { return (cols + (1 << tile_bits(D)) - 1) >> tile_bits(D); }
 
-/* Values of a row in a tile: 2^tile_bits. */
-static __host__ __device__ inline int tile_bits(DType D) { return D == DTYPE_F4_E2M1 ? 8 : D == DTYPE_F8_E4M3 ? 7 : 6; }
-static __host__ __device__ inline int tiles_of(DType D, int cols) { return (cols + (1 << tile_bits(D)) - 1) >> tile_bits(D); }
-
-/* Bytes of the scales of a row in a tile. */
-static __host__ __device__ inline int scale_bytes(DType D) { return D == DTYPE_F4_E2M1 ? 8 : D == DTYPE_F8_E4M3 ? 4 : 0; }
+/* Room for a tile's scales: of e4m3 one for its upper and one for its lower rows, of e2m1 eight bytes for each row. */
+static __host__ __device__ inline int scale_bytes(DType D) { return D == DTYPE_F4_E2M1 ? 128 : D == DTYPE_F8_E4M3 ? 16 : 0; }
 
 static __device__ inline int row_of(int pick) { return pick >> 16; }
 static __device__ inline int number_of(int pick) { return pick & 0xffff; }
@@ -2673,8 +2957,11 @@ static __device__ inline bool is_shared(const Experts &e, int pick) { return num
 static __device__ inline size_t gated_row(const Experts &e, int pick) {
     return (size_t)(row_of(pick) * e.slots + number_of(pick)) * (size_t)e.inter;
 }
-static __device__ inline DType type_of(const Experts &e, const Rounds &rounds, int work) {
-    return e.dtype[work < rounds.shared_works];
+static __device__ inline DType type_of(const Experts &e, const ExpertMemory &m, int work) {
+    return e.dtype[work < m.plan->shared_works];
+}
+static __device__ inline int terms_of(const Experts &e, const ExpertMemory &m, int work) {
+    return e.terms[work < m.plan->shared_works];
 }
 static __device__ inline int count_of(const ExpertMemory &m, int work) { return m.works[work + 1].begin - m.works[work].begin; }
 static __device__ inline int bits_of(const Experts &e, bool down) { return e.segment_bits[down ? DOWN : GATE]; }
@@ -2683,78 +2970,80 @@ static __device__ inline int teams_of(const Experts &e, bool down) { return EXPE
 static __device__ inline int team_of(const Experts &e, bool down) { return warp_id() >> bits_of(e, down); }
 static __device__ inline int segment_of(const Experts &e, bool down) { return warp_id() & (segments_of(e, down) - 1); }
 
-/* ---- rounds */
+/* ---- the plan */
 
 /* Where the share of a block begins, of n things that are dealt out in runs. */
 static __device__ inline int share_begin(int n, int block) { return (int)((unsigned)n * (unsigned)block / gridDim.x); }
 
-static __device__ void count_shared_rounds(Rounds *rounds, const Experts &e) {
+static __device__ void plan_shared(Plan *plan, const Experts &e) {
     const int block = (int)blockIdx.x;
-    *rounds = {};
-    rounds->units = divide_up(e.inter, teams_of(e, false) * TILE_ROWS / 2);
-    rounds->shared_works = e.slots > e.per_token ? divide_up(e.n_rows, e.columns) : 0;
-    rounds->works = rounds->shared_works;
-    rounds->first_shared = share_begin(rounds->shared_works * rounds->units, block);
-    rounds->gate = rounds->shared = share_begin(rounds->shared_works * rounds->units, block + 1) - rounds->first_shared;
+    *plan = {};
+    plan->units = divide_up(e.inter, teams_of(e, false) * TILE_ROWS / 2);
+    plan->shared_works = e.slots > e.per_token ? divide_up(e.n_rows, e.columns) : 0;
+    plan->works = plan->shared_works;
+    plan->first_shared = share_begin(plan->shared_works * plan->units, block);
+    if (!e.many) plan->gate = plan->shared = share_begin(plan->shared_works * plan->units, block + 1) - plan->first_shared;
+    plan->strips = divide_up(divide_up(e.hidden, TILE_ROWS) - block, (int)gridDim.x);
+    plan->groups = divide_up(plan->strips, STRIPS);
 }
 
 /* The other way round than the shared expert's, so that the blocks with one more of these have one less of those. */
-static __device__ void count_rounds(Rounds *rounds, const Experts &e, int works) {
-    const int block = (int)blockIdx.x, last = (int)gridDim.x - 1, shared = rounds->shared_works * rounds->units,
-              routed = works * rounds->units - shared;
-    rounds->works = works;
-    rounds->first_routed = shared + share_begin(routed, last - block);
-    rounds->gate = rounds->shared + shared + share_begin(routed, last - block + 1) - rounds->first_routed;
-    rounds->strips = divide_up(divide_up(e.hidden, TILE_ROWS) - block, (int)gridDim.x);
-    rounds->groups = divide_up(rounds->strips, STRIPS);
-    rounds->down = divide_up(rounds->groups * works, teams_of(e, true));
+static __device__ void plan_all(Plan *plan, const Experts &e, int works) {
+    const int block = (int)blockIdx.x, last = (int)gridDim.x - 1, shared = plan->shared_works * plan->units,
+              routed = works * plan->units - shared;
+    plan->works = works;
+    plan->first_routed = shared + share_begin(routed, last - block);
+    plan->gate = e.many ? divide_up(works * divide_up(plan->units, LONG_RUN) - block, (int)gridDim.x)
+                        : plan->shared + shared + share_begin(routed, last - block + 1) - plan->first_routed;
+    plan->down = divide_up(plan->groups * works, teams_of(e, true));
 }
 
-static __device__ inline int first_work(const ExpertMemory &m, int work) {
-    while (work && m.works[work - 1].chosen == m.works[work].chosen) work--;
-    return work;
-}
-
-/* Units of an expert come in runs, each for all of its works. */
-static __device__ void find_unit(Cursor *cursor, const ExpertMemory &m, int units, int index) {
-    const int first = first_work(m, index / units);
+/* The works of an expert: how many, from *first on, which is one of them beforehand. */
+static __device__ inline int find_works(const ExpertMemory &m, int *first) {
     int n = 1;
-    while (m.works[first + n].chosen == m.works[first].chosen) n++;
-    const int offset = index - first * units, run = offset / (RUN * n), rest = offset % (RUN * n);
-    const int length = min((int)RUN, units - run * RUN);
-    cursor->work = first + rest / length;
-    cursor->unit = run * RUN + rest % length;
+    while (*first && m.works[*first - 1].chosen == m.works[*first].chosen) --*first;
+    while (m.works[*first + n].chosen == m.works[*first].chosen) n++;
+    return n;
 }
 
-static __device__ void next_unit(Cursor *cursor, const ExpertMemory &m, int units) {
-    if (++cursor->unit % RUN && cursor->unit < units) return;
-    const int chosen = m.works[cursor->work].chosen;
-    if (m.works[cursor->work + 1].chosen == chosen) cursor->work++, cursor->unit = (cursor->unit - 1) / RUN * RUN;
-    else if (cursor->unit < units) cursor->work = first_work(m, cursor->work);
-    else cursor->work++, cursor->unit = 0;
+/* From unit `index` of the list on, at most so many. Those of an expert come in runs, each for all of its works. */
+static __device__ Span find_units(const Experts &e, const ExpertMemory &m, int index, int most) {
+    const int units = m.plan->units, teams = teams_of(e, false);
+    int first = index / units;
+    const int n = find_works(m, &first);
+    const int length = n == 1 ? units : RUN, offset = index - first * units, run = offset / (length * n) * length,
+              rest = offset - run * n, here = min(length, units - run), work = rest / here, unit = rest - work * here;
+    return {first + work, (run + unit) * teams + team_of(e, false), min(here - unit, most)};
 }
 
-static __device__ void step(Cursor *cursor, const Experts &e, const ExpertMemory &m, int team) {
-    const Rounds &rounds = *m.rounds;
-    const int round = ++cursor->round;
-    if (round < rounds.gate) {
-        if (round == rounds.shared) find_unit(cursor, m, rounds.units, rounds.first_routed);
-        else if (round == 0) find_unit(cursor, m, rounds.units, rounds.first_shared);
-        else next_unit(cursor, m, rounds.units);
-        return;
-    }
-    if (round == rounds.gate) cursor->work = 0, cursor->unit = team;
-    else cursor->unit += teams_of(e, true);
-    while (cursor->work < rounds.works && cursor->unit >= rounds.groups) cursor->unit -= rounds.groups, cursor->work++;
+/* A long run of the list. */
+static __device__ Span find_run(const Experts &e, const ExpertMemory &m, int index) {
+    const int runs = divide_up(m.plan->units, LONG_RUN);
+    int first = index / runs;
+    const int n = find_works(m, &first);
+    const int offset = index - first * runs, run = offset / n, unit = run * LONG_RUN;
+    return {first + offset - run * n, unit * teams_of(e, false) + team_of(e, false), min((int)LONG_RUN, m.plan->units - unit)};
 }
 
-/* The first strip of that team, in strips of eight rows of gate and up, or of sixteen of down, and how many there are. */
-static __device__ inline int strip_of(const Experts &e, int unit, bool down, int team) {
-    return down ? (int)blockIdx.x + unit * STRIPS * (int)gridDim.x : unit * teams_of(e, false) + team;
+/* A team's task in a round; no strips: none. */
+static __device__ inline Span find_task(const Experts &e, const ExpertMemory &m, int round, int team) {
+    const Plan &plan = *m.plan;
+    const int task = round * teams_of(e, true) + team, work = plan.groups == 1 ? task : task / plan.groups,
+              begin = (task - work * plan.groups) * STRIPS;
+    return {work, (int)blockIdx.x + begin * (int)gridDim.x, work < plan.works ? min((int)STRIPS, plan.strips - begin) : 0};
 }
-static __device__ inline int strips_of(const Rounds &rounds, int unit, bool down) {
-    return down ? min((int)STRIPS, rounds.strips - unit * STRIPS) : 1;
+
+/* What is at a place of the plan for this warp's team. Not inlined: what is seldom needed is out of the way of the rest. */
+static __device__ __noinline__ Span find_span(const Experts &e, const ExpertMemory &m, int place) {
+    const Plan &plan = *m.plan;
+    if (place < plan.gate && e.many) return find_run(e, m, (int)blockIdx.x + place * (int)gridDim.x);
+    if (place < plan.shared) return find_units(e, m, plan.first_shared + place, plan.shared - place);
+    if (place < plan.gate) return find_units(e, m, plan.first_routed + place - plan.shared, plan.gate - place);
+    return find_task(e, m, place - plan.gate, team_of(e, true));
 }
+
+/* From strip to strip of a span. */
+static __device__ inline int strip_step(const Experts &e, bool down) { return down ? (int)gridDim.x : teams_of(e, false); }
 
 /* ---- the lists */
 
@@ -2802,19 +3091,32 @@ static __device__ void put_expert(const Experts &e, const ExpertMemory &m, int e
         m.works[work++] = {.chosen = (uint16_t)chosen, .begin = (uint16_t)(begin + i)};
 }
 
+/* The works where there is one row: its picks in the order of the experts. Returns their number. */
+static __device__ int list_row(const Experts &e, const ExpertMemory &m) {
+    const int pick = min(lane_id(), e.slots - 1), expert = listed_expert(e, pick);
+    int place = 0;
+    for (int other = 0; other < e.slots; other++) place += __shfl_sync(~0u, expert, other) < expert;
+    if (threadIdx.x < (unsigned)e.slots) {
+        put_expert(e, m, expert, place, place, place, 1);
+        m.order[place] = pick;
+    }
+    if (threadIdx.x == 0) m.works[e.slots] = {.chosen = NOBODY, .begin = (uint16_t)e.slots};
+    __syncthreads();
+    return e.slots;
+}
+
 /* Who chose whom, which every block finds out for itself: a mask of rows for each expert, sums over the experts, and the picks
  * dealt out, by row. Returns the number of works. */
 static __device__ int list_works(const Experts &e, const ExpertMemory &m) {
     const int experts = e.experts + e.slots - e.per_token, picks = e.n_rows * e.slots, words = divide_up(e.n_rows, 32);
-    uint32_t *mask = (uint32_t *)m.x;               /* [experts, words], and then [experts], until x is needed there */
+    uint32_t *mask = (uint32_t *)m.x;               /* [experts, words], zeros at first, and then [experts] */
     uint16_t *begin = (uint16_t *)(mask + experts * words);
-#pragma unroll 1
-    for (int i = (int)threadIdx.x; i < experts * words; i += EXPERT_THREADS) mask[i] = 0;
-    __syncthreads();
+    int own = 0;                                    /* of this thread's last pick, mostly its only one */
 #pragma unroll 1
     for (int i = (int)threadIdx.x; i < picks; i += EXPERT_THREADS) {
         const int row = i / e.slots;
-        atomicOr(&mask[listed_expert(e, row << 16 | i % e.slots) * words + row / 32], 1u << row % 32);
+        own = listed_expert(e, row << 16 | i % e.slots);
+        atomicOr(&mask[own * words + row / 32], 1u << row % 32);
     }
     __syncthreads();
     uint64_t all = 0, part;                         /* chosen experts, works << 20, picks << 40 */
@@ -2835,7 +3137,8 @@ static __device__ int list_works(const Experts &e, const ExpertMemory &m) {
     __syncthreads();
 #pragma unroll 1
     for (int i = (int)threadIdx.x; i < picks; i += EXPERT_THREADS) {
-        const int row = i / e.slots, pick = row << 16 | i % e.slots, expert = listed_expert(e, pick);
+        const int row = i / e.slots, pick = row << 16 | i % e.slots,
+                  expert = picks <= EXPERT_THREADS ? own : listed_expert(e, pick);
         int place = begin[expert] + __popc(mask[expert * words + row / 32] & ((1u << row % 32) - 1));
 #pragma unroll 1
         for (int w = 0; w < row / 32; w++) place += __popc(mask[expert * words + w]);
@@ -2845,13 +3148,19 @@ static __device__ int list_works(const Experts &e, const ExpertMemory &m) {
     return works;
 }
 
-/* ---- weights on their way */
+/* ---- weights on their way
+ *
+ * A tile lies in shared memory row by row. Of row g, the 16 bytes that belong in place i lie in place i ^ swizzled(g), so that
+ * eight neighbouring threads always meet different banks: when they have four places each of two rows, and when they have one
+ * place of eight rows.
+ */
 
-static __device__ inline void copy_scales_to_shared(uint8_t *to, const uint8_t *from, int bytes) {
-    const uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
-    if (bytes == 4) asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(at), "l"(from) : "memory");
-    else asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" :: "r"(at), "l"(from) : "memory");
+static __device__ inline int swizzled(int row) { return row % 2 * 4 + row / 2 % 4; }
+
+static __device__ inline void copy_scales_to_shared(uint8_t *to, const uint8_t *from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(shared_address(to)), "l"(from) : "memory");
 }
+
 /* The place of the tile behind the one at `slot`, in a warp's part of the ring. */
 static __device__ inline int next_slot(const Experts &e, int slot) {
     return slot == (e.stages - 1) * e.slot_bytes ? 0 : slot + e.slot_bytes;
@@ -2859,254 +3168,318 @@ static __device__ inline int next_slot(const Experts &e, int slot) {
 
 /* What a warp reads, tile by tile, `stages` ahead of what it multiplies. */
 struct Stream {
-    Cursor cursor;
-    int limit;                  /* the rounds that are known */
-    int strip, strips;          /* the one being read; those that follow it */
-    int at, end;                /* bytes into a row */
-    int chunk, skipped;         /* bytes of a chunk; of those of the other segments that follow it */
-    const uint8_t *data[2];     /* of the tile's upper and lower eight rows */
-    uint32_t row[4];            /* offsets of four of the tile's rows, for this lane's 16 bytes */
-    const uint8_t *scale;       /* of row `lane`, of the next tile */
-    int scale_bytes;            /* of a row in a tile */
-    int slot;                   /* of the ring, in bytes from the warp's first */
+    int place;                  /* of the next span in the plan */
+    bool down;
+    int strip, strips;          /* the one being read; those of the span that follow it */
+    int left, bytes, step;      /* of its rows: from the next tile on; from this warp's first tile on; from tile to tile */
+    const uint8_t *row[2];      /* this lane's 16 bytes of the next tile, in rows lane / 8 and lane / 8 + 8 */
+    int apart, jump;            /* from there to the rows four further on; from a strip's end to the next one */
+    const uint8_t *scale, *first_scale;             /* this lane's four bytes of scales: of the next tile, of strip 0 */
+    int scale_step, scale_row, scale_shift;         /* from tile to tile, and for each 2^shift rows of weights */
+    int scale_lanes;            /* that have any */
 };
 
-/* Everything that changes from strip to strip of the same matrices. */
-static __device__ inline void open_strip(Stream *stream, const Experts &e, const ExpertMemory &m, bool down) {
-    const Chosen &chosen = m.chosen[m.works[stream->cursor.work].chosen];
-    const int lane = lane_id(), high = down ? TILE_ROWS : TILE_ROWS / 2, last = (down ? e.hidden : e.inter) - 1;
-    const int first = stream->strip * high;
-    stream->at = segment_of(e, down) * stream->chunk;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int row = min(first + lane / 8 + i % 2 * 4 + (down ? i / 2 * 8 : 0), last);
-        stream->row[i] = (uint32_t)row * (uint32_t)stream->end + (uint32_t)(lane % 8 * 16);
-    }
-    const int row = min(first + lane % high, last), scale_row = stream->scale_bytes == 8 ? row : row / SCALE_BLOCK;
-    stream->scale = (const uint8_t *)chosen.scale[down ? DOWN : lane % TILE_ROWS < 8 ? GATE : UP]
-                    + (size_t)scale_row * (size_t)(divide_up(stream->end, TILE_BYTES) * stream->scale_bytes)
-                    + stream->at / TILE_BYTES * stream->scale_bytes;
+/* Rows of gate and up come in eights, as they are down's columns, and so do those of down. */
+static __device__ inline void open_span(Stream *stream, const Experts &e, const ExpertMemory &m, int work, bool down) {
+    const Chosen &chosen = m.chosen[m.works[work].chosen];
+    const DType D = type_of(e, m, work);
+    const int lane = lane_id(), high = down ? TILE_ROWS : TILE_ROWS / 2, cols = down ? e.inter : e.hidden;
+    const int segments = segments_of(e, down), segment = segment_of(e, down), begin = segment * TILE_BYTES;
+    const uint32_t stride = (uint32_t)weight_bytes(D, (size_t)cols);
+    stream->bytes = (int)stride - begin;
+    stream->step = segments * TILE_BYTES;
+    stream->apart = 4 * (int)stride;
+    stream->jump = strip_step(e, down) * high * (int)stride
+                   - ((count_tiles(D, cols) - segment + segments - 1) >> bits_of(e, down)) * stream->step;
+    const size_t at = (size_t)(stream->strip * high + lane / 8) * stride + (size_t)(begin + lane % 8 * 16);
+    stream->row[0] = chosen.data[down ? DOWN : GATE] + at;
+    stream->row[1] = chosen.data[down ? DOWN : UP] + at + (down ? 8 * stride : 0);
+    const bool block = D == DTYPE_F8_E4M3, upper = block ? lane == 0 : lane < TILE_ROWS;
+    const int each = block ? 4 : 8;
+    stream->scale_step = segments * each;
+    stream->scale_row = count_tiles(D, cols) * each;
+    stream->scale_shift = block ? power_of(SCALE_BLOCK) : 0;
+    stream->scale_lanes = block ? 2 : D == DTYPE_F4_E2M1 ? 32 : 0;
+    stream->first_scale = (const uint8_t *)chosen.scale[down ? DOWN : upper ? GATE : UP] + segment * each
+                          + (block ? 0 : (lane / 2 % 8 + (down && !upper ? 8 : 0)) * stream->scale_row + lane % 2 * 4);
 }
 
-/* The next strip, or the first one of the next round in which this warp has any. False: there is none that is known. */
-static __device__ bool next_strip(Stream *stream, const Experts &e, const ExpertMemory &m) {
-    const Rounds &rounds = *m.rounds;
-    if (stream->strips == 0) {
-        do {
-            if (stream->cursor.round + 1 >= rounds.gate + rounds.down) return false;
-            step(&stream->cursor, e, m, team_of(e, true));
-        } while (stream->cursor.work >= rounds.works);
-        const bool down = stream->cursor.round >= rounds.gate;
-        const Chosen &chosen = m.chosen[m.works[stream->cursor.work].chosen];
-        const DType D = type_of(e, rounds, stream->cursor.work);
-        stream->strip = strip_of(e, stream->cursor.unit, down, team_of(e, down));
-        stream->strips = strips_of(rounds, stream->cursor.unit, down) - 1;
-        stream->end = (int)weight_bytes(D, (size_t)(down ? e.inter : e.hidden));
-        stream->chunk = (int)weight_bytes(D, CHUNK);
-        stream->skipped = (segments_of(e, down) - 1) * stream->chunk;
-        stream->scale_bytes = scale_bytes(D);
-        stream->data[0] = chosen.data[down ? DOWN : GATE], stream->data[1] = chosen.data[down ? DOWN : UP];
-    } else stream->strip += (int)gridDim.x, stream->strips--;
-    open_strip(stream, e, m, stream->cursor.round >= rounds.gate);
+/* The next strip that this warp has. False: there is none that is known. */
+static __device__ inline bool next_strip(Stream *stream, const Experts &e, const ExpertMemory &m) {
+    const Plan &plan = *m.plan;
+    if (stream->strips) {
+        stream->strips--;
+        stream->strip += strip_step(e, stream->down);
+        stream->row[0] += stream->jump, stream->row[1] += stream->jump;
+    } else {
+        Span span = {};
+        while (!span.strips) {
+            if (stream->place >= plan.gate + plan.down) return false;
+            span = find_span(e, m, stream->place);
+            stream->down = stream->place >= plan.gate;
+            stream->place += stream->down || e.many ? 1 : span.strips;
+        }
+        stream->strip = span.strip, stream->strips = span.strips - 1;
+        open_span(stream, e, m, span.work, stream->down);
+    }
+    const int first = stream->strip * (stream->down ? TILE_ROWS : TILE_ROWS / 2);
+    if (stream->down && first + 8 >= e.hidden) stream->row[1] = stream->row[0];     /* there are no more rows: these again */
+    stream->scale = stream->first_scale + (first >> stream->scale_shift) * stream->scale_row;
+    stream->left = stream->down || first < e.inter ? stream->bytes : 0;
     return true;
 }
 
-/* Starts to read this warp's next tile into its place in the ring. False: there is none that is known. */
-static __device__ bool fetch_tile(Stream *stream, const Experts &e, const ExpertMemory &m) {
-    while (stream->at >= stream->end)
+/* Starts to read this warp's next tile to that place of the ring. False: there is none that is known. */
+static __device__ inline bool fetch_tile(Stream *stream, const Experts &e, const ExpertMemory &m, int place) {
+    while (stream->left <= 0)
         if (!next_strip(stream, e, m)) return false;
-    const int lane = lane_id();
-    uint8_t *slot = m.ring + stream->slot, *to = slot + lane / 8 * TILE_BYTES + (lane % 8 ^ lane / 8 % 2 * 4) * 16;
-    const bool there = stream->at + lane % 8 * 16 < stream->end;
-    const uint32_t at = there ? (uint32_t)stream->at : 0;
+    const int lane = lane_id(), own = lane / 8 * TILE_BYTES + (lane % 8 ^ swizzled(lane / 8)) * 16;
+    uint8_t *slot = m.ring + place;
+    const bool there = lane % 8 * 16 < stream->left;
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-        start_copy_to_shared(to + i * 4 * TILE_BYTES, stream->data[i / 2] + (stream->row[i] + at), there);
-    if (stream->scale_bytes && lane < TILE_ROWS)
-        copy_scales_to_shared(slot + TILE_ROWS * TILE_BYTES + lane * stream->scale_bytes, stream->scale, stream->scale_bytes);
-    stream->at += TILE_BYTES;
-    stream->scale += stream->scale_bytes;
-    if ((stream->at & (stream->chunk - 1)) == 0) {
-        stream->at += stream->skipped;
-        stream->scale += stream->skipped / TILE_BYTES * stream->scale_bytes;
+    for (int i = 0; i < 2; i++) {
+        start_copy_to_shared(slot + own + i * 8 * TILE_BYTES, stream->row[i], there);
+        start_copy_to_shared(slot + (own ^ 2 * 16) + (i * 8 + 4) * TILE_BYTES, stream->row[i] + stream->apart, there);
+        stream->row[i] += stream->step;
     }
-    stream->slot = next_slot(e, stream->slot);
+    if (lane < stream->scale_lanes) copy_scales_to_shared(slot + TILE_ROWS * TILE_BYTES + lane * 4, stream->scale);
+    stream->scale += stream->scale_step;
+    stream->left -= stream->step;
     return true;
 }
 
-/* ---- x as the tensor cores want it */
+/* ---- x as the tensor cores want it
+ *
+ * bf16 weights meet numbers of bf16, others numbers of f16: each stretch of a row that meets one tile is scaled by a power of
+ * two, which makes its largest value about 2^14, and sums are scaled back.
+ */
 
-/* e4m3 weights are only shifted into bf16's place, which leaves them 2^-120 of what they are: x is 2^64 of what it is instead
- * (from 2^63 on it becomes infinite, and shows), and the scale makes up for the rest. */
-static constexpr float E4M3_LIFT = 0x1p64f, E4M3_REPAIR = 0x1p56f;
-
-/* A thread multiplies 64 values of a chunk, eight at a time, and four threads each their own. Of the chunk's 32 eights, which is
- * the i-th of thread t: as many as 16 bytes of weights hold follow each other. */
-static __device__ inline int eight_of(DType D, int t, int i) {
-    const int each = D == DTYPE_F4_E2M1 ? 4 : D == DTYPE_F8_E4M3 ? 2 : 1;
-    return i / each * 4 * each + t * each + i % each;
-}
-/* The same backwards, as i * 4 + t. */
+/* The eights of a row in a tile are dealt out to four threads, as many after each other as 16 bytes of weights hold of e4m3, and
+ * one at a time of other types. Where is that one, the i-th of thread t: i * 4 + t. */
 static __device__ inline int eight_place(DType D, int eight) {
-    const int each = D == DTYPE_F4_E2M1 ? 4 : D == DTYPE_F8_E4M3 ? 2 : 1;
-    return eight / (4 * each) * 4 * each + eight % each * 4 + eight / each % 4;
+    return D == DTYPE_F8_E4M3 ? eight / 8 * 8 + eight % 2 * 4 + eight / 2 % 4 : eight;
 }
 
-/* Place of value i of an eight among them, in the order of narrow_eight(). */
-static __device__ inline int value_place(DType D, int i) {
-    return D == DTYPE_F4_E2M1 ? i % 4 * 2 + i / 4 : D == DTYPE_F8_E4M3 ? i / 4 * 4 + i % 2 * 2 + i % 4 / 2 : i;
+/* Eight values, which have been rounded to pairs of neighbours, in the order in which halves_of_e2m1 gives the weights. */
+static __device__ inline uint4 order_for_e2m1(const uint4 &v) {
+    return make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.x, v.y, 0x7632),
+                      __byte_perm(v.z, v.w, 0x7632));
 }
 
-static __device__ inline uint4 narrow_for(DType D, float v[8]) {
-    if (D == DTYPE_F4_E2M1) return narrow_eight<DTYPE_F4_E2M1>(v);
-    if (D == DTYPE_BF16) return narrow_eight<DTYPE_BF16>(v);
-    if (D == DTYPE_F16) return narrow_eight<DTYPE_F16>(v);
+/* A term of eight values, which become what it leaves. */
+template <DType D> static __device__ inline uint4 take_term(float v[8]) {
+    const uint4 term = narrow_eight<D>(v);
 #pragma unroll
-    for (int i = 0; i < 8; i++) v[i] *= E4M3_LIFT;
-    return narrow_eight<DTYPE_F8_E4M3>(v);
+    for (int i = 0; i < 8; i++) v[i] = remainder_of<D>(v[i]);
+    return term;
 }
 
-/* Bytes of a row of x, whole chunks, in shared memory. */
-static __host__ __device__ inline int x_stride(int cols) { return divide_up(cols, CHUNK) * CHUNK * 2 + STAGED_PAD; }
+/* A row in shared memory: for each tile first the upper terms, then the lower ones; and then the scales that undo the tiles'.
+ * Where these begin, and bytes of a row, such that two threads in neighbouring rows meet different banks. */
+static __host__ __device__ inline int x_scales(const Experts &e, int cols) {
+    return divide_up(cols, X_BLOCK) * X_BLOCK * 2 * max(e.terms[0], e.terms[1]);
+}
+static __host__ __device__ inline int x_stride(const Experts &e, int cols) {
+    return (x_scales(e, cols) + divide_up(cols, X_BLOCK) * X_BLOCK / 64 * (int)sizeof(float) + 127) / 128 * 128 + STAGED_PAD;
+}
 
-/* The rows of a work, for the whole block. */
-static __device__ void stage_rows(const Experts &e, const ExpertMemory &m, int work, DType D) {
-    const int begin = m.works[work].begin, count = count_of(m, work), stride = x_stride(e.hidden);
-    const int eights = (stride - STAGED_PAD) / 16;
+/* v becomes its scale times v, with the lanes of one tile. Returns what undoes that. */
+static __device__ inline float scale_values(float v[8], int lanes) {
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(v[i]));
+    for (int distance = 1; distance < lanes; distance *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
+    const uint32_t exponent = min(268 - (__float_as_uint(most) >> 23), 253u);
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] *= __uint_as_float(exponent << 23);
+    return __uint_as_float((254 - exponent) << 23);
+}
+
+/* The rows of so many picks, from order[begin] on, for the whole block: of x, or of gated. A warp takes X_BLOCK columns. */
+static __device__ void stage_rows(const Experts &e, const ExpertMemory &m, uint8_t *to, bool down, int begin, int count) {
+    const int cols = down ? e.inter : e.hidden, blocks = divide_up(cols, X_BLOCK), stride = x_stride(e, cols), lane = lane_id();
+    int slot = 0, block = warp_id();
 #pragma unroll 2
-    for (int i = (int)threadIdx.x; i < count * eights; i += EXPERT_THREADS) {
-        const int column = i / eights, eight = i % eights;
-        const float *from = e.x + (size_t)(row_of(m.order[begin + column])) * (size_t)e.hidden + eight * 8;
-        float v[8];
-        load_eight(v, from, e.hidden - eight * 8, e.aligned);
-        *(uint4 *)(m.x + column * stride + (eight / 32 * 32 + eight_place(D, eight % 32)) * 16) = narrow_for(D, v);
-    }
-}
-
-/* This thread's 64 values of a chunk, of its row of x or of gated; idle columns of the instruction repeat one. */
-static __device__ inline void load_rows(uint4 x[8], const Experts &e, const ExpertMemory &m, bool down, int work, int count,
-                                        int chunk, DType D) {
-    const int column = min(lane_id() / 4, count - 1), t = lane_id() % 4;
-    if (!down) {
-        const uint8_t *from = m.x + column * x_stride(e.hidden) + chunk * CHUNK * 2 + t * 16;
-#pragma unroll
-        for (int i = 0; i < 8; i++) x[i] = *(const uint4 *)(from + i * 64);
-        return;
-    }
-    const uint16_t *from = (const uint16_t *)e.gated + gated_row(e, m.order[m.works[work].begin + column]);
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const int k = chunk * CHUNK + eight_of(D, t, i) * 8;
-        x[i] = k < e.inter ? __ldcg((const uint4 *)(from + k)) : make_uint4(0, 0, 0, 0);
+    for (; true; block += EXPERT_WARPS) {
+        while (block >= blocks) block -= blocks, slot++;
+        if (slot >= count) break;
+        const int pick = m.order[begin + slot], eight = block * (X_BLOCK / 8) + lane;
+        const DType D = e.dtype[is_shared(e, pick)];
+        const int terms = e.terms[is_shared(e, pick)], bits = part_bits(D) + 2, tile = eight >> bits;
+        float v[8] = {};
+        if (!down) load_eight(v, e.x + (size_t)row_of(pick) * (size_t)e.hidden + eight * 8, cols - eight * 8, e.aligned);
+        else if (eight * 8 < cols) {
+            const float4 *from = (const float4 *)(e.gated + gated_row(e, pick) + eight * 8);
+            const float4 a = __ldcg(from), b = __ldcg(from + 1);
+            v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+        }
+        if (D != DTYPE_BF16)
+            *(float *)(to + slot * stride + x_scales(e, cols) + tile * (int)sizeof(float)) = scale_values(v, 1 << bits);
+        const int place = (tile * terms << bits) + eight_place(D, eight & ((1 << bits) - 1));
+        for (int term = 0; term < terms; term++) {
+            const uint4 eight_values = D == DTYPE_BF16 ? take_term<DTYPE_BF16>(v) : take_term<DTYPE_F16>(v);
+            *(uint4 *)(to + slot * stride + (place + (term << bits)) * 16) =
+                D == DTYPE_F4_E2M1 ? order_for_e2m1(eight_values) : eight_values;
+        }
     }
 }
 
 /* ---- products */
 
-/* A tile as a thread has it: two pieces of 16 bytes of row g = lane / 4, two of row g + 8. */
-struct Tile { uint4 piece[2][2]; uint2 scale[2]; };
+/* A tile as a thread has it, rows g = lane / 4 and g + 8, with their scales. Of e2m1: four bytes of each 16, in turns from either
+ * row. Of others: twice 16 bytes, each from either row. */
+struct Tile {
+    uint32_t word[16];
+    uint2 scale[2];             /* e4m3: the first has the floats of both rows. e2m1: each its exponents */
+};
 
-static __device__ inline void load_tile(Tile *tile, const uint8_t *slot, int scale_bytes) {
-    const int g = lane_id() / 4;
-    const uint8_t *from = slot + g * TILE_BYTES + lane_id() % 4 * 16, *scale = slot + TILE_ROWS * TILE_BYTES + g * scale_bytes;
+static __device__ inline void load_tile(Tile *tile, const uint8_t *slot, DType D) {
+    const int lane = lane_id(), g = lane / 4;
+    const uint8_t *scales = slot + TILE_ROWS * TILE_BYTES;
+    if (D == DTYPE_F4_E2M1) {
+        const uint32_t row = shared_address(slot) + lane % 8 * TILE_BYTES + lane / 8 % 2 * 8 * TILE_BYTES,
+                       place = (lane / 16 ^ swizzled(lane % 8)) * 16;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < 4; i++)
+            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(tile->word[4 * i]), "=r"(tile->word[4 * i + 1]), "=r"(tile->word[4 * i + 2]),
+                           "=r"(tile->word[4 * i + 3]) : "r"(row + (place ^ i * 32)) : "memory");
+        for (int i = 0; i < 2; i++) tile->scale[i] = ((const uint2 *)scales)[g + 8 * i];
+    } else {
+        if (D == DTYPE_F8_E4M3) tile->scale[0] = *(const uint2 *)scales;
 #pragma unroll
-        for (int u = 0; u < 2; u++) tile->piece[u][i] = *(const uint4 *)(from + (u ^ g % 2) * 64 + i * 8 * TILE_BYTES);
-        if (scale_bytes == 4) tile->scale[i].x = *(const uint32_t *)(scale + i * 8 * 4);
-        if (scale_bytes == 8) tile->scale[i] = *(const uint2 *)(scale + i * 8 * 8);
-    }
-}
-
-/* Eight weights as four pairs of the type that x has. */
-template <DType D> static __device__ inline uint4 shift_part(const uint4 &piece, int part, uint32_t factor) {
-    if constexpr (D == DTYPE_F8_E4M3) {
-        const uint32_t low = part ? piece.z : piece.x, high = part ? piece.w : piece.y;
-        return make_uint4((low << 8 & 0x80008000) | (low << 4 & 0x07f007f0), (low & 0x80008000) | (low >> 4 & 0x07f007f0),
-                          (high << 8 & 0x80008000) | (high << 4 & 0x07f007f0), (high & 0x80008000) | (high >> 4 & 0x07f007f0));
-    } else return widen_part<D>(piece, part, factor);
-}
-
-/* total += a tile times x. Of e4m3 the sum is scaled, of e2m1 each value, but for 2^E2M1_SHIFT. */
-template <DType D> static __device__ inline void multiply_tile(float total[4], const Tile &tile, const uint4 *x) {
-    constexpr int parts = D == DTYPE_F4_E2M1 ? 4 : D == DTYPE_F8_E4M3 ? 2 : 1;
-    float sum[4] = {};
-    float *into = D == DTYPE_F8_E4M3 ? sum : total;
-#pragma unroll
-    for (int u = 0; u < 2; u++) {
-        const uint32_t upper = D == DTYPE_F4_E2M1 ? e2m1_factor(u ? tile.scale[0].y : tile.scale[0].x) : 0,
-                       lower = D == DTYPE_F4_E2M1 ? e2m1_factor(u ? tile.scale[1].y : tile.scale[1].x) : 0;
-#pragma unroll
-        for (int part = 0; part < parts; part++) {
-            const uint4 a = shift_part<D>(tile.piece[u][0], part, upper), c = shift_part<D>(tile.piece[u][1], part, lower),
-                        b = x[u * parts + part];
-            multiply_fragment<D>(into, a.x, c.x, a.y, c.y, b.x, b.y);
-            multiply_fragment<D>(into, a.z, c.z, a.w, c.w, b.z, b.w);
+        for (int i = 0; i < 4; i++) {
+            const int place = (lane % 4 ^ swizzled(g)) * 16 ^ i / 2 * 64;
+            const uint4 piece = *(const uint4 *)(slot + (g + i % 2 * 8) * TILE_BYTES + place);
+            memcpy(tile->word + 4 * i, &piece, 16);
         }
     }
-    if (D == DTYPE_F8_E4M3)
-#pragma unroll
-        for (int i = 0; i < 4; i++) total[i] = fmaf(__uint_as_float(tile.scale[i / 2].x) * E4M3_REPAIR, sum[i], total[i]);
 }
 
-/* The tile of that number in a chunk. */
-template <DType D>
-static __device__ inline void multiply_numbered(float total[4], const Tile &tile, const uint4 x[8], int number) {
-    constexpr int tiles = D == DTYPE_F4_E2M1 ? 1 : D == DTYPE_F8_E4M3 ? 2 : 4;
-#pragma unroll
-    for (int i = 0; i < tiles; i++)
-        if (number == i) multiply_tile<D>(total, tile, x + i * (8 / tiles));
+/* Four e4m3 weights as pairs of f16. */
+static __device__ inline uint2 halves_of_e4m3(uint32_t four) {
+    uint2 pairs;
+#if __CUDA_ARCH__ >= 890
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}" : "=r"(pairs.x), "=r"(pairs.y) : "r"(four));
+#else
+    const __half2_raw low = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)four, __NV_E4M3),
+                      high = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)(four >> 16), __NV_E4M3);
+    pairs = make_uint2(low.x | (uint32_t)low.y << 16, high.x | (uint32_t)high.y << 16);
+#endif
+    return pairs;
 }
 
-/* This warp's segment of one strip times the rows of one work, whose first chunk of x may be held already. As soon as a tile is
- * in registers, the stream's next one takes its place. slot: where its first one lies. */
-static __device__ inline void multiply_work(float total[4], uint4 x[8], bool held, Stream *stream, int *slot, const Experts &e,
-                                            const ExpertMemory &m, bool down, int work, DType D) {
-    const int cols = down ? e.inter : e.hidden, count = count_of(m, work), segments = segments_of(e, down),
-              scales = scale_bytes(D), stages = e.stages;
-    for (int chunk = segment_of(e, down); chunk * CHUNK < cols; chunk += segments) {
-        if (!held || segments * CHUNK < cols) load_rows(x, e, m, down, work, count, chunk, D);
-        const int tiles = tiles_of(D, min((int)CHUNK, cols - chunk * CHUNK));
+/* The bits of an e2m1 value, in their places among those of e4m3, are that value by 2^6 too small. */
+static constexpr float E2M1_REPAIR = 0x1p6f;
+
+/* Eight e2m1 weights: 0 and 2, 4 and 6, 1 and 3, 5 and 7. */
+static __device__ inline uint4 halves_of_e2m1(uint32_t eight) {
+    const uint2 even = halves_of_e4m3((eight << 4 & 0x80808080) | (eight << 2 & 0x1c1c1c1c)),
+                odd = halves_of_e4m3((eight & 0x80808080) | (eight >> 2 & 0x1c1c1c1c));
+    return make_uint4(even.x, even.y, odd.x, odd.y);
+}
+
+/* The part-th eight weights of a thread's upper (0) or lower (1) row as four pairs of the type that x has. */
+template <DType D> static __device__ inline uint4 widen_words(const Tile &tile, int half, int part) {
+    if constexpr (D == DTYPE_F4_E2M1) return halves_of_e2m1(tile.word[2 * part + half]);
+    else if constexpr (D == DTYPE_F8_E4M3) {
+        const uint32_t *words = tile.word + (part / 2 * 2 + half) * 4 + part % 2 * 2;
+        const uint2 low = halves_of_e4m3(words[0]), high = halves_of_e4m3(words[1]);
+        return make_uint4(low.x, low.y, high.x, high.y);
+    } else {
+        const uint32_t *words = tile.word + (part * 2 + half) * 4;
+        return make_uint4(words[0], words[1], words[2], words[3]);
+    }
+}
+
+/* The scale of a block of e2m1 weights, of the exponents of four: 2^(e - 127). 2^128 is infinite, and shows; 2^-127 is 0. */
+static __device__ inline float e2m1_scale(uint32_t exponents, int i) {
+    return __uint_as_float((i == 3 ? exponents >> 1 : exponents << (23 - 8 * i)) & 0x7f800000);
+}
+
+/* total += a tile times x, of which the lower terms, if there are any, follow the upper ones. undo: what undoes the scales of x
+ * in columns lane % 4 * 2 and the next. */
+template <DType D, int TERMS>
+static __device__ inline void multiply_tile(float total[4], const Tile &tile, const uint8_t *x, const float undo[2]) {
+    constexpr int parts = 1 << part_bits(D);
+    constexpr DType with = D == DTYPE_BF16 ? DTYPE_BF16 : DTYPE_F16;
+    float sum[4] = {}, block[4] = {};
+    float *into = D == DTYPE_BF16 ? total : D == DTYPE_F4_E2M1 ? block : sum;
+#pragma unroll
+    for (int part = 0; part < parts; part++) {
+        const uint4 a = widen_words<D>(tile, 0, part), c = widen_words<D>(tile, 1, part);
+#pragma unroll
+        for (int term = 0; term < TERMS; term++) {
+            const uint4 b = *(const uint4 *)(x + (term * parts + part) * 64);
+            multiply_fragment<with>(into, a.x, c.x, a.y, c.y, b.x, b.y);
+            multiply_fragment<with>(into, a.z, c.z, a.w, c.w, b.z, b.w);
+        }
+        if (D == DTYPE_F4_E2M1)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const uint2 &exponents = tile.scale[i / 2];
+                sum[i] = fmaf(e2m1_scale(part < 4 ? exponents.x : exponents.y, part % 4), block[i], sum[i]);
+                block[i] = 0;
+            }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float scale = D == DTYPE_F8_E4M3 ? __uint_as_float(i < 2 ? tile.scale[0].x : tile.scale[0].y)
+                                               : D == DTYPE_F4_E2M1 ? E2M1_REPAIR : 1;
+        if (D != DTYPE_BF16) total[i] = fmaf(scale * undo[i % 2], sum[i], total[i]);
+    }
+}
+
+/* This warp's segment of one strip times the rows of one work, which are in shared memory. As soon as a tile is in registers, the
+ * stream's next one takes its place. slot: where its first one lies. */
+static __device__ inline void multiply_segment(float total[4], const uint8_t *rows, Stream *stream, int *slot, const Experts &e,
+                                               const ExpertMemory &m, bool down, int work) {
+    const DType D = type_of(e, m, work);
+    const int terms = terms_of(e, m, work), cols = down ? e.inter : e.hidden, end = count_tiles(D, cols), stages = e.stages,
+              segments = segments_of(e, down), last = count_of(m, work) - 1, lane = lane_id(), stride = x_stride(e, cols);
+    const uint8_t *x = rows + min(lane / 4, last) * stride + lane % 4 * 16, *undo_first = rows + x_scales(e, cols),
+                  *undo_second = undo_first + min(lane % 4 * 2 + 1, last) * stride;
+    undo_first += min(lane % 4 * 2, last) * stride;
 #pragma unroll 1
-        for (int i = 0; i < tiles; i++) {
-            Tile tile;
-            wait_for_copies(stages - 1);
-            __syncwarp();
-            load_tile(&tile, m.ring + *slot, scales);
-            __syncwarp();
-            fetch_tile(stream, e, m);
-            commit_copies();
-            if (D == DTYPE_F8_E4M3) multiply_numbered<DTYPE_F8_E4M3>(total, tile, x, i);
-            else if (D == DTYPE_F4_E2M1) multiply_numbered<DTYPE_F4_E2M1>(total, tile, x, i);
-            else if (D == DTYPE_BF16) multiply_numbered<DTYPE_BF16>(total, tile, x, i);
-            else multiply_numbered<DTYPE_F16>(total, tile, x, i);
-            *slot = next_slot(e, *slot);
-        }
+    for (int i = segment_of(e, down); i < end; i += segments) {
+        Tile tile;
+        wait_for_copies(stages - 1);
+        __syncwarp();
+        load_tile(&tile, m.ring + *slot, D);
+        __syncwarp();
+        fetch_tile(stream, e, m, *slot);
+        commit_copies();
+        const uint8_t *of_tile = x + (i * terms << (part_bits(D) + 6));
+        const float undo[2] = {((const float *)undo_first)[i], ((const float *)undo_second)[i]};    /* of bf16: anything */
+        if (D == DTYPE_F8_E4M3 && terms == 1) multiply_tile<DTYPE_F8_E4M3, 1>(total, tile, of_tile, undo);
+        else if (D == DTYPE_F8_E4M3) multiply_tile<DTYPE_F8_E4M3, 2>(total, tile, of_tile, undo);
+        else if (D == DTYPE_F4_E2M1) multiply_tile<DTYPE_F4_E2M1, 1>(total, tile, of_tile, undo);
+        else if (D == DTYPE_BF16) multiply_tile<DTYPE_BF16, 2>(total, tile, of_tile, undo);
+        else multiply_tile<DTYPE_F16, 2>(total, tile, of_tile, undo);
+        *slot = next_slot(e, *slot);
     }
-    if (D == DTYPE_F4_E2M1)
-#pragma unroll
-        for (int i = 0; i < 4; i++) total[i] *= 0x1p32f;
 }
 
 /* The same in plain f32, for weights of any type at any address: a lane has one row and half of the columns of x. */
 static __device__ void multiply_exactly(float total[4], const Experts &e, const ExpertMemory &m, bool down,
                                         int work, int strip) {
     const int cols = down ? e.inter : e.hidden, rows = down ? e.hidden : e.inter, lane = lane_id(),
-              high = down ? TILE_ROWS : TILE_ROWS / 2, begin = m.works[work].begin, last = count_of(m, work) - 1,
+              high = down ? TILE_ROWS : TILE_ROWS / 2, order = m.works[work].begin, last = count_of(m, work) - 1,
               which = down ? DOWN : lane % TILE_ROWS < 8 ? GATE : UP;
-    const DType stored = (work < m.rounds->shared_works ? e.shared[which] : e.table[which][0]).dtype;
+    const DType stored = (work < m.plan->shared_works ? e.shared[which] : e.table[which][0]).dtype;
     const Chosen &chosen = m.chosen[m.works[work].chosen];
     const int row = min(strip * high + lane % high, rows - 1);
     const uint8_t *data = chosen.data[which] + (size_t)row * weight_bytes(stored, (size_t)cols);
     const float *scale = (const float *)chosen.scale[which] + row / SCALE_BLOCK * divide_up(cols, SCALE_BLOCK), *x[4];
     const uint8_t *exponents = (const uint8_t *)chosen.scale[which] + row * divide_up(cols, EXPONENT_BLOCK);
     for (int c = 0; c < 4; c++) {
-        const int pick = m.order[begin + min(lane / 16 * 4 + c, last)];
-        x[c] = down ? (const float *)e.gated + gated_row(e, pick) : e.x + (size_t)row_of(pick) * (size_t)e.hidden;
+        const int pick = m.order[order + min(lane / 16 * 4 + c, last)];
+        x[c] = down ? e.gated + gated_row(e, pick) : e.x + (size_t)row_of(pick) * (size_t)e.hidden;
     }
-    for (int chunk = segment_of(e, down); chunk * CHUNK < cols; chunk += segments_of(e, down))
+    for (int begin = segment_of(e, down) * SEGMENT; begin < cols; begin += segments_of(e, down) * SEGMENT)
 #pragma unroll 1
-        for (int k = chunk * CHUNK; k < min(chunk * CHUNK + CHUNK, cols); k++) {
+        for (int k = begin; k < min(begin + SEGMENT, cols); k++) {
             float weight = load_stored(data, (size_t)k, stored);
             if (stored == DTYPE_F8_E4M3) weight *= scale[k / SCALE_BLOCK];
             if (stored == DTYPE_F4_E2M1) weight *= widen_e8m0(exponents[k / EXPONENT_BLOCK]);
@@ -3120,9 +3493,9 @@ static __device__ void multiply_exactly(float total[4], const Experts &e, const 
 static __device__ inline void put_columns(const Experts &e, const ExpertMemory &m, const float total[4], bool down, int work,
                                           int strip, int first, int count) {
     const int lane = lane_id(), segments = segments_of(e, down), segment = segment_of(e, down);
+    const bool exact = e.dtype[0] == EXACT;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const bool exact = e.dtype[0] == EXACT;
         const int column = exact ? lane / 16 * 4 + i : lane % 4 * 2 + i % 2, row = exact ? lane % 16 : lane / 4 + i / 2 * 8;
         if (column < count) (down ? m.down_sums : m.sums)[((first + column) * segments + segment) * TILE_ROWS + row] = total[i];
     }
@@ -3132,19 +3505,12 @@ static __device__ inline void put_columns(const Experts &e, const ExpertMemory &
     }
 }
 
-/* One team's part of a round, its sums into columns from `first` on. x: the first chunk of the rows, where it is held already. */
-static __device__ inline void multiply_strips(uint4 x[8], bool held, Stream *stream, int *slot, const Experts &e,
-                                              const ExpertMemory &m, bool down, int work, int unit, int first) {
-    const int strip = strip_of(e, unit, down, team_of(e, down)), strips = strips_of(*m.rounds, unit, down);
-    const int count = count_of(m, work);
-    const DType D = type_of(e, *m.rounds, work);
-#pragma unroll 1
-    for (int i = 0; i < strips; i++, held = true) {
-        float total[4] = {};
-        if (D == EXACT) multiply_exactly(total, e, m, down, work, strip + i * (int)gridDim.x);
-        else multiply_work(total, x, held, stream, slot, e, m, down, work, D);
-        put_columns(e, m, total, down, work, strip + i * (int)gridDim.x, first + i * count, count);
-    }
+/* A strip times the rows of a work, which are in shared memory. */
+static __device__ inline void multiply_strip(float total[4], const uint8_t *rows, Stream *stream, int *slot, const Experts &e,
+                                             const ExpertMemory &m, bool down, int work, int strip) {
+    if (!down && strip * 8 >= e.inter) return;
+    if (e.dtype[0] == EXACT) multiply_exactly(total, e, m, down, work, strip);
+    else multiply_segment(total, rows, stream, slot, e, m, down, work);
 }
 
 static __device__ inline float add_segments(const float *sums, int segments, int column, int row) {
@@ -3161,55 +3527,50 @@ static __device__ void add_gate_up(const Experts &e, const ExpertMemory &m, int 
     for (int i = (int)threadIdx.x; i < columns * 8; i += EXPERT_THREADS) {
         const int column = i / 8, r = i % 8, out = m.strip[column] * 8 + r, pick = m.pick[column];
         if (out >= e.inter) continue;
-        const DType D = e.dtype[is_shared(e, pick)];
-        const float value = silu(add_segments(m.sums, segments, column, r)) * add_segments(m.sums, segments, column, 8 + r);
-        const size_t row = gated_row(e, pick);
-        if (D == EXACT) ((float *)e.gated)[row + (size_t)out] = value;
-        else {
-            const float lifted = D == DTYPE_F8_E4M3 ? value * E4M3_LIFT : value;
-            const uint32_t pair = D == DTYPE_F16 ? narrow_pair<DTYPE_F16>(value, 0) : narrow_pair<DTYPE_BF16>(lifted, 0);
-            ((uint16_t *)e.gated)[row + (size_t)(out - r + value_place(D, r))] = (uint16_t)pair;
-        }
+        e.gated[gated_row(e, pick) + (size_t)out] =
+            silu(add_segments(m.sums, segments, column, r)) * add_segments(m.sums, segments, column, 8 + r);
     }
 }
 
 /* Which columns that wait belong to the same row and strip: next[c] is the next one, leads[c] says that there is none before. */
 static __device__ void link_columns(const ExpertMemory &m, int columns) {
-    const int c = (int)threadIdx.x;
-    if (c < columns) {
+    for (int c = warp_id(); c < columns; c += EXPERT_WARPS) {
         const int row = row_of(m.pick[c]), strip = m.strip[c];
-        int before = c - 1, after = c + 1;
-        while (before >= 0 && (m.strip[before] != strip || row_of(m.pick[before]) != row)) before--;
-        while (after < columns && (m.strip[after] != strip || row_of(m.pick[after]) != row)) after++;
-        m.next[c] = after;
-        m.leads[c] = before < 0;
+        int next = columns;
+        bool leads = true;
+        for (int base = 0; base < columns && next == columns; base += 32) {
+            const int other = base + lane_id();
+            const bool same = other < columns && m.strip[other] == strip && row_of(m.pick[other]) == row;
+            const unsigned after = __ballot_sync(~0u, same && other > c);
+            if (__ballot_sync(~0u, same && other < c)) leads = false;
+            if (after) next = base + __ffs((int)after) - 1;
+        }
+        m.next[c] = (uint16_t)next;
+        m.leads[c] = leads;
     }
-    __syncthreads();
 }
 
 /* y += weight * down gated for the columns that wait: the first one of a row of y takes its others along, in order. */
 static __device__ void add_down(const Experts &e, const ExpertMemory &m, int columns) {
-    link_columns(m, columns);
+    const int segments = segments_of(e, true);
 #pragma unroll 1
     for (int i = (int)threadIdx.x; i < columns * TILE_ROWS; i += EXPERT_THREADS) {
-        const int first = i / TILE_ROWS, r = i % TILE_ROWS, out = m.strip[first] * TILE_ROWS + r, row = row_of(m.pick[first]);
-        if (out >= e.hidden || !m.leads[first]) continue;
-        float *y = e.y + (size_t)row * (size_t)e.hidden + (size_t)out;
+        const int c = i / TILE_ROWS, r = i % TILE_ROWS, pick = m.pick[c];
+        const float weight = is_shared(e, pick) ? 1 : e.weights[row_of(pick) * e.per_token + number_of(pick)];
+        m.down_sums[c * segments * TILE_ROWS + r] = weight * add_segments(m.down_sums, segments, c, r);
+    }
+    link_columns(m, columns);
+    __syncthreads();
+#pragma unroll 1
+    for (int i = (int)threadIdx.x; i < columns * TILE_ROWS; i += EXPERT_THREADS) {
+        const int first = i / TILE_ROWS, r = i % TILE_ROWS, out = m.strip[first] * TILE_ROWS + r;
+        if (!m.leads[first] || out >= e.hidden) continue;
+        float *y = e.y + (size_t)row_of(m.pick[first]) * (size_t)e.hidden + (size_t)out;
         float sum = is_shared(e, m.pick[first]) ? 0 : *y;
 #pragma unroll 1
-        for (int c = first; c < columns; c = m.next[c]) {
-            const float weight = is_shared(e, m.pick[c]) ? 1 : e.weights[row * e.per_token + number_of(m.pick[c])];
-            sum = fmaf(weight, add_segments(m.down_sums, segments_of(e, true), c, r), sum);
-        }
+        for (int c = first; c < columns; c = m.next[c]) sum += m.down_sums[c * segments * TILE_ROWS + r];
         *y = sum;
     }
-}
-
-static __device__ inline void add_waiting(const Experts &e, const ExpertMemory &m, bool down, int columns) {
-    __syncthreads();
-    if (down) add_down(e, m, columns);
-    else add_gate_up(e, m, columns);
-    __syncthreads();
 }
 
 /* ---- the kernel */
@@ -3240,7 +3601,8 @@ static __device__ ExpertMemory expert_memory(const Experts &e, uint8_t *shared) 
     m.x = shared + EXPERT_WARPS * e.stages * e.slot_bytes;
     m.sums = (float *)(m.x + e.x_bytes);
     m.down_sums = (float *)m.x;
-    m.rounds = NULL;
+    m.gated = m.x + DOWN_SUM_BYTES;
+    m.plan = NULL;
     m.strip = (int *)(m.sums + MAX_SUMS * TILE_ROWS);
     m.pick = m.strip + MAX_DOWN_SUMS;
     m.next = (uint16_t *)(m.pick + MAX_DOWN_SUMS);
@@ -3251,85 +3613,127 @@ static __device__ ExpertMemory expert_memory(const Experts &e, uint8_t *shared) 
     return m;
 }
 
-/* Weights may be read before it is known who is chosen: those of the shared expert. Returns how many tiles are on their way. */
-static __device__ int fetch_shared(Stream *stream, const Experts &e, const ExpertMemory &m) {
-    const int works = m.rounds->shared_works;
+/* What can be done before it is known who is chosen: the shared expert's weights may be read, and what says where those of the
+ * others are comes closer. */
+static __device__ void prepare(const Experts &e, const ExpertMemory &m) {
+    const int works = m.plan->shared_works, bytes = e.experts * (int)sizeof(Matrix), line = 128;
     if (threadIdx.x == 0) m.chosen[0] = chosen_matrices(e.shared[GATE], e.shared[UP], e.shared[DOWN]);
     for (int i = (int)threadIdx.x; i <= works; i += EXPERT_THREADS) m.works[i].chosen = i < works ? 0 : NOBODY;
+    for (int i = (int)(threadIdx.x * gridDim.x + blockIdx.x) * line; i < bytes; i += (int)(EXPERT_THREADS * gridDim.x) * line)
+        for (int matrix = GATE; matrix <= DOWN; matrix++)
+            asm volatile("prefetch.global.L2 [%0];" :: "l"((const uint8_t *)e.table[matrix] + i));
+    const int masks = (e.experts + e.slots - e.per_token) * divide_up(e.n_rows, 32);
+    for (int i = (int)threadIdx.x; i < masks; i += EXPERT_THREADS) ((uint32_t *)m.x)[i] = 0;
     __syncthreads();
-    int ahead = 0;
-    for (; ahead < e.stages && fetch_tile(stream, e, m); ahead++) commit_copies();
-    return ahead;
+}
+
+/* The first phase, of which all teams take the same unit at the same time. */
+static __device__ inline void multiply_gate_up(Stream *stream, int *slot, const Experts &e, const ExpertMemory &m) {
+    const int segments = segments_of(e, false), teams = teams_of(e, false), team = team_of(e, false);
+    int used = 0, staged = -1;  /* columns that wait; what tells the rows at hand from others: a single one meets all experts */
+    for (int place = 0; place < m.plan->gate;) {
+        const Span span = find_span(e, m, place);
+        const int count = count_of(m, span.work), rows = e.n_rows > 1 ? span.work : (int)type_of(e, m, span.work);
+        if (rows != staged && e.dtype[0] != EXACT) {
+            __syncthreads();
+            stage_rows(e, m, m.x, false, m.works[span.work].begin, count);
+            __syncthreads();
+        }
+        staged = rows;
+#pragma unroll 1
+        for (int i = 0; i < span.strips; i++) {
+            const int strip = span.strip + i * teams;
+            if ((used + teams * count) * segments > MAX_SUMS) {
+                __syncthreads();
+                add_gate_up(e, m, used);
+                __syncthreads();
+                used = 0;
+            }
+            float total[4] = {};
+            multiply_strip(total, m.x, stream, slot, e, m, false, span.work, strip);
+            put_columns(e, m, total, false, span.work, strip, used + team * count, count);
+            used += teams * count;
+        }
+        place += e.many ? 1 : span.strips;
+    }
+    __syncthreads();
+    add_gate_up(e, m, used);
+}
+
+/* The rows of gated of as many works, from `first` on, as there is room for. */
+static __device__ inline void stage_gated(int *begin, int *end, const Experts &e, const ExpertMemory &m, int first) {
+    if (e.dtype[0] == EXACT) return;
+    const int from = m.works[first].begin;
+    *begin = *end = first;
+    while (*end < m.plan->works && m.works[*end + 1].begin - from <= e.gated_rows) ++*end;
+    __syncthreads();
+    stage_rows(e, m, m.gated, true, from, m.works[*end].begin - from);
+    __syncthreads();
+}
+
+/* The second one, of which each team takes its own task. */
+static __device__ inline void multiply_down(Stream *stream, int *slot, const Experts &e, const ExpertMemory &m) {
+    const int segments = segments_of(e, true), teams = teams_of(e, true), team = team_of(e, true), lane = lane_id();
+    int used = 0, begin = 0, end = 0;               /* works whose rows are at hand */
+    for (int round = 0; round < m.plan->down; round++) {
+        const Span of_lane = find_task(e, m, round, min(lane, teams - 1)), span = find_task(e, m, round, team);
+        int until = lane < teams && of_lane.strips ? of_lane.strips * count_of(m, of_lane.work) : 0;
+        int first = used - __shfl_sync(~0u, until, team);
+        for (int distance = 1; distance < teams; distance *= 2) {
+            const int other = __shfl_up_sync(~0u, until, (unsigned)distance);
+            if (lane >= distance) until += other;
+        }
+        const int columns = __shfl_sync(~0u, until, teams - 1);     /* of all teams' tasks */
+        first += __shfl_sync(~0u, until, team);
+        if ((used + columns) * segments > MAX_DOWN_SUMS) {
+            __syncthreads();
+            add_down(e, m, used);
+            __syncthreads();
+            first -= used, used = 0;
+        }
+        const int last = min(find_task(e, m, round, teams - 1).work, m.plan->works - 1);
+        if (last >= end) stage_gated(&begin, &end, e, m, find_task(e, m, round, 0).work);
+        const int place = span.strips ? m.works[span.work].begin - m.works[begin].begin : 0;
+        const uint8_t *rows = m.gated + place * x_stride(e, e.inter);
+#pragma unroll 1
+        for (int i = 0; i < span.strips; i++) {
+            const int count = count_of(m, span.work), strip = span.strip + i * (int)gridDim.x;
+            float total[4] = {};
+            multiply_strip(total, rows, stream, slot, e, m, true, span.work, strip);
+            put_columns(e, m, total, true, span.work, strip, first + i * count, count);
+        }
+        used += columns;
+    }
+    __syncthreads();
+    add_down(e, m, used);
 }
 
 static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const __grid_constant__ Experts e) {
     extern __shared__ __align__(128) uint8_t expert_shared[];
     ExpertMemory m = expert_memory(e, expert_shared);
     const bool exact = e.dtype[0] == EXACT;
-    const int lane = lane_id();
-    __shared__ Rounds rounds;
-    m.rounds = &rounds;
-    if (threadIdx.x == 0) count_shared_rounds(&rounds, e);
+    __shared__ Plan plan;
+    m.plan = &plan;
+    if (threadIdx.x == 0) plan_shared(&plan, e);
     __syncthreads();
+    prepare(e, m);
     Stream stream = {};
-    stream.cursor.round = -1;
     int ahead = 0, slot = 0;
-    if (!exact && rounds.shared) ahead = fetch_shared(&stream, e, m);
-    wait_for_previous();
-    const int works = list_works(e, m);
-    if (threadIdx.x == 0) count_rounds(&rounds, e, works);
-    __syncthreads();
-    for (; ahead < e.stages && !exact; ahead++) {
-        fetch_tile(&stream, e, m);
-        commit_copies();
+    for (bool known = false; true; known = true) {              /* as many tiles on their way as there is room for */
+        for (; ahead < e.stages && !exact; ahead++) {
+            if (!fetch_tile(&stream, e, m, ahead * e.slot_bytes) && !known) break;
+            commit_copies();
+        }
+        if (known) break;
+        wait_for_previous();
+        const int works = e.n_rows == 1 && e.slots <= 32 ? list_row(e, m) : list_works(e, m);
+        if (threadIdx.x == 0) plan_all(&plan, e, works);
+        __syncthreads();
     }
-
-    Cursor cursor = {.round = -1, .work = 0, .unit = 0};        /* of team `lane` */
-    uint4 x[8];
-    int staged = -1, used = 0;                      /* the work whose rows are at hand; columns that wait */
-    const int first_down = rounds.gate, end = first_down + rounds.down;
-    for (int round = 0; round < end; round++) {
-        const bool down = round >= first_down;
-        const int segments = segments_of(e, down), teams = teams_of(e, down), team = team_of(e, down);
-        if (round == first_down) {
-            add_waiting(e, m, false, used);
-            used = 0, staged = -1;
-            wait_for_all_blocks();
-            let_next_start();
-        }
-        step(&cursor, e, m, min(lane, teams - 1));
-        int columns, before, work = cursor.work, unit = cursor.unit;
-        if (!down) columns = teams * count_of(m, work), before = team * count_of(m, work);
-        else {
-            const bool busy = lane < teams && cursor.work < works;
-            const int own_columns = busy ? count_of(m, work) * strips_of(rounds, unit, true) : 0;
-            int until = own_columns;                /* of the teams up to `lane` */
-            for (int distance = 1; distance < teams; distance *= 2) {
-                const int other = __shfl_up_sync(~0u, until, (unsigned)distance);
-                if (lane >= distance) until += other;
-            }
-            columns = __shfl_sync(~0u, until, teams - 1), before = __shfl_sync(~0u, until - own_columns, team);
-            work = __shfl_sync(~0u, work, team), unit = __shfl_sync(~0u, unit, team);
-        }
-        if ((used + columns) * segments > (down ? MAX_DOWN_SUMS : MAX_SUMS)) {
-            add_waiting(e, m, down, used);
-            used = 0;
-        }
-        if (!down && !exact && work != staged) {
-            __syncthreads();
-            stage_rows(e, m, work, type_of(e, rounds, work));
-            __syncthreads();
-        }
-        if (work < works)
-            multiply_strips(x, down && work == staged, &stream, &slot, e, m, down, work, unit, used + before);
-        staged = work;
-        used += columns;
-    }
-    if (end > first_down) add_waiting(e, m, true, used);
-    else {                                          /* the others wait for this block's rows of gated */
-        add_waiting(e, m, false, used);
-        wait_for_all_blocks();
-    }
+    multiply_gate_up(&stream, &slot, e, m);
+    wait_for_all_blocks();      /* they have written all of gated */
+    let_next_start();
+    multiply_down(&stream, &slot, e, m);
 }
 
 /* How an expert's matrices are multiplied. */
@@ -3338,38 +3742,54 @@ static DType streamed_type(const Matrix *gate, const Matrix *up, const Matrix *d
     return same && rows_aligned(gate->dtype, gate->cols) && rows_aligned(down->dtype, down->cols) ? gate->dtype : EXACT;
 }
 
-/* Cuts up a block's shared memory: as many rows of x beside a tile as there are, and as many stages as there is room for. */
+/* Cuts up a block's shared memory: as many rows of x beside a tile as there are, and as many stages as there is room for, where
+ * rows are many not quite enough. What is left is for rows of gated. */
 static size_t lay_out_experts(Experts *e) {
     const int picks = e->n_rows * e->slots, experts = e->experts + e->slots - e->per_token;
-    const int down_sums = MAX_DOWN_SUMS * TILE_ROWS * (int)sizeof(float);
+    const int teams = EXPERT_WARPS >> e->segment_bits[DOWN];
     const int lists = experts * (divide_up(e->n_rows, 32) * (int)sizeof(uint32_t) + (int)sizeof(uint16_t));
-    e->slot_bytes = TILE_ROWS * (TILE_BYTES + max(scale_bytes(e->dtype[0]), scale_bytes(e->dtype[1])));
-    for (int least = ENOUGH_STAGES; least; least--)
+    const int x_row = x_stride(*e, e->hidden), gated_row = x_stride(*e, e->inter);
+    e->slot_bytes = TILE_ROWS * TILE_BYTES + max(scale_bytes(e->dtype[0]), scale_bytes(e->dtype[1]));
+    for (int least = e->many ? ENOUGH_STAGES - 1 : ENOUGH_STAGES; least; least--)
         for (e->columns = min(e->n_rows, (int)TILE_COLUMNS); e->columns; e->columns--)
             for (e->stages = MAX_STAGES; e->stages >= least; e->stages--) {
-                e->x_bytes = (max(max(e->columns * x_stride(e->hidden), lists), down_sums) + 15) / 16 * 16;
+                e->gated_rows = min(picks, teams * e->columns);
+                e->x_bytes = (max(max(e->columns * x_row, lists), DOWN_SUM_BYTES + e->gated_rows * gated_row) + 15) / 16 * 16;
                 const size_t works = (size_t)(e->most_chosen + divide_up(picks, e->columns) + 1),
                              bytes = (size_t)(EXPERT_WARPS * e->stages * e->slot_bytes + e->x_bytes)
                                      + MAX_SUMS * TILE_ROWS * sizeof(float) + MAX_DOWN_SUMS * COLUMN_BYTES
                                      + (size_t)e->most_chosen * sizeof(Chosen) + works * sizeof(Work)
-                                     + (size_t)picks * sizeof(int);
-                if (bytes + SMALL_SHARED <= gpu.shared_per_block) return bytes;
+                                     + (size_t)picks * sizeof(int) + SMALL_SHARED;
+                if (bytes > gpu.shared_per_block) continue;
+                const int room = (int)(gpu.shared_per_block - bytes) / 16 * 16,
+                          more = max(min(DOWN_SUM_BYTES + picks * gated_row - e->x_bytes, room), 0);
+                e->x_bytes += more;
+                e->gated_rows = (e->x_bytes - DOWN_SUM_BYTES) / gated_row;
+                return bytes + (size_t)more - SMALL_SHARED;
             }
     return 0;
 }
 
-/* As many segments as there are chunks, or the next lower power of two. */
-static int count_segment_bits(int cols) {
+/* As in products: two for 16-bit weights, and for e4m3 where a row meets few. e2m1 is the type of large experts. */
+static int count_terms(DType dtype, const Experts &e) {
+    if (dtype == DTYPE_BF16 || dtype == DTYPE_F16) return 2;
+    return dtype == DTYPE_F8_E4M3 && (size_t)e.slots * (size_t)e.inter * (size_t)e.hidden <= TWO_TERMS_MOST ? 2 : 1;
+}
+
+/* As many segments as there are columns for, or the next lower power of two. */
+static int count_segment_bits(DType D, int cols) {
     int bits = 0;
-    while (bits < MAX_SEGMENT_BITS && 2 << bits <= divide_up(cols, CHUNK)) bits++;
+    while (bits < MAX_SEGMENT_BITS && 2 << bits <= divide_up(cols, D == DTYPE_F4_E2M1 ? 8 * SEGMENT : SEGMENT)) bits++;
     return bits;
 }
 
 static void launch_experts(Experts e) {
-    e.segment_bits[GATE] = e.segment_bits[UP] = count_segment_bits(e.hidden);
-    e.segment_bits[DOWN] = count_segment_bits(e.inter);
-    const size_t shared = lay_out_experts(&e);
+    e.segment_bits[GATE] = e.segment_bits[UP] = count_segment_bits(e.dtype[0], e.hidden);
+    e.segment_bits[DOWN] = count_segment_bits(e.dtype[0], e.inter);
+    for (int i = 0; i < 2; i++) e.terms[i] = count_terms(e.dtype[i], e);
     const int units = divide_up(e.inter, (EXPERT_WARPS >> e.segment_bits[GATE]) * TILE_ROWS / 2);
+    e.many = units >= LONG_RUN && 2 * e.n_rows * e.per_token > TILE_COLUMNS * e.experts;
+    const size_t shared = lay_out_experts(&e);
     const int strips = divide_up(e.hidden, TILE_ROWS);
     const int blocks = min(gpu.multiprocessors, max(e.n_rows * e.slots * units, strips));
     allow_shared(experts_kernel, shared);
@@ -3390,10 +3810,11 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
     if (layer->gate_proj.rows && !merged) {
         const size_t inner = (size_t)layer->gate_proj.rows;
         float *up = scratch + (size_t)n_rows * inner;
-        linear(scratch, inner, x, (size_t)hidden, n_rows, &layer->gate_proj);
-        linear(up, inner, x, (size_t)hidden, n_rows, &layer->up_proj);
+        const Projection of_x[] = {{scratch, inner, &layer->gate_proj}, {up, inner, &layer->up_proj}},
+                         down_proj = {y, (size_t)hidden, &layer->down_proj};
+        linear(of_x, 2, x, (size_t)hidden, n_rows);
         swiglu(scratch, scratch, up, (size_t)n_rows * inner);
-        linear(y, (size_t)hidden, scratch, inner, n_rows, &layer->down_proj);
+        linear(&down_proj, 1, scratch, inner, n_rows);
     }
     for (int first = 0, n; first < n_rows; first += n) {
         n = min(n_rows - first, most);
@@ -3404,9 +3825,10 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
                         .x = in, .weights = weights + row * (size_t)per_token, .gated = scratch, .y = y + row * (size_t)hidden,
                         .n_rows = n, .experts = config->n_routed_experts, .per_token = per_token, .hidden = hidden,
                         .inter = inter, .slots = slots, .aligned = floats_aligned(in, (size_t)hidden),
-                        .dtype = {dtype, merged ? shared_dtype : dtype}, .segment_bits = {}, .columns = 0,
-                        .most_chosen = min(n * per_token, config->n_routed_experts) + merged, .stages = 0, .slot_bytes = 0,
-                        .x_bytes = 0});
+                        .many = false,
+                        .dtype = {dtype, merged ? shared_dtype : dtype}, .terms = {}, .segment_bits = {}, .columns = 0,
+                        .gated_rows = 0, .most_chosen = min(n * per_token, config->n_routed_experts) + merged, .stages = 0,
+                        .slot_bytes = 0, .x_bytes = 0});
     }
 }
 
@@ -3418,7 +3840,8 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
  * first bits; bf16 and e4m3 keys go through the tensor cores. select_top finds the k-th score from these counts and two radix
  * steps more over what is left, and collects the positions in ascending order. A score is the work of one warp in a fixed order,
  * and the selection is exact integer work, so neither depends on how a launch is split. Relies on: rows of a session follow each
- * other, strides of whole 64 bytes, and each index_scores being followed by its select_top, which leaves the counts zero.
+ * other, strides of whole 16 bytes, and each index_scores being followed by its select_top, which leaves the counts zero; and on
+ * rows and page tables having been there before the pass's first kernel, since they are read while kernels in front still run.
  */
 
 /* Bytes before the plain values of a row. */
@@ -3478,18 +3901,18 @@ static __device__ void narrow_group(uint8_t *__restrict__ out, uint8_t *__restri
     float largest = 0;
 #pragma unroll 4
     for (int i = lane; i < n; i += 32) largest = fmaxf(largest, fabsf(x[i]));
-    for (int step = 16; step; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+    largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));    /* none is negative */
     const float scale = largest > 448 * FLT_MIN ? largest / 448 : 1;        /* a scale of 0 would make 0 / 0 */
 #pragma unroll 4
     for (int i = lane; i < n; i += 32) out[i] = narrow_e4m3(x[i] / scale);
     if (lane < 4) scales[lane] = (uint8_t)(__float_as_uint(scale) >> 8 * lane);
 }
 
-/* By a whole block of THREADS. */
+/* By a whole block. */
 static __device__ void store_row(uint8_t *row, const RowFormat &format, const float *quantised, const float *plain) {
     narrow_values(row + quantised_bytes(format), plain, format.plain, format.dtype == KV_F32);
     if (format.dtype != KV_F8) return narrow_values(row, quantised, format.quantised, format.dtype == KV_F32);
-    for (int group = (int)threadIdx.x / 32; group * format.group < format.quantised; group += THREADS / 32) {
+    for (int group = (int)threadIdx.x / 32; group * format.group < format.quantised; group += (int)blockDim.x / 32) {
         int first = group * format.group;
         narrow_group(row + first, row + format.quantised + 4 * group, quantised + first,
                      min(format.group, format.quantised - first));
@@ -3509,65 +3932,96 @@ static void store_rows(uint8_t *base, const RowFormat *format, const DeviceRow *
     launch(store_rows_kernel, n_rows, THREADS, 0, base, *format, ids, a, a_stride, b, b_stride);
 }
 
-/* By a whole block: rotates pairs of the first `dim` values of v. */
-static __device__ void rotate_pairs(float *v, int dim, bool interleaved, const float *cosine, const float *sine) {
-    const int half = dim / 2, near = interleaved ? 2 : 1, far = interleaved ? 1 : half;
-    cosine += (size_t)blockIdx.x * (size_t)half, sine += (size_t)blockIdx.x * (size_t)half;
-    for (int i = (int)threadIdx.x; i < half; i += THREADS) {
-        const float a = v[i * near], b = v[i * near + far];
-        v[i * near] = a * cosine[i] - b * sine[i];
-        v[i * near + far] = b * cosine[i] + a * sine[i];
+/* A block takes a row of kv, or with blockIdx.y = 1 one of q. A thread has four neighbours of what is normed, or one of the pairs
+ * that are rotated; the cached row is made from shared memory. */
+static __global__ void
+store_latents_kernel(uint8_t *base, const __grid_constant__ RowFormat format, const DeviceRow *ids, float *kv, int lora, int tail,
+                     const float *weight, const __grid_constant__ Norm q, const float *cosine, const float *sine) {
+    extern __shared__ __align__(16) float staged[];                 /* latent | rotated */
+    __shared__ float of_warp[32];
+    let_next_start();
+    if (blockIdx.y) return norm_row(q, (int)blockIdx.x);
+    const int fours = divide_up(lora, 4), at = 4 * (int)threadIdx.x, pair = (int)threadIdx.x - fours, half = tail / 2;
+    float *row = kv + (size_t)blockIdx.x * (size_t)(lora + tail), *plain = staged + 4 * fours;
+    const float4 w = load_four(weight + at, lora - at);
+    wait_for_previous();
+    const int id = ids[blockIdx.x].id;
+    float4 v = load_four(row + at, lora - at);
+    if (0 <= pair && pair < half) {
+        const size_t angle = (size_t)blockIdx.x * (size_t)half + (size_t)pair;
+        *(float2 *)(plain + 2 * pair) = rotate(row + lora + 2 * pair, 1, cosine[angle], sine[angle]);
     }
-}
-
-/* A block takes a row. */
-static __global__ void store_latents_kernel(uint8_t *base, RowFormat format, const DeviceRow *ids, float *kv, int lora, int tail,
-                                            const float *weight, float eps, const float *cosine, const float *sine) {
-    begin_kernel();
-    float *row = kv + (size_t)blockIdx.x * (size_t)(lora + tail), sum = 0;
-#pragma unroll 4
-    for (int j = (int)threadIdx.x; j < lora; j += THREADS) sum += row[j] * row[j];
-    const float scale = 1 / sqrtf(group_sum<THREADS>(sum) / (float)lora + eps);
-#pragma unroll 4
-    for (int j = (int)threadIdx.x; j < lora; j += THREADS) row[j] = row[j] * scale * weight[j];
-    rotate_pairs(row + lora, tail, true, cosine, sine);
+    const float scale = 1 / sqrtf(block_sum(of_warp, sum_squares(v)) / (float)lora + q.eps);
+    if (pair < 0) {
+        v = weighted(v, scale, w);
+        store_four(row + at, v, lora - at);
+        *(float4 *)(staged + at) = v;
+    }
     __syncthreads();
-    store_row(base + (size_t)ids[blockIdx.x].id * format.stride, format, row, row + lora);
+    store_row(base + (size_t)id * format.stride, format, staged, plain);
 }
 
 static void store_latents(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *kv, int lora, int tail,
-                          const float *weight, float eps, const float *cosine, const float *sine) {
-    if (!n_rows) return;
-    launch(store_latents_kernel, n_rows, THREADS, 0, base, *format, ids, kv, lora, tail, weight, eps, cosine, sine);
+                          const float *weight, float *q, int rank, const float *q_weight, float eps, const float *cosine,
+                          const float *sine) {
+    const size_t width = (size_t)rank, shared = (size_t)(divide_up(lora, 4) * 4 + tail) * sizeof(float);
+    const int threads = max(norm_threads(rank, 1), divide_up(divide_up(lora, 4) + tail / 2, 32) * 32);
+    if (n_rows <= 0) return;
+    launch(store_latents_kernel, dim3((unsigned)n_rows, 2), (unsigned)threads, shared, base, *format, ids, kv, lora, tail, weight,
+           {.y = q, .x = q, .y_stride = width, .x_stride = width, .branch = NULL, .weight = q_weight, .dim = rank, .eps = eps,
+            .report = NULL, .place = 0}, cosine, sine);
 }
 
-static __global__ void store_index_keys_kernel(uint8_t *base, RowFormat format, const DeviceRow *ids, float *k, int dim,
-                                               const float *weight, const float *bias, int turned, bool interleaved,
-                                               const float *cosine, const float *sine, PassReport *report, int place) {
-    begin_kernel();
-    float *row = k + (size_t)blockIdx.x * (size_t)dim, sum = 0, squares = 0;
-    bool bad = false;
-    for (int j = (int)threadIdx.x; j < dim; j += THREADS) sum += row[j];
-    const float mean = group_sum<THREADS>(sum) / (float)dim;
-    for (int j = (int)threadIdx.x; j < dim; j += THREADS) squares += (row[j] - mean) * (row[j] - mean);
-    const float scale = 1 / sqrtf(group_sum<THREADS>(squares) / (float)dim + 1e-6f);
-    for (int j = (int)threadIdx.x; j < dim; j += THREADS) {
-        row[j] = (row[j] - mean) * scale * weight[j] + bias[j];
-        bad |= !is_finite(row[j]);
-    }
-    bad = __syncthreads_or(bad);
-    rotate_pairs(row, turned, interleaved, cosine, sine);
+struct IndexKeys {
+    uint8_t *base;
+    RowFormat format;
+    const DeviceRow *ids;
+    float *k;
+    int dim, half, heads;           /* half: pairs that are rotated */
+    bool interleaved;
+    const float *weight, *bias, *cosine, *sine, *head_weights;
+    PassReport *report;
+    int place;
+};
+
+/* A block takes a row, a thread four neighbours of it. */
+static __global__ void store_index_keys_kernel(const __grid_constant__ IndexKeys p) {
+    extern __shared__ __align__(16) float staged[];
+    __shared__ float sums[2][32];
+    const int r = (int)blockIdx.x, thread = (int)threadIdx.x, at = 4 * thread, count = p.dim - at;
+    const float *cosine = p.cosine + (size_t)r * (size_t)p.half, *sine = p.sine + (size_t)r * (size_t)p.half;
+    let_next_start();
+    const float4 weight = load_four(p.weight + at, count), bias = load_four(p.bias + at, count);
+    wait_for_previous();
+    const int id = p.ids[r].id;
+    float *row = p.k + (size_t)r * (size_t)p.dim;
+    float4 v = load_four(row + at, count);
+    for (int i = thread; i < p.heads; i += (int)blockDim.x)
+        if (!is_finite(p.head_weights[(size_t)r * (size_t)p.heads + (size_t)i])) report_bad(p.report, p.place + 1, r);
+    const float mean = block_sum(sums[0], v.x + v.y + (v.z + v.w)) / (float)p.dim;
+    v = make_float4(v.x - mean, count > 1 ? v.y - mean : 0, count > 2 ? v.z - mean : 0, count > 3 ? v.w - mean : 0);
+    const float squares = block_sum(sums[1], count > 0 ? sum_squares(v) : 0);
+    v = weighted(v, 1 / sqrtf(squares / (float)p.dim + 1e-6f), weight);
+    v = make_float4(v.x + bias.x, v.y + bias.y, v.z + bias.z, v.w + bias.w);
+    if (count > 0 && !is_finite(v)) report_bad(p.report, p.place, r);
+    *(float4 *)(staged + at) = v;
     __syncthreads();
-    store_row(base + (size_t)ids[blockIdx.x].id * format.stride, format, row, row);
-    if (threadIdx.x == 0) finish_check(report, place, bad, blockIdx.x);
+    for (int i = thread; i < p.half; i += (int)blockDim.x)
+        rotate(staged + (p.interleaved ? 2 * i : i), p.interleaved ? 1 : p.half, cosine[i], sine[i]);
+    __syncthreads();
+    store_four(row + at, *(const float4 *)(staged + at), count);
+    store_row(p.base + (size_t)id * p.format.stride, p.format, staged, staged);
 }
 
 static void store_index_keys(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *k, int dim,
                              const float *weight, const float *bias, int turned, bool interleaved, const float *cosine,
-                             const float *sine, PassReport *report, int place) {
-    if (!n_rows) return;
-    launch(store_index_keys_kernel, n_rows, THREADS, 0, base, *format, ids, k, dim, weight, bias, turned, interleaved, cosine,
-           sine, report, place);
+                             const float *sine, const float *head_weights, int heads, PassReport *report, int place) {
+    const unsigned threads = (unsigned)norm_threads(dim, 1);
+    if (n_rows <= 0) return;
+    launch(store_index_keys_kernel, (unsigned)n_rows, threads, threads * sizeof(float4),
+           {.base = base, .format = *format, .ids = ids, .k = k, .dim = dim, .half = turned / 2, .heads = heads,
+            .interleaved = interleaved, .weight = weight, .bias = bias, .cosine = cosine, .sine = sine,
+            .head_weights = head_weights, .report = report, .place = place});
 }
 
 /* ---- index scores */
@@ -3582,7 +4036,9 @@ enum {
     SCORE_COLUMNS = 256,            /* of all query rows that share a read, at most */
     BATCH_QUERIES = SCORE_STEPS * SCORE_TILES * 16,     /* uint4 of 64 columns in shared memory */
     MAX_DEPTH = 4,                  /* of a warpgroup's pages on their way */
-    COMING_BYTES = 16 << 10,        /* of them; more do not come faster */
+    COMING_BYTES = 20 << 10,        /* of them; more do not come faster */
+    LONG_PART = 16,                 /* pages of a warpgroup; before so many, the first one comes sooner alone */
+    LEAST_PAGES = 2,                /* of a block: with fewer blocks select_top's find room beside them */
     BINS = 2048,                    /* of the first 11 bits of a score's sortable key */
 };
 
@@ -3673,6 +4129,15 @@ static __device__ int read_at(const ScorePlan &plan, int n_rows, int at) {
         else high = middle;
     }
     return low;
+}
+
+/* Where block `block`'s part of all pages begins: as many for each, but at the begin of a read that is near. */
+static __device__ int part_begin(const ScorePlan &plan, int n_rows, int block) {
+    const int64_t all = plan.ends[n_rows - 1];
+    const int at = (int)(all * block / gridDim.x), near = min(SCORE_THREADS / 128, (int)(all / gridDim.x / 2));
+    if (at >= all) return at;
+    const int r = read_at(plan, n_rows, at), begin = r ? plan.ends[r - 1] : 0;
+    return at - begin <= near ? begin : plan.ends[r] - at <= near ? plan.ends[r] : at;
 }
 
 struct ScoreRead {                  /* a block's part of one read */
@@ -3789,61 +4254,87 @@ template <bool F8> static __device__ inline void widen_keys(uint32_t (&a)[SCORE_
 }
 
 /* The queries of a read in shared memory, bf16: batches of 64 columns, in them for each step, for each eight columns, 8 x 8
- * values twice. Column `head` of a row is its head, or zeros. The weights follow, scaled. */
-template <bool F8>
-static __device__ void stage_queries(uint4 *queries, float *weights, const ScoreRead &read, const IndexShape &shape) {
-    const int columns = divide_up(read.members * shape.columns, 8 * SCORE_TILES) * 8 * SCORE_TILES;
-    constexpr int OF = F8 ? 4 : 2;                  /* steps that a lane's 16 bytes go to */
-#pragma unroll 4
-    for (int i = (int)threadIdx.x; i < columns * (SCORE_WIDTH / 4); i += SCORE_THREADS) {
-        const int part = i % (SCORE_WIDTH / 4), column = i / (SCORE_WIDTH / 4);
-        const int row = column / shape.columns, head = column % shape.columns;
-        float4 x = {0, 0, 0, 0};
-        if (row < read.members && head < shape.heads && 4 * part < shape.head_dim)
-            x = *(const float4 *)(read.q + ((size_t)row * shape.heads + head) * shape.head_dim + 4 * part);
-        const int step = part / (4 * OF) * OF + part % OF, lane = part / OF % 4, tile = column / 8;
-        const int block = tile / SCORE_TILES * BATCH_QUERIES + (step * SCORE_TILES + tile % SCORE_TILES) * 16;
-        __nv_bfloat162 *to = (__nv_bfloat162 *)(queries + block + column % 8) + lane;
-        to[0] = __floats2bfloat162_rn(x.x, x.y);
-        to[32] = __floats2bfloat162_rn(x.z, x.w);
+ * values twice. Column `head` of a row is its head, or zeros; what lies behind the last row counts for nobody. The weights
+ * follow, scaled. begin_pages is called when the first queries are on their way, so that they do not come behind all pages. */
+template <int TILES, bool F8, typename Begin>
+static __device__ void stage_queries(uint4 *queries, float *weights, const ScoreRead &read, const IndexShape &shape,
+                                     Begin begin_pages) {
+    constexpr int OF = F8 ? 4 : 2, AHEAD = 8, PARTS = SCORE_WIDTH / 4;      /* OF: steps that a lane's 16 bytes go to */
+    const int of_row = TILES < SCORE_TILES ? 8 * TILES : shape.columns, columns = read.members * of_row;
+    const int thread = (int)threadIdx.x;
+    const int weighed = thread < columns ? thread % of_row : shape.heads;
+    const float weight = weighed < shape.heads ? read.head_weights[thread / of_row * shape.heads + weighed] : 0;
+    for (int first = thread; first == thread || first < columns * PARTS; first += AHEAD * SCORE_THREADS) {
+        float4 x[AHEAD];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            const int i = first + j * SCORE_THREADS, part = i % PARTS;
+            if (i >= columns * PARTS) break;
+            const int row = i / PARTS / of_row, head = i / PARTS % of_row;
+            x[j] = {0, 0, 0, 0};
+            if (head < shape.heads && 4 * part < shape.head_dim)
+                x[j] = *(const float4 *)(read.q + ((size_t)row * shape.heads + head) * shape.head_dim + 4 * part);
+        }
+        if (first == thread) begin_pages();
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            const int i = first + j * SCORE_THREADS, part = i % PARTS, column = i / PARTS, tile = column / 8;
+            if (i >= columns * PARTS) break;
+            const int step = part / (4 * OF) * OF + part % OF, lane = part / OF % 4;
+            const int block = tile / SCORE_TILES * BATCH_QUERIES + (step * SCORE_TILES + tile % SCORE_TILES) * 16;
+            __nv_bfloat162 *to = (__nv_bfloat162 *)(queries + block + column % 8) + lane;
+            to[0] = __floats2bfloat162_rn(x[j].x, x[j].y);
+            to[32] = __floats2bfloat162_rn(x[j].z, x[j].w);
+        }
     }
-    for (int i = (int)threadIdx.x; i < columns; i += SCORE_THREADS) {
-        const int row = i / shape.columns, head = i % shape.columns;
-        weights[i] = row < read.members && head < shape.heads ? read.head_weights[row * shape.heads + head] * shape.scale : 0;
-    }
+    if (thread < columns) weights[thread] = weight * shape.scale;
 }
 
-/* sums = keys (64 x 128) times 64 columns. */
+/* sums = keys (64 x 128) times COLUMNS columns, 64 or 32: no column's bits depend on which. */
 #if defined __CUDA_ARCH_FEAT_SM90_ALL
 #define FOUR(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
-#define SUMS(x) FOUR(x, 0), FOUR(x, 4), FOUR(x, 8), FOUR(x, 12), FOUR(x, 16), FOUR(x, 20), FOUR(x, 24), FOUR(x, 28)
+#define HALF(x) FOUR(x, 0), FOUR(x, 4), FOUR(x, 8), FOUR(x, 12)
+#define SUMS(x) HALF(x), FOUR(x, 16), FOUR(x, 20), FOUR(x, 24), FOUR(x, 28)
 
-/* sums (+)= keys (64 x 16) times 64 columns, begun only. The 8 x 8 blocks of an instruction lie 128 bytes apart along a key, 256
+/* sums (+)= keys (64 x 16) times the columns, begun only. The 8 x 8 blocks of an instruction lie 128 bytes apart along a key, 256
  * from column to column; so says its description of them. */
-template <int STEP>
-static __device__ inline void begin_step(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[4], uint32_t queries) {
-    asm volatile("{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %37, 0;\nmov.b64 b, {%36, %38};\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, b, add, 1, 1, 0;\n}"
-                 : SUMS(sums) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(queries + STEP * SCORE_TILES * 16),
-                   "n"(STEP), "n"(256 / 16));
+template <int STEP, int COLUMNS>
+static __device__ inline void begin_step(float (&sums)[COLUMNS / 2], const uint32_t (&a)[4], uint32_t queries) {
+    if constexpr (COLUMNS == 32)
+        asm volatile("{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %21, 0;\nmov.b64 b, {%20, %22};\n"
+                     "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,"
+                     "%15}, {%16,%17,%18,%19}, b, add, 1, 1, 0;\n}"
+                     : HALF(sums) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(queries + STEP * SCORE_TILES * 16),
+                       "n"(STEP), "n"(256 / 16));
+    else
+        asm volatile("{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %37, 0;\nmov.b64 b, {%36, %38};\n"
+                     "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,"
+                     "%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, b, add, "
+                     "1, 1, 0;\n}"
+                     : SUMS(sums) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(queries + STEP * SCORE_TILES * 16),
+                       "n"(STEP), "n"(256 / 16));
 }
 
-static __device__ inline void multiply_keys(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[SCORE_STEPS][4],
+template <int COLUMNS>
+static __device__ inline void multiply_keys(float (&sums)[COLUMNS / 2], const uint32_t (&a)[SCORE_STEPS][4],
                                             const uint4 *queries) {
     const uint32_t b = (uint32_t)__cvta_generic_to_shared(queries) / 16 | 128 / 16 << 16;
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-    begin_step<0>(sums, a[0], b), begin_step<1>(sums, a[1], b), begin_step<2>(sums, a[2], b), begin_step<3>(sums, a[3], b);
-    begin_step<4>(sums, a[4], b), begin_step<5>(sums, a[5], b), begin_step<6>(sums, a[6], b), begin_step<7>(sums, a[7], b);
-    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" : SUMS(sums) : : "memory");
+    begin_step<0, COLUMNS>(sums, a[0], b), begin_step<1, COLUMNS>(sums, a[1], b), begin_step<2, COLUMNS>(sums, a[2], b);
+    begin_step<3, COLUMNS>(sums, a[3], b), begin_step<4, COLUMNS>(sums, a[4], b), begin_step<5, COLUMNS>(sums, a[5], b);
+    begin_step<6, COLUMNS>(sums, a[6], b), begin_step<7, COLUMNS>(sums, a[7], b);
+    if constexpr (COLUMNS == 32)
+        asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" : HALF(sums) : : "memory");
+    else asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" : SUMS(sums) : : "memory");
 }
 
 #else
-static __device__ inline void multiply_keys(float (&sums)[4 * SCORE_TILES], const uint32_t (&a)[SCORE_STEPS][4],
+template <int COLUMNS>
+static __device__ inline void multiply_keys(float (&sums)[COLUMNS / 2], const uint32_t (&a)[SCORE_STEPS][4],
                                             const uint4 *queries) {
     const uint32_t *b = (const uint32_t *)queries + threadIdx.x % 32;
 #pragma unroll
-    for (int tile = 0; tile < SCORE_TILES; tile++) {
+    for (int tile = 0; tile < COLUMNS / 8; tile++) {
         float *x = sums + 4 * tile;
         x[0] = x[1] = x[2] = x[3] = 0;
 #pragma unroll
@@ -3884,20 +4375,20 @@ static __device__ inline float sum_lanes(float a, float b, float c, float d) {
     return (odd ? y : x) + __shfl_xor_sync(~0u, odd ? x : y, 1);
 }
 
-/* Scores of a page, 64 columns after the other. A row has TILES tiles of columns, or 8 and then more batches. */
-template <int TILES, bool F8>
+/* Scores of a page, COLUMNS after the other. A row has TILES tiles of columns, or 8 and then more batches. */
+template <int TILES, bool F8, int COLUMNS>
 static __device__ inline void score_page(const ScoreRead &read, int page, const KeyPart<F8> &keys, const uint4 *queries,
                                          const float *weights, const IndexShape &shape) {
-    constexpr int ROWS = SCORE_TILES / TILES;       /* of a batch */
+    constexpr int ROWS = COLUMNS / (8 * TILES);     /* of a batch */
     const int lane = (int)threadIdx.x % 32, s = page * PAGE_ROWS + (int)threadIdx.x / 32 % 4 * 16 + lane / 4 + lane % 2 * 8;
     const int columns = read.members * shape.columns;
     const int of_row = TILES < SCORE_TILES ? 1 : shape.columns / (8 * SCORE_TILES);     /* batches */
     uint32_t a[SCORE_STEPS][4];
     float total[ROWS < 2 ? 2 : ROWS][2] = {};
     widen_keys(a, keys);
-    for (int first = 0, part = 0, row = 0; first < columns; first += 8 * SCORE_TILES) {
-        float sums[4 * SCORE_TILES];
-        multiply_keys(sums, a, queries + first * (BATCH_QUERIES / (8 * SCORE_TILES)));
+    for (int first = 0, part = 0, row = 0; first < columns; first += COLUMNS) {
+        float sums[COLUMNS / 2];
+        multiply_keys<COLUMNS>(sums, a, queries + first * (BATCH_QUERIES / (8 * SCORE_TILES)));
 #pragma unroll
         for (int i = 0; i < ROWS; i++)
             if (ROWS == 1 || row + i < read.members)
@@ -3915,7 +4406,7 @@ static __device__ inline void score_page(const ScoreRead &read, int page, const 
 }
 
 /* The warpgroups take pages in turn.  */
-template <int TILES, bool F8>
+template <int TILES, bool F8, int COLUMNS>
 static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float *weights, const KeyRing &ring,
                                    const IndexShape &shape) {
     constexpr int GROUPS = SCORE_THREADS / 128;
@@ -3923,11 +4414,16 @@ static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float 
     if (threadIdx.x % 128 == 0)
         for (int turn = 0; turn < ring.depth; turn++) KeyRing::open(ring.arrived + turn);
     show_to_products();
+    int ids[MAX_DEPTH], id = read.id(first + ring.depth * GROUPS);
+#pragma unroll
+    for (int turn = 0; turn < MAX_DEPTH; turn++) ids[turn] = read.id(first + turn * GROUPS);
     __syncthreads();
-    for (int turn = 0; turn < ring.depth; turn++)
-        if (first + turn * GROUPS < read.stop) ring.begin(turn, read.page(read.id(first + turn * GROUPS), shape));
-    int id = read.id(first + ring.depth * GROUPS);
-    stage_queries<F8>(queries, weights, read, shape);
+    wait_for_previous();
+    stage_queries<TILES, F8>(queries, weights, read, shape, [&] {
+#pragma unroll
+        for (int turn = 0; turn < MAX_DEPTH; turn++)
+            if (turn < ring.depth && first + turn * GROUPS < read.stop) ring.begin(turn, read.page(ids[turn], shape));
+    });
     show_to_products();
     __syncthreads();
     for (int page = first, turn = 0, round = 0; page < read.stop; page += GROUPS) {
@@ -3938,7 +4434,7 @@ static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float 
         const int next = page + ring.depth * GROUPS;
         if (next < read.stop) ring.begin(turn, read.page(id, shape));
         id = read.id(next + GROUPS);
-        score_page<TILES>(read, page, keys, queries, weights, shape);
+        score_page<TILES, F8, COLUMNS>(read, page, keys, queries, weights, shape);
         if (++turn == ring.depth) turn = 0, round++;
     }
 }
@@ -3977,7 +4473,7 @@ static __device__ void add_bins(const int *bins, int first_row, int members) {
     __syncthreads();
 }
 
-/* Every block takes an equal part of all pages, which may span several reads. scores: [n_rows, context]; those behind a row's own
+/* Every block takes a part of all pages, which may span several reads. scores: [n_rows, context]; those behind a row's own
  * position are not written. TILES: of 8 columns to a row's heads; 0: not on the tensor cores. room: bytes of shared memory for
  * what a read needs there: queries, weights, counts, and pages on their way in the rest. */
 template <int TILES, bool F8> static __global__ void __launch_bounds__(SCORE_THREADS, 1)
@@ -3988,12 +4484,9 @@ index_scores(float *scores, const float *q, const float *head_weights, const uin
     __shared__ uint64_t arrived[SCORE_THREADS / 128][MAX_DEPTH];
     const int context = shape.context_pages * PAGE_ROWS;
     let_next_start();                               /* select_top takes its place where this leaves room, and waits */
-    if ((int)threadIdx.x < n_rows) asm volatile("prefetch.global.L2 [%0];" : : "l"(rows + threadIdx.x));
-    wait_for_previous();
     make_plan(plan, rows, n_rows, shape);
-    const int64_t all = uniform(plan.ends[n_rows - 1]);
-    const int end = (int)(all * (blockIdx.x + 1) / gridDim.x);
-    for (int at = (int)(all * blockIdx.x / gridDim.x), stop; at < end; at = stop) {
+    const int end = uniform(part_begin(plan, n_rows, (int)blockIdx.x + 1));
+    for (int at = uniform(part_begin(plan, n_rows, (int)blockIdx.x)), stop; at < end; at = stop) {
         const int r = uniform(read_at(plan, n_rows, at)), begin = uniform(r ? plan.ends[r - 1] : 0);
         const int members = uniform(plan.members[r]);
         stop = min(end, uniform(plan.ends[r]));
@@ -4010,13 +4503,18 @@ index_scores(float *scores, const float *q, const float *head_weights, const uin
             const int left = room - (int)(places - (uint8_t *)queries);
             const int depth = max(1, min(min(MAX_DEPTH, COMING_BYTES / page_bytes), left / page_bytes / (SCORE_THREADS / 128)));
             const KeyRing ring = {places + group * depth * page_bytes, arrived[group], depth, page_bytes};
-            score_pages<TILES, F8>(read, queries, weights, ring, shape);
+            if constexpr (TILES < SCORE_TILES)
+                if (8 * TILES * members <= 32) score_pages<TILES, F8, 32>(read, queries, weights, ring, shape);
+                else score_pages<TILES, F8, 64>(read, queries, weights, ring, shape);
+            else score_pages<TILES, F8, 64>(read, queries, weights, ring, shape);
         } else {
             __syncthreads();
+            wait_for_previous();
             score_plainly(read, shape);
         }
         add_bins(bins, r, members);
     }
+    wait_for_previous();                            /* in a block that had nothing to do */
 }
 
 /* ---- the k best
@@ -4032,6 +4530,7 @@ enum {
     SELECT_WARPS = SELECT_THREADS / 32,
     SELECT_STEP = 128,              /* positions a warp visits at a time, four to a lane */
     SELECT_SPAN = 4096,             /* positions of a block for which another one is worth its while */
+    LEAST_SPLIT = 4,                /* blocks: fewer gain no more than they spend on each other */
     WIDE_SPAN = 8192,               /* the same from eight blocks on */
     LIST_LENGTH = 768,              /* of a warp */
     LIST_BYTES = SELECT_WARPS * LIST_LENGTH * (int)(sizeof(uint32_t) + sizeof(uint16_t)),
@@ -4044,43 +4543,8 @@ struct SelectShared {
     int2 counts[SELECT_WARPS];      /* of each warp: keys above the threshold, and at it */
     int2 total;                     /* of the block */
     int bin, wanted;                /* where the k-th key lies, and its rank within the bin */
+    bool whole;                     /* all of the bin is wanted */
 };
-
-#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
-static __device__ inline int cluster_rank(void) { int x; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(x)); return x; }
-static __device__ inline int cluster_size(void) { int x; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(x)); return x; }
-static __device__ inline void cluster_arrive(void) { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
-static __device__ inline void cluster_wait(void) { asm volatile("barrier.cluster.wait;" ::: "memory"); }
-
-/* The same variable in the shared memory of block `rank`. */
-static __device__ inline uint32_t cluster_address(const void *shared, int rank) {
-    uint32_t address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"((uint32_t)__cvta_generic_to_shared(shared)), "r"(rank));
-    return address;
-}
-static __device__ inline void cluster_add(int *shared, int rank, int x) {
-    asm volatile("red.shared::cluster.add.u32 [%0], %1;" : : "r"(cluster_address(shared, rank)), "r"(x) : "memory");
-}
-static __device__ inline int4 cluster_read(const int4 *shared, int rank) {
-    int4 x;
-    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(cluster_address(shared, rank)) : "memory");
-    return x;
-}
-static __device__ inline int2 cluster_read(const int2 *shared, int rank) {
-    int2 x;
-    asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(x.x), "=r"(x.y) : "r"(cluster_address(shared, rank)) : "memory");
-    return x;
-}
-#else
-static __device__ inline int cluster_rank(void) { return 0; }
-static __device__ inline int cluster_size(void) { return 1; }
-static __device__ inline void cluster_arrive(void) {}
-static __device__ inline void cluster_wait(void) { __syncthreads(); }
-static __device__ inline void cluster_add(int *shared, int, int x) { atomicAdd(shared, x); }
-template <typename T> static __device__ inline T cluster_read(const T *shared, int) { return *shared; }
-#endif
 
 /* What a warp still has to look at: a list, or all its positions. */
 struct Candidates {
@@ -4114,6 +4578,7 @@ static __device__ void find_bin(SelectShared &shared, int4 count, int wanted) {
                 if (0 < rank && rank <= counts[i]) {
                     shared.bin = my_bins() + 3 - i;
                     shared.wanted = rank;
+                    shared.whole = rank == counts[i];
                 }
     }
     __syncthreads();
@@ -4142,38 +4607,45 @@ static __device__ inline float lowest_score(int bin) {
     return __uint_as_float(key & 0x80000000 ? key & 0x7fffffff : ~key);
 }
 
-/* Lists what is in the bin or above, as scores for the time being. */
-static __device__ void list_candidates(Candidates &list, int bin) {
+/* A lane's next scores from position `base` of the warp on. */
+static __device__ inline void load_scores(float4 (&x)[4], const Candidates &list, int base) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const int s = base + SELECT_STEP * j + 4 * ((int)threadIdx.x % 32);
+        if (s < list.last) x[j] = __ldcg((const float4 *)(list.scores + s));
+    }
+}
+
+/* Lists what is in the bin or above, as scores for the time being. next: the first scores. */
+static __device__ void list_candidates(Candidates &list, int bin, float4 (&next)[4]) {
     const int lane = (int)threadIdx.x % 32;
-    const uint32_t below = (1u << lane) - 1;
     const float lowest = lowest_score(bin);
     int n = 0;
     for (int base = list.first; base < list.last; base += 4 * SELECT_STEP) {
-        float4 x[4] = {};
+        const float4 x[4] = {next[0], next[1], next[2], next[3]};
+        load_scores(next, list, base + 4 * SELECT_STEP);
+        uint32_t taken = 0, counts = 0;             /* a bit for each of the lane's scores, and a byte for each j */
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            const int s = base + SELECT_STEP * j + 4 * lane;
-            if (s < list.last) x[j] = __ldcg((const float4 *)(list.scores + s));
-        }
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const int s = base + SELECT_STEP * j + 4 * lane, left = list.last - s;
             const float score[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
-            bool taken[4];
-            int at = n;
+            const int left = list.last - base - SELECT_STEP * j - 4 * lane;
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                taken[i] = i < left && !(score[i] < lowest);
-                const uint32_t votes = __ballot_sync(~0u, taken[i]);
-                at += __popc(votes & below);
-                n += __popc(votes);
-            }
+            for (int i = 0; i < 4; i++)
+                if (i < left && !(score[i] < lowest)) taken |= 1u << (4 * j + i), counts += 1u << 8 * j;
+        }
+        const uint32_t until = (uint32_t)warp_prefix_sum((int)counts), all = __shfl_sync(~0u, until, 31), before = until - counts;
 #pragma unroll
-            for (int i = 0; i < 4; at += taken[i++])
-                if (taken[i] && at < LIST_LENGTH) {
+        for (int j = 0; j < 4; j++) {
+            const float score[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
+            const int s = base + SELECT_STEP * j + 4 * lane;
+            int at = n + (int)(before >> 8 * j & 255);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (taken >> (4 * j + i) & 1 && at < LIST_LENGTH) {
                     list.keys[at] = __float_as_uint(score[i]);
-                    list.places[at] = (uint16_t)(s + i - list.first);
+                    list.places[at++] = (uint16_t)(s + i - list.first);
                 }
+            n += (int)(all >> 8 * j & 255);
         }
     }
     list.listed = n <= LIST_LENGTH && list.last - list.first <= 1 << 16;
@@ -4191,17 +4663,25 @@ static __device__ void count_second_bits(int *bins, const Candidates &list, uint
     }
 }
 
-/* The k-th highest key of the row; shared.wanted keys equal to it are selected. bins: of the first bits, which it zeroes. */
+/* The k-th highest key of the row, or one below it and above all that are not selected; shared.wanted keys equal to it are
+ * selected. bins: of the first bits, which it zeroes. */
 static __device__ uint32_t find_threshold(SelectShared &shared, Candidates &list, int *bins, int k) {
     const int lane = (int)threadIdx.x % 32;
     int4 *first_bits = (int4 *)(bins + my_bins());
-    find_bin(shared, __ldcg(first_bits), k);
+    const int4 counts = __ldcg(first_bits);
+    float4 scores[4];
+    load_scores(scores, list, list.first);
+    find_bin(shared, counts, k);
     uint32_t threshold = (uint32_t)shared.bin;
-    list_candidates(list, (int)threshold);
+    list_candidates(list, (int)threshold, scores);
     count_second_bits(shared.mine, list, threshold);
     find_bin(shared, share_bins(shared, shared.all[0]), shared.wanted);
     if (cluster_rank() == 0) *first_bits = {0, 0, 0, 0};
     threshold = threshold << 11 | (uint32_t)shared.bin;
+    if (shared.whole) {                             /* the highest key below the bin, none of which is wanted */
+        if (threadIdx.x == 0) shared.wanted = 0;
+        return max(threshold << 10, 1u) - 1;
+    }
 #pragma unroll 4
     for (int i = lane; i < list.n; i += 32) {
         const uint32_t key = list.key(i);
@@ -4262,12 +4742,13 @@ select_top(int *ids, int *counts, int capacity, const float *scores, size_t cont
     __shared__ SelectShared shared;
     const int split = cluster_size(), rank = cluster_rank(), r = (int)blockIdx.x / split;
     const int thread = (int)threadIdx.x, warp = thread / 32;
+    let_next_start();
     for (int i = thread; i < 3 * BINS; i += SELECT_THREADS) shared.mine[i] = 0;     /* and `all` behind it */
     cluster_arrive();
-    wait_for_previous();
     const int visible = rows[r].position + 1, k = min(visible, capacity);
     ids += (size_t)r * capacity;
     cluster_wait();
+    wait_for_previous();
     if (rank == 0 && thread == 0) counts[r] = k;
     if (visible <= capacity) {                      /* while everything fits, the selection is the whole history */
         for (int i = rank * SELECT_THREADS + thread; i < capacity; i += split * SELECT_THREADS) ids[i] = i < k ? i : -1;
@@ -4311,8 +4792,8 @@ static void launch_select(int *ids, int *counts, int capacity, const float *scor
     CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeMaxDynamicSharedMemorySize, LIST_BYTES));
     if (gpu.major >= 9) CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     int split = 1;
-    while (2 * split <= largest_split() && 2 * split * n_rows <= gpu.multiprocessors &&
-           context > split * (split < 8 ? SELECT_SPAN : WIDE_SPAN))
+    while (context > SELECT_SPAN && 2 * split <= largest_split() && 2 * split * n_rows <= gpu.multiprocessors &&
+           (split < LEAST_SPLIT || context > split * (split < 8 ? SELECT_SPAN : WIDE_SPAN)))
         split *= 2;
     launch_early(select_top, dim3((unsigned)(split * n_rows)), SELECT_THREADS, LIST_BYTES, split, ids, counts, capacity, scores,
                  (size_t)context, rows);
@@ -4354,18 +4835,21 @@ static int columns_of(int heads) {
 
 static void launch_scores(float *scores, const float *q, const float *head_weights, const uint8_t *keys, const DevicePage *pages,
                           const Row *rows, int n_rows, IndexShape shape) {
-    const int fixed = (int)sizeof(ScorePlan) + SCORE_THREADS / 128 * MAX_DEPTH * (int)sizeof(uint64_t),
-              room = (int)gpu.shared_per_block - divide_up(fixed, 1024) * 1024;     /* the compiler may align what is fixed */
+    const int groups = SCORE_THREADS / 128, fixed = (int)sizeof(ScorePlan) + groups * MAX_DEPTH * (int)sizeof(uint64_t),
+              all_room = (int)gpu.shared_per_block - divide_up(fixed, 1024) * 1024; /* the compiler may align what is fixed */
+    const int blocks = min(gpu.multiprocessors, divide_up(n_rows * shape.context_pages, LEAST_PAGES));
+    const int pages_of_group = divide_up(divide_up(n_rows * shape.context_pages, blocks), groups);
     shape.columns = columns_of(shape.heads);
     shape.together = min(min(n_rows, SHARED_QUERIES), max(SCORE_COLUMNS / shape.columns, 1));
-    while (shape.together > 1 && room_of_read(shape) > room) shape.together--;
-    const bool tensor = suits_tensor_cores(shape) && room_of_read(shape) <= room;
+    while (shape.together > 1 && room_of_read(shape) > all_room) shape.together--;
+    const bool tensor = suits_tensor_cores(shape) && room_of_read(shape) <= all_room;
+    const int room = pages_of_group < LONG_PART ? min(room_of_read(shape), all_room) : all_room;
     auto kernel = !tensor                  ? index_scores<0, false>
                   : is_e4m3(shape.format) ? scores_kernel<true>(shape.columns)
                                            : scores_kernel<false>(shape.columns);
     CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room));
-    launch_early(kernel, dim3((unsigned)gpu.multiprocessors), SCORE_THREADS, (size_t)room, 1, scores, q, head_weights, keys,
-                 pages, rows, n_rows, shape, room);
+    launch_early(kernel, dim3((unsigned)blocks), SCORE_THREADS, (size_t)room, 1, scores, q, head_weights, keys, pages, rows,
+                 n_rows, shape, room);
 }
 
 static void index_select(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
@@ -4393,8 +4877,9 @@ static void index_select(Selection *selection, const float *q, const float *head
  * same bits beside any others.
  *
  * attend_kernel takes any shape, in f32. The others are for bf16 and fp8 rows of known shapes, on tensor cores: short_runs and
- * long_runs; hopper_kernel for the 512 + 64 values of GLM and DeepSeek, and latent_kernel for the same before sm_90. Under
- * --exact off (gpu.exact) hopper_kernel does not cut a list that one thread block has to itself.
+ * long_runs; latent_kernel for the 512 + 64 values of GLM and DeepSeek before sm_90; and for the same from there on hopper_kernel
+ * where there are many rows, weigh_lists_kernel and add_lists_kernel where there are few. These cut a list into tiles, which join
+ * in their order too. In hopper_kernel that happens in registers and costs nothing.
  */
 
 enum {
@@ -5563,68 +6048,77 @@ static __global__ void __launch_bounds__(32 * WIDE_WARPS, 1) long_runs(Keys list
     }
 }
 
-/* ---- Hopper: the same on warpgroups. Of a thread block's four, two bring rows: they gather a tile of 64, widen it and hand
- * it over, two tiles in turns. Two multiply: the first scores and weighs a tile, then each adds up half of its values. A block
- * runs through one chunk of a list and leaves its part, or through the whole list, and then the sums so far wait in scratch
- * for each chunk to join. */
+/* ---- Hopper: the same on warpgroups. What is summed up by itself is a tile of 64 keys, whose weights are relative to its own
+ * largest score; tiles join in their order. Many rows: a thread block has a row's whole list, for 64 heads. Of its four
+ * warpgroups, two bring rows: they gather a tile, widen it and hand it over, two tiles in turns. Two multiply: the first scores
+ * and weighs a tile, then each adds up half of its values. Where there are more heads, two blocks bring half of each tile each,
+ * for both. Few rows: blocks that share a list weigh its tiles, and others add up some of the values for some of the heads. */
 
 enum {
-    CHUNK_KEYS = 256, HOPPER_KEYS = 64,       /* keys of a chunk, and of a tile */
-    CHUNK_TILES = CHUNK_KEYS / HOPPER_KEYS,
-    COLUMN_BLOCK = 64 * 128,      /* bytes of 64 columns of a tile or of the queries: 64 rows of 128 bytes, swizzled */
+    HOPPER_KEYS = 64,           /* keys of a tile */
+    COLUMN_BLOCK = 64 * 128,    /* bytes of 64 columns of a tile or of the queries: 64 rows of 128 bytes, swizzled */
     HOPPER_TILE = LATENT_WIDTH / 64 * COLUMN_BLOCK,
     CONSUMERS = 256, PRODUCERS = 256,       /* threads */
-    WARP_KEYS = HOPPER_KEYS / (PRODUCERS / 32),           /* of a tile, that a producing warp brings */
-    SCORE_REGISTERS = 208, VALUE_REGISTERS = 176, PRODUCER_REGISTERS = 64,      /* of a thread, by its warpgroup's work */
-    WEIGHTS_READY = 1, WEIGHTS_TAKEN, QUERY_READY, RESULT_READY,        /* barriers among the consumers */
-    AT_ONCE = 4,                /* times 16 bytes that a thread reads before it writes */
-    PART_FLOATS = LATENT_HEADS * (LATENT + 2),          /* of a chunk's part: values as threads hold them, maxima, sums */
+    HALF_KEYS = HOPPER_KEYS / 2,            /* of a tile, that are brought at a time: in a step */
+    STEPS_AHEAD = 4,            /* rows are fetched into the L2 cache */
+    CONSUMER_REGISTERS = 200, PRODUCER_REGISTERS = 56,      /* of a thread */
+    WEIGHTS_READY = 1, WEIGHTS_TAKEN, QUERY_READY, RESULT_READY,    /* barriers among the consumers, */
+    HALF_READY,                 /* and among the producers */
     RESULT_PITCH = LATENT * 4 + 16,         /* bytes from head to head of a result in shared memory: in other banks */
 };
 
-/* How a chunk joins those before it: what they are multiplied by, and what it is. */
+/* How a tile joins those before it: what they are multiplied by, and what it is. */
 struct Joining { float before, own; };
 
 struct HopperShared {
     uint8_t query[HOPPER_TILE], tiles[2][HOPPER_TILE];
-    uint4 weights[HOPPER_KEYS / 16][128];     /* of a tile, as the threads of a warpgroup hold them */
-    float shrink[LATENT_HEADS], maximum[LATENT_HEADS], sum[LATENT_HEADS];   /* of the chunks that have ended */
-    Joining joining[LATENT_HEADS];
+    uint4 weights[HOPPER_KEYS / 16][128];   /* of a tile, as the threads of a warpgroup hold them */
+    Joining joining[LATENT_HEADS];          /* of the tile that the weights are of */
+    float sum[LATENT_HEADS];                /* of a whole list */
     uint64_t full[2], empty[2];             /* barriers of the tiles */
 };
 
-/* What a thread block does: tiles of one row's list, for up to 64 heads. A chunk is CHUNK of them. */
+/* What a thread block does: tiles of one row's list, for up to 64 heads. */
 struct LatentTask {
     SelectedKeys keys;          /* the row's */
     const float *q;             /* [n_heads, LATENT_WIDTH] */
-    float *z, *parts;           /* [n_heads, LATENT] the result; [PART_FLOATS] of the first chunk, or of those so far */
+    float *z;                   /* [n_heads, LATENT] the result */
     int n_heads, begin, end, tiles;
     float scale;
-    bool whole;                 /* the list: the result is written. Otherwise a part for each chunk is */
 };
 
-static __device__ float join(float before, float own, const Joining &joining) {
-    return __fmaf_rn(before, joining.before, __fmul_rn(own, joining.own));
+static __device__ float fast_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 
-/* Four values as a thread holds them: two of a head, two of the head eight rows below. */
-static __device__ float4 join(float4 before, float4 own, const Joining &above, const Joining &below) {
-    return make_float4(join(before.x, own.x, above), join(before.y, own.y, above), join(before.z, own.z, below),
-                       join(before.w, own.w, below));
-}
-
-/* A chunk with this maximum and sum joins those before, whose maximum and sum become those of all. */
-static __device__ Joining join_sums(float *maximum, float *sum, float own_maximum, float own_sum) {
-    const float larger = fmaxf(*maximum, own_maximum), before = expf(*maximum - larger), own = expf(own_maximum - larger);
-    *sum = __fmaf_rn(*sum, before, __fmul_rn(own_sum, own));
+/* How a tile with this maximum joins those before, whose maximum becomes that of all. Exponents are of 2. */
+static __device__ Joining join_maximum(float *maximum, float own, float scale) {
+    const float larger = fmaxf(*maximum, own);
+    const Joining joining = {fast_exp2((*maximum - larger) * scale), fast_exp2((own - larger) * scale)};
     *maximum = larger;
-    return {before, own};
+    return joining;
+}
+
+static __device__ float join(float before, float own, const Joining &joining) {
+    return __fmaf_rn(own, joining.own, __fmul_rn(before, joining.before));
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+/* So far, or in a tile, for a thread's two heads: the largest score before scaling, and the sum of the thread's own weights. */
+struct Softmax { float maximum[2], sum[2]; };
 
+/* Two e4m3 times their scale, as bf16. */
+static __device__ uint32_t widen_two(uint32_t codes, float scale) {
+    const __half2 two = __half2(__nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)codes, __NV_E4M3));
+    return pair_bf16(__low2float(two) * scale, __high2float(two) * scale);
+}
 
-
+static __device__ uint4 widen_eight(uint2 codes, float scale) {
+    return make_uint4(widen_two(codes.x, scale), widen_two(codes.x >> 16, scale), widen_two(codes.y, scale),
+                      widen_two(codes.y >> 16, scale));
+}
 
 static __device__ void consumers_wait(int barrier) {
     asm volatile("bar.sync %0, %1;" :: "r"(barrier), "n"((int)CONSUMERS) : "memory");
@@ -5643,16 +6137,12 @@ static __device__ uint64_t matrix_at(uint32_t address, uint32_t apart) {
     return matrix;
 }
 
-
 #define EIGHT_OF(c, i) \
     "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
 #define THIRTY_TWO_OF(c, i) EIGHT_OF(c, i), EIGHT_OF(c, i + 8), EIGHT_OF(c, i + 16), EIGHT_OF(c, i + 24)
 #define FIRST_32 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
     "%26, %27, %28, %29, %30, %31"
-#define NEXT_32 \
-    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, " \
-    "%56, %57, %58, %59, %60, %61, %62, %63"
 
 /* c [64 heads, 64 keys] = (add ? c : 0) + a [64, 16] b^T, both in shared memory, by a warpgroup. */
 static __device__ void multiply_scores(float (&c)[32], uint64_t a, uint64_t b, int add) {
@@ -5661,139 +6151,145 @@ static __device__ void multiply_scores(float (&c)[32], uint64_t a, uint64_t b, i
                  : THIRTY_TWO_OF(c, 0) : "l"(a), "l"(b), "r"(add));
 }
 
-/* c [64 heads, 128 values], a thread's from its value `first` on, = (add ? c : 0) + a [64, 16 keys] b, b in shared memory. */
-template <int first> static __device__ void multiply_values(float (&c)[128], const uint32_t *a, uint64_t b, int add) {
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" FIRST_32 ", " NEXT_32 "}, "
-                 "{%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}"
-                 : THIRTY_TWO_OF(c, first), THIRTY_TWO_OF(c, first + 32)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+/* c [64 heads, 64 values] = (add ? c : 0) + a [64, 16 keys] b, b in shared memory. */
+static __device__ void multiply_values(float (&c)[32], const uint32_t *a, uint64_t b, int add) {
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" FIRST_32 "}, "
+                 "{%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}"
+                 : THIRTY_TWO_OF(c, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 
-static __device__ float fast_exp2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
+/* What products have left in c may be read from here on. */
+static __device__ void take_products(float (&c)[32]) { asm volatile("" : THIRTY_TWO_OF(c, 0) :: "memory"); }
+
+/* ---- pairs: two thread blocks of a cluster, which work on different heads of a row, bring half of each tile each, for both */
+
+static __device__ uint32_t pair_rank() {
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
 }
 
-/* The lane's row in a tile, of key `lane` % WARP_KEYS of its warp; behind the end, where weights are 0, the last one again. */
-static __device__ DeviceRow lane_row(const LatentTask &task, int tile) {
-    const int s = task.begin + tile * HOPPER_KEYS + threadIdx.x % PRODUCERS / 32 * WARP_KEYS + threadIdx.x % WARP_KEYS;
-    return task.keys.locations[min(s, task.end - 1)];
+/* The same place in the other block's shared memory. */
+static __device__ uint32_t other_address(const void *p) {
+    uint32_t address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(pair_rank() ^ 1));
+    return address;
 }
 
-static __device__ const uint8_t *latent_row(const LatentTask &task, DeviceRow row) {
-    return row_at(task.keys.pool, task.keys.format.stride, row);
+static __device__ void pair_wait() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-static __device__ const uint8_t *row_of_lane(const uint8_t *row, int lane) {
-    return (const uint8_t *)__shfl_sync(~0u, (unsigned long long)row, lane);
+/* Arrives at the other block's barrier. */
+static __device__ void arrive_at_other(uint64_t *barrier) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(other_address(barrier)) : "memory");
 }
 
-/* A warp's rows will be wanted soon: into the L2 cache, where fetching them takes less long. */
-static __device__ void prefetch_rows(const uint8_t *row, int bytes) {
-    if (threadIdx.x % 32 < WARP_KEYS)
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(row), "r"(bytes) : "memory");
+/* The block's half of a tile goes into the other block's tile too, whose barrier counts the bytes. By one thread. */
+static __device__ void give_half(uint8_t *tile, uint64_t *full) {
+    const uint32_t to = other_address(tile), barrier = other_address(full), half = pair_rank() * (COLUMN_BLOCK / 2);
+    for (int block = 0; block < LATENT_WIDTH / 64; block++)
+        asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                     :: "r"(to + block * COLUMN_BLOCK + half), "r"(shared_address(tile + block * COLUMN_BLOCK + half)),
+                        "n"(COLUMN_BLOCK / 2), "r"(barrier) : "memory");
 }
 
-/* Starts copying 64 bf16 columns of a warp's rows, from byte `from` on, to where they belong in `block`. */
-static __device__ void copy_columns(uint8_t *block, const uint8_t *row, int from) {
-    const int lane = threadIdx.x % 32, first = threadIdx.x % PRODUCERS / 32 * WARP_KEYS;
-#pragma unroll
-    for (int k = 0; k < WARP_KEYS; k += 4) {
-        const int key = k + lane / 8;
-        const uint8_t *source = row_of_lane(row, key) + from + lane % 8 * 16;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                     :: "r"(shared_address(block + (first + key) * 128 + (lane % 8 ^ key) * 16)), "l"(source) : "memory");
-    }
+/* ---- bringing rows: half a tile at a time, a row by eight lanes. Of a pair's tile, a block brings the half of its rank. */
+
+/* The thread's row of step `step`; behind the end, where weights are 0, the last one again. */
+template <bool PAIR> static __device__ DeviceRow row_of_step(const LatentTask &task, int step) {
+    const int half = PAIR ? 2 * step + pair_rank() : step, key = threadIdx.x % PRODUCERS / 8;
+    return task.keys.locations[min(task.begin + half * HALF_KEYS + key, task.end - 1)];
 }
 
-/* Two e4m3 as bf16: their bits at the right place, then times 2^120, which is exact. pick: which of `codes`, as prmt spells
- * it, each below a byte of its sign. scale = high + low: the result is value * scale, rounded once, but for a last bit at
- * times. */
-template <int pick> static __device__ uint32_t widen_two(uint32_t codes, __nv_bfloat162 high, __nv_bfloat162 low) {
-    uint32_t bits;
-    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(bits) : "r"(codes), "n"(pick));
-    bits = bits << 4 & 0x87f087f0;
-    __nv_bfloat162 value = __hmul2(*(__nv_bfloat162 *)&bits, __bfloat162bfloat162(__ushort_as_bfloat16(0x7b80)));
-    value = __hfma2(value, high, __hmul2(value, low));
-    return *(uint32_t *)&value;
+static __device__ const uint8_t *latent_row(const SelectedKeys &keys, DeviceRow row) {
+    return row_at(keys.pool, keys.format.stride, row);
 }
 
-/* A scale as the sum of two bf16 in one word, the larger one first. */
-static __device__ uint32_t split_scale(float scale) {
-    const float high = __bfloat162float(__float2bfloat16_rn(scale));
-    return pair_bf16(high, scale - high);
+/* Where piece `piece` of 16 bytes of a row belongs in a block of 64 columns. */
+static __device__ uint8_t *place_of(uint8_t *block, int key, int piece) {
+    return block + key * 128 + (piece ^ key % 8) * 16;
 }
 
-/* Eight values; one that is not a number makes all of them none, as it does to their row's score. */
-static __device__ uint4 widen_codes(uint2 codes, uint32_t scale) {
-    const uint32_t odd = ((codes.x & 0x7f7f7f7f) + 0x01010101) | ((codes.y & 0x7f7f7f7f) + 0x01010101);
-    if (odd & 0x80808080) scale = 0x7fff7fff;
-    const uint32_t twice[2] = {__byte_perm(scale, 0, 0x1010), __byte_perm(scale, 0, 0x3232)};
-    const __nv_bfloat162 high = *(__nv_bfloat162 *)&twice[0], low = *(__nv_bfloat162 *)&twice[1];
-    return make_uint4(widen_two<0x9180>(codes.x, high, low), widen_two<0xb3a2>(codes.x, high, low),
-                      widen_two<0x9180>(codes.y, high, low), widen_two<0xb3a2>(codes.y, high, low));
+/* A row will be wanted soon: into the L2 cache, where fetching it takes less long. */
+static __device__ void prefetch_row(const uint8_t *row) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(row), "n"(StoredRow<true>::PITCH) : "memory");
 }
 
-static __device__ uint2 load_codes(const uint8_t *from) {
-    uint2 codes;
-    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(codes.x), "=r"(codes.y) : "l"(from));
-    return codes;
+static __device__ uint4 load_piece(const uint8_t *from) {
+    uint4 piece;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w) : "l"(from));
+    return piece;
 }
 
 /* Brings bf16 rows: copies that tell the barrier themselves. */
 static __device__ void bring_bf16(HopperShared *shared, const LatentTask &task) {
-    DeviceRow next = lane_row(task, 0);
-    for (int t = 0; t < task.tiles; t++) {
-        const uint8_t *row = latent_row(task, next);
-        next = lane_row(task, t + 1);
-        if (t > 1) wait_at(&shared->empty[t % 2], t / 2 - 1);
+    const int piece = threadIdx.x % 8;
+    DeviceRow next = row_of_step<false>(task, 0);
+    for (int step = 0; step < 2 * task.tiles; step++) {
+        const int t = step / 2, key = step % 2 * HALF_KEYS + threadIdx.x % PRODUCERS / 8;
+        const uint8_t *row = latent_row(task.keys, next);
+        next = row_of_step<false>(task, step + 1);
+        if (t > 1 && step % 2 == 0) wait_at(&shared->empty[t % 2], t / 2 - 1);
 #pragma unroll
         for (int block = 0; block < LATENT_WIDTH / 64; block++)
-            copy_columns(shared->tiles[t % 2] + block * COLUMN_BLOCK, row, block * 128);
-        arrive_with_copies(&shared->full[t % 2]);
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                         :: "r"(shared_address(place_of(shared->tiles[t % 2] + block * COLUMN_BLOCK, key, piece))),
+                            "l"(row + block * 128 + piece * 16) : "memory");
+        if (step % 2) arrive_with_copies(&shared->full[t % 2]);
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-/* Brings fp8 rows. A lane has eight values of either half of each of its warp's rows; those of the next tile are on their way
- * while this one's are widened. Of the scales, lane l has group l / 8 of row l % 8. */
-static __device__ void bring_fp8(HopperShared *shared, const LatentTask &task) {
-    const int lane = threadIdx.x % 32, first = threadIdx.x % PRODUCERS / 32 * WARP_KEYS;
-    const uint8_t *row = latent_row(task, lane_row(task, 0));
-    DeviceRow after = lane_row(task, 1);
-    float scale = *(const float *)(row + LATENT + lane / WARP_KEYS * 4);
-    uint2 codes[WARP_KEYS][2];
+/* Brings fp8 rows. A row's lanes take its pieces of 16 values in turns, and eight of its plain columns each; those of the next
+ * step are on their way while this one's are widened, and those after them on their way to the L2 cache. */
+template <bool PAIR> static __device__ void bring_fp8(HopperShared *shared, const LatentTask &task) {
+    enum { PIECES = LATENT / 16 / 8, STEPS = PAIR ? 1 : 2 };
+    const int lane = threadIdx.x % 8, second = lane / 4;        /* which half of a piece goes first, for the banks */
+    const uint8_t *row = latent_row(task.keys, row_of_step<PAIR>(task, 0));
+    DeviceRow after = row_of_step<PAIR>(task, 1), later = row_of_step<PAIR>(task, STEPS_AHEAD);
+    uint4 codes[PIECES], plain;
+    float scales[PIECES];
+    auto load_codes = [&](int i) {
+        codes[i] = load_piece(row + (lane + i * 8) * 16);
+        asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(scales[i]) : "l"(row + LATENT + i * 4));
+    };
+    auto load_plain = [&] { plain = load_piece(row + LATENT + LATENT / 128 * 4 + lane * 16); };
 #pragma unroll
-    for (int i = 0; i < 2 * WARP_KEYS; i++)
-        codes[i / 2][i % 2] = load_codes(row_of_lane(row, i / 2) + i % 2 * LATENT / 2 + lane * 8);
-    for (int t = 0; t < task.tiles; t++) {
-        uint8_t *to = shared->tiles[t % 2] + lane / 8 * COLUMN_BLOCK + first * 128;
-        const uint8_t *next = latent_row(task, after);
-        const uint32_t split = split_scale(scale);
-        after = lane_row(task, t + 2);
-        scale = *(const float *)(next + LATENT + lane / WARP_KEYS * 4);
-        if (t + 1 < task.tiles) prefetch_rows(next, StoredRow<true>::PITCH);
-        if (t > 1) wait_at(&shared->empty[t % 2], t / 2 - 1);
-        copy_columns(shared->tiles[t % 2] + LATENT / 64 * COLUMN_BLOCK, row, LATENT + LATENT / 128 * 4);
-        row = next;
+    for (int i = 0; i < PIECES; i++) load_codes(i);
+    load_plain();
+    if (lane == 0) prefetch_row(latent_row(task.keys, after));
+    for (int step = 0; step < STEPS * task.tiles; step++) {
+        const int t = step / STEPS, key = (PAIR ? pair_rank() : step % 2) * HALF_KEYS + threadIdx.x % PRODUCERS / 8;
+        uint8_t *tile = shared->tiles[t % 2];
+        uint64_t *full = &shared->full[t % 2];
+        if (lane == 0) prefetch_row(latent_row(task.keys, later));
+        row = latent_row(task.keys, after);
+        after = row_of_step<PAIR>(task, step + 2), later = row_of_step<PAIR>(task, step + 1 + STEPS_AHEAD);
+        if (t > 1 && step % STEPS == 0) wait_at(&shared->empty[t % 2], t / 2 - 1);
 #pragma unroll
-        for (int i = 0; i < 2 * WARP_KEYS; i++) {
-            const int k = i / 2, half = i % 2;
-            const uint32_t own = __shfl_sync(~0u, split, k + (half * 2 + lane / 16) * WARP_KEYS);
-            *(uint4 *)(to + half * 4 * COLUMN_BLOCK + k * 128 + (lane % 8 ^ k) * 16) = widen_codes(codes[k][half], own);
-            codes[k][half] = load_codes(row_of_lane(row, k) + half * LATENT / 2 + lane * 8);
+        for (int i = 0; i < PIECES; i++) {
+            const uint2 low = make_uint2(codes[i].x, codes[i].y), high = make_uint2(codes[i].z, codes[i].w);
+            uint8_t *block = tile + (i * 2 + second) * COLUMN_BLOCK;
+            *(uint4 *)place_of(block, key, lane % 4 * 2 + second) = widen_eight(second ? high : low, scales[i]);
+            *(uint4 *)place_of(block, key, lane % 4 * 2 + 1 - second) = widen_eight(second ? low : high, scales[i]);
+            load_codes(i);
         }
-        asm volatile("cp.async.wait_all;" ::: "memory");
+        *(uint4 *)place_of(tile + LATENT / 64 * COLUMN_BLOCK, key, lane) = plain;
+        load_plain();
+        if (step % STEPS < STEPS - 1) continue;
         show_to_products();
-        arrive_at(&shared->full[t % 2]);
+        if (PAIR) asm volatile("bar.sync %0, %1;" :: "n"((int)HALF_READY), "n"((int)PRODUCERS) : "memory");
+        if (PAIR && threadIdx.x % PRODUCERS == 0) expect_bytes(full, HOPPER_TILE / 2), give_half(tile, full);
+        else arrive_at(full);
     }
 }
 
 /* By the consumers: the queries as bf16; heads that there are not are zeros. */
 static __device__ void load_query(HopperShared *shared, const LatentTask &task) {
-#pragma unroll 9
+#pragma unroll 12
     for (int i = threadIdx.x; i < LATENT_HEADS * LATENT_WIDTH / 4; i += CONSUMERS) {
         const int head = i / (LATENT_WIDTH / 4), j = i % (LATENT_WIDTH / 4) * 4;
         const float4 four = head < task.n_heads ? *(const float4 *)(task.q + head * LATENT_WIDTH + j) : make_float4(0, 0, 0, 0);
@@ -5802,6 +6298,13 @@ static __device__ void load_query(HopperShared *shared, const LatentTask &task) 
     }
     show_to_products();
     consumers_wait(QUERY_READY);
+}
+
+/* A warp of the consumers does not need a tile any more. */
+template <bool PAIR> static __device__ void release_tile(HopperShared *shared, int tile) {
+    if (threadIdx.x % 32) return;
+    arrive_at(&shared->empty[tile % 2]);
+    if (PAIR) arrive_at_other(&shared->empty[tile % 2]);
 }
 
 /* Starts scores [64 heads, 64 keys] of a tile. */
@@ -5818,92 +6321,72 @@ static __device__ void start_scores(float (&scores)[32], HopperShared *shared, i
     end_products();
 }
 
-/* Starts total [64 heads, this warpgroup's half of the values] = (fresh ? 0 : total) + weights . latents */
-static __device__ void start_values(float (&total)[128], const uint32_t (&weights)[16], HopperShared *shared, int tile,
-                                    bool fresh) {
-    const uint32_t values = shared_address(shared->tiles[tile % 2]) + threadIdx.x / 128 * 4 * COLUMN_BLOCK;
+/* Starts sums = weights . 64 of this warpgroup's half of the values. */
+static __device__ void start_slice(float (&sums)[32], const uint32_t (&weights)[16], HopperShared *shared, int tile, int slice) {
+    const uint32_t values = shared_address(shared->tiles[tile % 2]) + (threadIdx.x / 128 * 4 + slice) * COLUMN_BLOCK;
     begin_products();
 #pragma unroll
-    for (int k = 0; k < HOPPER_KEYS / 16; k++) {
-        const uint32_t at = values + k * 16 * 128;
-        multiply_values<0>(total, weights + 4 * k, matrix_at(at, COLUMN_BLOCK), !fresh || k > 0);
-        multiply_values<64>(total, weights + 4 * k, matrix_at(at + 2 * COLUMN_BLOCK, COLUMN_BLOCK), !fresh || k > 0);
-    }
+    for (int k = 0; k < HOPPER_KEYS / 16; k++)
+        multiply_values(sums, weights + 4 * k, matrix_at(values + k * 16 * 128, COLUMN_BLOCK), k > 0);
     end_products();
 }
 
 static __device__ void shrink_total(float (&total)[128], float above, float below) {
     if (__all_sync(~0u, above == 1 && below == 1)) return;          /* as it mostly is, once the largest has been seen */
 #pragma unroll
-    for (int i = 0; i < 128; i += 4) total[i] *= above, total[i + 1] *= above, total[i + 2] *= below, total[i + 3] *= below;
+    for (int i = 0; i < 128; i += 4)
+        total[i] = __fmul_rn(total[i], above), total[i + 1] = __fmul_rn(total[i + 1], above),
+        total[i + 2] = __fmul_rn(total[i + 2], below), total[i + 3] = __fmul_rn(total[i + 3], below);
 }
 
-/* Of a chunk so far, for a thread's two heads: the largest score before scaling, and the sum of the thread's own weights. */
-struct Softmax { float maximum[2], sum[2]; };
+static __device__ void join_slice(float (&total)[128], const float (&sums)[32], int slice, float above, float below) {
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+        float *sum = &total[slice * 32 + i];
+        *sum = __fmaf_rn(sums[i], i % 4 < 2 ? above : below, *sum);
+    }
+}
 
-/* Scores become weights, n of them; what was added up before has to shrink. Exponents are of 2: scale is times log2(e). */
-static __device__ void weigh_scores(uint32_t (&weights)[16], float (&shrink)[2], Softmax *softmax, float (&scores)[32], int n,
-                                    float scale) {
+/* Adds a tile, 64 of this warpgroup's values after the other; meanwhile the other warpgroup's are multiplied. */
+static __device__ void add_tile(float (&total)[128], float (&sums)[32], const uint32_t (&weights)[16], HopperShared *shared,
+                                int tile, const Joining (&joining)[2]) {
+    start_slice(sums, weights, shared, tile, 0);
+    shrink_total(total, joining[0].before, joining[1].before);
+#pragma unroll
+    for (int slice = 0; slice < 4; slice++) {
+        wait_for_products<0>();
+        take_products(sums);
+        join_slice(total, sums, slice, joining[0].own, joining[1].own);
+        if (slice < 3) start_slice(sums, weights, shared, tile, slice + 1);
+    }
+}
+
+/* Scores become weights, n of them, relative to their own maximum. Exponents are of 2: scale is times log2(e). */
+static __device__ Softmax weigh_scores(uint32_t (&weights)[16], float (&scores)[32], int n, float scale) {
+    Softmax own;
 #pragma unroll
     for (int i = 0; i < 32 && n < HOPPER_KEYS; i++)
         if (i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2 >= n) scores[i] = -FLT_MAX;
 #pragma unroll
     for (int below = 0; below < 2; below++) {
-        float largest = softmax->maximum[below], other = -FLT_MAX, sum[2] = {0, 0};
+        float largest = -FLT_MAX, other = -FLT_MAX, sum[2] = {0, 0};
 #pragma unroll
         for (int i = 2 * below; i < 32; i += 4) largest = fmaxf(largest, scores[i]), other = fmaxf(other, scores[i + 1]);
         largest = fmaxf(largest, other);
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-        const float offset = -largest * scale;
+        const float offset = __fmul_rn(-largest, scale);
 #pragma unroll
         for (int i = 0; i < 16; i++) {
             float *score = &scores[i / 2 * 4 + 2 * below + i % 2];
-            sum[i % 2] += *score = fast_exp2(fmaf(*score, scale, offset));
+            sum[i % 2] = __fadd_rn(sum[i % 2], *score = fast_exp2(__fmaf_rn(*score, scale, offset)));
         }
-        shrink[below] = fast_exp2((softmax->maximum[below] - largest) * scale);
-        softmax->sum[below] = softmax->sum[below] * shrink[below] + (sum[0] + sum[1]);
-        softmax->maximum[below] = largest;
+        own.sum[below] = __fadd_rn(sum[0], sum[1]);
+        own.maximum[below] = largest;
     }
 #pragma unroll
     for (int i = 0; i < 16; i++) weights[i] = pair_bf16(scores[2 * i], scores[2 * i + 1]);
-}
-
-/* The end of the chunk that tile t is the last of, for one head; the four threads that share it come together. */
-template <int CHUNK>
-static __device__ void end_chunk(HopperShared *shared, const LatentTask &task, int t, int head, float maximum, float sum) {
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    maximum = __fmul_rn(maximum, task.scale);
-    if (threadIdx.x % 4) return;
-    if (!task.whole) {
-        float *sums = task.parts + (size_t)(t / CHUNK) * PART_FLOATS + LATENT_HEADS * LATENT;
-        sums[head] = maximum, sums[LATENT_HEADS + head] = sum;
-    } else if (t < CHUNK) shared->maximum[head] = maximum, shared->sum[head] = sum, shared->joining[head] = {0, 1};
-    else shared->joining[head] = join_sums(&shared->maximum[head], &shared->sum[head], maximum, sum);
-}
-
-/* The sums of the chunk that tile t is the last of go to scratch, as its part, or joined with those of the chunks before;
- * those of a whole list's last chunk stay where they are. */
-template <int CHUNK>
-static __device__ void put_chunk(float (&total)[128], const LatentTask &task, int t, const Joining &above, const Joining &below) {
-    const bool joins = task.whole && t >= CHUNK, stays = task.whole && t + 1 == task.tiles;
-    float4 *at = (float4 *)(task.parts + (task.whole ? 0 : (size_t)(t / CHUNK) * PART_FLOATS))
-                 + threadIdx.x / 128 * 32 * 128 + threadIdx.x % 128;
-#pragma unroll
-    for (int i = 0; i < 32; i += AT_ONCE) {
-        float4 before[AT_ONCE];
-#pragma unroll
-        for (int j = 0; j < AT_ONCE && joins; j++) before[j] = __ldcg(at + (i + j) * 128);
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) {
-            float *own = total + (i + j) * 4;
-            if (joins)
-                own[0] = join(before[j].x, own[0], above), own[1] = join(before[j].y, own[1], above),
-                own[2] = join(before[j].z, own[2], below), own[3] = join(before[j].w, own[3], below);
-            if (!stays) __stcg(at + (i + j) * 128, make_float4(own[0], own[1], own[2], own[3]));
-        }
-    }
+    return own;
 }
 
 /* Writes the result, once nobody needs the tiles any more: gathered in their place, so that whole rows go to memory. */
@@ -5927,129 +6410,345 @@ static __device__ void put_result(const float (&total)[128], HopperShared *share
                     "n"(LATENT * 4) : "memory");
 }
 
-/* The warpgroup that scores and weighs tiles, and adds up the first half of the values. A chunk's sums are put away while the
- * next tile is scored; the last tile is scored twice, since a branch around products would make each of them wait.
- */
-template <int CHUNK> static __device__ void score_tiles(HopperShared *shared, const LatentTask &task) {
+/* The warpgroup that scores and weighs tiles, and adds up the first half of the values. The last tile is scored twice, since a
+ * branch around products would make each of them wait. */
+template <bool PAIR> static __device__ void score_tiles(HopperShared *shared, const LatentTask &task) {
     const int thread = threadIdx.x, head = thread / 32 * 16 + thread % 32 / 4;
-    float scores[32], total[128], shrink[2];
+    float scores[32], total[128];
     uint32_t weights[16];
     Softmax softmax = {{-FLT_MAX, -FLT_MAX}, {0, 0}};
+#pragma unroll
+    for (int i = 0; i < 128; i++) total[i] = 0;
     start_scores(scores, shared, 0);
     wait_for_products<0>();
-    int t = 0;
-    do {
-        const bool last = t + 1 == task.tiles, ends = last || (t + 1) % CHUNK == 0, fresh = t % CHUNK == 0;
-        weigh_scores(weights, shrink, &softmax, scores, task.end - task.begin - t * HOPPER_KEYS,
-                     task.scale * 1.4426950408889634f);
+    take_products(scores);
+    for (int t = 0; t < task.tiles; t++) {
+        const float scale = task.scale * LOG2_E;
+        const Softmax own = weigh_scores(weights, scores, task.end - task.begin - t * HOPPER_KEYS, scale);
+        Joining joining[2];
+        for (int below = 0; below < 2; below++) {
+            joining[below] = join_maximum(&softmax.maximum[below], own.maximum[below], scale);
+            softmax.sum[below] = join(softmax.sum[below], own.sum[below], joining[below]);
+        }
         if (t) consumers_wait(WEIGHTS_TAKEN);
 #pragma unroll
         for (int k = 0; k < HOPPER_KEYS / 16; k++) shared->weights[k][thread] = *(const uint4 *)(weights + 4 * k);
-        if (thread % 4 == 0) shared->shrink[head] = shrink[0], shared->shrink[head + 8] = shrink[1];
-        for (int below = 0; below < 2 && ends; below++) {
-            end_chunk<CHUNK>(shared, task, t, head + 8 * below, softmax.maximum[below], softmax.sum[below]);
-            softmax.maximum[below] = -FLT_MAX, softmax.sum[below] = 0;
-        }
+        if (thread % 4 == 0) shared->joining[head] = joining[0], shared->joining[head + 8] = joining[1];
         consumers_tell(WEIGHTS_READY);
-        if (!fresh) shrink_total(total, shrink[0], shrink[1]);
-        start_values(total, weights, shared, t, fresh);
+        add_tile(total, scores, weights, shared, t, joining);
+        release_tile<PAIR>(shared, t);
+        start_scores(scores, shared, min(t + 1, task.tiles - 1));
         wait_for_products<0>();
-        if (thread % 32 == 0) arrive_at(&shared->empty[t % 2]);
-        __syncwarp();           /* end_chunk's joining is for the whole warp */
-        start_scores(scores, shared, last ? t : t + 1);
-        if (ends) put_chunk<CHUNK>(total, task, t, shared->joining[head], shared->joining[head + 8]);
-        wait_for_products<0>();
-    } while (++t < task.tiles);
-    if (task.whole) put_result(total, shared, task);
+        take_products(scores);
+    }
+#pragma unroll
+    for (int below = 0; below < 2; below++) {
+        float sum = softmax.sum[below];
+        sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 1));
+        sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 2));
+        if (thread % 4 == 0) shared->sum[head + 8 * below] = sum;
+    }
+    put_result(total, shared, task);
 }
 
 /* The warpgroup that adds up the other half. */
-template <int CHUNK> static __device__ void add_tiles(HopperShared *shared, const LatentTask &task) {
+template <bool PAIR> static __device__ void add_tiles(HopperShared *shared, const LatentTask &task) {
     const int thread = threadIdx.x % 128, head = thread / 32 * 16 + thread % 32 / 4;
-    float total[128];
+    float total[128], sums[32];
     uint32_t weights[16];
+#pragma unroll
+    for (int i = 0; i < 128; i++) total[i] = 0;
     for (int t = 0; t < task.tiles; t++) {
-        const bool last = t + 1 == task.tiles, ends = last || (t + 1) % CHUNK == 0, fresh = t % CHUNK == 0;
         consumers_wait(WEIGHTS_READY);
 #pragma unroll
         for (int k = 0; k < HOPPER_KEYS / 16; k++) *(uint4 *)(weights + 4 * k) = shared->weights[k][thread];
-        const Joining above = shared->joining[head], below = shared->joining[head + 8];
-        const float shrink[2] = {shared->shrink[head], shared->shrink[head + 8]};
-        if (!last) consumers_tell(WEIGHTS_TAKEN);
-        if (!fresh) shrink_total(total, shrink[0], shrink[1]);
+        const Joining joining[2] = {shared->joining[head], shared->joining[head + 8]};
+        if (t + 1 < task.tiles) consumers_tell(WEIGHTS_TAKEN);
         show_to_products();
-        start_values(total, weights, shared, t, fresh);
-        wait_for_products<0>();
-        if (thread % 32 == 0) arrive_at(&shared->empty[t % 2]);
-        if (ends) put_chunk<CHUNK>(total, task, t, above, below);
+        add_tile(total, sums, weights, shared, t, joining);
+        release_tile<PAIR>(shared, t);
     }
-    if (task.whole) put_result(total, shared, task);
+    put_result(total, shared, task);
 }
 
 #endif
 
-/* Grid: rows, groups of 64 heads, groups of `each` chunks, or the whole list. kept: parts of a row and 64 heads. */
-template <bool FP8, int CHUNK>
+
+/* Grid: groups of 64 heads, of which two make a pair, and rows. */
+template <bool FP8, bool PAIR>
 static __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1)
-hopper_kernel(SelectedKeys lists, float *z, float *parts, const float *q, int first_row, int heads, float scale, int kept,
-              int each) {
+hopper_kernel(SelectedKeys lists, float *z, const float *q, int heads, float scale) {
+    begin_kernel();
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) uint8_t hopper_shared[];
+    HopperShared *shared = (HopperShared *)hopper_shared;
+    const int first_head = blockIdx.x * LATENT_HEADS, group = threadIdx.x / 128;
+    const size_t row_head = (size_t)blockIdx.y * heads + first_head;
+    LatentTask task = {.keys = lists.of(blockIdx.y), .q = q + row_head * LATENT_WIDTH, .z = z + row_head * LATENT,
+                       .n_heads = min(heads - first_head, (int)LATENT_HEADS), .begin = 0, .end = 0, .tiles = 0, .scale = scale};
+    task.end = task.keys.length, task.tiles = divide_up(task.end, HOPPER_KEYS);
+    if (!task.tiles) {          /* a sum over nothing, divided by 0 */
+        for (int i = threadIdx.x; i < task.n_heads * LATENT; i += blockDim.x) task.z[i] = __int_as_float(0x7fffffff);
+        return;
+    }
+    if (!threadIdx.x) {
+        for (int i = 0; i < 2; i++)
+            start_barrier(&shared->full[i], PRODUCERS), start_barrier(&shared->empty[i], (PAIR ? 2 : 1) * CONSUMERS / 32);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    if (PAIR) pair_wait();
+    else __syncthreads();
+    if (group >= CONSUMERS / 128) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"((int)PRODUCER_REGISTERS));
+        if constexpr (FP8) bring_fp8<PAIR>(shared, task);
+        else bring_bf16(shared, task);
+    } else if (group == 0) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"((int)CONSUMER_REGISTERS));
+        load_query(shared, task);
+        score_tiles<PAIR>(shared, task);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"((int)CONSUMER_REGISTERS));
+        load_query(shared, task);
+        add_tiles<PAIR>(shared, task);
+    }
+    if (PAIR) pair_wait();      /* neither goes as long as the other may still write to it */
+#endif
+}
+
+/* ---- few rows: thread blocks that share a list weigh its tiles, and others add up some of the values for some of the heads.
+ * What the former leave in scratch is in the order in which the latter's products want it: 16 bytes for each thread of a warp. */
+
+enum {
+    LIST_GROUPS = LATENT_HEADS / 16,
+    FEW_LISTS = 36,             /* rows and groups of 64 heads, that leave multiprocessors idle when each has a thread block */
+    ADDERS = 512,               /* threads */
+    KEY_STEPS = HOPPER_KEYS / 16, VALUE_PAIRS = LATENT / 16,    /* products of a tile: over 16 keys, for twice eight values */
+};
+
+/* Of 16 heads. */
+struct WeighedTile {
+    uint4 weights[KEY_STEPS][32];
+    float sums[16][4], maximum[16];         /* of a head: its threads' sums, and the largest score before scaling */
+};
+
+struct TileValues { uint4 pairs[VALUE_PAIRS][KEY_STEPS][32]; };
+
+/* Scratch of few rows: values [rows, tiles], tiles [rows, groups of 16 heads, tiles]. */
+struct Weighed {
+    TileValues *values;
+    WeighedTile *tiles;
+    int n_tiles, groups;        /* of a row */
+    __device__ TileValues *values_of(int row, int tile) const { return values + (size_t)row * n_tiles + tile; }
+    __device__ WeighedTile *tile_of(int row, int group, int tile) const {
+        return tiles + ((size_t)row * groups + group) * n_tiles + tile;
+    }
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+/* By one warpgroup: the weights of the block's tiles, of which the first is tile `first` of the list, go to scratch. */
+static __device__ void leave_weights(HopperShared *shared, const LatentTask &task, const Weighed &to, int first) {
+    const int lane = threadIdx.x % 32, head = lane / 4;
+    float scores[32];
+    uint32_t weights[16];
+    for (int t = 0; t < task.tiles; t++) {
+        WeighedTile *tile = to.tile_of(blockIdx.x, blockIdx.y * LIST_GROUPS + threadIdx.x / 32, first + t);
+        start_scores(scores, shared, t);
+        wait_for_products<0>();
+        take_products(scores);
+        release_tile<false>(shared, t);
+        const Softmax own = weigh_scores(weights, scores, task.end - task.begin - t * HOPPER_KEYS, task.scale * LOG2_E);
+#pragma unroll
+        for (int k = 0; k < KEY_STEPS; k++) tile->weights[k][lane] = *(const uint4 *)(weights + 4 * k);
+#pragma unroll
+        for (int below = 0; below < 2; below++) {
+            tile->sums[head + 8 * below][lane % 4] = own.sum[below];
+            if (lane % 4 == 0) tile->maximum[head + 8 * below] = own.maximum[below];
+        }
+    }
+}
+
+/* By another: the values of the tiles. */
+static __device__ void leave_values(HopperShared *shared, const LatentTask &task, const Weighed &to, int first) {
+    const int lane = threadIdx.x % 32;
+    for (int t = 0; t < task.tiles; t++) {
+        TileValues *values = to.values_of(blockIdx.x, first + t);
+        wait_at(&shared->full[t % 2], t / 2);
+#pragma unroll 8
+        for (int i = threadIdx.x % 128 / 32; i < VALUE_PAIRS * KEY_STEPS; i += 4) {
+            const int pair = i / KEY_STEPS, k = i % KEY_STEPS;
+            uint32_t b[4];
+            load_transposed(b, (const __nv_bfloat16 *)place_of(shared->tiles[t % 2] + pair / 4 * COLUMN_BLOCK, k * 16 + lane % 16,
+                                                               pair % 4 * 2 + lane / 16));
+            values->pairs[pair][k][lane] = make_uint4(b[0], b[1], b[2], b[3]);
+        }
+        __syncwarp();
+        release_tile<false>(shared, t);
+    }
+}
+#endif
+
+/* Grid: rows, groups of 64 heads, groups of `each` tiles. */
+template <bool FP8>
+static __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1)
+weigh_lists_kernel(SelectedKeys lists, Weighed to, const float *q, int heads, float scale, int each) {
     begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t hopper_shared[];
     HopperShared *shared = (HopperShared *)hopper_shared;
     const int first_head = blockIdx.y * LATENT_HEADS, group = threadIdx.x / 128;
-    const size_t row_head = (size_t)(first_row + blockIdx.x) * heads + first_head;
-    LatentTask task = {.keys = lists.of(first_row + blockIdx.x), .q = q + row_head * LATENT_WIDTH, .z = z + row_head * LATENT,
-                       .parts = parts + ((size_t)(blockIdx.x * gridDim.y + blockIdx.y) * kept + blockIdx.z * each) * PART_FLOATS,
-                       .n_heads = min(heads - first_head, (int)LATENT_HEADS), .begin = (int)blockIdx.z * each * CHUNK_KEYS,
-                       .end = 0, .tiles = 0, .scale = scale, .whole = gridDim.z == 1};
-    task.end = min(task.keys.length, task.begin + each * CHUNK_KEYS), task.tiles = divide_up(task.end - task.begin, HOPPER_KEYS);
-    if (task.whole && !task.keys.length)            /* a sum over nothing, divided by 0 */
-        for (int i = threadIdx.x; i < task.n_heads * LATENT; i += blockDim.x) task.z[i] = __int_as_float(0x7fffffff);
+    const bool leaves = blockIdx.y == 0;            /* the values too, which all heads share */
+    LatentTask task = {.keys = lists.of(blockIdx.x), .q = q + ((size_t)blockIdx.x * heads + first_head) * LATENT_WIDTH, .z = NULL,
+                       .n_heads = min(heads - first_head, (int)LATENT_HEADS), .begin = (int)blockIdx.z * each * HOPPER_KEYS,
+                       .end = 0, .tiles = 0, .scale = scale};
+    task.end = min(task.keys.length, task.begin + each * HOPPER_KEYS);
+    task.tiles = divide_up(task.end - task.begin, HOPPER_KEYS);
     if (task.begin >= task.end) return;
     if (!threadIdx.x) {
-        for (int i = 0; i < 2; i++) start_barrier(&shared->full[i], PRODUCERS), start_barrier(&shared->empty[i], CONSUMERS / 32);
+        for (int i = 0; i < 2; i++)
+            start_barrier(&shared->full[i], PRODUCERS), start_barrier(&shared->empty[i], leaves ? CONSUMERS / 32 : 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
     if (group >= CONSUMERS / 128) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"((int)PRODUCER_REGISTERS));
-        if constexpr (FP8) bring_fp8(shared, task);
+        if constexpr (FP8) bring_fp8<false>(shared, task);
         else bring_bf16(shared, task);
-    } else if (group == 0) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"((int)SCORE_REGISTERS));
-        load_query(shared, task);
-        score_tiles<CHUNK>(shared, task);
-    } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"((int)VALUE_REGISTERS));
-        load_query(shared, task);
-        add_tiles<CHUNK>(shared, task);
+        return;
     }
+    load_query(shared, task);
+    if (group == 0) leave_weights(shared, task, to, blockIdx.z * each);
+    else if (leaves) leave_values(shared, task, to, blockIdx.z * each);
 #endif
 }
 
-/* Joins the parts of single chunks, as a block does that has the whole list. Grid: rows, groups of 64 heads, and which four of
- * the values that a thread holds. */
-static __global__ void join_kernel(const int *count, float *z, const float *parts, int heads, int chunks) {
-    begin_kernel();
-    const int used = divide_up(count[blockIdx.x], CHUNK_KEYS), thread = threadIdx.x, head = thread / 32 * 16 + thread % 32 / 4;
-    const float *part = parts + (size_t)(blockIdx.x * gridDim.y + blockIdx.y) * chunks * PART_FLOATS,
-                *sums = part + LATENT_HEADS * LATENT;
-    float4 total = *(const float4 *)(part + (blockIdx.z * 128 + thread) * 4);
-    float maximum[2] = {sums[head], sums[head + 8]}, sum[2] = {sums[LATENT_HEADS + head], sums[LATENT_HEADS + head + 8]};
-#pragma unroll 8
-    for (int chunk = 1; chunk < used; chunk++) {
-        part += PART_FLOATS, sums += PART_FLOATS;
-        const float4 own = *(const float4 *)(part + (blockIdx.z * 128 + thread) * 4);
-        const Joining above = join_sums(&maximum[0], &sum[0], sums[head], sums[LATENT_HEADS + head]),
-                      below = join_sums(&maximum[1], &sum[1], sums[head + 8], sums[LATENT_HEADS + head + 8]);
-        total = join(total, own, above, below);
+/* What a thread block of add_lists_kernel works on: 16 GROUPS heads and COLUMNS of the values. A warp multiplies for one of the
+ * groups; TILES of them are multiplied side by side, and then join in their order. */
+template <int GROUPS, int COLUMNS> struct Adding {
+    static const int TILES = ADDERS / 32 / GROUPS, HEADS = GROUPS * 16, PAIRS = COLUMNS / 16, ITEMS = GROUPS * COLUMNS / 8 * 32,
+                     OWN = (ITEMS + ADDERS - 1) / ADDERS, SUMMERS = ADDERS / 2;       /* from which thread on sums are added */
+    struct Shared {
+        float4 sums[TILES][ITEMS];          /* as the threads of warps hold them */
+        Joining joining[TILES][HEADS];
+        float sum[HEADS];
+    };
+    Weighed from;
+    int tiles;                              /* of the list */
+    uint4 weights[KEY_STEPS], values[PAIRS][KEY_STEPS];
+    float maximum, sums[TILES];             /* by the first threads, one of a tile and head; by the last, of a head's threads */
+
+    __device__ const WeighedTile *weighed(int group, int t) const {
+        return from.tile_of(blockIdx.x, blockIdx.y * GROUPS + group, min(t, tiles - 1));
     }
-    const float nothing = used ? 1 : __int_as_float(0x7fffffff), above = nothing / sum[0], below = nothing / sum[1];
-    const int first = blockIdx.y * LATENT_HEADS + head, column = blockIdx.z * 8 + thread % 4 * 2;
-    float *out = z + ((size_t)blockIdx.x * heads + first) * LATENT + column;
-    if (first < heads) *(float2 *)out = make_float2(total.x * above, total.y * above);
-    if (first + 8 < heads) *(float2 *)(out + 8 * LATENT) = make_float2(total.z * below, total.w * below);
+
+    __device__ void load(int first) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, summer = (int)threadIdx.x - SUMMERS;
+        const WeighedTile *tile = weighed(warp % GROUPS, first + warp / GROUPS);
+        const TileValues *columns = from.values_of(blockIdx.x, min(first + warp / GROUPS, tiles - 1));
+#pragma unroll
+        for (int k = 0; k < KEY_STEPS; k++) weights[k] = tile->weights[k][lane];
+#pragma unroll
+        for (int i = 0; i < PAIRS * KEY_STEPS; i++)
+            values[i / KEY_STEPS][i % KEY_STEPS] = columns->pairs[blockIdx.z * PAIRS + i / KEY_STEPS][i % KEY_STEPS][lane];
+        if (summer < 0) {
+            const int head = threadIdx.x / TILES;
+            maximum = weighed(head / 16, first + threadIdx.x % TILES)->maximum[head % 16];
+        } else if (summer < HEADS * 4)
+#pragma unroll
+            for (int t = 0; t < TILES; t++) sums[t] = weighed(summer / 64, first + t)->sums[summer / 4 % 16][summer % 4];
+    }
+
+    /* By the first threads, one for each tile and head; those of a head are neighbours. before: its largest score so far. */
+    __device__ void find_joining(Shared *shared, float *before, float scale) const {
+        const int t = threadIdx.x % TILES;
+        float largest = maximum;
+        for (int step = 1; step < TILES; step *= 2) {
+            const float other = __shfl_up_sync(~0u, largest, step, TILES);
+            if (t >= step) largest = fmaxf(largest, other);
+        }
+        largest = __shfl_up_sync(~0u, largest, 1, TILES);
+        largest = t ? fmaxf(largest, *before) : *before;
+        shared->joining[t][threadIdx.x / TILES] = join_maximum(&largest, maximum, scale);
+        *before = __shfl_sync(~0u, largest, TILES - 1, TILES);
+    }
+
+    __device__ void multiply(Shared *shared) const {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        float c[COLUMNS / 8][4] = {};
+#pragma unroll
+        for (int k = 0; k < KEY_STEPS; k++) {
+            const uint32_t a[4] = {weights[k].x, weights[k].y, weights[k].z, weights[k].w};
+#pragma unroll
+            for (int pair = 0; pair < PAIRS; pair++) {
+                multiply_bf16(c[2 * pair], a, values[pair][k].x, values[pair][k].y);
+                multiply_bf16(c[2 * pair + 1], a, values[pair][k].z, values[pair][k].w);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < COLUMNS / 8; j++)
+            shared->sums[warp / GROUPS][(warp % GROUPS * (COLUMNS / 8) + j) * 32 + lane] = *(const float4 *)c[j];
+    }
+};
+
+/* Grid: rows, groups of heads, groups of columns. */
+template <int GROUPS, int COLUMNS>
+static __global__ void __launch_bounds__(ADDERS)
+add_lists_kernel(const int *count, float *z, Weighed from, int heads, float scale) {
+    begin_kernel();
+    typedef Adding<GROUPS, COLUMNS> A;
+    extern __shared__ __align__(128) uint8_t add_shared[];
+    typename A::Shared *shared = (typename A::Shared *)add_shared;
+    A adding;
+    adding.from = from, adding.tiles = divide_up(count[blockIdx.x], HOPPER_KEYS);
+    const int lane = threadIdx.x % 32, tiles = adding.tiles, summer = (int)threadIdx.x - A::SUMMERS;
+    float maximum = -FLT_MAX, sum = 0;
+    float4 total[A::OWN];
+#pragma unroll
+    for (int i = 0; i < A::OWN; i++) total[i] = make_float4(0, 0, 0, 0);
+    if (tiles) adding.load(0);
+    for (int first = 0; first < tiles; first += A::TILES) {
+        const int n = min(tiles - first, (int)A::TILES);
+        float sums[A::TILES];
+#pragma unroll
+        for (int t = 0; t < A::TILES; t++) sums[t] = adding.sums[t];
+        if (summer < 0) adding.find_joining(shared, &maximum, scale * LOG2_E);
+        adding.multiply(shared);
+        __syncthreads();
+        adding.load(first + A::TILES);
+        if (summer >= 0 && summer < A::HEADS * 4)
+#pragma unroll
+            for (int t = 0; t < A::TILES; t++)
+                if (t < n) sum = join(sum, sums[t], shared->joining[t][summer / 4]);
+#pragma unroll
+        for (int i = 0; i < A::OWN; i++) {
+            const int item = i * ADDERS + threadIdx.x, head = item / (COLUMNS / 8 * 32) * 16 + lane / 4;
+            if (item >= A::ITEMS) break;
+#pragma unroll
+            for (int t = 0; t < A::TILES; t++) {
+                if (t >= n) break;
+                const Joining above = shared->joining[t][head], below = shared->joining[t][head + 8];
+                const float4 own = shared->sums[t][item];
+                total[i] = make_float4(join(total[i].x, own.x, above), join(total[i].y, own.y, above),
+                                       join(total[i].z, own.z, below), join(total[i].w, own.w, below));
+            }
+        }
+        __syncthreads();
+    }
+    if (summer >= 0 && summer < A::HEADS * 4) {
+        sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 1));
+        sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 2));
+        if (summer % 4 == 0) shared->sum[summer / 4] = tiles ? sum : __int_as_float(0x7fffffff);     /* over nothing: none */
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < A::OWN; i++) {
+        const int item = i * ADDERS + threadIdx.x, head = item / (COLUMNS / 8 * 32) * 16 + lane / 4,
+                  first = blockIdx.y * A::HEADS + head;
+        if (item >= A::ITEMS) break;
+        const float above = 1 / shared->sum[head], below = 1 / shared->sum[head + 8];
+        float *out = z + ((size_t)blockIdx.x * heads + first) * LATENT + blockIdx.z * COLUMNS + item / 32 % (COLUMNS / 8) * 8
+                     + lane % 4 * 2;
+        if (first < heads) *(float2 *)out = make_float2(total[i].x * above, total[i].y * above);
+        if (first + 8 < heads) *(float2 *)(out + 8 * LATENT) = make_float2(total[i].z * below, total[i].w * below);
+    }
 }
 
 /* ---- launches */
@@ -6126,24 +6825,45 @@ static bool suits_tiles(const RowFormat *format, int heads, int kv_heads, int di
            && (format->dtype == KV_BF16 || (format->group % dim == 0 && format->quantised % 16 == 0));
 }
 
-/* As many blocks a row as there is room for on the device: a row's bits do not depend on it, as long as they have to be exact.
- * Otherwise a block that has a whole list to itself does not cut it. */
+template <int GROUPS, int COLUMNS>
+static void add_lists(float *z, const SelectedKeys &keys, const Weighed &weighed, int n_rows, int heads, float scale) {
+    const size_t shared = sizeof(typename Adding<GROUPS, COLUMNS>::Shared);
+    allow_shared(add_lists_kernel<GROUPS, COLUMNS>, shared);
+    launch(add_lists_kernel<GROUPS, COLUMNS>, dim3(n_rows, divide_up(heads, 16 * GROUPS), LATENT / COLUMNS), ADDERS, shared,
+           keys.count, z, weighed, heads, scale);
+}
+
+/* The lists of few rows are weighed by as many blocks as there is room for, and added up by many. */
+static void attend_apart(float *z, const float *q, const SelectedKeys &keys, const Weighed &weighed, int n_rows, int heads,
+                         float scale) {
+    const int lists = n_rows * weighed.groups / LIST_GROUPS, room = gpu.multiprocessors / lists,
+              each = divide_up(weighed.n_tiles, room > 1 ? room : 1);
+    auto weigh = keys.format.dtype == KV_F8 ? weigh_lists_kernel<true> : weigh_lists_kernel<false>;
+    allow_shared(weigh, sizeof(HopperShared));
+    launch(weigh, dim3(n_rows, lists / n_rows, divide_up(weighed.n_tiles, each)), CONSUMERS + PRODUCERS, sizeof(HopperShared),
+           keys, weighed, q, heads, scale, each);
+    /* fewer heads and columns make more blocks, which read more */
+    if (lists <= 2) add_lists<1, 32>(z, keys, weighed, n_rows, heads, scale);
+    else if (lists <= 4) add_lists<2, 32>(z, keys, weighed, n_rows, heads, scale);
+    else if (lists <= 8) add_lists<2, 64>(z, keys, weighed, n_rows, heads, scale);
+    else add_lists<4, 64>(z, keys, weighed, n_rows, heads, scale);
+}
+
+/* A row's bits are the same whichever way is taken. */
 static void attend_on_hopper(float *z, const float *q, const SelectedKeys &keys, int n_rows, int heads, float scale) {
-    const int chunks = divide_up(keys.capacity, CHUNK_KEYS), groups = divide_up(heads, LATENT_HEADS),
-              most = (int)PARTIAL_FLOATS / (int)PART_FLOATS / groups, room = gpu.multiprocessors / (n_rows * groups),
-              each = divide_up(chunks, room > 1 ? room : 1);
-    const bool apart = each < chunks && n_rows * chunks <= most;
-    auto kernel = apart || gpu.exact
-                      ? (keys.format.dtype == KV_F8 ? hopper_kernel<true, CHUNK_TILES> : hopper_kernel<false, CHUNK_TILES>)
-                      : (keys.format.dtype == KV_F8 ? hopper_kernel<true, INT_MAX> : hopper_kernel<false, INT_MAX>);
-    allow_shared(kernel, sizeof(HopperShared));
-    for (int first = 0; first < n_rows; first += most) {
-        const dim3 grid(min(n_rows - first, most), groups, apart ? divide_up(chunks, each) : 1);
-        launch(kernel, grid, CONSUMERS + PRODUCERS, sizeof(HopperShared), keys, z, partials, q, first, heads, scale,
-               apart ? chunks : 1, apart ? each : chunks);
+    const int lists = n_rows * divide_up(heads, LATENT_HEADS), tiles = divide_up(keys.capacity, HOPPER_KEYS);
+    const bool fp8 = keys.format.dtype == KV_F8, pair = fp8 && lists / n_rows % 2 == 0;
+    const size_t values = (size_t)n_rows * tiles * sizeof(TileValues),
+                 weights = (size_t)lists * LIST_GROUPS * tiles * sizeof(WeighedTile);
+    if (lists <= FEW_LISTS && values + weights <= PARTIAL_FLOATS * sizeof(float)) {
+        TileValues *scratch = (TileValues *)partials;
+        return attend_apart(z, q, keys, {scratch, (WeighedTile *)(scratch + n_rows * tiles), tiles, lists / n_rows * LIST_GROUPS},
+                            n_rows, heads, scale);
     }
-    if (!apart) return;
-    launch(join_kernel, dim3(n_rows, groups, LATENT / 8), 128, 0, keys.count, z, partials, heads, chunks);
+    auto kernel = pair ? hopper_kernel<true, true> : fp8 ? hopper_kernel<true, false> : hopper_kernel<false, false>;
+    allow_shared(kernel, sizeof(HopperShared));
+    launch_early(kernel, dim3(lists / n_rows, n_rows), CONSUMERS + PRODUCERS, sizeof(HopperShared), pair ? 2 : 1, keys, z, q,
+                 heads, scale);
 }
 
 static void sparse_attention(float *z, const float *q, const RowPool *pool, const RowFormat *format, const DeviceRow *locations,
@@ -7787,7 +8507,7 @@ extern "C" const Backend cuda_backend = {
     .add_norm = add_norm,
     .linear = linear,
     .rotations = rotations,
-    .rope = rope,
+    .rotate_queries = rotate_queries,
     .norm_heads = norm_heads,
     .locate_rows = locate_rows,
     .store_rows = store_rows,
@@ -7808,7 +8528,7 @@ extern "C" const Backend cuda_backend = {
     .dense_attention = dense_attention,
     .swiglu = swiglu,
     .zero = zero,
-    .gather_rows = gather_rows,
+    .move_rows = move_rows,
     .add = add,
     .route = route,
     .experts = experts,

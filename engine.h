@@ -327,6 +327,14 @@ typedef struct Matrix {         /* y = W x; row r, column c of W is data[r * col
     int block;                  /* rows and columns of e4m3 that share a scale; 0: SCALE_BLOCK */
 } Matrix;
 
+typedef struct Projection {     /* one of the products of the same x */
+    float *y;
+    size_t y_stride;
+    const Matrix *w;            /* of any stored type, as many columns as the others' */
+} Projection;
+
+enum { MAX_PROJECTIONS = 4 };
+
 /* How the parallel residual streams enter a sublayer and take up what it adds: fn of all streams gives the logits of `pre`,
  * then of `post`, then of the matrix that mixes the streams; each of the three has its own scale. */
 typedef struct HyperWeights {
@@ -459,12 +467,16 @@ typedef struct RowFormat {
     KvDtype dtype;
     int quantised, plain, group;
     size_t bytes;               /* of the values */
-    size_t stride;              /* from one row to the next, on the device and on the host: bytes, rounded up to whole 64 */
+    size_t stride;              /* from one row to the next, on the device and on the host: bytes, rounded up */
     ScaleKind scales;
 } RowFormat;
 
 RowFormat row_format(KvDtype dtype, int quantised, int plain, int group);       /* with f32 scales */
 RowFormat scaled_row_format(KvDtype dtype, int quantised, int plain, int group, ScaleKind scales);
+
+/* Rows of index keys, in fp8 with one scale for 128 values. They cross the link by whole pages, so whole 16 bytes do for a stride:
+ * of whole 64, a third of what the indexer reads would be empty. */
+RowFormat index_row_format(KvDtype dtype, int dim);
 
 typedef enum KvMode {
     MODE_RESIDENT,              /* the whole history on the device; a session waits until there is room for all of it */
@@ -516,10 +528,10 @@ typedef struct MissPlan {
 
 /* What a pass finds out as it goes, in the memory of its operations; read when all of it has run. */
 typedef struct PassReport {
+    int bad_row, bad_place;     /* the first place in the pass, as check_finite() was told, where a row was not finite; or -1 */
     int picked[TIERS];          /* where the selected rows were found, counted per query */
     int fetched, staged;        /* rows that a resolve had to copy; those of them that did not fit the hot cache */
     int copied;                 /* rows copied for all sources */
-    int bad_place, bad_row;     /* the first place in the pass, as check_finite() was told, where a row was not finite; or -1 */
 } PassReport;
 
 /* Where operations find a session's rows. The controller keeps it in host memory, and operations see it as it was when the pass
@@ -971,9 +983,9 @@ typedef enum AcceptRule { ACCEPT_COUPLED, ACCEPT_REJECTION } AcceptRule;
 typedef struct DraftState {     /* activations of a draft pass; [rows] stands for max_rows */
     int max_rows;               /* max_blocks * block_size, and at least 64 */
     Row *rows;                  /* [rows] of the pass, where operations read them */
-    int *indices;               /* [rows] likewise */
+    int *indices;               /* [2 * rows] likewise */
     Row *row_list;              /* [rows] where the pipeline makes them, and the next two */
-    int *index_list;            /* [rows] */
+    int *index_list;            /* [2 * rows] */
     DeviceRow *ring_list;       /* [rows] */
     float *features;            /* [target's max_rows, n_taps * target's hidden] f32, of the target's pass */
     float *gathered;            /* [rows, n_taps * target's hidden] f32 */
@@ -1016,8 +1028,7 @@ typedef struct Drafter {
  * it too, for what is small: on a GPU each access crosses the link. In C there is no difference. */
 typedef enum Memory { MEMORY_DEVICE, MEMORY_HOST } Memory;
 
-typedef struct DeviceOptions {  /* how operations run; a backend that has no choice runs as if all were false */
-    bool inexact;               /* attention may split its sums by how much there is to do at once */
+typedef struct DeviceOptions {  /* how operations run; a backend that has no choice runs as if it were false */
     bool no_graph;              /* begin_work() keeps nothing */
 } DeviceOptions;
 
@@ -1073,17 +1084,21 @@ struct Backend {
     void (*add_norm)(float *y, float *x, const float *branch, const float *weight, int n, int dim, float eps, PassReport *report,
                      int place);
 
-    /* y[r, o] = sum_i W[o, i] x[r, i]: the reduction runs over i in blocks of fixed size. */
-    void (*linear)(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w);
+    /* y[r, o] = sum_i W[o, i] x[r, i] for each of up to MAX_PROJECTIONS matrices: the reduction runs over i in blocks of fixed
+     * size. What stands beside a product, rows or matrices, changes none of its bits. */
+    void (*linear)(const Projection *products, int n_products, const float *x, size_t x_stride, int n_rows);
 
     /* cosine, sine: [rows, dim / 2] of position * inverse_frequency, times factor (YaRN's attention factor, else 1). */
     void (*rotations)(float *cosine, float *sine, const Row *rows, int n_rows, const float *inverse_frequency, int dim,
                       float factor);
 
-    /* Rotates `dim` values of `heads` vectors per row, starting `offset` values into each vector of `head_stride`.
-     * cosine, sine: [rows, dim / 2] for the row's position. interleaved: pairs (2i, 2i+1), else (i, i + dim/2). */
-    void (*rope)(float *x, int n_rows, int heads, int head_stride, int offset, int dim, bool interleaved,
-                 const float *cosine, const float *sine);
+    /* Positions into the queries of latent attention, in place. q: [rows, heads, dim], where the last `tail` values of each head
+     * are rotated in pairs (2i, 2i + 1); cosine, sine: [rows, tail / 2] for the row's position. index_q: the indexer's [rows,
+     * index_heads, index_dim], where the first `tail` are, in such pairs if interleaved, else in pairs (i, i + tail / 2), and
+     * which is looked at as check_finite() does; or NULL. In DeepSeek-V4 q is whatever is turned in the last values of its heads:
+     * queries, keys, those of the indexer too. */
+    void (*rotate_queries)(float *q, int n_rows, int heads, int dim, int tail, float *index_q, int index_heads, int index_dim,
+                           bool interleaved, const float *cosine, const float *sine, PassReport *report, int place);
 
     /* Queries or keys of grouped-query attention (Qwen3), in place: each of the `heads` vectors of `dim` values that a row of
      * `stride` begins with is normed by itself and then rotated as a whole, in pairs (i, i + dim / 2). */
@@ -1098,16 +1113,19 @@ struct Backend {
     void (*store_rows)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows,
                        const float *a, size_t a_stride, const float *b, size_t b_stride);
 
-    /* The cached rows of latent attention: kv [rows, lora + tail] is normed in its first `lora` values and rotated in the others,
-     * in pairs (2i, 2i + 1), in place, and written to rows ids[r] of a pool. */
+    /* The latents of a pass's rows, in place. kv [rows, lora + tail], the cached rows of latent attention, is normed in its first
+     * `lora` values, rotated in the others, in pairs (2i, 2i + 1), and written to rows ids[r] of a pool; q [rows, rank], which
+     * queries are made from, is normed by q_weight. */
     void (*store_latents)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *kv, int lora, int tail,
-                          const float *weight, float eps, const float *cosine, const float *sine);
+                          const float *weight, float *q, int rank, const float *q_weight, float eps, const float *cosine,
+                          const float *sine);
 
     /* The indexer's keys: k [rows, dim] becomes (k - mean) / sqrt(variance + 1e-6) * weight + bias, its first `turned` values are
-     * rotated as rope() does, and it is written to rows ids[r] of a pool. It is looked at as check_finite() does. */
+     * rotated as an index query's, and it is written to rows ids[r] of a pool. It is looked at as check_finite() does, and
+     * head_weights [rows, heads] likewise, at place + 1. */
     void (*store_index_keys)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *k, int dim,
                              const float *weight, const float *bias, int turned, bool interleaved, const float *cosine,
-                             const float *sine, PassReport *report, int place);
+                             const float *sine, const float *head_weights, int heads, PassReport *report, int place);
 
     /* Lightning indexer (DeepSeek-V3.2 eq. 1): score[s] = (heads * head_dim)^-0.5 sum_h w[h] relu(q[h] . key[s]), then the top
      * min(capacity, position + 1) positions; equal scores: the lower position. q: [rows, heads, head_dim]; head_weights:
@@ -1257,8 +1275,8 @@ struct Backend {
     /* y = 0. */
     void (*zero)(float *y, size_t n);
 
-    /* y[i] = x[indices[i]], rows of dim. */
-    void (*gather_rows)(float *y, const float *x, const int *indices, int n, int dim);
+    /* y[to[i]] = x[from[i]], rows of dim; to or from: [n], or NULL where they are 0, 1, 2, ... */
+    void (*move_rows)(float *y, const int *to, const float *x, const int *from, int n, int dim);
 
     /* y += x, elementwise. */
     void (*add)(float *y, const float *x, size_t n);
@@ -1272,7 +1290,7 @@ struct Backend {
                     const LayerWeights *layer, const Config *config, float *scratch);
 
     /* If nothing was found yet: the first row that holds a NaN or an infinity becomes the report's bad_row, and `place` its
-     * bad_place. */
+     * bad_place. Places ascend in a pass. */
     void (*check_finite)(PassReport *report, int place, const float *x, int n_rows, int dim);
 
     /* y[r] = x[r] * factor for rows of `dim` at their strides: features out of the residual stream; embeddings by their scale. */
@@ -1501,9 +1519,9 @@ bool end_pass(Engine *engine, const Row *rows, const int *indices, Error *error)
  * come in ascending positions; one that does not follow what the ring has of it starts the ring anew. */
 void draft_feed(Engine *engine, const Row *rows, const int *indices, int n);
 
-/* For a session that does not draft at present, in place of feeding row `index` of the pass just made: its feature is
- * kept, among the last KEPT_FEATURES, which enter the ring when the session drafts again. */
-void draft_keep(Engine *engine, const Row *row, int index);
+/* In place of draft_feed() for rows of sessions that do not draft at present, no two of one session: their features are kept,
+ * a session's last KEPT_FEATURES, which enter the ring when it drafts again. */
+void draft_keep(Engine *engine, const Row *rows, const int *indices, int n);
 
 /* One draft pass over the blocks of n sessions, which all have drafter.config.slots places behind their anchors: proposals into
  * drafter.state.drafts and the blocks' ids. features: what the predictor of lengths needs is wanted too. Uses state.logits. */

@@ -174,7 +174,7 @@ static const char usage_text[] =
     "  --dummy           random weights: -m needs config.json alone (and a tokenizer for text; --ids, bench and inspect do "
     "without)\n"
     "  --layers L        of --dummy: the first L layers only\n"
-    "  --exact on|off    on a GPU: off lets attention split its sums by the load, so that tokens may depend on it (default on)\n"
+    "  --exact on|off    whether a row has the same bits whatever shares its pass; it costs nothing, so off is on too (default on)\n"
     "  --no-graph        on a GPU: launch each operation anew instead of replaying captured graphs\n"
     "  --qat             deepseek_v4: rounds cached rows, index vectors and what meets e4m3 and e2m1 weights as the reference's\n"
     "                    kernels do; --kv-dtype fp4 keeps them as it does (default: neither, as transformers)\n"
@@ -307,7 +307,6 @@ static bool parse_options(Options *options, int argc, char **argv) {
     options->engine.kv_mode = (KvMode)word_index("resident|hisparse|adaptive", options->kv_mode, MODE_ADAPTIVE);
     options->engine.reclaim = (Reclaim)word_index("whole|proportional", options->reclaim, RECLAIM_WHOLE);
     options->engine.lookup = (Lookup)word_index("direct|scan", options->lookup, LOOKUP_DIRECT);
-    options->engine.device.inexact = word_index("on|off", options->exact, 0);
     if (options->engine.layers && !options->engine.dummy) return usage("--layers wants --dummy"), false;
     return true;
 }
@@ -406,8 +405,9 @@ static bool start(Runner *runner, Options *options, bool need_tokenizer, int *st
     if (!runner_open(runner, &options->engine, need_tokenizer, options->quiet ? NULL : stderr, &error))
         return *status = report(&error), false;
     const Config *config = &runner->engine.config;
-    if (runner->engine.backend->shares_memory && (options->engine.device.inexact || options->engine.device.no_graph))
-        notice("--exact off and --no-graph do not apply to the CPU");
+    if (runner->engine.backend->shares_memory && options->engine.device.no_graph) notice("--no-graph does not apply to the CPU");
+    if (word_index("on|off", options->exact, 0))
+        notice("--exact off changes nothing: sums that do not depend on the load cost nothing here, so there are no others");
     bool hierarchy = options->engine.hot_rows || options->reclaim || options->lookup || options->engine.host_budget;
     if (!has_indexer(config) && (options->kv_mode || hierarchy))
         notice(

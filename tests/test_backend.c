@@ -166,7 +166,8 @@ static void test_linear_once(DType dtype, int rows, int cols, int first, int cou
     size_t x_stride = (size_t)cols + 3, y_stride = (size_t)count + 5;
     float *x = random_floats(ROWS * x_stride), *alone = allocate_zeroed(ROWS * y_stride, sizeof(float)),
           *y = allocate_zeroed(ROWS * y_stride, sizeof(float));
-    for (int r = 0; r < ROWS; r++) linear(alone + (size_t)r * y_stride, y_stride, x + (size_t)r * x_stride, x_stride, 1, &view);
+    for (int r = 0; r < ROWS; r++)
+        multiply_matrix(alone + (size_t)r * y_stride, y_stride, x + (size_t)r * x_stride, x_stride, 1, &view);
     int wrong = 0, other = 0, outside = 0;
     for (int r = 0; r < ROWS; r++)
         for (int o = 0; o < count; o++) {
@@ -182,7 +183,7 @@ static void test_linear_once(DType dtype, int rows, int cols, int first, int cou
         for (int n = 1; n <= ROWS; n++) {
             omp_set_num_threads(threads);
             for (size_t i = 0; i < ROWS * y_stride; i++) y[i] = 77;
-            linear(y, y_stride, x, x_stride, n, &view);
+            multiply_matrix(y, y_stride, x, x_stride, n, &view);
             for (int r = 0; r < n; r++) {
                 other += memcmp(y + (size_t)r * y_stride, alone + (size_t)r * y_stride, (size_t)count * sizeof(float)) != 0;
                 for (size_t o = (size_t)count; o < y_stride; o++) outside += y[(size_t)r * y_stride + o] != 77;
@@ -217,10 +218,10 @@ static void test_linear_negative_zero(void) {
     for (int k = 0; k < COLS; k++) w[k] = -1e-30f;
     for (int i = 0; i < ROWS * COLS; i++) x[i] = 1e-30f;
     Matrix matrix = {.data = (const uint8_t *)w, .dtype = DTYPE_F32, .rows = 1, .cols = COLS};
-    linear(y, 1, x, COLS, 1, &matrix);
+    multiply_matrix(y, 1, x, COLS, 1, &matrix);
     uint32_t alone = float_to_bits(y[0]);
     for (int n = 1; n <= ROWS; n++) {
-        linear(y, 1, x, COLS, n, &matrix);
+        multiply_matrix(y, 1, x, COLS, n, &matrix);
         for (int r = 0; r < n; r++)
             CHECK(float_to_bits(y[r]) == alone, "row %d of %d: %08x, alone %08x", r, n, float_to_bits(y[r]), alone);
     }
@@ -315,6 +316,49 @@ static void test_rope(void) {
                       interleaved ? "interleaved" : "half-split", v, j);
             }
     }
+}
+
+/* The operations of latent attention that are several steps at once, beside these steps. */
+static void test_latent_rows(void) {
+    enum { ROWS = 4, HEADS = 3, DIM = 30, TAIL = 12, INDEX_HEADS = 2, INDEX_DIM = 20, LORA = 24, RANK = 37 };
+    float q[ROWS * HEADS * DIM], q_wanted[ROWS * HEADS * DIM], angles[2][ROWS * TAIL / 2],
+        index_q[ROWS * INDEX_HEADS * INDEX_DIM], index_wanted[ROWS * INDEX_HEADS * INDEX_DIM], kv[ROWS * (LORA + TAIL)], latent[ROWS * RANK], wanted[ROWS * RANK],
+        weight[RANK], key[ROWS * INDEX_DIM], head_weights[ROWS * INDEX_HEADS];
+    const RowFormat format = row_format(KV_BF16, LORA, TAIL, 128), key_format = row_format(KV_BF16, 0, INDEX_DIM, 128);
+    uint8_t *pool = malloc(ROWS * format.stride);
+    const int bad_rows[] = {-1, 1, 3}, bad_places[] = {-1, 7, 6};
+    DeviceRow ids[ROWS] = {{2}, {0}, {3}, {1}};
+    random_fill(angles[0], ROWS * TAIL / 2), random_fill(angles[1], ROWS * TAIL / 2), random_fill(weight, RANK);
+    for (int turn = 0; turn < 2; turn++) {
+        PassReport report = {.bad_row = -1, .bad_place = -1};
+        random_fill(q, ROWS * HEADS * DIM), random_fill(index_q, ROWS * INDEX_HEADS * INDEX_DIM);
+        memcpy(q_wanted, q, sizeof q), memcpy(index_wanted, index_q, sizeof index_q);
+        rope(q_wanted, ROWS, HEADS, DIM, DIM - TAIL, TAIL, true, angles[0], angles[1]);
+        rope(index_wanted, ROWS, INDEX_HEADS, INDEX_DIM, 0, TAIL, turn, angles[0], angles[1]);
+        rotate_queries(q, ROWS, HEADS, DIM, TAIL, index_q, INDEX_HEADS, INDEX_DIM, turn, angles[0], angles[1], &report, 5);
+        CHECK(!memcmp(q, q_wanted, sizeof q) && !memcmp(index_q, index_wanted, sizeof index_q), "rotate_queries");
+        CHECK(report.bad_row == -1, "rotate_queries: nothing is bad");
+        index_q[3 * INDEX_HEADS * INDEX_DIM - 1] = NAN;
+        rotate_queries(q, ROWS, HEADS, DIM, TAIL, NULL, 0, 0, turn, angles[0], angles[1], &report, 5);
+        CHECK(report.bad_row == -1, "rotate_queries: without an indexer");
+        rotate_queries(q, ROWS, HEADS, DIM, TAIL, index_q, INDEX_HEADS, INDEX_DIM, turn, angles[0], angles[1], &report, 5);
+        CHECK(report.bad_row == 2 && report.bad_place == 5, "rotate_queries: row %d, place %d", report.bad_row, report.bad_place);
+    }
+    random_fill(kv, ROWS * (LORA + TAIL)), random_fill(latent, ROWS * RANK);
+    rms_norm(wanted, RANK, latent, RANK, weight, ROWS, RANK, 1e-6f);
+    store_latents(pool, &format, ids, ROWS, kv, LORA, TAIL, weight, latent, RANK, weight, 1e-6f, angles[0], angles[1]);
+    CHECK(!memcmp(latent, wanted, sizeof latent), "store_latents norms the queries' latents");
+    for (int bad = 0; bad < 3; bad++) {             /* nothing; a weight of row 1; and a key of row 3, which counts as earlier */
+        PassReport report = {.bad_row = -1, .bad_place = -1};
+        random_fill(key, ROWS * INDEX_DIM), random_fill(head_weights, ROWS * INDEX_HEADS);
+        if (bad) head_weights[INDEX_HEADS] = INFINITY;
+        if (bad == 2) key[4 * INDEX_DIM - 1] = NAN;
+        store_index_keys(pool, &key_format, ids, ROWS, key, INDEX_DIM, weight, weight, TAIL, true, angles[0], angles[1],
+                         head_weights, INDEX_HEADS, &report, 6);
+        CHECK(report.bad_row == bad_rows[bad] && report.bad_place == bad_places[bad],
+              "store_index_keys: row %d, place %d", report.bad_row, report.bad_place);
+    }
+    free(pool);
 }
 
 static void test_exponential(void) {
@@ -961,6 +1005,7 @@ int main(void) {
     test_embed();
     test_norms();
     test_rope();
+    test_latent_rows();
     test_exponential();
     test_swiglu_and_add();
     test_first_not_finite();

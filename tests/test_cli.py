@@ -1403,7 +1403,7 @@ def test_dummy():
         refused(1, "no tokenizer.json there|--dummy", *command, "-m", shape, "--dummy")
     refused(1, "safetensors", "generate", "-m", shape, "--ids", "1")
     notice = run("generate", "-m", shape, "--dummy", "--ids", "1", "-n", "1", "--no-graph").err
-    check(b"do not apply to the CPU" in notice, "--no-graph on the CPU", notice)
+    check(b"does not apply to the CPU" in notice, "--no-graph on the CPU", notice)
     known = lambda *args: re.search(rb".* M parameters in use, .* MB", run("inspect", *args).out)
     if os.path.exists(MINI + "/config.json"):
         equal(known("-m", MINI, "--dummy")[0], known("-m", MINI, "--draft", "none")[0], "as many bytes as the checkpoint itself")

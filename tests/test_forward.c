@@ -244,16 +244,18 @@ static void store_rounded_rows(uint8_t *base, const RowFormat *format, const Dev
 }
 
 static void store_rounded_latents(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *kv, int lora,
-                                  int tail, const float *weight, float eps, const float *cosine, const float *sine) {
+                                  int tail, const float *weight, float *q, int rank, const float *q_weight, float eps,
+                                  const float *cosine, const float *sine) {
     const size_t width = (size_t)(lora + tail);
-    store_latents(base, format, ids, n_rows, kv, lora, tail, weight, eps, cosine, sine);
+    store_latents(base, format, ids, n_rows, kv, lora, tail, weight, q, rank, q_weight, eps, cosine, sine);
     store_rounded_rows(base, format, ids, n_rows, kv, width, kv + lora, width);
 }
 
 static void store_rounded_keys(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *k, int dim,
                                const float *weight, const float *bias, int turned, bool interleaved, const float *cosine,
-                               const float *sine, PassReport *report, int place) {
-    store_index_keys(base, format, ids, n_rows, k, dim, weight, bias, turned, interleaved, cosine, sine, report, place);
+                               const float *sine, const float *head_weights, int heads, PassReport *report, int place) {
+    store_index_keys(base, format, ids, n_rows, k, dim, weight, bias, turned, interleaved, cosine, sine, head_weights, heads,
+                     report, place);
     store_rounded_rows(base, format, ids, n_rows, k, (size_t)dim, k, (size_t)dim);
 }
 
