@@ -425,6 +425,9 @@ static void test_first_not_finite(void) {
 static void test_rows(void) {
     CHECK(row_format(KV_F8, 512, 64, 128).bytes == 656, "an fp8 row of 512 + 64 takes 656 bytes");
     CHECK(row_format(KV_F8, 512, 64, 128).stride == 704, "and lies at whole 64 bytes");
+    const RowFormat index_key = index_row_format(KV_F8, 128);
+    CHECK(index_key.bytes == 132 && index_key.stride == 144, "an index key takes 132 bytes and lies at whole 16: %zu, %zu",
+          index_key.bytes, index_key.stride);
     CHECK(row_format(KV_BF16, 512, 64, 128).stride == 1152 && row_format(KV_F32, 512, 64, 128).stride == 2304,
           "bf16 and f32 rows of 512 + 64");
     CHECK(row_format(KV_BF16, 512, 64, 128).bytes == 1152 && row_format(KV_F32, 512, 64, 128).bytes == 2304,
