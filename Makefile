@@ -106,8 +106,8 @@ clean:
 # The same for the GPU's figures.
 bench-gpu: tide | build/bench
 	./tide bench gpu all --md -o build/bench > build/bench-gpu.txt
-	(echo '```'; ./tide bench decode -m weights/shapes/glm-5.3-fp8 --dummy --layers 13 --kv-dtype fp8 -o build/bench; \
-		./tide bench decode -m weights/mini -o build/bench; echo '```') > build/bench-steps.txt
+	{ set -e; echo '```'; ./tide bench decode -m weights/shapes/glm-5.3-fp8 --dummy --layers 13 --kv-dtype fp8 -o build/bench; \
+	  ./tide bench decode -m weights/mini -o build/bench; echo '```'; } > build/bench-steps.txt
 	sed -i -e '/^<!-- gpu/,/^<!-- end of gpu/{//!d}' -e '/^<!-- gpu/r build/bench-gpu.txt' README.md
 	sed -i -e '/^<!-- steps/,/^<!-- end of steps/{//!d}' -e '/^<!-- steps/r build/bench-steps.txt' README.md
 

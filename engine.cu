@@ -5321,6 +5321,19 @@ template <bool FP8> static __device__ void weigh_tile(LatentShared<FP8> *shared,
     shared->maximum[head] = largest;
 }
 
+/* total [16, COLUMNS * 8] += a . values, for a fragment of the weights of 16 keys. b_row: the lane's row of their values, in shared
+ * memory, from its first column on. */
+template <int COLUMNS>
+static __device__ void add_values(float (&total)[COLUMNS][4], const uint32_t (&a)[4], const __nv_bfloat16 *b_row) {
+#pragma unroll
+    for (int t = 0; t < COLUMNS; t += 2) {
+        uint32_t b[4];
+        load_transposed(b, b_row + t * 8);
+        multiply_bf16(total[t], a, b[0], b[1]);
+        multiply_bf16(total[t + 1], a, b[2], b[3]);
+    }
+}
+
 /* total [16 heads, a quarter of the values] = total * shrink + weights . latents */
 template <bool FP8>
 static __device__ void add_tile(float (&total)[LATENT_TILES][4], const LatentShared<FP8> *shared, const __nv_bfloat16 *rows,
@@ -5331,15 +5344,9 @@ static __device__ void add_tile(float (&total)[LATENT_TILES][4], const LatentSha
     for (int t = 0; t < LATENT_TILES; t++) total[t][0] *= above, total[t][1] *= above, total[t][2] *= below, total[t][3] *= below;
 #pragma unroll
     for (int k = 0; k < TILE_KEYS; k += 16) {
-        uint32_t a[4], b[4];
+        uint32_t a[4];
         load_matrices(a, shared->weights + (head_group * 16 + lane % 16) * WEIGHT_PITCH + k + lane / 16 * 8);
-        const __nv_bfloat16 *b_row = rows + (k + lane % 16) * LATENT_PITCH + part * (LATENT / LATENT_PARTS) + lane / 16 * 8;
-#pragma unroll
-        for (int t = 0; t < LATENT_TILES; t += 2) {
-            load_transposed(b, b_row + t * 8);
-            multiply_bf16(total[t], a, b[0], b[1]);
-            multiply_bf16(total[t + 1], a, b[2], b[3]);
-        }
+        add_values(total, a, rows + (k + lane % 16) * LATENT_PITCH + part * (LATENT / LATENT_PARTS) + lane / 16 * 8);
     }
 }
 
@@ -5725,14 +5732,9 @@ static __device__ void add_narrow(Sums<COLUMNS> &sums, const Shared *shared, con
                         *b_row = values + lane % 16 * pitch + warp * COLUMNS * 8 + lane / 16 * 8;
 #pragma unroll
     for (int k = 0; k < LIST_TILE; k += 16) {
-        uint32_t a[4], b[4];
+        uint32_t a[4];
         load_matrices(a, a_row + k);
-#pragma unroll
-        for (int t = 0; t < COLUMNS; t += 2) {
-            load_transposed(b, b_row + k * pitch + t * 8);
-            multiply_bf16(sums.total[t], a, b[0], b[1]);
-            multiply_bf16(sums.total[t + 1], a, b[2], b[3]);
-        }
+        add_values(sums.total, a, b_row + k * pitch);
         multiply_bf16(sums.sum, a, ONES, ONES);
     }
 }
@@ -5862,13 +5864,7 @@ static __device__ void add_rows(Sums<COLUMNS> &sums, const float (&c)[LIST_TILE 
     for (int k = 0; k < LIST_TILE / 16; k++) {
         const uint32_t a[4] = {pair_bf16(c[2 * k][0], c[2 * k][1]), pair_bf16(c[2 * k][2], c[2 * k][3]),
                                pair_bf16(c[2 * k + 1][0], c[2 * k + 1][1]), pair_bf16(c[2 * k + 1][2], c[2 * k + 1][3])};
-#pragma unroll
-        for (int t = 0; t < COLUMNS; t += 2) {
-            uint32_t b[4];
-            load_transposed(b, b_row + k * 16 * pitch + t * 8);
-            multiply_bf16(sums.total[t], a, b[0], b[1]);
-            multiply_bf16(sums.total[t + 1], a, b[2], b[3]);
-        }
+        add_values(sums.total, a, b_row + k * 16 * pitch);
         multiply_bf16(sums.sum, a, ONES, ONES);
     }
 }

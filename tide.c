@@ -174,7 +174,7 @@ static const char usage_text[] =
     "  --dummy           random weights: -m needs config.json alone (and a tokenizer for text; --ids, bench and inspect do "
     "without)\n"
     "  --layers L        of --dummy: the first L layers only\n"
-    "  --exact on|off    whether a row has the same bits whatever shares its pass; it costs nothing, so off is on too (default on)\n"
+    "  --exact on|off    a row has the same bits whatever shares its pass: that costs nothing, so off changes nothing\n"
     "  --no-graph        on a GPU: launch each operation anew instead of replaying captured graphs\n"
     "  --qat             deepseek_v4: rounds cached rows, index vectors and what meets e4m3 and e2m1 weights as the reference's\n"
     "                    kernels do; --kv-dtype fp4 keeps them as it does (default: neither, as transformers)\n"
