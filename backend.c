@@ -1,7 +1,7 @@
 /* backend.c: the operations of engine.h in plain C, the twin of engine.cu.
  *
  *     vectors and the two inner products . activations . cached rows, index selection, attention . mixture of experts .
- *     the hierarchy's operations . sampling and acceptance . drafters' operations
+ *     DeepSeek-V4 . the hierarchy's operations . sampling and acceptance . drafters' operations
  *
  * Every operation computes each row by itself and in an order that only the shapes decide, so that a token never depends on its
  * neighbours. OpenMP shares out rows or output columns.
@@ -102,6 +102,8 @@ static const void *make_weights(void *space, DType dtype, size_t count, float lo
             float value = fmaf((float)(hash & 0xffff), step, low);
             if (dtype == DTYPE_F32) ((float *)space)[i] = value;
             else if (dtype == DTYPE_BF16) ((uint16_t *)space)[i] = narrow_bf16(value);
+            else if (dtype == DTYPE_I8) ((uint8_t *)space)[i] = (uint8_t)hash;
+            else if (dtype == DTYPE_F8_E8M0) ((uint8_t *)space)[i] = (uint8_t)(float_to_bits(value) >> 23);
             else ((uint8_t *)space)[i] = narrow_e4m3(value);
         }
     }
@@ -160,6 +162,7 @@ static _Thread_local float panel[KEY_TILE * MAX_ROW_WIDTH];
 static _Thread_local float second_panel[KEY_TILE * MAX_ROW_WIDTH];
 static _Thread_local float packed_rows[TILE_ROWS * REDUCTION_BLOCK];
 _Static_assert(STRIP_COLUMNS * PANEL_STRIDE <= KEY_TILE * MAX_ROW_WIDTH, "a panel holds either weights or the keys of a tile");
+_Static_assert((int)MAX_BLOCKS <= KEY_TILE * MAX_ROW_WIDTH, "a panel holds the numbers of the blocks that are kept");
 _Static_assert((int)MAX_ROW_WIDTH <= (int)REDUCTION_BLOCK, "a cached row is summed in one block");
 
 INLINE f32x8 load8(const float *p) { f32x8 v; memcpy(&v, p, sizeof v); return v; }
@@ -265,27 +268,28 @@ INLINE f32x8 exp8(f32x8 x) {
 }
 
 /* Columns of a row that share a scale; 0: there are no scales. */
-INLINE int scale_block(const DType dtype) {
-    return dtype == DTYPE_F8_E4M3 ? SCALE_BLOCK : dtype == DTYPE_F4_E2M1 ? EXPONENT_BLOCK : 0;
+INLINE int scale_block(const Matrix *w, const DType dtype) {
+    return dtype == DTYPE_F8_E4M3 ? (w->block ? w->block : SCALE_BLOCK) : dtype == DTYPE_F4_E2M1 ? EXPONENT_BLOCK : 0;
 }
 
 /* The scales of row `row` of a matrix, from column `first` on, in their stored form; and one of them. */
 INLINE const void *block_scales(const Matrix *w, int row, int first, const DType dtype) {
     const size_t cols = (size_t)w->scale_cols;
     if (dtype == DTYPE_F4_E2M1) return w->exponents + (size_t)(w->first_row + row) * cols + first / EXPONENT_BLOCK;
-    return w->scale ? w->scale + (size_t)((w->first_row + row) / SCALE_BLOCK) * cols + first / SCALE_BLOCK : NULL;
+    const int block = scale_block(w, DTYPE_F8_E4M3);
+    return w->scale ? w->scale + (size_t)((w->first_row + row) / block) * cols + first / block : NULL;
 }
 
 INLINE float scale_at(const void *scales, int i, const DType dtype) {
     return dtype == DTYPE_F4_E2M1 ? widen((const uint8_t *)scales + i, DTYPE_F8_E8M0) : ((const float *)scales)[i];
 }
 
-/* sum[r * columns + c] = x[r] . w[c] over n <= REDUCTION_BLOCK values. x: value k of row r stands at r * x_stride + k * x_step
- * for k a multiple of 8, its seven neighbours behind it. w: bytes of dtype, columns w_stride bytes apart;
- * scale[c]: for e4m3 and e2m1, one per scale_block of k. */
+/* sum[r * columns + c] = x[r] . w[c] over n <= REDUCTION_BLOCK values, block of which (0: none) share a scale. x: value k of
+ * row r stands at r * x_stride + k * x_step for k a multiple of 8, its seven neighbours behind it. w: bytes of dtype, columns
+ * w_stride bytes apart; scale[c]: for e4m3 and e2m1, one per scale_block of k. */
 INLINE void dot_tile(float *sum, const float *x, size_t x_stride, const size_t x_step, const uint8_t *w, size_t w_stride,
-                     const void *const *scale, int n, const DType dtype, const int rows, const int columns, const bool ahead) {
-    const int block = scale_block(dtype);
+                     const void *const *scale, const int block, int n, const DType dtype, const int rows, const int columns,
+                     const bool ahead) {
     f32x8 total[MAX_TILE], s[MAX_COLUMNS];
     for (int i = 0; i < rows * columns; i++) total[i] = splat8(0);
     for (int begin = 0; begin < n; begin += block ? block : n) {
@@ -327,7 +331,8 @@ INLINE int tile_columns(const int rows) { return rows <= 2 ? 4 : rows == 3 ? 3 :
 INLINE void dot_columns(float *y, size_t y_stride, const float *x, size_t x_stride, const size_t x_step, const float *w,
                         size_t w_stride, int n, bool accumulate, const int rows, const int columns) {
     float sum[MAX_TILE] = {0};
-    dot_tile(sum, x, x_stride, x_step, (const uint8_t *)w, w_stride * sizeof(float), NULL, n, DTYPE_F32, rows, columns, false);
+    dot_tile(sum, x, x_stride, x_step, (const uint8_t *)w, w_stride * sizeof(float), NULL, 0, n, DTYPE_F32, rows, columns,
+             false);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++) {
             float *out = &y[(size_t)r * y_stride + (size_t)c];
@@ -439,7 +444,7 @@ static void axpy_panel(float *y, size_t y_stride, const float *p, size_t p_strid
 static void widen_weights(float *out, const Matrix *w, int row, int first, int n) {
     const uint8_t *data = w->data + (size_t)row * stored_bytes(w->dtype, (size_t)w->cols) + stored_bytes(w->dtype, (size_t)first);
     const void *scale = block_scales(w, row, 0, w->dtype);
-    const int block = scale_block(w->dtype);
+    const int block = scale_block(w, w->dtype);
     int k = 0;
 #define WIDEN_ALL(D) for (; k + 8 <= n; k += 8) store8(out + k, widen8(data + stored_bytes(D, (size_t)k), D))
     switch (w->dtype) {
@@ -465,8 +470,8 @@ INLINE void direct_tile(float *y, size_t y_stride, const float *x, size_t x_stri
         int n = w->cols - k < REDUCTION_BLOCK ? w->cols - k : REDUCTION_BLOCK;
         const void *scale[MAX_COLUMNS] = {0};
         for (int c = 0; c < columns; c++) scale[c] = block_scales(w, o + c, k, dtype);
-        dot_tile(sum, x + k, x_stride, 1, w->data + (size_t)o * stride + stored_bytes(dtype, (size_t)k), stride, scale, n, dtype,
-                 rows, columns, true);
+        dot_tile(sum, x + k, x_stride, 1, w->data + (size_t)o * stride + stored_bytes(dtype, (size_t)k), stride, scale,
+                 scale_block(w, dtype), n, dtype, rows, columns, true);
         for (int i = 0; i < rows * columns; i++) total[i] = k ? total[i] + sum[i] : sum[i];
     }
     for (int r = 0; r < rows; r++)
@@ -500,8 +505,8 @@ INLINE void strip_tile(float *y, size_t y_stride, const float *x, const Matrix *
     const void *scale[MAX_COLUMNS] = {0};
     float sum[MAX_TILE] = {0};
     for (int c = 0; c < columns; c++) scale[c] = block_scales(w, o + c, first, dtype);
-    dot_tile(sum, x, 8, (size_t)rows, w->data + (size_t)o * stride + stored_bytes(dtype, (size_t)first), stride, scale, n, dtype,
-             rows, columns, false);
+    dot_tile(sum, x, 8, (size_t)rows, w->data + (size_t)o * stride + stored_bytes(dtype, (size_t)first), stride, scale,
+             scale_block(w, dtype), n, dtype, rows, columns, false);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++) {
             float *out = &y[(size_t)r * y_stride + (size_t)(o + c)];
@@ -621,8 +626,8 @@ static float dot(const float *a, const float *b, int n) {
     float sum = 0, part;
     const void *none = NULL;
     for (int k = 0; k < n; k += REDUCTION_BLOCK) {
-        dot_tile(&part, a + k, 0, 1, (const uint8_t *)(b + k), 0, &none, n - k < REDUCTION_BLOCK ? n - k : REDUCTION_BLOCK,
-                 DTYPE_F32, 1, 1, false);
+        dot_tile(&part, a + k, 0, 1, (const uint8_t *)(b + k), 0, &none, 0,
+                 n - k < REDUCTION_BLOCK ? n - k : REDUCTION_BLOCK, DTYPE_F32, 1, 1, false);
         sum += part;
     }
     return sum;
@@ -684,6 +689,14 @@ static void swiglu(float *y, const float *gate, const float *up, size_t n) {
         store8(y + i, g / (splat8(1) + exp8(-g)) * load8(up + i));
     }
     for (size_t i = n / 8 * 8; i < n; i++) y[i] = gate[i] / (1 + exp8(splat8(-gate[i]))[0]) * up[i];
+}
+
+/* Gates held below a limit, and ups within it on both sides; what is not a number stays none. limit 0: none. */
+static void clamp_swiglu(float *gate, float *up, size_t n, float limit) {
+    for (size_t i = 0; i < n && limit > 0; i++) {
+        gate[i] = gate[i] > limit ? limit : gate[i];
+        up[i] = up[i] > limit ? limit : up[i] < -limit ? -limit : up[i];
+    }
 }
 
 static void zero(float *y, size_t n) { memset(y, 0, n * sizeof(float)); }
@@ -748,16 +761,26 @@ static uint8_t *row_at(const RowPool *pool, const RowFormat *format, DeviceRow r
                                  : pool->staging + (size_t)(row.id - pool->n_rows) * format->stride;
 }
 
-static size_t element_size(KvDtype dtype) { return dtype == KV_F32 ? 4 : dtype == KV_BF16 ? 2 : 1; }
+static bool has_codes(KvDtype dtype) { return dtype == KV_F8 || dtype == KV_F4; }
 
-/* Bytes before the plain values: the quantised ones and, in fp8, the scales of their groups. */
+static size_t value_bytes(KvDtype dtype, size_t n) {
+    return dtype == KV_F32 ? 4 * n : dtype == KV_BF16 ? 2 * n : dtype == KV_F8 ? n : (n + 1) / 2;
+}
+
+static size_t scale_size(const RowFormat *format) { return format->scales == SCALES_F32 ? sizeof(float) : 1; }
+
+/* Bytes before the plain values: the quantised ones and, of codes, the scales of their groups. */
 static size_t quantised_bytes(const RowFormat *format) {
     size_t n = (size_t)format->quantised, groups = (n + (size_t)format->group - 1) / (size_t)format->group;
-    return n * element_size(format->dtype) + (format->dtype == KV_F8 ? groups * sizeof(float) : 0);
+    return value_bytes(format->dtype, n) + (has_codes(format->dtype) ? groups * scale_size(format) : 0);
 }
 
 RowFormat row_format(KvDtype dtype, int quantised, int plain, int group) {
-    RowFormat format = {.dtype = dtype, .quantised = quantised, .plain = plain, .group = group};
+    return scaled_row_format(dtype, quantised, plain, group, SCALES_F32);
+}
+
+RowFormat scaled_row_format(KvDtype dtype, int quantised, int plain, int group, ScaleKind scales) {
+    RowFormat format = {.dtype = dtype, .quantised = quantised, .plain = plain, .group = group, .scales = scales};
     format.bytes = quantised_bytes(&format) + (size_t)plain * (dtype == KV_F32 ? 4 : 2);
     format.stride = (format.bytes + 63) / 64 * 64; /* a link reads whole 64 bytes: 656 at 656 costs as much as 704, or far more */
     return format;
@@ -796,21 +819,86 @@ static void narrow_values(uint8_t *out, const float *x, int n, KvDtype dtype) {
     }
 }
 
+/* To the nearest e2m1, ties to the even code, saturating at 6. */
+static uint8_t narrow_e2m1(float x) {
+    const float m = fabsf(x);
+    int code = (m > 0.25f) + (m >= 0.75f) + (m > 1.25f) + (m >= 1.75f) + (m > 2.5f) + (m >= 3.5f) + (m > 5);
+    return (uint8_t)(code | (signbit(x) ? 8 : 0));
+}
+
+/* The scale of a group of codes. A scale of 0 would make 0 / 0, so each kind has a least one. */
+static float group_scale(const float *x, int n, const RowFormat *format) {
+    const bool eight = format->dtype == KV_F8;
+    const float top = eight ? 448 : 6;
+    float largest = 0;
+    for (int i = 0; i < n; i++) largest = fmaxf(largest, fabsf(x[i]));
+    if (format->scales == SCALES_F32) return largest > top * FLT_MIN ? largest / top : 1;
+    if (format->scales == SCALES_E4M3) {
+        uint8_t code = narrow_e4m3(fmaxf(largest, top * 0x1p-9f) / top);
+        return widen(&code, DTYPE_F8_E4M3);
+    }
+    int exponent;
+    float fraction = frexpf(fmaxf(largest, eight ? 1e-4f : top * 0x1p-126f) * (1 / top), &exponent);
+    return ldexpf(1, exponent - (fraction == 0.5f));
+}
+
+static void store_scale(uint8_t *out, float scale, ScaleKind kind) {
+    if (kind == SCALES_F32) memcpy(out, &scale, sizeof scale);
+    else *out = kind == SCALES_E4M3 ? narrow_e4m3(scale) : (uint8_t)(float_to_bits(scale) >> 23);
+}
+
+/* The quantised values of a row as codes, and their scales behind them. */
+static void store_codes(uint8_t *row, const float *a, const RowFormat *format) {
+    uint8_t *scales = row + value_bytes(format->dtype, (size_t)format->quantised);
+    if (format->dtype == KV_F4) memset(row, 0, value_bytes(KV_F4, (size_t)format->quantised));
+    for (int first = 0; first < format->quantised; first += format->group, scales += scale_size(format)) {
+        int last = first + format->group < format->quantised ? first + format->group : format->quantised;
+        float scale = group_scale(a + first, last - first, format);
+        for (int i = first; i < last; i++)
+            if (format->dtype == KV_F8) row[i] = narrow_e4m3(a[i] / scale);
+            else row[i / 2] |= (uint8_t)(narrow_e2m1(a[i] / scale) << 4 * (i % 2));
+        store_scale(scales, scale, format->scales);
+    }
+}
+
+static void round_rows(float *x, size_t stride, int n_rows, int dim, const RowFormat *format) {
+#pragma omp parallel for if ((size_t)n_rows * (size_t)dim > SHARED_WORK)
+    for (int r = 0; r < n_rows; r++)
+        for (int first = 0; first < dim; first += format->group) {
+            const int n = dim - first < format->group ? dim - first : format->group;
+            float *v = x + (size_t)r * stride + first, scale = group_scale(v, n, format);
+            for (int i = 0; i < n; i++) {
+                const bool eight = format->dtype == KV_F8;
+                uint8_t code = eight ? narrow_e4m3(v[i] / scale) : narrow_e2m1(v[i] / scale);
+                if (!isnan(v[i])) v[i] = widen(&code, eight ? DTYPE_F8_E4M3 : DTYPE_F4_E2M1) * scale;
+            }
+        }
+}
+
+static void hadamard(float *x, int n, int dim) {
+    const float scale = 1 / sqrtf((float)dim);
+#pragma omp parallel for if ((size_t)n * (size_t)dim > SHARED_WORK)
+    for (int i = 0; i < n; i++) {
+        float *v = x + (size_t)i * (size_t)dim;
+        for (int half = 1; half < dim; half *= 2)
+            for (int a = 0; a < dim; a += (a + 1) % half ? 1 : half + 1) {
+                float sum = v[a] + v[a + half];
+                v[a + half] = v[a] - v[a + half];
+                v[a] = sum;
+            }
+        for (int j = 0; j < dim; j++) v[j] *= scale;
+    }
+}
+
 static void store_rows(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, const float *a, size_t a_stride,
                        const float *b, size_t b_stride) {
     for (int r = 0; r < n_rows; r++, a += a_stride, b += b_stride) {
+        if (ids[r].id < 0) continue;
         uint8_t *row = base + (size_t)ids[r].id * format->stride;
         KvDtype plain = format->dtype == KV_F32 ? KV_F32 : KV_BF16;
         narrow_values(row + quantised_bytes(format), b, format->plain, plain);
-        if (format->dtype != KV_F8) { narrow_values(row, a, format->quantised, format->dtype); continue; }
-        for (int first = 0, group = 0; first < format->quantised; first += format->group, group++) {
-            int last = first + format->group < format->quantised ? first + format->group : format->quantised;
-            float largest = 0;
-            for (int i = first; i < last; i++) largest = fmaxf(largest, fabsf(a[i]));
-            float scale = largest > 448 * FLT_MIN ? largest / 448 : 1;      /* a scale of 0 would make 0 / 0 */
-            for (int i = first; i < last; i++) row[i] = narrow_e4m3(a[i] / scale);
-            memcpy(row + format->quantised + (size_t)group * sizeof(float), &scale, sizeof scale);
-        }
+        if (has_codes(format->dtype)) store_codes(row, a, format);
+        else narrow_values(row, a, format->quantised, format->dtype);
     }
 }
 
@@ -836,20 +924,25 @@ static void store_index_keys(uint8_t *base, const RowFormat *format, const Devic
 
 INLINE void widen_run(float *out, const uint8_t *data, int n, const DType dtype) {
     int i = 0;
-    for (; i + 8 <= n; i += 8) store8(out + i, widen8(data + (size_t)i * dtype_size(dtype), dtype));
-    for (; i < n; i++) out[i] = widen(data + (size_t)i * dtype_size(dtype), dtype);
+    for (; i + 8 <= n; i += 8) store8(out + i, widen8(data + stored_bytes(dtype, (size_t)i), dtype));
+    if (i == n) return;
+    f32x8 rest = widen_few(data + stored_bytes(dtype, (size_t)i), dtype, n - i);
+    memcpy(out + i, &rest, (size_t)(n - i) * sizeof *out);
 }
 
-/* Quantised values [first, first + n) of a cached row, as f32. */
+static const DType scale_dtypes[] = {[SCALES_F32] = DTYPE_F32, [SCALES_E8M0] = DTYPE_F8_E8M0, [SCALES_E4M3] = DTYPE_F8_E4M3};
+
+/* Quantised values [first, first + n) of a cached row, as f32; of e2m1 `first` is even. */
 static void widen_quantised(float *out, const uint8_t *row, const RowFormat *format, int first, int n) {
     if (format->dtype == KV_F32) widen_run(out, row + 4 * (size_t)first, n, DTYPE_F32);
     else if (format->dtype == KV_BF16) widen_run(out, row + 2 * (size_t)first, n, DTYPE_BF16);
     else {
-        widen_run(out, row + first, n, DTYPE_F8_E4M3);
-        const uint8_t *scales = row + format->quantised;
+        const bool eight = format->dtype == KV_F8;
+        widen_run(out, row + value_bytes(format->dtype, (size_t)first), n, eight ? DTYPE_F8_E4M3 : DTYPE_F4_E2M1);
+        const uint8_t *scales = row + value_bytes(format->dtype, (size_t)format->quantised);
         for (int i = 0; i < n;) {
             int group = (first + i) / format->group, end = (group + 1) * format->group - first;
-            float scale = widen(scales + (size_t)group * sizeof(float), DTYPE_F32);
+            float scale = widen(scales + (size_t)group * scale_size(format), scale_dtypes[format->scales]);
             for (; i < n && i < end; i++) out[i] *= scale;
         }
     }
@@ -919,15 +1012,16 @@ static void weigh_heads(float *out, const float *dots, const float *head_weights
 /* Rows [begin, end) of the pass belong to one session, whose pages these are; scores: [end - begin, context]. A tile is a page.
  */
 static void index_scores(float *scores, const float *q, const float *head_weights, const uint8_t *keys, const RowFormat *format,
-                         const DevicePage *pages, int heads, int head_dim, const Row *rows, int begin, int end, int context) {
+                         const DevicePage *pages, int page_rows, int heads, int head_dim, const Row *rows, int begin, int end,
+                         int context) {
     const int together = heads * TILE_ROWS <= MAX_ROW_WIDTH ? TILE_ROWS : 1;    /* rows whose heads fit one panel of products */
     const size_t dim = (size_t)head_dim;
     const float scale = 1 / sqrtf((float)head_dim * (float)heads);
     const size_t work = (size_t)((end - begin) * heads) * dim * (size_t)(rows[end - 1].position + 1);
 #pragma omp parallel for schedule(dynamic) if (work > SHARED_WORK)
-    for (int first = 0; first <= rows[end - 1].position; first += KEY_TILE) {
-        int last = rows[end - 1].position, n = last + 1 - first < KEY_TILE ? last + 1 - first : KEY_TILE;
-        const uint8_t *tile = keys + (size_t)pages[first / PAGE_ROWS].id * PAGE_ROWS * format->stride;
+    for (int first = 0; first <= rows[end - 1].position; first += page_rows) {
+        int last = rows[end - 1].position, n = last + 1 - first < page_rows ? last + 1 - first : page_rows;
+        const uint8_t *tile = keys + (size_t)pages[first / page_rows].id * (size_t)page_rows * format->stride;
         for (int s = 0; s < n; s++) widen_row(panel + (size_t)s * dim, tile + (size_t)s * format->stride, format);
         for (int r = begin, take; r < end; r += take) {
             take = end - r < together ? end - r : together;
@@ -942,27 +1036,72 @@ static void index_scores(float *scores, const float *q, const float *head_weight
     }
 }
 
-static void index_select(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
-                         const RowFormat *format, const DevicePage *pages, int context_pages, int heads, int head_dim,
-                         const Row *rows, int n_rows, float *scratch, int scratch_rows) {
-    const int context = context_pages * PAGE_ROWS;
+/* The best topk blocks of `visible` scores, one bit each. The scores are overwritten: each block's best goes to its number. */
+static void keep_blocks(uint64_t *bits, float *scores, int visible, int block_size, int topk) {
+    const int n = (visible + block_size - 1) / block_size, kept = n < topk ? n : topk;
+    int *picks = (int *)second_panel;
+    memset(bits, 0, (size_t)((n + 63) / 64) * sizeof *bits);
+    for (int b = 0; b < n; b++) {
+        const int end = (b + 1) * block_size < visible ? (b + 1) * block_size : visible;
+        float best = scores[b * block_size];
+        for (int i = b * block_size + 1; i < end; i++) best = scores[i] > best ? scores[i] : best;
+        scores[b] = best;
+    }
+    scores[n - 1] = INFINITY;
+    top_k(picks, scores, n, kept);
+    for (int i = 0; i < kept; i++) bits[picks[i] / 64] |= (uint64_t)1 << picks[i] % 64;
+}
+
+/* The same of the scores in those blocks alone; the others become -inf. Returns how many there are. */
+static int mask_blocks(float *scores, const uint64_t *bits, int visible, int block_size) {
+    int left = 0;
+    for (int i = 0; i < visible; i++) {
+        const int block = i / block_size;
+        if (bits[block / 64] >> block % 64 & 1) left++;
+        else scores[i] = -INFINITY;
+    }
+    return left;
+}
+
+static void select_groups(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
+                          const RowFormat *format, const DevicePage *pages, int context_pages, int page_rows, int heads,
+                          int head_dim, const Row *rows, int n_rows, float *scratch, int scratch_rows, uint64_t *blocks,
+                          int block_size, int topk_blocks, bool keeps) {
+    const int context = context_pages * page_rows;
+    const size_t words = blocks ? ((size_t)((context + block_size - 1) / block_size) + 63) / 64 : 0;
     for (int begin = 0, end; begin < n_rows; begin = end) {
         bool scored = false;                        /* while everything fits, the selection is the whole history */
         for (end = begin; end < n_rows && end - begin < scratch_rows && rows[end].session == rows[begin].session; end++)
             scored |= rows[end].position >= selection->capacity;
         if (scored)
             index_scores(scratch, q, head_weights, keys, format, pages + (size_t)rows[begin].session * (size_t)context_pages,
-                         heads, head_dim, rows, begin, end, context);
+                         page_rows, heads, head_dim, rows, begin, end, context);
 #pragma omp parallel for schedule(dynamic) if (scored && end - begin > 1)
         for (int r = begin; r < end; r++) {
             int visible = rows[r].position + 1, *ids = selection->ids + (size_t)r * (size_t)selection->capacity;
             int count = visible < selection->capacity ? visible : selection->capacity;
-            if (count < visible) top_k(ids, scratch + (size_t)(r - begin) * (size_t)context, visible, count);
-            else for (int s = 0; s < count; s++) ids[s] = s;
+            float *scores = scratch + (size_t)(r - begin) * (size_t)context;
+            uint64_t *bits = blocks + (size_t)r * words;
+            const bool some = count < visible;
+            if (some && blocks && !keeps) {
+                int left = mask_blocks(scores, bits, visible, block_size);
+                count = left < count ? left : count;
+            }
+            if (some) top_k(ids, scores, visible, count);
+            if (some && blocks && keeps) keep_blocks(bits, scores, visible, block_size, topk_blocks);
+            if (!some)
+                for (int s = 0; s < count; s++) ids[s] = s;
             for (int s = count; s < selection->capacity; s++) ids[s] = -1;
             selection->count[r] = count;
         }
     }
+}
+
+static void index_select(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
+                         const RowFormat *format, const DevicePage *pages, int context_pages, int heads, int head_dim,
+                         const Row *rows, int n_rows, float *scratch, int scratch_rows) {
+    select_groups(selection, q, head_weights, keys, format, pages, context_pages, PAGE_ROWS, heads, head_dim, rows, n_rows,
+                  scratch, scratch_rows, NULL, 0, 0, false);
 }
 
 /* One tile of an online softmax (Milakov and Gimelshein 2018). p: [heads, KEY_TILE] holds the dot products with n <= KEY_TILE
@@ -1168,7 +1307,34 @@ static void route(int *picks, float *weights, const float *logits, const float *
     }
 }
 
-/* First the shared expert, if there is one, then the others: rows are gathered by expert, so that its weights are read once a pass. */
+/* Under --qat the inputs of matrices of eight and four bits are rounded, those of others are not. */
+static bool rounds_inputs(const Config *config, DType dtype) {
+    return config->qat && (dtype == DTYPE_F8_E4M3 || dtype == DTYPE_F4_E2M1);
+}
+
+static void round_inputs(float *x, int n_rows, int dim, const Config *config) {
+    const RowFormat format = {.dtype = KV_F8, .group = config->weight_block, .scales = SCALES_E8M0};
+    round_rows(x, (size_t)dim, n_rows, dim, &format);
+}
+
+static const float *rounded_copy(float *y, const float *x, int n_rows, const Config *config) {
+    memcpy(y, x, (size_t)n_rows * (size_t)config->hidden_size * sizeof *y);
+    round_inputs(y, n_rows, config->hidden_size, config);
+    return y;
+}
+
+/* An expert's weight is in its last input before that is rounded, and nothing is left of it to be done afterwards. */
+static void weigh_inputs(float *x, float *factor, int n_rows, const Config *config) {
+    const size_t inter = (size_t)config->moe_intermediate_size;
+    for (int r = 0; r < n_rows; r++) {
+        for (size_t j = 0; j < inter; j++) x[(size_t)r * inter + j] *= factor[r];
+        factor[r] = 1;
+    }
+    round_inputs(x, n_rows, config->moe_intermediate_size, config);
+}
+
+/* First the shared expert, if there is one, then the others: rows are gathered by expert, so that its weights are read once a
+ * pass. */
 static void experts(float *y, const float *x, const int *picks, const float *weights, int n_rows, const LayerWeights *layer,
                     const Config *config, float *scratch) {
     const size_t hidden = (size_t)config->hidden_size, inter = (size_t)config->moe_intermediate_size;
@@ -1176,9 +1342,13 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
     if (layer->gate_proj.rows) {
         const size_t inner = (size_t)layer->gate_proj.rows;
         float *shared_up = scratch + (size_t)n_rows * inner;
-        multiply_matrix(scratch, inner, x, hidden, n_rows, &layer->gate_proj);
-        multiply_matrix(shared_up, inner, x, hidden, n_rows, &layer->up_proj);
+        const bool rounds = rounds_inputs(config, layer->gate_proj.dtype);
+        const float *in = rounds ? rounded_copy(scratch + 2 * (size_t)n_rows * inner, x, n_rows, config) : x;
+        multiply_matrix(scratch, inner, in, hidden, n_rows, &layer->gate_proj);
+        multiply_matrix(shared_up, inner, in, hidden, n_rows, &layer->up_proj);
+        clamp_swiglu(scratch, shared_up, (size_t)n_rows * inner, config->swiglu_limit);
         swiglu(scratch, scratch, shared_up, (size_t)n_rows * inner);
+        if (rounds) round_inputs(scratch, n_rows, (int)inner, config);
         multiply_matrix(y, hidden, scratch, inner, n_rows, &layer->down_proj);
     }
     float *input = scratch, *output = input + (size_t)n_rows * hidden, *gate = output + (size_t)n_rows * hidden,
@@ -1193,12 +1363,413 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
             }
         if (!n) continue;
         move_rows(input, NULL, x, members, n, config->hidden_size);
+        if (rounds_inputs(config, layer->expert_dtype)) round_inputs(input, n, config->hidden_size, config);
         multiply_matrix(gate, inter, input, hidden, n, &layer->expert_gate[e]);
         multiply_matrix(up, inter, input, hidden, n, &layer->expert_up[e]);
+        clamp_swiglu(gate, up, (size_t)n * inter, config->swiglu_limit);
         swiglu(gate, gate, up, (size_t)n * inter);
+        if (rounds_inputs(config, layer->expert_dtype)) weigh_inputs(gate, factor, n, config);
         multiply_matrix(output, hidden, gate, inter, n, &layer->expert_down[e]);
         for (int i = 0; i < n; i++)
             for (size_t j = 0; j < hidden; j++) y[(size_t)members[i] * hidden + j] += factor[i] * output[(size_t)i * hidden + j];
+    }
+}
+
+/* =====================================================================================================================
+ * DeepSeek-V4
+ *
+ * Owns: its parallel residual streams, the rows that its compressors make of groups of positions, attention over a window and
+ * compressed rows together, and its router. A group's row is computed from its positions' values in their order, wherever those
+ * lie, so that it has the same bits however the prompt was cut into passes.
+ */
+
+static void norm_each(float *x, int n, int dim, float eps) {
+#pragma omp parallel for if ((size_t)n * (size_t)dim > SHARED_WORK)
+    for (int i = 0; i < n; i++) {
+        float *v = x + (size_t)i * (size_t)dim, scale = 1 / sqrtf(dot(v, v, dim) / (float)dim + eps);
+        for (int j = 0; j < dim; j++) v[j] *= scale;
+    }
+}
+
+static float sigmoid(float x) { return 1 / (1 + expf(-x)); }
+
+/* Divides every row of the matrix, or every column, by its sum. */
+static void normalise_rows(float *matrix, int n, float eps) {
+    for (int j = 0; j < n; j++) {
+        float total = eps;
+        for (int k = 0; k < n; k++) total += matrix[j * n + k];
+        for (int k = 0; k < n; k++) matrix[j * n + k] /= total;
+    }
+}
+
+static void normalise_columns(float *matrix, int n, float eps) {
+    for (int k = 0; k < n; k++) {
+        float total = eps;
+        for (int j = 0; j < n; j++) total += matrix[j * n + k];
+        for (int j = 0; j < n; j++) matrix[j * n + k] /= total;
+    }
+}
+
+/* Towards the nearest doubly stochastic matrix (Sinkhorn and Knopp 1967): the first step's rows are a softmax. */
+static void sinkhorn(float *matrix, int n, int iterations, float eps) {
+    for (int j = 0; j < n; j++) {
+        float *row = matrix + j * n, largest = row[0], total = 0;
+        for (int k = 1; k < n; k++) largest = row[k] > largest ? row[k] : largest;
+        for (int k = 0; k < n; k++) total += row[k] = expf(row[k] - largest);
+        for (int k = 0; k < n; k++) row[k] = row[k] / total + eps;
+    }
+    normalise_columns(matrix, n, eps);
+    for (int i = 1; i < iterations; i++) {
+        normalise_rows(matrix, n, eps);
+        normalise_columns(matrix, n, eps);
+    }
+}
+
+static void hyper_weights(float *mixes, const float *streams, const HyperWeights *weights, int n_rows, const Config *config) {
+    const int mult = config->hc_mult, n = weights->fn.rows, width = weights->fn.cols;
+    const float *base = weights->base, *scale = weights->scale;
+#pragma omp parallel for if ((size_t)n_rows * (size_t)width > SHARED_WORK)
+    for (int r = 0; r < n_rows; r++) {
+        const float *x = streams + (size_t)r * (size_t)width;
+        float *mix = mixes + (size_t)r * (size_t)n, norm = 1 / sqrtf(dot(x, x, width) / (float)width + config->rms_norm_eps);
+        for (int i = 0; i < n; i++) mix[i] = mix[i] * norm * scale[i < mult ? 0 : i < 2 * mult ? 1 : 2] + base[i];
+        for (int j = 0; j < mult; j++) mix[j] = sigmoid(mix[j]) + config->hc_eps;
+        if (n == mult) continue;
+        for (int k = mult; k < 2 * mult; k++) mix[k] = 2 * sigmoid(mix[k]);
+        sinkhorn(mix + 2 * mult, mult, config->hc_sinkhorn_iters, config->hc_eps);
+    }
+}
+
+static void hyper_collapse(float *y, const float *streams, const float *mixes, int n_mixes, int n_rows, const Config *config) {
+    const int mult = config->hc_mult, hidden = config->hidden_size;
+    for (int r = 0; r < n_rows; r++, y += hidden, mixes += n_mixes, streams += (size_t)mult * (size_t)hidden)
+        for (int i = 0; i < hidden; i++) {
+            float sum = mixes[0] * streams[i];
+            for (int j = 1; j < mult; j++) sum = fmaf(mixes[j], streams[(size_t)j * (size_t)hidden + (size_t)i], sum);
+            y[i] = sum;
+        }
+}
+
+static void hyper_expand(float *streams, const float *branch, const float *mixes, int n_rows, const Config *config,
+                         PassReport *report, int place) {
+    const int mult = config->hc_mult, hidden = config->hidden_size, n_mixes = (2 + mult) * mult;
+    const size_t width = (size_t)mult * (size_t)hidden;
+    for (int r = 0; r < n_rows; r++) {
+        const float *post = mixes + (size_t)r * (size_t)n_mixes + mult, *matrix = post + mult,
+                    *added = branch + (size_t)r * (size_t)hidden;
+        float *x = streams + (size_t)r * width, before[MAX_STREAMS];
+        for (int i = 0; i < hidden; i++) {
+            for (int j = 0; j < mult; j++) before[j] = x[(size_t)j * (size_t)hidden + (size_t)i];
+            for (int k = 0; k < mult; k++) {
+                float sum = post[k] * added[i];
+                for (int j = 0; j < mult; j++) sum = fmaf(matrix[j * mult + k], before[j], sum);
+                x[(size_t)k * (size_t)hidden + (size_t)i] = sum;
+            }
+        }
+    }
+    check_finite(report, place, streams, n_rows, (int)width);
+}
+
+/* ---- compressed rows */
+
+static void locate_groups(DeviceRow *kv_rows, DeviceRow *index_rows, const Cache *cache, int group, const Row *rows, int n_rows) {
+    const int ratio = cache->ratio * stretch_of(cache, group);
+    for (int r = 0; r < n_rows; r++) {
+        int s = rows[r].session, row = rows[r].position / ratio, page = row / page_rows(cache, group);
+        bool complete = (rows[r].position + 1) % ratio == 0;
+        kv_rows[r] = complete ? row_in_page(cache, group, *tail_page(cache, s, page), row) : (DeviceRow){-1};
+        index_rows[r] = complete ? row_in_page(cache, group, *index_page(cache, s, page), row) : (DeviceRow){-1};
+    }
+}
+
+static void see_groups(Row *newest, int *count, Row *first, const Row *rows, int n_rows, int ratio) {
+    for (int r = 0; r < n_rows; r++) {
+        const int seen = (rows[r].position + 1) / ratio;
+        if (newest) newest[r] = (Row){rows[r].session, seen - 1, rows[r].token};
+        if (count) count[r] = seen;
+        if (first) first[r] = (Row){rows[r].session, rows[r].position + 1 - ratio, rows[r].token};
+    }
+}
+
+static void locate_heavy(DeviceRow *kv_rows, const Cache *cache, const Row *rows, int n_rows, int ratio) {
+    for (int r = 0; r < n_rows; r++) {
+        bool complete = (rows[r].position + 1) % ratio == 0;
+        kv_rows[r].id = complete ? rows[r].session * cache->heavy_rows + rows[r].position / ratio : -1;
+    }
+}
+
+/* Of one slot of a group: where its values and gates of `dim` channels stand, and what is added to the gates. */
+typedef struct GroupSlot { const float *values, *gates, *ape; } GroupSlot;
+
+enum { MAX_SLOTS = 2 * MAX_RATIO };
+
+/* The slots of the group that ends at row r, oldest first; of overlapping groups those of the one before come first, if there is
+ * one. Returns how many there are. */
+static int list_slots(GroupSlot *slots, const Trail *trail, const Row *rows, int r, const float *ape, int ratio, int dim,
+                      bool overlapping) {
+    const int width = overlapping ? 2 * dim : dim, first = rows[r].position + 1 - ratio;
+    int n = 0;
+    for (int back = overlapping && first ? -ratio : 0; back < ratio; back++) {
+        const float *raw = (const float *)trail_row(trail, rows, r, first + back);
+        int place = back < 0 ? back + ratio : back, half = back < 0 ? 0 : width - dim;
+        slots[n++] = (GroupSlot){raw + half, raw + width + half, ape ? ape + place * width + half : NULL};
+    }
+    return n;
+}
+
+static float slot_gate(const GroupSlot *slot, int c) { return slot->gates[c] + (slot->ape ? slot->ape[c] : 0); }
+
+/* out[c] = sum of the slots' values in channel c, weighed by the softmax of gate + ape. */
+static void pool_group(float *out, const GroupSlot *slots, int n, int dim) {
+    for (int c = 0; c < dim; c++) {
+        float largest = -INFINITY, total = 0, sum = 0;
+        for (int i = 0; i < n; i++) {
+            float gate = slot_gate(&slots[i], c);
+            largest = gate > largest ? gate : largest;
+        }
+        for (int i = 0; i < n; i++) {
+            float weight = expf(slot_gate(&slots[i], c) - largest);
+            total += weight;
+            sum = fmaf(weight, slots[i].values[c], sum);
+        }
+        out[c] = sum / total;
+    }
+}
+
+static void compress(uint8_t *base, const RowFormat *format, const DeviceRow *ids, const Trail *trail, const Row *rows, int n_rows,
+                     const CompressorWeights *weights, int ratio, int dim, bool overlapping, int turned,
+                     const float *inverse_frequency, float eps, const RowFormat *rounding, PassReport *report, int place) {
+    int bad = n_rows;
+#pragma omp parallel for schedule(dynamic) reduction(min : bad) if ((size_t)n_rows * (size_t)dim > SHARED_WORK / 16)
+    for (int r = 0; r < n_rows; r++) {
+        if (ids[r].id < 0) continue;
+        GroupSlot slots[MAX_SLOTS];
+        float row[MAX_ROW_WIDTH], cosine[MAX_ROW_WIDTH / 2], sine[MAX_ROW_WIDTH / 2];
+        const Row first = {.position = rows[r].position + 1 - ratio};
+        pool_group(row, slots, list_slots(slots, trail, rows, r, weights->ape, ratio, dim, overlapping), dim);
+        rms_norm(row, 0, row, 0, weights->norm, 1, dim, eps);
+        rotations(cosine, sine, &first, 1, inverse_frequency, turned, 1);
+        rope(row, 1, 1, dim, dim - turned, turned, true, cosine, sine);
+        if (rounding && rounding->dtype == KV_F4) hadamard(row, 1, dim);
+        if (rounding) round_rows(row, 0, 1, rounding->quantised, rounding);
+        store_rows(base, format, &ids[r], 1, row, 0, row + format->quantised, 0);
+        if (first_not_finite(row, 1, dim) == 0 && r < bad) bad = r;
+    }
+    if (bad == n_rows || report->bad_row >= 0) return;
+    report->bad_row = bad;
+    report->bad_place = place;
+}
+
+static void pool_groups(float *y, const Trail *trail, const Row *rows, int n_rows, const CompressorWeights *weights, int ratio,
+                        int dim, float eps) {
+#pragma omp parallel for schedule(dynamic) if ((size_t)n_rows * (size_t)dim > SHARED_WORK / 16)
+    for (int r = 0; r < n_rows; r++) {
+        GroupSlot slots[MAX_SLOTS];
+        float *out = y + (size_t)r * (size_t)dim;
+        memset(out, 0, (size_t)dim * sizeof *out);
+        if ((rows[r].position + 1) % ratio) continue;
+        pool_group(out, slots, list_slots(slots, trail, rows, r, weights->ape, ratio, dim, false), dim);
+        rms_norm(out, 0, out, 0, weights->norm, 1, dim, eps);
+    }
+}
+
+static void keep_trails(const Cache *cache, int session, int first, int from, int to) {
+    for (int i = 0; i < cache->trail_layers * TRAILS; i++) {
+        const Trail *trail = &cache->trails[i];
+        for (int p = to - from > trail->length ? to - trail->length : from; p < to; p++)
+            memcpy(trail->ring + ((size_t)session * (size_t)trail->length + (size_t)(p % trail->length)) * trail->stride,
+                   trail->pass + (size_t)(first + p - from) * trail->stride, trail->stride);
+    }
+}
+
+/* ---- attention */
+
+/* The keys that one row attends to: its window, oldest first, then what was selected, in its order. */
+typedef struct KeyList {
+    const Trail *trail;
+    const RowPool *pool;
+    const RowFormat *trail_format, *format;
+    const DeviceRow *locations; /* [count - window], or NULL: rows of the pool from first_heavy on */
+    int first_heavy;
+    int window, count;          /* keys of the window, and all */
+} KeyList;
+
+static void widen_key(float *out, const KeyList *keys, const Row *rows, int r, int i) {
+    const int selected = i - keys->window;
+    const uint8_t *row = selected < 0 ? trail_row(keys->trail, rows, r, rows[r].position + 1 + selected)
+                                      : row_at(keys->pool, keys->format,
+                                               keys->locations ? keys->locations[selected]
+                                                               : (DeviceRow){keys->first_heavy + selected});
+    widen_row(out, row, selected < 0 ? keys->trail_format : keys->format);
+}
+
+/* Heads of one row over its keys. q, y: [heads, width]; sinks: [heads]. */
+static void attend_keys(float *y, const float *q, const KeyList *keys, const Row *rows, int r, int heads, int width,
+                        const float *sinks, float scale) {
+    float maximum[MAX_HEADS], sum[MAX_HEADS], p[QUERY_TILE * KEY_TILE] = {0};
+    attend_begin(y, (size_t)width, maximum, sum, heads, width);
+    for (int h = 0; h < heads; h++) maximum[h] = sinks[h], sum[h] = 1;
+    for (int begin = 0; begin < keys->count; begin += KEY_TILE) {
+        int n = keys->count - begin < KEY_TILE ? keys->count - begin : KEY_TILE;
+        for (int s = 0; s < n; s++) widen_key(panel + s * width, keys, rows, r, begin + s);
+        for (int h = 0; h < heads; h += QUERY_TILE) {
+            int some = heads - h < QUERY_TILE ? heads - h : QUERY_TILE;
+            size_t at = (size_t)h * (size_t)width;
+            dot_panel(p, KEY_TILE, q + at, (size_t)width, some, panel, (size_t)width, n, width, false);
+            attend_tile(y + at, (size_t)width, maximum + h, sum + h, p, some, panel, (size_t)width, width, n, scale);
+        }
+    }
+    attend_end(y, (size_t)width, sum, heads, width);
+}
+
+/* Since keys are values too, each value comes with its key's rotation; turning the sum back by the row's angle leaves what
+ * depends on distances alone. */
+static void rotate_back(float *x, int heads, int width, int turned, const float *cosine, const float *sine) {
+    for (int h = 0; h < heads; h++)
+        for (int i = 0; i < turned / 2; i++) {
+            float *pair = x + (size_t)h * (size_t)width + (size_t)(width - turned + 2 * i), a = pair[0], b = pair[1];
+            pair[0] = a * cosine[i] + b * sine[i];
+            pair[1] = b * cosine[i] - a * sine[i];
+        }
+}
+
+static void window_attention(float *y, const float *q, const Trail *trail, const RowFormat *trail_format, int window,
+                             const RowPool *pool, const RowFormat *format, const DeviceRow *locations, const int *count,
+                             int capacity, const Row *rows, int begin, int end, int heads, const float *sinks, float scale,
+                             int turned, const float *cosine, const float *sine) {
+    const int width = format->quantised + format->plain, n_rows = end - begin, threads = omp_get_max_threads();
+    if (n_rows <= 0) return;
+    const int parts = n_rows >= threads ? 1 : (threads + n_rows - 1) / n_rows < heads ? (threads + n_rows - 1) / n_rows : heads;
+    const size_t work = (size_t)(n_rows * heads) * (size_t)(2 * width) * (size_t)(window + (count ? count[end - 1] : 0));
+#pragma omp parallel for schedule(dynamic) if (work > SHARED_WORK)
+    for (int task = 0; task < n_rows * parts; task++) {
+        const int r = begin + task / parts, first = heads * (task % parts) / parts, last = heads * (task % parts + 1) / parts;
+        const size_t at = ((size_t)r * (size_t)heads + (size_t)first) * (size_t)width, angle = (size_t)r * (size_t)(turned / 2);
+        KeyList keys = {.trail = trail, .pool = pool, .trail_format = trail_format, .format = format,
+                        .first_heavy = rows[r].session * capacity};
+        keys.locations = locations ? locations + (size_t)r * (size_t)capacity : NULL;
+        keys.window = rows[r].position + 1 < window ? rows[r].position + 1 : window;
+        keys.count = keys.window + (count ? count[r] : 0);
+        attend_keys(y + at, q + at, &keys, rows, r, last - first, width, sinks + first, scale);
+        rotate_back(y + at, last - first, width, turned, cosine + angle, sine + angle);
+    }
+}
+
+static void grouped_linear(float *y, const float *x, int n_rows, const Matrix *w, int groups) {
+    const size_t y_stride = (size_t)w->rows, x_stride = (size_t)groups * (size_t)w->cols;
+    const int rank = w->rows / groups;
+    for (int g = 0; g < groups; g++) {
+        Matrix part = matrix_rows(w, g * rank, rank);
+        multiply_matrix(y + (size_t)(g * rank), y_stride, x + (size_t)g * (size_t)w->cols, x_stride, n_rows, &part);
+    }
+}
+
+/* ---- V4.1: lagged streams, Engram */
+
+static void first_stream(float *mixes, int n_rows, const Config *config) {
+    const size_t n = (size_t)((2 + config->hc_mult) * config->hc_mult);
+    memset(mixes, 0, (size_t)n_rows * n * sizeof *mixes);
+    for (int r = 0; r < n_rows; r++) mixes[(size_t)r * n] = 1;
+}
+
+static void note_tokens(const Trail *trail, const Row *rows, int n_rows) {
+    for (int r = 0; r < n_rows; r++) memcpy(trail->pass + (size_t)r * trail->stride, &rows[r].token, sizeof(int));
+}
+
+static int engram_columns(const Config *config) { return (config->engram_order - 1) * config->engram_n_heads; }
+
+/* Which rows of the table the tokens up to row r name: an n-gram's hash is the exclusive or of its tokens, each times the
+ * multiplier of its place; before the first token stands the padding. */
+static void engram_row_ids(int64_t *ids, const EngramWeights *engram, const int *token_map, const Trail *trail, const Row *rows,
+                           int r, const Config *config) {
+    const int heads = config->engram_n_heads;
+    uint64_t hash = 0;
+    for (int back = 0; back < config->engram_order; back++) {
+        const int position = rows[r].position - back;
+        int token = config->engram_pad_token_id;
+        if (position >= 0) memcpy(&token, trail_row(trail, rows, r, position), sizeof token);
+        hash ^= (uint64_t)token_map[token] * engram->multipliers[back];
+        for (int h = 0; back && h < heads; h++) {
+            const int column = (back - 1) * heads + h;
+            ids[column] = engram->offsets[column] + (int64_t)(hash % (uint64_t)engram->primes[column]);
+        }
+    }
+}
+
+/* The table is read a few hundred bytes here and there: all of a pass's rows are asked for before the first is needed. */
+static void prefetch_engram(const EngramWeights *engram, const int *token_map, const Trail *trail, const Row *rows, int n_rows,
+                            const Config *config) {
+    const size_t bytes = stored_bytes(engram->dtype, (size_t)config->engram_head_dim), page = 4096;
+    int64_t ids[(MAX_NGRAM - 1) * MAX_ENGRAM_HEADS];
+    for (int r = 0; r < n_rows; r++) {
+        engram_row_ids(ids, engram, token_map, trail, rows, r, config);
+        for (int c = 0; c < engram_columns(config); c++) {
+            const uintptr_t at = (uintptr_t)(engram->table + (size_t)ids[c] * bytes), first = at / page * page;
+            madvise((void *)first, at + bytes - first, MADV_WILLNEED);      /* advice: where it is not taken, reading waits */
+        }
+    }
+}
+
+static void read_engram_row(float *out, const EngramWeights *engram, int64_t id, int dim) {
+    widen_run(out, engram->table + (size_t)id * stored_bytes(engram->dtype, (size_t)dim), dim, engram->dtype);
+    const size_t blocks = (size_t)((dim + EXPONENT_BLOCK - 1) / EXPONENT_BLOCK);
+    for (int i = 0; engram->exponents && i < dim; i++)
+        out[i] *= widen(engram->exponents + (size_t)id * blocks + i / EXPONENT_BLOCK, DTYPE_F8_E8M0);
+}
+
+static void read_engram(float *y, const EngramWeights *engram, const int *token_map, const Trail *trail, const Row *rows,
+                        int n_rows, const Config *config) {
+    const int columns = engram_columns(config), dim = config->engram_head_dim;
+#pragma omp parallel for if (n_rows * columns * dim > SHARED_WORK / 16)
+    for (int r = 0; r < n_rows; r++) {
+        int64_t ids[(MAX_NGRAM - 1) * MAX_ENGRAM_HEADS];
+        engram_row_ids(ids, engram, token_map, trail, rows, r, config);
+        for (int c = 0; c < columns; c++) read_engram_row(y + (size_t)(r * columns + c) * (size_t)dim, engram, ids[c], dim);
+    }
+}
+
+static void add_engram(float *streams, const float *kv, const EngramWeights *engram, int n_rows, const Config *config) {
+    const int mult = config->hc_mult, hidden = config->hidden_size;
+    const size_t width = (size_t)hidden;
+#pragma omp parallel for if ((size_t)(n_rows * mult) * width > SHARED_WORK)
+    for (int r = 0; r < n_rows; r++) {
+        const float *keys = kv + (size_t)r * (size_t)(mult + 1) * width, *value = keys + (size_t)mult * width;
+        for (int k = 0; k < mult; k++) {
+            float *x = streams + (size_t)(r * mult + k) * width, met = 0;
+            const float *key = keys + (size_t)k * width, *q_weight = engram->q_weight + (size_t)k * width,
+                        *k_weight = engram->k_weight + (size_t)k * width;
+            for (int i = 0; i < hidden; i++) met = fmaf(x[i] * (q_weight[i] * k_weight[i]), key[i], met);
+            met /= sqrtf(dot(x, x, hidden) / (float)hidden + config->rms_norm_eps)
+                   * sqrtf(dot(key, key, hidden) / (float)hidden + config->rms_norm_eps) * sqrtf((float)hidden);
+            const float gate = sigmoid(copysignf(sqrtf(fmaxf(fabsf(met), 1e-6f)), met));
+            for (int i = 0; i < hidden; i++) x[i] = fmaf(isnan(met) ? met : gate, value[i], x[i]);
+        }
+    }
+}
+
+/* ---- router */
+
+/* sqrt(log(1 + e^x)); far below zero that is e^(x / 2), where e^x itself would be lost. */
+static float root_of_softplus(float x) { return x > 20 ? sqrtf(x) : x < -30 ? expf(x / 2) : sqrtf(log1pf(expf(x))); }
+
+static void route_softplus(int *picks, float *weights, const float *logits, const float *bias, const int *table, const Row *rows,
+                           int n_rows, const Config *config) {
+    const int experts = config->n_routed_experts, per_token = config->num_experts_per_tok;
+    for (int r = 0; r < n_rows; r++, logits += experts, picks += per_token, weights += per_token) {
+        float score[MAX_EXPERTS], choice[MAX_EXPERTS], total = 0;
+        for (int e = 0; e < experts; e++) {
+            score[e] = root_of_softplus(logits[e]);
+            choice[e] = score[e] + (table ? 0 : bias[e]);
+            if (isnan(choice[e])) choice[e] = INFINITY, score[e] = NAN;     /* chosen, so that it shows */
+            if (choice[e] < -1e30f) choice[e] = -1e30f;     /* -inf marks what take_best() has taken */
+        }
+        for (int i = 0; i < per_token; i++) {
+            picks[i] = table ? table[(size_t)rows[r].token * (size_t)per_token + (size_t)i] : take_best(choice, experts);
+            weights[i] = score[picks[i]];
+            total += weights[i];
+        }
+        for (int i = 0; i < per_token; i++)
+            weights[i] *= (config->norm_topk_prob ? 1 / (total + 1e-20f) : 1) * config->routed_scaling_factor;
     }
 }
 
@@ -1212,15 +1783,16 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
 
 static const DeviceRow nowhere = {-1};
 
-/* The device page that holds a position's row without any search: the tail by arithmetic, else optional history. */
-static DevicePage direct_page(const Cache *cache, int session, int position) {
-    int page = position / PAGE_ROWS;
-    return position >= cache->seen.tail_base[session] ? *tail_page(cache, session, page) : *ready_page(cache, session, page);
+/* The device page that holds a row without any search: the tail by arithmetic, else optional history. */
+static DevicePage direct_page(const Cache *cache, int session, int page) {
+    const bool tail = page >= cache->seen.tail_base[session] / PAGE_ROWS;
+    return tail ? *tail_page(cache, session, page) : *ready_page(cache, session, page);
 }
 
 /* The queries of one session and one plan group while they are resolved together. */
 typedef struct Block {
-    int session;
+    int session, group;
+    int page_rows, hot_rows;    /* of the group */
     HotCache hot;
     uint32_t now;               /* this resolve, as the stamps count */
     int low, high;              /* words of Cache.bits that hold the union; high < low: there is none */
@@ -1231,24 +1803,26 @@ typedef struct Block {
 
 static Block open_block(Cache *cache, int group, int session) {
     HotCache hot = hot_cache(cache, session, group);
-    return (Block){.session = session, .hot = hot, .now = ++*hot.clock, .low = INT_MAX, .high = -1};
+    return (Block){.session = session, .group = group, .page_rows = page_rows(cache, group),
+                   .hot_rows = cache->hot_rows / stretch_of(cache, group), .hot = hot, .now = ++*hot.clock, .low = INT_MAX,
+                   .high = -1};
 }
 
 /* First look: tail and optional history. Rows that are in neither join the union, a bit each in Cache.bits. */
 static void locate_directly(Cache *cache, Block *block, const Selection *selection, size_t begin, size_t end,
                             DeviceRow *locations, PassReport *report) {
-    const int tail_base = cache->seen.tail_base[block->session];
+    const int tail_page = cache->seen.tail_base[block->session] / PAGE_ROWS;
     for (size_t i = begin; i < end; i++) {
-        int position = selection->ids[i], word = position / PAGE_ROWS;
+        int row = selection->ids[i], word = row / PAGE_ROWS;
         locations[i] = nowhere;
-        if (position < 0) continue;
-        DevicePage page = direct_page(cache, block->session, position);
+        if (row < 0) continue;
+        DevicePage page = direct_page(cache, block->session, row / block->page_rows);
         if (!no_page(page)) {
-            locations[i] = row_of_page(page, position);
-            report->picked[position >= tail_base ? TIER_TAIL : TIER_OPTIONAL]++;
+            locations[i] = row_in_page(cache, block->group, page, row);
+            report->picked[row / block->page_rows >= tail_page ? TIER_TAIL : TIER_OPTIONAL]++;
             continue;
         }
-        cache->bits[word] |= (uint64_t)1 << position % PAGE_ROWS;
+        cache->bits[word] |= (uint64_t)1 << row % PAGE_ROWS;
         block->low = word < block->low ? word : block->low;
         block->high = word > block->high ? word : block->high;
     }
@@ -1264,9 +1838,9 @@ static void list_union(Cache *cache, Block *block) {
     }
 }
 
-static int rank_in_union(const Cache *cache, int position) {
-    uint64_t below = cache->bits[position / PAGE_ROWS] & (((uint64_t)1 << position % PAGE_ROWS) - 1);
-    return cache->ranks[position / PAGE_ROWS] + __builtin_popcountll(below);
+static int rank_in_union(const Cache *cache, int row) {
+    uint64_t below = cache->bits[row / PAGE_ROWS] & (((uint64_t)1 << row % PAGE_ROWS) - 1);
+    return cache->ranks[row / PAGE_ROWS] + __builtin_popcountll(below);
 }
 
 enum { NO_SLOT = INT32_MIN };
@@ -1282,7 +1856,7 @@ static void find_hot_slots(Cache *cache, const Block *block) {
         return;
     }
     for (int i = 0; i < block->n; i++) cache->places[i] = NO_SLOT;
-    for (int slot = 0; slot < cache->hot_rows; slot++) {
+    for (int slot = 0; slot < block->hot_rows; slot++) {
         int row = block->hot.tag[slot];
         if (row >= 0 && cache->bits[row / PAGE_ROWS] >> row % PAGE_ROWS & 1) cache->places[rank_in_union(cache, row)] = slot;
     }
@@ -1304,8 +1878,8 @@ static void replace_slot(Block *block, int slot, int row) {
     block->hot.slot_of[row] = (uint16_t)(slot + 1);
 }
 
-static DeviceRow hot_location(const Cache *cache, int session, int slot) {
-    return row_of_page(*hot_page(cache, session, slot / PAGE_ROWS), slot);
+static DeviceRow hot_location(const Cache *cache, const Block *block, int slot) {
+    return row_in_page(cache, block->group, *hot_page(cache, block->session, slot / block->page_rows), slot);
 }
 
 /* Missing rows take the slots used least recently, ties to the lower slot: the i-th row, ascending, the i-th such slot. Where
@@ -1314,17 +1888,18 @@ static DeviceRow hot_location(const Cache *cache, int session, int slot) {
  * query's, is known only when all layers have run. */
 static void place_misses(Cache *cache, Block *block, int staging, MissPlan *plan, PassReport *report) {
     const HostPage *host = host_page(cache, block->session, 0);
-    int missing = block->n - block->hits, open = cache->hot_rows - block->hits, room = missing < open ? missing : open,
+    const int rows = block->page_rows;
+    int missing = block->n - block->hits, open = block->hot_rows - block->hits, room = missing < open ? missing : open,
         beyond = missing - room, taken = 0;
-    if (room) oldest_slots(cache->victims, block->hot.stamp, block->now, cache->hot_rows, room);
+    if (room) oldest_slots(cache->victims, block->hot.stamp, block->now, block->hot_rows, room);
     block->first_staged = block->planned;
     for (int i = 0; i < block->n; i++) {
         if (cache->places[i] != NO_SLOT) continue;
-        int row = cache->missing[i], place = taken < beyond ? cache->hot_rows + taken : cache->victims[taken - beyond];
-        DeviceRow staged = {cache->device_pages.n_pages * PAGE_ROWS + staging * cache->staging_rows + taken};
+        int row = cache->missing[i], place = taken < beyond ? block->hot_rows + taken : cache->victims[taken - beyond];
+        DeviceRow staged = {cache->device_pages.n_pages * rows + staging * cache->staging_rows + taken};
         REQUIRE(block->planned < plan->capacity);
-        plan->from[block->planned] = (HostRow){(int64_t)host[row / PAGE_ROWS].id * PAGE_ROWS + row % PAGE_ROWS};
-        plan->to[block->planned++] = taken < beyond ? staged : hot_location(cache, block->session, place);
+        plan->from[block->planned] = (HostRow){(int64_t)host[row / rows].id * rows + row % rows};
+        plan->to[block->planned++] = taken < beyond ? staged : hot_location(cache, block, place);
         if (taken < beyond) report->staged++;
         else replace_slot(block, place, row);
         cache->places[i] = ~place;                  /* negative: it comes from the host */
@@ -1336,13 +1911,13 @@ static void place_misses(Cache *cache, Block *block, int staging, MissPlan *plan
 static void emit_locations(const Cache *cache, const Block *block, const Selection *selection, size_t begin, size_t end,
                            DeviceRow *locations, const MissPlan *plan, PassReport *report) {
     for (size_t i = begin; i < end; i++) {
-        int position = selection->ids[i];
-        if (position < 0 || locations[i].id >= 0) continue;
-        int place = cache->places[rank_in_union(cache, position)];
+        int row = selection->ids[i];
+        if (row < 0 || locations[i].id >= 0) continue;
+        int place = cache->places[rank_in_union(cache, row)];
         report->picked[place < 0 ? TIER_HOST : TIER_HOT]++;
         if (place < 0) place = ~place;
-        locations[i] = place < cache->hot_rows ? hot_location(cache, block->session, place)
-                                               : plan->to[block->first_staged + place - cache->hot_rows];
+        locations[i] = place < block->hot_rows ? hot_location(cache, block, place)
+                                               : plan->to[block->first_staged + place - block->hot_rows];
     }
 }
 
@@ -1431,21 +2006,24 @@ static void start_copy(Cache *cache, const Transfer *transfer) {
     (void)transfer;
 }
 
-static void copy_run(uint8_t *device, uint8_t *host, size_t stride, int32_t device_page, int32_t host_page,
+/* Of a source whose rows hold more positions only the rows that are complete: the last group may still be open. */
+static void copy_run(uint8_t *device, uint8_t *host, size_t stride, int32_t device_page, int32_t host_page, int stretch,
                      const Transfer *transfer) {
-    device += ((size_t)device_page * PAGE_ROWS + (size_t)transfer->first) * stride;
-    host += ((size_t)host_page * PAGE_ROWS + (size_t)transfer->first) * stride;
-    memcpy(transfer->to_host ? host : device, transfer->to_host ? device : host, (size_t)transfer->count * stride);
+    const size_t rows = PAGE_ROWS / stretch, first = transfer->first / stretch,
+                 count = (size_t)((transfer->first + transfer->count) / stretch) - first;
+    device += ((size_t)device_page * rows + first) * stride;
+    host += ((size_t)host_page * rows + first) * stride;
+    memcpy(transfer->to_host ? host : device, transfer->to_host ? device : host, count * stride);
 }
 
 static bool finish_copy(Cache *cache, const Transfer *transfer, bool wait) {
     (void)wait;
     for (int i = 0; i < cache->sources && !no_page(transfer->device); i++)
         copy_run(source_rows(cache, (SourceId){i}), host_source_rows(cache, (SourceId){i}), cache->format.stride,
-                 transfer->device.id, transfer->host.id, transfer);
+                 transfer->device.id, transfer->host.id, stretch_of(cache, i), transfer);
     for (int g = 0; g < cache->groups && !no_page(transfer->index); g++)
         copy_run(group_index_keys(cache, g), host_group_index_keys(cache, g), cache->index_format.stride, transfer->index.id,
-                 transfer->host.id, transfer);
+                 transfer->host.id, stretch_of(cache, g), transfer);
     return true;
 }
 
@@ -1921,8 +2499,8 @@ static int filter_ranking(const Ranking *ranking, const Sampling *sampling) {
     return kept;
 }
 
-/* Draws one of a slot's candidates, in the way of the block's session; `position` is that of the row before it. q: the law that the
- * draw followed, where the rule needs one. one_hot: under acceptance by rejection the best is taken, not drawn. */
+/* Draws one of a slot's candidates, in the way of the block's session; `position` is that of the row before it. q: the law that
+ * the draw followed, where the rule needs one. one_hot: under acceptance by rejection the best is taken, not drawn. */
 static int draw_candidate(const int *ids, const float *scores, float *q, const DraftBlock *block, int position, AcceptRule rule,
                           bool one_hot) {
     const Sampling *sampling = &block->sampling;
@@ -1930,7 +2508,8 @@ static int draw_candidate(const int *ids, const float *scores, float *q, const D
     const Ranking ranking = rank_candidates(ids, scores, block, position);
     bool lawful = ranking.total >= 1 && ranking.total <= CANDIDATES;            /* scores that are no numbers make no law */
     bool best_only = is_greedy(sampling) || (rejection && one_hot) || !lawful;
-    /* Under rejection a place that is drafted again, behind another anchor, has other noise: the first has moved the lengths since. */
+    /* Under rejection a place that is drafted again, behind another anchor, has other noise: the first has moved the lengths
+     * since. */
     uint64_t stream = block->stream + (rejection ? (uint64_t)block->position * 0x9E3779B97F4A7C15u : 0);
     int kept = best_only ? 1 : rejection ? CANDIDATES : filter_ranking(&ranking, sampling), choice = 0;
     double highest = -INFINITY;
@@ -2082,6 +2661,27 @@ const Backend c_backend = {
     .resolve = resolve,
     .fetch_rows = fetch_rows,
     .await_rows = await_rows,
+    .round_rows = round_rows,
+    .hadamard = hadamard,
+    .norm_each = norm_each,
+    .hyper_weights = hyper_weights,
+    .hyper_collapse = hyper_collapse,
+    .hyper_expand = hyper_expand,
+    .locate_groups = locate_groups,
+    .see_groups = see_groups,
+    .locate_heavy = locate_heavy,
+    .compress = compress,
+    .pool_groups = pool_groups,
+    .select_groups = select_groups,
+    .first_stream = first_stream,
+    .note_tokens = note_tokens,
+    .prefetch_engram = prefetch_engram,
+    .read_engram = read_engram,
+    .add_engram = add_engram,
+    .window_attention = window_attention,
+    .grouped_linear = grouped_linear,
+    .route_softplus = route_softplus,
+    .keep_trails = keep_trails,
     .forget_hot = forget_hot,
     .start_copy = start_copy,
     .finish_copy = finish_copy,

@@ -399,7 +399,7 @@ static bool pool_bytes(EngineOptions options, KvMode mode, int sessions, int con
         planned[more] = engine.cache.bytes;
         bool latent = has_latent_attention(&engine.config);
         engine_close(&engine);
-        if (!latent) return fail(error, "%s has no indexer: there is no hierarchy to measure", options.model);
+        if (!latent) return fail(error, "%s: the hierarchy is measured on models with latent attention", options.model);
     }
     *bytes = planned[0] + (planned[1] - planned[0]) / 2;
     return true;
@@ -3502,9 +3502,11 @@ static bool decode_open(Decode *decode, EngineOptions options, int asked, Error 
     decode->sessions = allocate_zeroed((size_t)decode->n, sizeof(Session));
     decode->list = allocate_zeroed((size_t)decode->n, sizeof(Session *));
     decode->picks = allocate_zeroed(MAX_PASS_ROWS, (size_t)engine->config.num_experts_per_tok * sizeof(int));
-    bool ok = decode->rows >= PAGE_ROWS
-              || fail(error, "%s: a context of %d is too short for this: wanted %d or more", options.model, engine->cache.context,
-                      DECODE_ROOM + PAGE_ROWS);
+    bool ok = !engine->cache.trail_layers
+              || fail(error, "%s: %s's steps are not measured so far", options.model, engine->config.model_type);
+    ok = ok && (decode->rows >= PAGE_ROWS
+                || fail(error, "%s: a context of %d is too short for this: wanted %d or more", options.model,
+                        engine->cache.context, DECODE_ROOM + PAGE_ROWS));
     ok = ok && fill_histories(decode, error);
     if (!ok) decode_close(decode);
     return ok;
@@ -3686,7 +3688,7 @@ static bool bench_decode(const BenchOptions *bench, EngineOptions options, Error
     watch_engine(&decode.runner.engine);
     watch.mark_seconds = decode.marked_kernel - decode.empty_kernel;
     printf("decode           %s, %d layers%s, %s rows, %s\n", options.model, decode.runner.engine.config.num_hidden_layers,
-           options.dummy ? ", random weights" : "", kv_dtype_names[decode.runner.engine.cache.format.dtype], watch.real->name);
+           options.dummy ? ", random weights" : "", kv_dtype_names[decode.runner.engine.cache.kv_dtype], watch.real->name);
     for (int batch = 0; batch < DECODE_BATCHES && decode_batches[batch] <= decode.n && ok; batch++) {
         double seconds = 0;
         ok = watch_steps(&decode, batch, error) && time_rounds(&decode, decode_batches[batch], &seconds, error);

@@ -491,13 +491,47 @@ enum {
 
 static const struct { const char *model_type; Family family; } families[] = {
     {"qwen3", FAMILY_QWEN3}, {"glm_moe_dsa", FAMILY_GLM_MOE_DSA}, {"deepseek_v32", FAMILY_DEEPSEEK_V32},
+    {"deepseek_v4", FAMILY_DEEPSEEK_V4}, {"deepseek_v41", FAMILY_DEEPSEEK_V41},
 };
 
-bool has_latent_attention(const Config *config) { return config->family != FAMILY_QWEN3; }
+bool has_indexer(const Config *config) { return config->family != FAMILY_QWEN3; }
+
+bool has_latent_attention(const Config *config) {
+    return config->family == FAMILY_GLM_MOE_DSA || config->family == FAMILY_DEEPSEEK_V32;
+}
+
+static bool has_streams(const Config *config) {
+    return config->family == FAMILY_DEEPSEEK_V4 || config->family == FAMILY_DEEPSEEK_V41;
+}
+
+int residual_streams(const Config *config) { return has_streams(config) ? config->hc_mult : 1; }
+
+bool selects_rows(const Config *config, int layer) {
+    if (config->compression) return config->compression[layer] == COMPRESSION_SPARSE;
+    return config->selects ? config->selects[layer] : config->indexer_full && config->indexer_full[layer];
+}
 
 /* The same for a flag; where the key is absent it counts as the value. */
 static void require_bool(Fields *fields, const char *key, bool value) {
     if (read_bool(fields, key, value) != value) field_failed(fields, key, field(fields, key), value ? "true" : "false");
+}
+
+/* rope_type, or type in older files, and yarn's own keys. */
+static void read_rope_type(RopeConfig *rope, Fields *inner) {
+    const char *key = field(inner, "rope_type") ? "rope_type" : "type";
+    const cJSON *type = field(inner, key);
+    const char *name = cJSON_IsString(type) ? type->valuestring : type ? "" : "default";
+    rope->yarn = !strcmp(name, "yarn");
+    if (!rope->yarn && strcmp(name, "default")) field_failed(inner, key, type, "\"default\" or \"yarn\"");
+    if (!rope->yarn) return;
+    rope->factor = read_number(inner, "factor", 1, 1e4, REQUIRED);
+    rope->beta_fast = read_number(inner, "beta_fast", 1e-3, 1e6, 32);
+    rope->beta_slow = read_number(inner, "beta_slow", 1e-3, 1e6, 1);
+    rope->mscale = read_number(inner, "mscale", 0, 100, 0);
+    rope->mscale_all_dim = read_number(inner, "mscale_all_dim", 0, 100, 0);
+    rope->attention_factor = read_number(inner, "attention_factor", 0, 100, 0);
+    require_bool(inner, "truncate", true);
+    rope->original_max_position_embeddings = read_int(inner, "original_max_position_embeddings", 1, MAX_CONTEXT, REQUIRED);
 }
 
 /* New files nest the rope under rope_parameters; older ones have rope_theta at the top and rope_scaling beside it. */
@@ -509,22 +543,8 @@ static void read_rope(Config *config, Fields *top) {
     Fields *theta = nested ? &inner : top;
     rope->rope_theta = read_number(theta, "rope_theta", 1, 1e12, REQUIRED);
     top->failed |= theta->failed;
-    const char *key = field(&inner, "rope_type") ? "rope_type" : "type";
-    const cJSON *type = nested || scaling ? field(&inner, key) : NULL;
-    const char *name = cJSON_IsString(type) ? type->valuestring : type ? "" : "default";
-    rope->yarn = !strcmp(name, "yarn");
+    if (nested || scaling) read_rope_type(rope, &inner);
     read_number(&inner, "partial_rotary_factor", 1, 1, 1);
-    if (!rope->yarn && strcmp(name, "default")) field_failed(top, key, type, "\"default\" or \"yarn\"");
-    if (rope->yarn) {
-        rope->factor = read_number(&inner, "factor", 1, 1e4, REQUIRED);
-        rope->beta_fast = read_number(&inner, "beta_fast", 1e-3, 1e6, 32);
-        rope->beta_slow = read_number(&inner, "beta_slow", 1e-3, 1e6, 1);
-        rope->mscale = read_number(&inner, "mscale", 0, 100, 0);
-        rope->mscale_all_dim = read_number(&inner, "mscale_all_dim", 0, 100, 0);
-        rope->attention_factor = read_number(&inner, "attention_factor", 0, 100, 0);
-        require_bool(&inner, "truncate", true);
-        rope->original_max_position_embeddings = read_int(&inner, "original_max_position_embeddings", 1, MAX_CONTEXT, REQUIRED);
-    }
     top->failed |= inner.failed;
 }
 
@@ -623,9 +643,208 @@ static void read_dsa(Config *config, Fields *fields) {
     read_mlp_types(config, fields);
 }
 
-/* fp8 by blocks of 128x128 is the one published quantisation of these families. */
+/* ---- DeepSeek-V4 */
+
+/* What each layer attends to: compress_ratios as published (which go on with the draft layers' zeros), or the words and rates
+ * that transformers saves. */
+static void read_compression(Config *config, Fields *fields) {
+    const int layers = config->num_hidden_layers;
+    const cJSON *ratios = field(fields, "compress_ratios"), *words = field(fields, "layer_types"),
+                *list = words ? words : ratios, *entry = cJSON_IsArray(list) ? list->child : NULL;
+    static const char *const names[] = {"sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"};
+    Fields rates = *fields;
+    if (cJSON_IsObject(field(fields, "compress_rates"))) rates.object = field(fields, "compress_rates");
+    config->sparse_ratio = read_int(&rates, names[COMPRESSION_SPARSE], 2, MAX_RATIO, 4);
+    config->heavy_ratio = read_int(&rates, names[COMPRESSION_HEAVY], 2, MAX_RATIO, 128);
+    fields->failed |= rates.failed;
+    config->compression = allocate_zeroed((size_t)layers, sizeof *config->compression);
+    for (int i = 0; i < layers; i++, entry = entry ? entry->next : NULL) {
+        const double ratio = cJSON_IsNumber(entry) ? entry->valuedouble : -1, of_kind[] = {0, 4, 128};
+        int kind = 0;
+        while (kind < 3 && (words ? !cJSON_IsString(entry) || strcmp(entry->valuestring, names[kind]) : ratio != of_kind[kind]))
+            kind++;
+        if (kind == 3)
+            return field_failed(fields, words ? "layer_types" : "compress_ratios", entry ? entry : list,
+                                words ? "sliding_attention, compressed_sparse_attention or heavily_compressed_attention for each "
+                                        "layer"
+                                      : "0, 4 or 128 for each layer");
+        config->compression[i] = (Compression)kind;
+    }
+}
+
+/* Layers with a window alone turn by rope_theta. The others turn everything by compress_rope_theta, under yarn where there is
+ * one, and then without its factor on cosine and sine. */
+static void read_two_ropes(Config *config, Fields *fields) {
+    const cJSON *nested = field(fields, "rope_parameters"), *scaling = field(fields, "rope_scaling");
+    const cJSON *plain = cJSON_GetObjectItemCaseSensitive(nested, "main"),
+                *compress = cJSON_GetObjectItemCaseSensitive(nested, "compress");
+    Fields main_rope = *fields, other = *fields;
+    if (cJSON_IsObject(plain)) main_rope.object = plain;
+    config->rope.rope_theta = read_number(&main_rope, "rope_theta", 1, 1e12, 1e4);
+    if (cJSON_IsObject(plain)) require_string(&main_rope, "rope_type", "default");
+    if (cJSON_IsObject(compress)) other.object = compress;
+    const char *key = cJSON_IsObject(compress) ? "rope_theta" : "compress_rope_theta";
+    config->compress_rope.rope_theta = read_number(&other, key, 1, 1e12, 160000);
+    if (!cJSON_IsObject(compress)) other.object = nested ? nested : scaling;
+    if (cJSON_IsObject(other.object)) read_rope_type(&config->compress_rope, &other);
+    config->compress_rope.attention_factor = 1;
+    fields->failed |= main_rope.failed || other.failed;
+}
+
+static void read_hash_layers(Config *config, Fields *fields) {
+    const int layers = config->num_hidden_layers, n = read_int(fields, "num_hash_layers", 0, MAX_LAYERS, 3);
+    config->hash_routed = allocate_zeroed((size_t)layers, sizeof(bool));
+    for (int i = 0; i < layers; i++) config->hash_routed[i] = i < n;
+    read_layer_words(fields, "mlp_layer_types", "hash_moe", "moe", config->hash_routed, layers);
+}
+
+/* Of each head the last values are turned: qk_rope_head_dim as published, or a part of head_dim as transformers saves it. */
+static int read_turned(const Config *config, Fields *fields) {
+    int part = (int)(config->head_dim * read_number(fields, "partial_rotary_factor", 0, 1, 0.125));
+    int turned = read_int(fields, "qk_rope_head_dim", 2, config->head_dim, part);
+    if (turned % 2 || turned < 2)
+        field_failed(fields, "qk_rope_head_dim", field(fields, "qk_rope_head_dim"), "an even number from 2 on");
+    return turned;
+}
+
+/* What V4 and V4.1 have in common. */
+static void read_streams(Config *config, Fields *fields) {
+    config->num_key_value_heads = read_int(fields, "num_key_value_heads", 1, 1, 1);
+    config->head_dim = read_int(fields, "head_dim", 2, MAX_ROW_WIDTH, 512);
+    config->qk_rope_head_dim = read_turned(config, fields);
+    config->q_lora_rank = read_int(fields, "q_lora_rank", 1, MAX_WIDTH, REQUIRED);
+    config->o_lora_rank = read_int(fields, "o_lora_rank", 1, MAX_WIDTH, REQUIRED);
+    config->o_groups = read_int(fields, "o_groups", 1, config->num_attention_heads, REQUIRED);
+    if (config->num_attention_heads % config->o_groups)
+        field_failed(fields, "o_groups", field(fields, "o_groups"), "a divisor of num_attention_heads");
+    config->sliding_window = read_int(fields, "sliding_window", 1, 1 << 16, 128);
+    config->index_n_heads = read_int(fields, "index_n_heads", 1, MAX_HEADS, REQUIRED);
+    config->index_head_dim = read_int(fields, "index_head_dim", config->qk_rope_head_dim, MAX_ROW_WIDTH, REQUIRED);
+    config->index_topk = read_int(fields, "index_topk", 1, MAX_CONTEXT, REQUIRED);
+    config->hc_mult = read_int(fields, "hc_mult", 1, MAX_STREAMS, 4);
+    config->hc_sinkhorn_iters = read_int(fields, "hc_sinkhorn_iters", 1, 1000, 20);
+    config->hc_eps = (float)read_number(fields, "hc_eps", 0, 1, 1e-6);
+    read_two_ropes(config, fields);
+
+    config->n_routed_experts = read_int(fields, "n_routed_experts", 1, MAX_EXPERTS, REQUIRED);
+    config->num_experts_per_tok = read_int(fields, "num_experts_per_tok", 1, config->n_routed_experts, REQUIRED);
+    config->n_shared_experts = read_int(fields, "n_shared_experts", 0, 64, 1);
+    config->moe_intermediate_size = read_int(fields, "moe_intermediate_size", 1, MAX_WIDTH, REQUIRED);
+    config->n_group = read_int(fields, "n_group", 1, 1, 1);
+    config->topk_group = read_int(fields, "topk_group", 1, 1, 1);
+    config->routed_scaling_factor = (float)read_number(fields, "routed_scaling_factor", 0, 1e6, 1.5);
+    config->norm_topk_prob = read_bool(fields, "norm_topk_prob", true);
+    config->swiglu_limit = (float)read_number(fields, "swiglu_limit", 0, 1e6, 10);
+    require_string(fields, "scoring_func", "sqrtsoftplus");
+    require_string(fields, "topk_method", "noaux_tc");
+    require_string(fields, "expert_dtype", "fp4");
+    require_bool(fields, "mlp_bias", false);
+}
+
+static void read_v4(Config *config, Fields *fields) {
+    read_streams(config, fields);
+    read_compression(config, fields);
+    read_hash_layers(config, fields);
+}
+
+/* ---- DeepSeek-V4.1 */
+
+/* Marks the layers that a list names; false where it is none of ascending layers. */
+static bool mark_layers(const cJSON *list, bool *marks, int layers) {
+    const cJSON *entry;
+    int last = -1;
+    cJSON_ArrayForEach(entry, list) {
+        const double id = cJSON_IsNumber(entry) ? entry->valuedouble : -1;
+        if (!(id > last && id < layers) || id != (int)id) return false;
+        marks[last = (int)id] = true;
+    }
+    return cJSON_IsArray(list);
+}
+
+/* Which layers make compressed rows, which select, and whose rows each reads: those of the last source, of the ratio that
+ * compress_ratios (which goes on with the draft stages' zeros) gives it. */
+static void read_sources(Config *config, Fields *fields) {
+    const int layers = config->num_hidden_layers;
+    const cJSON *ratios = field(fields, "compress_ratios"), *entry = cJSON_IsArray(ratios) ? ratios->child : NULL,
+                *makers = field(fields, "kv_source_layer_ids"), *selectors = field(fields, "index_source_layer_ids");
+    config->source = allocate_zeroed((size_t)layers, sizeof(int));
+    config->source_ratio = allocate_zeroed((size_t)layers, sizeof(int));
+    config->makes_rows = allocate_zeroed((size_t)layers, sizeof(bool));
+    config->selects = allocate_zeroed((size_t)layers, sizeof(bool));
+    if (!mark_layers(makers, config->makes_rows, layers))
+        return field_failed(fields, "kv_source_layer_ids", makers, "ascending layers");
+    if (!mark_layers(selectors, config->selects, layers))
+        return field_failed(fields, "index_source_layer_ids", selectors, "ascending layers");
+    for (int i = 0; i < layers; i++, entry = entry ? entry->next : NULL) {
+        const double ratio = cJSON_IsNumber(entry) ? entry->valuedouble : -1;
+        if (ratio != 0 && ratio != 1 && ratio != 2)
+            return field_failed(fields, "compress_ratios", entry ? entry : ratios, "0, 1 or 2 for each layer");
+        if (config->makes_rows[i]) config->source_ratio[config->n_sources++] = (int)ratio;
+        config->source[i] = ratio > 0 ? config->n_sources - 1 : -1;
+        if (config->makes_rows[i] && (!config->selects[i] || !(ratio > 0)))
+            return field_failed(fields, "kv_source_layer_ids", makers, "layers that compress, among index_source_layer_ids");
+        if (config->selects[i] && config->source[i] < 0)
+            return field_failed(fields, "index_source_layer_ids", selectors, "layers that compress, from the first source on");
+        if (ratio > 0 && (config->source[i] < 0 || config->source_ratio[config->source[i]] != ratio))
+            return field_failed(fields, "compress_ratios", ratios, "for each layer the ratio of the last kv_source_layer_ids");
+    }
+}
+
+/* From one selection on those that follow look only into the blocks that it kept. Blocks must hold whatever can be selected. */
+static void read_candidates(Config *config, Fields *fields) {
+    const int layers = config->num_hidden_layers,
+              id = read_int(fields, "candidate_source_layer_id", -1, MAX_LAYERS, -1);
+    config->candidate_source_layer_id = id;
+    if (id < 0 || fields->failed) return;
+    config->candidate_topk_blocks = read_int(fields, "candidate_topk_blocks", 1, MAX_BLOCKS, REQUIRED);
+    config->candidate_block_size = read_int(fields, "candidate_block_size", 1, MAX_CONTEXT, REQUIRED);
+    bool same = id < layers && config->selects[id];
+    for (int i = id; i < layers && same; i++) same = !config->selects[i] || config->source[i] == config->source[id];
+    if (!same)
+        field_failed(fields, "candidate_source_layer_id", field(fields, "candidate_source_layer_id"),
+                     "a selecting layer of the last source");
+    else if ((int64_t)(config->candidate_topk_blocks - 1) * config->candidate_block_size + 1 < config->index_topk)
+        field_failed(fields, "candidate_topk_blocks", field(fields, "candidate_topk_blocks"),
+                     "blocks that hold index_topk rows beside the newest");
+}
+
+static void read_engram_config(Config *config, Fields *fields) {
+    const int layers = config->num_hidden_layers;
+    const cJSON *ids = field(fields, "engram_layer_ids"), *sizes = field(fields, "engram_num_embeddings"),
+                *size = cJSON_IsArray(sizes) ? sizes->child : NULL;
+    bool *marks = allocate_zeroed((size_t)layers, sizeof(bool));
+    config->engram_rows = allocate_zeroed((size_t)layers, sizeof(int64_t));
+    if (ids && !mark_layers(ids, marks, layers)) field_failed(fields, "engram_layer_ids", ids, "ascending layers");
+    for (int i = 0; i < layers && !fields->failed; i++) {
+        size_t rows;
+        if (!marks[i]) continue;
+        if (!json_size(size, &rows) || !rows || rows > (size_t)1 << 40)
+            field_failed(fields, "engram_num_embeddings", size ? size : sizes, "the rows of each table");
+        else config->engram_rows[i] = (int64_t)rows;
+        size = size ? size->next : NULL;
+    }
+    free(marks);
+    if (!ids || !cJSON_GetArraySize(ids)) return;
+    config->engram_order = read_int(fields, "engram_max_ngram_size", 2, MAX_NGRAM, REQUIRED);
+    config->engram_n_heads = read_int(fields, "engram_n_heads", 1, MAX_ENGRAM_HEADS, REQUIRED);
+    config->engram_head_dim = read_int(fields, "engram_head_dim", 1, MAX_ROW_WIDTH, REQUIRED);
+    config->engram_pad_token_id = read_int(fields, "engram_pad_token_id", 0, config->vocab_size - 1, REQUIRED);
+    config->engram_compressed_vocab_size = read_int(fields, "engram_compressed_vocab_size", 1, MAX_VOCAB, REQUIRED);
+    config->engram_vocab_size = read_int(fields, "engram_vocab_size", 1, 1 << 30, REQUIRED);
+}
+
+static void read_v41(Config *config, Fields *fields) {
+    read_streams(config, fields);
+    read_sources(config, fields);
+    if (!fields->failed) read_candidates(config, fields);
+    if (!fields->failed) read_engram_config(config, fields);
+    if (config->num_experts_per_tok == 1) config->norm_topk_prob = false;   /* one alone keeps its own weight */
+}
+
+/* fp8 by blocks of 128x128, of V4.1 of 32x32, is the one published quantisation of these families. */
 static void read_quantization(Config *config, Fields *top) {
     const cJSON *quantization = field(top, "quantization_config"), *size;
+    config->weight_block = config->family == FAMILY_DEEPSEEK_V41 ? 32 : SCALE_BLOCK;
     if (!quantization) return;
     Fields fields = *top;
     fields.object = quantization;
@@ -633,8 +852,9 @@ static void read_quantization(Config *config, Fields *top) {
     require_string(&fields, "fmt", "e4m3");
     const cJSON *block = field(&fields, "weight_block_size");
     bool square = cJSON_IsArray(block) && cJSON_GetArraySize(block) == 2;
-    if (square) cJSON_ArrayForEach(size, block) square = square && cJSON_IsNumber(size) && size->valuedouble == 128;
-    if (!square) field_failed(&fields, "weight_block_size", block, "[128, 128]");
+    if (square)
+        cJSON_ArrayForEach(size, block) square = square && cJSON_IsNumber(size) && size->valuedouble == config->weight_block;
+    if (!square) field_failed(&fields, "weight_block_size", block, config->weight_block == 32 ? "[32, 32]" : "[128, 128]");
     top->failed |= fields.failed;
     config->quantised = true;
 }
@@ -664,8 +884,7 @@ static void read_shape(Config *config, Fields *fields) {
     config->tie_word_embeddings = read_bool(fields, "tie_word_embeddings", false);
     require_bool(fields, "attention_bias", false);
     require_string(fields, "hidden_act", "silu");
-    read_rope(config, fields);
-    read_quantization(config, fields);
+    if (!has_streams(config)) read_rope(config, fields);
 }
 
 static void read_config(Config *config, Fields *fields) {
@@ -674,11 +893,19 @@ static void read_config(Config *config, Fields *fields) {
     for (size_t i = 0; i < sizeof families / sizeof *families; i++)
         if (!strcmp(families[i].model_type, name))
             *config = (Config){.family = families[i].family, .model_type = families[i].model_type};
-    if (!config->model_type) return field_failed(fields, "model_type", type, "qwen3, glm_moe_dsa or deepseek_v32");
+    if (!config->model_type)
+        return field_failed(fields, "model_type", type, "qwen3, glm_moe_dsa, deepseek_v32, deepseek_v4 or deepseek_v41");
+    read_quantization(config, fields);
+    read_eos(config, fields);
+    Fields whole = *fields;
+    if (config->family == FAMILY_DEEPSEEK_V41 && cJSON_IsObject(field(fields, "text_config")))
+        fields->object = field(fields, "text_config");      /* beside the vision tower's, which is not run */
     read_shape(config, fields);
     config->max_position_embeddings = read_int(fields, "max_position_embeddings", 1, MAX_CONTEXT, REQUIRED);
-    read_eos(config, fields);
+    if (fields->object != whole.object) read_eos(config, fields);
     if (has_latent_attention(config)) read_dsa(config, fields);
+    else if (config->family == FAMILY_DEEPSEEK_V4) read_v4(config, fields);
+    else if (config->family == FAMILY_DEEPSEEK_V41) read_v41(config, fields);
     else {
         read_qwen3(config, fields);
         require_bool(fields, "use_sliding_window", false);
@@ -718,7 +945,13 @@ bool config_read(Config *config, const char *directory, Error *error) {
 void config_free(Config *config) {
     free(config->indexer_full);
     free(config->mlp_sparse);
-    config->indexer_full = config->mlp_sparse = NULL;
+    free(config->compression);
+    free(config->hash_routed);
+    free(config->source), free(config->source_ratio), free(config->makes_rows), free(config->selects), free(config->engram_rows);
+    config->indexer_full = config->mlp_sparse = config->hash_routed = config->makes_rows = config->selects = NULL;
+    config->source = config->source_ratio = NULL;
+    config->compression = NULL;
+    config->engram_rows = NULL;
 }
 
 /* =====================================================================================================================
@@ -736,19 +969,25 @@ typedef struct Binder {
     Error *error;
     bool failed;                /* after the first failure the rest is skipped */
     bool *used;                 /* [tensors] which were bound; NULL: nobody asks */
+    bool saved_names;           /* deepseek_v4: as transformers spells them */
+    int weight_block;           /* Config's */
     bool quantised;             /* Config's; and the last of the tensors that are in no file, the next two for --dummy */
     Tensor made_up;
 } Binder;
 
 /* Under --dummy: the tensor as the published files have it. Quantised are all matrices but embeddings, head, router and the
- * indexer's weights_proj; the router's bias and block scales are f32. */
-static const Tensor *made_up_tensor(Binder *binder, const char *name, int rank, const int64_t *shape) {
-    static const char *const kept[] = {"embed_tokens", "lm_head", "mlp.gate.", "indexer.weights_proj"};
-    bool wide = strstr(name, "e_score_correction_bias") || strstr(name, "weight_scale_inv");
-    bool whole = !binder->quantised || rank == 1;
+ * indexer's weights_proj, and of deepseek_v4 the compressors'; the router's bias, block scales and all that weighs streams are
+ * f32. What cannot be a matrix of floats has the first of its types. */
+static const Tensor *made_up_tensor(Binder *binder, const char *name, const DType *dtypes, int rank, const int64_t *shape) {
+    static const char *const kept[] = {"embed_tokens", "lm_head", "mlp.gate.", "indexer.weights_proj",
+                                       "embed.",       "head.",   "ffn.gate.", "compressor."},
+                      *const widened[] = {"e_score_correction_bias", "weight_scale_inv", "hc_", ".ape", "attn_sink", "gate.bias"};
+    bool wide = false, whole = !binder->quantised || rank == 1;
+    for (size_t i = 0; i < sizeof widened / sizeof *widened; i++) wide |= strstr(name, widened[i]) != NULL;
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) whole |= strstr(name, kept[i]) != NULL;
     Tensor *tensor = &binder->made_up;
     *tensor = (Tensor){.dtype = wide ? DTYPE_F32 : whole ? DTYPE_BF16 : DTYPE_F8_E4M3, .rank = rank};
+    if (dtypes[0] != DTYPE_F32) tensor->dtype = dtypes[0];
     tensor->size = dtype_size(tensor->dtype);
     for (int i = 0; i < rank; i++) tensor->size *= (size_t)shape[i];
     memcpy(tensor->shape, shape, (size_t)rank * sizeof *shape);
@@ -759,7 +998,7 @@ static const Tensor *made_up_tensor(Binder *binder, const char *name, int rank, 
 /* The tensor, if its rank and dims are the wanted ones and its dtype is one of `dtypes` (ended by DTYPE_UNKNOWN). */
 static const Tensor *bind_tensor(Binder *binder, const char *name, const DType *dtypes, int rank, const int64_t *shape) {
     if (binder->failed) return NULL;
-    if (binder->checkpoint->dummy) return made_up_tensor(binder, name, rank, shape);
+    if (binder->checkpoint->dummy) return made_up_tensor(binder, name, dtypes, rank, shape);
     const Tensor *tensor = checkpoint_find(binder->checkpoint, name);
     bool same = tensor && tensor->rank == rank && !memcmp(tensor->shape, shape, (size_t)rank * sizeof *shape), typed = false;
     char wanted[128] = "", found_shape[128], wanted_shape[128];
@@ -834,6 +1073,16 @@ static const float *bind_vector(Binder *binder, const char *prefix, const char *
     return widen_tensor(binder, tensor, (size_t)n);
 }
 
+/* A tensor of floats by its whole name, widened. */
+static const float *bind_floats(Binder *binder, const char *name, int rank, const int64_t *shape) {
+    const Tensor *tensor = bind_tensor(binder, name, float_dtypes, rank, shape);
+    size_t count = 1;
+    for (int i = 0; i < rank; i++) count *= (size_t)shape[i];
+    if (!tensor) return NULL;
+    binder->weights->parameters += count;
+    return binder->checkpoint->dummy ? make_up(binder, name, DTYPE_F32, count, 0, 0.1f) : widen_tensor(binder, tensor, count);
+}
+
 /* A matrix [rows, cols] by its whole name. */
 static Matrix bind_named_matrix(Binder *binder, const char *name, const DType *dtypes, int rows, int cols) {
     const Tensor *tensor = bind_tensor(binder, name, dtypes, 2, (int64_t[]){rows, cols});
@@ -906,6 +1155,19 @@ static void bind_mlp(Binder *binder, Matrix *gate, Matrix *up, Matrix *down, con
     *down = bind_matrix(binder, prefix, "down_proj", hidden, inter);
 }
 
+/* The experts' matrices, of one type, all gates, then ups, then downs, go where operations read them. */
+static void finish_experts(Binder *binder, LayerWeights *layer, const Matrix *experts, size_t n, const char *prefix) {
+    layer->expert_dtype = experts[0].dtype;
+    for (size_t i = 0; i < 3 * n && !binder->failed; i++)
+        if (experts[i].dtype != experts[0].dtype)
+            binder->failed = !fail(binder->error, "%s: the experts of %s: found matrices of several types, wanted one",
+                                   binder->checkpoint->directory, prefix);
+    experts = move_weights(binder, experts, 3 * n * sizeof *experts);
+    layer->expert_gate = experts;
+    layer->expert_up = experts + n;
+    layer->expert_down = experts + 2 * n;
+}
+
 static void bind_experts(Binder *binder, LayerWeights *layer, const Config *config, const char *prefix) {
     int inter = config->moe_intermediate_size, hidden = config->hidden_size;
     size_t n = (size_t)config->n_routed_experts;
@@ -917,44 +1179,406 @@ static void bind_experts(Binder *binder, LayerWeights *layer, const Config *conf
     for (size_t e = 0; e < n && !binder->failed; e++) {
         snprintf(name, sizeof name, "%smlp.experts.%zu.", prefix, e);
         bind_mlp(binder, &gate[e], &up[e], &down[e], name, inter, hidden);
-        layer->expert_dtype = gate[0].dtype;
-        if (binder->failed || (gate[e].dtype == gate[0].dtype && up[e].dtype == gate[0].dtype && down[e].dtype == gate[0].dtype))
-            continue;
-        binder->failed = !fail(binder->error, "%s: the experts of %smlp: found matrices of several types, wanted one",
-                               binder->checkpoint->directory, prefix);
     }
-    experts = (Matrix *)move_weights(binder, experts, 3 * n * sizeof *experts);
-    layer->expert_gate = experts;
-    layer->expert_up = experts + n;
-    layer->expert_down = experts + 2 * n;
+    finish_experts(binder, layer, experts, n, prefix);
     snprintf(name, sizeof name, "%smlp.shared_experts.", prefix);
     if (config->n_shared_experts)
         bind_mlp(binder, &layer->gate_proj, &layer->up_proj, &layer->down_proj, name, inter * config->n_shared_experts, hidden);
 }
 
+/* Every family that is named as Llama was. */
+static void bind_usual(Binder *binder, const Config *config) {
+    Weights *weights = binder->weights;
+    char prefix[64], name[100];
+    weights->embed_tokens = bind_matrix(binder, "model.", "embed_tokens", config->vocab_size, config->hidden_size);
+    for (int i = 0; i < config->num_hidden_layers && !binder->failed; i++) {
+        LayerWeights *layer = &weights->layers[i];
+        snprintf(prefix, sizeof prefix, "model.layers.%d.", i);
+        layer->input_layernorm = bind_vector(binder, prefix, "input_layernorm.weight", config->hidden_size);
+        layer->post_attention_layernorm = bind_vector(binder, prefix, "post_attention_layernorm.weight", config->hidden_size);
+        if (has_latent_attention(config)) bind_latent_attention(binder, layer, config, prefix, config->indexer_full[i]);
+        else bind_qwen3_attention(binder, layer, config, prefix);
+        snprintf(name, sizeof name, "%smlp.", prefix);
+        if (config->mlp_sparse && config->mlp_sparse[i]) bind_experts(binder, layer, config, prefix);
+        else
+            bind_mlp(binder, &layer->gate_proj, &layer->up_proj, &layer->down_proj, name, config->intermediate_size,
+                     config->hidden_size);
+    }
+    weights->norm = bind_vector(binder, "model.", "norm.weight", config->hidden_size);
+    if (config->tie_word_embeddings) weights->lm_head = weights->embed_tokens;
+    else weights->lm_head = bind_matrix(binder, "", "lm_head", config->vocab_size, config->hidden_size);
+}
+
+/* ---- DeepSeek-V4: names as published, which begin with the layer, or as transformers saves them, behind "model." */
+
+enum {
+    PACKED = 2,                 /* e2m1 codes in a byte */
+    CODE_SPREAD = 5,            /* how far evenly spread values lie from zero that vary as much as random codes */
+};
+
+/* Of two names of one tensor the one that the file has. */
+static const char *either_name(const Binder *binder, const char *published, const char *saved) {
+    if (checkpoint_find(binder->checkpoint, published)) return published;
+    return binder->saved_names || checkpoint_find(binder->checkpoint, saved) ? saved : published;
+}
+
+/* Scales of powers of two, as f32. */
+static const float *bind_exponents(Binder *binder, const char *name, int64_t rows, int64_t cols) {
+    static const DType dtypes[] = {DTYPE_F8_E8M0, DTYPE_F32, DTYPE_BF16, DTYPE_UNKNOWN};
+    const Tensor *tensor = bind_tensor(binder, name, dtypes, 2, (int64_t[]){rows, cols});
+    const size_t count = (size_t)(rows * cols);
+    if (!tensor) return NULL;
+    return binder->checkpoint->dummy ? make_up(binder, name, DTYPE_F32, count, 0x1p-10f, 0x1p-12f)
+                                     : widen_tensor(binder, tensor, count);
+}
+
+/* A matrix [rows, cols] by the name prefix + suffix + ".weight"; an e4m3 one brings its ".scale". */
+static Matrix bind_scaled_matrix(Binder *binder, const char *prefix, const char *suffix, int rows, int cols) {
+    char name[256];
+    snprintf(name, sizeof name, "%s%s.weight", prefix, suffix);
+    Matrix matrix = bind_named_matrix(binder, name, matrix_dtypes, rows, cols);
+    if (matrix.dtype != DTYPE_F8_E4M3) return matrix;
+    snprintf(name, sizeof name, "%s%s.scale", prefix, suffix);
+    matrix.block = binder->weight_block;
+    matrix.scale_cols = (cols + matrix.block - 1) / matrix.block;
+    matrix.scale = bind_exponents(binder, name, (rows + matrix.block - 1) / matrix.block, matrix.scale_cols);
+    return matrix;
+}
+
+/* One of an expert's matrices: packed e2m1 with an exponent for every 32 inputs, or a type that is not packed. */
+static Matrix bind_packed_matrix(Binder *binder, const char *prefix, const char *suffix, int rows, int cols) {
+    static const DType packed[] = {DTYPE_I8, DTYPE_U8, DTYPE_UNKNOWN}, exponents[] = {DTYPE_F8_E8M0, DTYPE_UNKNOWN};
+    char name[256];
+    snprintf(name, sizeof name, "%s%s.weight", prefix, suffix);
+    const Tensor *there = checkpoint_find(binder->checkpoint, name);
+    if (binder->checkpoint->dummy ? !binder->quantised : there && there->dtype != DTYPE_I8 && there->dtype != DTYPE_U8)
+        return bind_scaled_matrix(binder, prefix, suffix, rows, cols);
+    Matrix matrix = bind_named_matrix(binder, name, packed, rows, (cols + PACKED - 1) / PACKED);
+    if (!matrix.rows) return matrix;
+    binder->weights->parameters += (size_t)rows * (size_t)(cols - matrix.cols);
+    matrix.dtype = DTYPE_F4_E2M1;
+    matrix.cols = cols;
+    matrix.scale_cols = (cols + EXPONENT_BLOCK - 1) / EXPONENT_BLOCK;
+    snprintf(name, sizeof name, "%s%s.scale", prefix, suffix);
+    const Tensor *scale = bind_tensor(binder, name, exponents, 2, (int64_t[]){rows, matrix.scale_cols});
+    if (!scale) return (Matrix){0};
+    const float usual = weight_reach(cols) / CODE_SPREAD;
+    matrix.exponents = binder->checkpoint->dummy ? make_up(binder, name, DTYPE_F8_E8M0, scale->size, usual, 0)
+                                                 : move_weights(binder, scale->data, scale->size);
+    return matrix;
+}
+
+/* fn, base and scale of the streams' weights; `n` of them. */
+static HyperWeights bind_hyper(Binder *binder, const char *prefix, const Config *config, int n, int scales) {
+    HyperWeights weights = {0};
+    char name[256];
+    snprintf(name, sizeof name, "%sfn", prefix);
+    weights.fn = bind_named_matrix(binder, name, float_dtypes, n, config->hc_mult * config->hidden_size);
+    weights.base = bind_vector(binder, prefix, "base", n);
+    weights.scale = bind_vector(binder, prefix, "scale", scales);
+    return weights;
+}
+
+static CompressorWeights bind_compressor(Binder *binder, const char *prefix, const Config *config, int ratio, int width, int dim) {
+    CompressorWeights weights = {0};
+    char name[256];
+    weights.wkv = bind_scaled_matrix(binder, prefix, "wkv", width, config->hidden_size);
+    weights.wgate = bind_scaled_matrix(binder, prefix, "wgate", width, config->hidden_size);
+    snprintf(name, sizeof name, "%sape", prefix);
+    weights.ape = bind_floats(binder, name, 2, (int64_t[]){ratio, width});
+    weights.norm = bind_vector(binder, prefix, "norm.weight", dim);
+    return weights;
+}
+
+static void bind_shared_key_attention(Binder *binder, LayerWeights *layer, const Config *config, const char *prefix) {
+    const int heads = config->num_attention_heads, hidden = config->hidden_size, dim = config->head_dim;
+    char published[256], saved[256];
+    layer->q_a_proj = bind_scaled_matrix(binder, prefix, "attn.wq_a", config->q_lora_rank, hidden);
+    layer->q_a_layernorm = bind_vector(binder, prefix, "attn.q_norm.weight", config->q_lora_rank);
+    layer->q_b_proj = bind_scaled_matrix(binder, prefix, "attn.wq_b", heads * dim, config->q_lora_rank);
+    layer->wkv = bind_scaled_matrix(binder, prefix, "attn.wkv", dim, hidden);
+    snprintf(published, sizeof published, "%sattn.kv_norm.weight", prefix);
+    snprintf(saved, sizeof saved, "%sattn.norm.weight", prefix);
+    layer->kv_norm = bind_vector(binder, "", either_name(binder, published, saved), dim);
+    layer->attention_sink = bind_vector(binder, prefix, "attn.attn_sink", heads);
+    layer->o_a_proj = bind_scaled_matrix(binder, prefix, "attn.wo_a", config->o_groups * config->o_lora_rank,
+                                         heads / config->o_groups * dim);
+    layer->o_proj = bind_scaled_matrix(binder, prefix, "attn.wo_b", hidden, config->o_groups * config->o_lora_rank);
+}
+
+static void bind_index_queries(Binder *binder, LayerWeights *layer, const Config *config, const char *prefix) {
+    layer->indexer_wq_b = bind_scaled_matrix(binder, prefix, "attn.indexer.wq_b", config->index_n_heads * config->index_head_dim,
+                                             config->q_lora_rank);
+    layer->indexer_weights_proj = bind_scaled_matrix(binder, prefix, "attn.indexer.weights_proj", config->index_n_heads,
+                                                     config->hidden_size);
+}
+
+static void bind_compression(Binder *binder, LayerWeights *layer, const Config *config, const char *prefix,
+                             Compression compression) {
+    const int dim = config->head_dim;
+    const bool sparse = compression == COMPRESSION_SPARSE;
+    char inner[256];
+    if (compression == COMPRESSION_NONE) return;
+    snprintf(inner, sizeof inner, "%sattn.compressor.", prefix);
+    layer->compressor = bind_compressor(binder, inner, config, sparse ? config->sparse_ratio : config->heavy_ratio,
+                                        sparse ? 2 * dim : dim, dim);
+    if (!sparse) return;
+    bind_index_queries(binder, layer, config, prefix);
+    snprintf(inner, sizeof inner, "%sattn.indexer.compressor.", prefix);
+    layer->index_compressor = bind_compressor(binder, inner, config, config->sparse_ratio, 2 * config->index_head_dim,
+                                              config->index_head_dim);
+}
+
+/* Which experts each token of the vocabulary goes to. */
+static const int *bind_hash_experts(Binder *binder, const char *prefix, const Config *config) {
+    static const DType integers[] = {DTYPE_I64, DTYPE_UNKNOWN};
+    const int per_token = config->num_experts_per_tok;
+    const size_t count = (size_t)config->vocab_size * (size_t)per_token;
+    char name[256];
+    snprintf(name, sizeof name, "%sffn.gate.tid2eid", prefix);
+    const Tensor *tensor = bind_tensor(binder, name, integers, 2, (int64_t[]){config->vocab_size, per_token});
+    if (!tensor) return NULL;
+    int *table = allocate_zeroed(count, sizeof *table);
+    arrput(binder->weights->owned, table);
+    for (size_t i = 0; i < count; i++) {
+        size_t first = i - i % (size_t)per_token;
+        uint64_t expert = binder->checkpoint->dummy ? (i * 7 + i / 64) % (uint64_t)config->n_routed_experts
+                                                    : load_u64(tensor->data + i * sizeof expert);
+        bool known = expert < (uint64_t)config->n_routed_experts;
+        for (size_t j = first; j < i && known && !binder->checkpoint->dummy; j++) known = table[j] != (int)expert;
+        table[i] = known ? (int)expert : 0;
+        if (known) continue;
+        binder->failed = !fail(binder->error, "%s: tensor %s: token %zu names expert %" PRId64 ", wanted different ones below %d",
+                               binder->checkpoint->directory, name, i / (size_t)per_token, (int64_t)expert,
+                               config->n_routed_experts);
+        return NULL;
+    }
+    return move_weights(binder, table, count * sizeof *table);
+}
+
+/* w1, w3 and w2 of one SwiGLU block, in the order of gate, up and down. */
+typedef Matrix BindMatrix(Binder *binder, const char *prefix, const char *suffix, int rows, int cols);
+static void bind_numbered_mlp(Binder *binder, BindMatrix *bind, Matrix *gate, Matrix *up, Matrix *down, const char *prefix,
+                              int inter, int hidden) {
+    *gate = bind(binder, prefix, "w1", inter, hidden);
+    *up = bind(binder, prefix, "w3", inter, hidden);
+    *down = bind(binder, prefix, "w2", hidden, inter);
+}
+
+static void bind_numbered_experts(Binder *binder, LayerWeights *layer, const Config *config, const char *prefix, bool hashed) {
+    const int inter = config->moe_intermediate_size, hidden = config->hidden_size;
+    const size_t n = (size_t)config->n_routed_experts;
+    char name[200];
+    layer->router = bind_scaled_matrix(binder, prefix, "ffn.gate", config->n_routed_experts, hidden);
+    if (hashed) layer->hash_experts = bind_hash_experts(binder, prefix, config);
+    else layer->e_score_correction_bias = bind_vector(binder, prefix, "ffn.gate.bias", config->n_routed_experts);
+    Matrix *experts = allocate_zeroed(3 * n, sizeof *experts), *gate = experts, *up = gate + n, *down = up + n;
+    arrput(binder->weights->owned, experts);
+    for (size_t e = 0; e < n && !binder->failed; e++) {
+        snprintf(name, sizeof name, "%sffn.experts.%zu.", prefix, e);
+        bind_numbered_mlp(binder, bind_packed_matrix, &gate[e], &up[e], &down[e], name, inter, hidden);
+    }
+    finish_experts(binder, layer, experts, n, prefix);
+    snprintf(name, sizeof name, "%sffn.shared_experts.", prefix);
+    if (config->n_shared_experts)
+        bind_numbered_mlp(binder, bind_scaled_matrix, &layer->gate_proj, &layer->up_proj, &layer->down_proj, name,
+                          inter * config->n_shared_experts, hidden);
+}
+
+/* What every layer of V4 and V4.1 has. */
+static void bind_stream_layer(Binder *binder, LayerWeights *layer, const Config *config, const char *prefix, bool hashed) {
+    const int hidden = config->hidden_size, mixes = (2 + config->hc_mult) * config->hc_mult;
+    char inner[100];
+    layer->input_layernorm = bind_vector(binder, prefix, "attn_norm.weight", hidden);
+    layer->post_attention_layernorm = bind_vector(binder, prefix, "ffn_norm.weight", hidden);
+    snprintf(inner, sizeof inner, "%shc_attn_", prefix);
+    layer->attention_hyper = bind_hyper(binder, inner, config, mixes, 3);
+    snprintf(inner, sizeof inner, "%shc_ffn_", prefix);
+    layer->mlp_hyper = bind_hyper(binder, inner, config, mixes, 3);
+    bind_shared_key_attention(binder, layer, config, prefix);
+    bind_numbered_experts(binder, layer, config, prefix, hashed);
+}
+
+static void bind_v4(Binder *binder, const Config *config) {
+    Weights *weights = binder->weights;
+    const int hidden = config->hidden_size, mult = config->hc_mult;
+    const bool saved = checkpoint_find(binder->checkpoint, "model.embed_tokens.weight")
+                       || checkpoint_find(binder->checkpoint, "model.norm.weight");
+    const char *root = saved ? "model." : "";
+    char prefix[64];
+    binder->saved_names = saved;
+    weights->embed_tokens = bind_named_matrix(binder, saved ? "model.embed_tokens.weight" : "embed.weight", float_dtypes,
+                                              config->vocab_size, hidden);
+    for (int i = 0; i < config->num_hidden_layers && !binder->failed; i++) {
+        LayerWeights *layer = &weights->layers[i];
+        snprintf(prefix, sizeof prefix, "%slayers.%d.", root, i);
+        bind_stream_layer(binder, layer, config, prefix, config->hash_routed[i]);
+        bind_compression(binder, layer, config, prefix, config->compression[i]);
+    }
+    weights->head_hyper = bind_hyper(binder, saved ? "model.hc_head.hc_" : "hc_head_", config, mult, 1);
+    weights->norm = bind_vector(binder, root, "norm.weight", hidden);
+    weights->lm_head = bind_named_matrix(binder, "head.weight", float_dtypes, config->vocab_size, hidden);
+}
+
+/* ---- DeepSeek-V4.1 */
+
+/* The rows of a source are made of one latent for each group, and so are its index keys. */
+static void bind_source(Binder *binder, LayerWeights *layer, const Config *config, const char *prefix, int ratio) {
+    const int dim = config->head_dim;
+    layer->compressor.wkv = bind_scaled_matrix(binder, prefix, "attn.compressor.wkv", dim, config->hidden_size);
+    if (ratio > 1) layer->compressor.wgate = bind_scaled_matrix(binder, prefix, "attn.compressor.wgate", dim, config->hidden_size);
+    layer->compressor.norm = bind_vector(binder, prefix, "attn.compressor.norm.weight", dim);
+    layer->indexer_wk = bind_scaled_matrix(binder, prefix, "attn.indexer.wk", config->index_head_dim, dim);
+    layer->indexer_k_norm = bind_vector(binder, prefix, "attn.indexer.k_norm.weight", config->index_head_dim);
+}
+
+/* The 128-bit generator that numpy's default_rng(seed) is (PCG XSL RR, seeded by SeedSequence): Engram's multipliers are its
+ * first integers. */
+typedef struct NumpyRandom { unsigned __int128 state, increment; } NumpyRandom;
+
+static const unsigned __int128 pcg_multiplier = ((unsigned __int128)0x2360ED051FC65DA4 << 64) | 0x4385DF649FCCF645;
+
+static uint32_t mix_seed(uint32_t *constant, uint32_t factor, uint32_t word) {
+    word ^= *constant;
+    *constant *= factor;
+    word *= *constant;
+    return word ^ word >> 16;
+}
+
+static NumpyRandom seed_numpy(uint64_t seed) {
+    uint32_t pool[4] = {(uint32_t)seed, (uint32_t)(seed >> 32), 0, 0}, constant = 0x43b0d7e5;
+    uint64_t words[4] = {0};
+    for (int i = 0; i < 4; i++) pool[i] = mix_seed(&constant, 0x931e8875, pool[i]);
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) {
+            if (i == j) continue;
+            uint32_t mixed = pool[j] * 0xca01f9dd - mix_seed(&constant, 0x931e8875, pool[i]) * 0x4973f715;
+            pool[j] = mixed ^ mixed >> 16;
+        }
+    constant = 0x8b51f9dd;
+    for (int i = 0; i < 8; i++) words[i / 2] |= (uint64_t)mix_seed(&constant, 0x58f38ded, pool[i % 4]) << 32 * (i % 2);
+    NumpyRandom random = {.increment = ((unsigned __int128)words[2] << 64 | words[3]) * 2 + 1};
+    random.state = (random.increment + ((unsigned __int128)words[0] << 64 | words[1])) * pcg_multiplier + random.increment;
+    return random;
+}
+
+/* Evenly below a bound of more than 32 bits (Lemire 2019). */
+static uint64_t numpy_integer(NumpyRandom *random, uint64_t bound) {
+    for (;;) {
+        random->state = random->state * pcg_multiplier + random->increment;
+        const uint64_t folded = (uint64_t)(random->state >> 64) ^ (uint64_t)random->state;
+        const int turn = (int)(random->state >> 122);
+        const unsigned __int128 product = (unsigned __int128)(folded >> turn | folded << (-turn & 63)) * bound;
+        if ((uint64_t)product >= bound || (uint64_t)product >= -bound % bound) return (uint64_t)(product >> 64);
+    }
+}
+
+static bool is_prime(int64_t n) {
+    for (int64_t d = 2; d * d <= n; d++)
+        if (n % d == 0) return false;
+    return n > 1;
+}
+
+/* The hashes of one layer's table. *prime: the last that an earlier column took; no two columns of any table have the same.
+ * Returns the rows that they reach. */
+static int64_t make_hashes(EngramWeights *engram, const Config *config, int layer, int64_t *prime) {
+    const uint64_t bound = (((uint64_t)1 << 63) - 1) / (uint64_t)config->engram_compressed_vocab_size / 2;
+    NumpyRandom random = seed_numpy(10007 * (uint64_t)layer);
+    int64_t rows = 0;
+    for (int i = 0; i < config->engram_order; i++) engram->multipliers[i] = 2 * numpy_integer(&random, bound) + 1;
+    for (int c = 0; c < (config->engram_order - 1) * config->engram_n_heads; c++) {
+        do ++*prime;
+        while (!is_prime(*prime));
+        engram->primes[c] = *prime;
+        engram->offsets[c] = rows;
+        rows += *prime;
+    }
+    return rows;
+}
+
+/* One layer's table, which stays where it is mapped, and what it is joined by. */
+static const EngramWeights *bind_engram(Binder *binder, const Config *config, const char *prefix, int layer, int64_t *prime) {
+    static const DType dtypes[] = {DTYPE_F8_E4M3, DTYPE_F32, DTYPE_F16, DTYPE_BF16, DTYPE_UNKNOWN},
+                       exponents[] = {DTYPE_F8_E8M0, DTYPE_UNKNOWN};
+    const int dim = config->engram_head_dim, columns = (config->engram_order - 1) * config->engram_n_heads, mult = config->hc_mult;
+    const int64_t rows = config->engram_rows[layer], shape[] = {rows, dim};
+    EngramWeights *engram = allocate_zeroed(1, sizeof *engram);
+    arrput(binder->weights->owned, engram);
+    const int64_t reached = make_hashes(engram, config, layer, prime);
+    char name[256];
+    if (reached != rows && !binder->failed)
+        binder->failed = !fail(binder->error, "%s: engram_num_embeddings of layer %d: found %" PRId64 ", wanted %" PRId64
+                               ", which its hashes reach", binder->checkpoint->directory, layer, rows, reached);
+    if (binder->checkpoint->dummy && binder->backend && !binder->failed)
+        binder->failed = !fail(binder->error, "%s: --dummy makes no Engram tables: take --layers %d or fewer",
+                               binder->checkpoint->directory, layer);
+    snprintf(name, sizeof name, "%sengram.embed.weight", prefix);
+    const Tensor *tensor = bind_tensor(binder, name, dtypes, 2, shape);
+    if (!tensor) return engram;
+    engram->table = tensor->data;
+    engram->dtype = tensor->dtype;
+    binder->weights->parameters += (size_t)(rows * dim);
+    snprintf(name, sizeof name, "%sengram.embed.scale", prefix);
+    if (engram->dtype == DTYPE_F8_E4M3) {
+        tensor = bind_tensor(binder, name, exponents, 2, (int64_t[]){rows, (dim + EXPONENT_BLOCK - 1) / EXPONENT_BLOCK});
+        if (tensor) engram->exponents = tensor->data;
+    }
+    engram->wkv = bind_scaled_matrix(binder, prefix, "engram.wkv", (mult + 1) * config->hidden_size, columns * dim);
+    snprintf(name, sizeof name, "%sengram.q_weight", prefix);
+    engram->q_weight = bind_floats(binder, name, 2, (int64_t[]){mult, config->hidden_size});
+    snprintf(name, sizeof name, "%sengram.k_weight", prefix);
+    engram->k_weight = bind_floats(binder, name, 2, (int64_t[]){mult, config->hidden_size});
+    return engram;
+}
+
+/* What Engram takes each token for; made from the tokenizer by weights/engram_map.py, which says how. */
+static const int *bind_token_map(Binder *binder, const Config *config) {
+    static const DType integers[] = {DTYPE_I32, DTYPE_UNKNOWN};
+    const char *name = "engram.token_map";
+    const size_t n = (size_t)config->vocab_size;
+    if (!binder->failed && !binder->checkpoint->dummy && !checkpoint_find(binder->checkpoint, name))
+        binder->failed = !fail(binder->error, "%s: tensor %s: found neither it nor engram.safetensors, which "
+                               "weights/engram_map.py makes from the tokenizer", binder->checkpoint->directory, name);
+    const Tensor *tensor = bind_tensor(binder, name, integers, 1, (int64_t[]){config->vocab_size});
+    if (!tensor || binder->checkpoint->dummy) return NULL;
+    int *map = allocate_zeroed(n, sizeof *map);
+    arrput(binder->weights->owned, map);
+    memcpy(map, tensor->data, n * sizeof *map);
+    for (size_t i = 0; i < n && !binder->failed; i++)
+        if (map[i] < 0 || map[i] >= config->engram_compressed_vocab_size)
+            binder->failed = !fail(binder->error, "%s: tensor %s: found %d for token %zu, wanted ids below "
+                                   "engram_compressed_vocab_size, %d", binder->checkpoint->directory, name, map[i], i,
+                                   config->engram_compressed_vocab_size);
+    return move_weights(binder, map, n * sizeof *map);
+}
+
+static void bind_v41(Binder *binder, const Config *config) {
+    Weights *weights = binder->weights;
+    const int hidden = config->hidden_size;
+    int64_t prime = config->engram_vocab_size - 1;
+    bool engrams = false;
+    char prefix[64];
+    weights->embed_tokens = bind_named_matrix(binder, "embed.weight", float_dtypes, config->vocab_size, hidden);
+    for (int i = 0; i < config->num_hidden_layers && !binder->failed; i++) {
+        LayerWeights *layer = &weights->layers[i];
+        snprintf(prefix, sizeof prefix, "layers.%d.", i);
+        bind_stream_layer(binder, layer, config, prefix, false);
+        if (config->makes_rows[i]) bind_source(binder, layer, config, prefix, config->source_ratio[config->source[i]]);
+        if (config->selects[i]) bind_index_queries(binder, layer, config, prefix);
+        if (config->engram_rows[i]) layer->engram = bind_engram(binder, config, prefix, i, &prime);
+        engrams |= config->engram_rows[i] > 0;
+    }
+    if (engrams) weights->token_map = bind_token_map(binder, config);
+    weights->norm = bind_vector(binder, "", "norm.weight", hidden);
+    weights->lm_head = bind_named_matrix(binder, "head.weight", float_dtypes, config->vocab_size, hidden);
+}
+
 bool weights_bind(Weights *weights, const Checkpoint *checkpoint, const Config *config, const Backend *backend, Error *error) {
     *weights = (Weights){0};
     Binder binder = {.checkpoint = checkpoint, .weights = weights, .backend = backend, .error = error,
-                     .quantised = config->quantised};
-    char prefix[64], name[100];
-    weights->embed_tokens = bind_matrix(&binder, "model.", "embed_tokens", config->vocab_size, config->hidden_size);
+                     .quantised = config->quantised, .weight_block = config->weight_block};
     weights->layers = allocate_zeroed((size_t)config->num_hidden_layers, sizeof(LayerWeights));
-    for (int i = 0; i < config->num_hidden_layers && !binder.failed; i++) {
-        LayerWeights *layer = &weights->layers[i];
-        snprintf(prefix, sizeof prefix, "model.layers.%d.", i);
-        layer->input_layernorm = bind_vector(&binder, prefix, "input_layernorm.weight", config->hidden_size);
-        layer->post_attention_layernorm = bind_vector(&binder, prefix, "post_attention_layernorm.weight", config->hidden_size);
-        if (has_latent_attention(config)) bind_latent_attention(&binder, layer, config, prefix, config->indexer_full[i]);
-        else bind_qwen3_attention(&binder, layer, config, prefix);
-        snprintf(name, sizeof name, "%smlp.", prefix);
-        if (config->mlp_sparse && config->mlp_sparse[i]) bind_experts(&binder, layer, config, prefix);
-        else
-            bind_mlp(&binder, &layer->gate_proj, &layer->up_proj, &layer->down_proj, name, config->intermediate_size,
-                     config->hidden_size);
-    }
-    weights->norm = bind_vector(&binder, "model.", "norm.weight", config->hidden_size);
-    if (config->tie_word_embeddings) weights->lm_head = weights->embed_tokens;
-    else weights->lm_head = bind_matrix(&binder, "", "lm_head", config->vocab_size, config->hidden_size);
+    (config->family == FAMILY_DEEPSEEK_V41 ? bind_v41 : has_streams(config) ? bind_v4 : bind_usual)(&binder, config);
     if (binder.failed && backend) backend->wait();  /* it may still read what goes now */
     if (binder.failed) weights_free(weights);
     return !binder.failed;
@@ -993,11 +1617,11 @@ static float *carve_floats(Arena *arena, int count, int width) {
     return carve(arena, (size_t)count, (size_t)width, sizeof(float));
 }
 
-static int rope_dim(const Config *config) { return has_latent_attention(config) ? config->qk_rope_head_dim : config->head_dim; }
+static int rope_dim(const Config *config) { return has_indexer(config) ? config->qk_rope_head_dim : config->head_dim; }
 
-static size_t page_bytes(const Cache *cache) { return (size_t)cache->sources * PAGE_ROWS * cache->format.stride; }
+static size_t page_bytes(const Cache *cache) { return rows_before(cache, cache->sources) * cache->format.stride; }
 
-static size_t index_page_bytes(const Cache *cache) { return (size_t)cache->groups * PAGE_ROWS * cache->index_format.stride; }
+static size_t index_page_bytes(const Cache *cache) { return rows_before(cache, cache->groups) * cache->index_format.stride; }
 
 size_t page_image_bytes(const Cache *cache) { return page_bytes(cache) + index_page_bytes(cache); }
 
@@ -1018,6 +1642,17 @@ static size_t lay_out_tables(CacheTables *tables, const Cache *cache, Arena *are
     return arena->used - start;
 }
 
+/* What DeepSeek-V4's layers keep on the device: the rings and passes of their trails, and heavily compressed rows. */
+static void lay_out_trails(Cache *cache, Arena *arena) {
+    for (int i = 0; i < cache->trail_layers * TRAILS; i++) {
+        Trail *trail = &cache->trails[i];
+        trail->ring = carve(arena, (size_t)cache->sessions * (size_t)trail->length, trail->stride, 1);
+        trail->pass = carve(arena, trail->length ? (size_t)cache->pass_rows : 0, trail->stride, 1);
+    }
+    cache->heavy = carve(arena, (size_t)cache->heavy_layers * (size_t)cache->sessions, (size_t)cache->heavy_rows,
+                         cache->format.stride);
+}
+
 /* The device tier: pool, staging, index keys, draft rings, the tables as operations see them and the hot caches' slots. */
 static void lay_out_cache(Cache *cache, Arena *arena) {
     size_t sessions = (size_t)cache->sessions, states = sessions * (size_t)cache->groups, hot_rows = (size_t)cache->hot_rows;
@@ -1026,6 +1661,7 @@ static void lay_out_cache(Cache *cache, Arena *arena) {
                            cache->format.stride);
     cache->index_keys = carve(arena, (size_t)cache->index_pages.n_pages, index_page_bytes(cache), 1);
     cache->draft_ring = carve(arena, sessions, ring_bytes(cache), 1);
+    lay_out_trails(cache, arena);
     cache->tables_bytes = lay_out_tables(&cache->seen, cache, arena);
     cache->slots.clock = carve(arena, states, 1, sizeof(uint32_t));
     cache->slots.tag = carve(arena, states, hot_rows, sizeof(int32_t));
@@ -1049,14 +1685,77 @@ static size_t measure_cache(Cache *cache, int64_t pages, int64_t index_pages, bo
     return arena.used;
 }
 
+/* An indexer's queries, and what is selected. */
+static void lay_out_selection(State *state, const Config *config, const Cache *cache, Arena *arena) {
+    const int rows = state->max_rows, context = cache->context_pages * PAGE_ROWS, fit = larger((2 << 20) / context, 32);
+    state->index_q = carve_floats(arena, rows, config->index_n_heads * config->index_head_dim);
+    state->index_k = carve_floats(arena, rows, config->index_head_dim);
+    state->index_weights = carve_floats(arena, rows, config->index_n_heads);
+    state->scratch_rows = fit < rows ? fit : rows;  /* 8 MB, or 32 rows */
+    state->index_scratch = carve_floats(arena, state->scratch_rows, context);
+    state->selection.capacity = cache->index_topk;
+    state->selection.ids = carve(arena, (size_t)rows, (size_t)state->selection.capacity, sizeof(int));
+    state->selection.count = carve(arena, (size_t)rows, 1, sizeof(int));
+    state->locations = carve(arena, (size_t)rows, (size_t)state->selection.capacity, sizeof(DeviceRow));
+    state->plan.capacity = cache->hot_rows ? rows * cache->index_topk : 0;
+    state->plan.count = carve(arena, (size_t)rows, 1, sizeof(int));
+    state->plan.from = carve(arena, (size_t)state->plan.capacity, 1, sizeof(HostRow));
+    state->plan.to = carve(arena, (size_t)state->plan.capacity, 1, sizeof(DeviceRow));
+}
+
+static void lay_out_experts(State *state, const Config *config, Arena *arena) {
+    const int rows = state->max_rows, inter = config->moe_intermediate_size, chosen = config->num_experts_per_tok;
+    state->router_logits = carve_floats(arena, rows, config->n_routed_experts);
+    state->expert_picks = carve(arena, (size_t)rows, (size_t)chosen, sizeof(int));
+    state->expert_weights = carve_floats(arena, rows, chosen);
+    state->expert_scratch = carve_floats(
+        arena, rows, larger(2 * (config->hidden_size + inter * larger(config->n_shared_experts, 1)), (chosen + 1) * inter));
+}
+
+/* Values that Engram reads for a token, in all columns. */
+static int engram_width(const Config *config) {
+    return larger(config->engram_order - 1, 0) * config->engram_n_heads * config->engram_head_dim;
+}
+
+static void lay_out_v4(State *state, const Config *config, Arena *arena) {
+    const int rows = state->max_rows, q_width = config->num_attention_heads * config->head_dim, half = rope_dim(config) / 2;
+    state->mixes = carve_floats(arena, rows, (2 + config->hc_mult) * config->hc_mult);
+    state->q_lora = carve_floats(arena, rows, config->q_lora_rank);
+    state->q = carve_floats(arena, rows, q_width);
+    state->kv = carve_floats(arena, rows, config->head_dim);
+    state->attended = carve_floats(arena, rows, q_width);
+    state->o_latent = carve_floats(arena, rows, config->o_groups * config->o_lora_rank);
+    int widest = larger(larger(config->hidden_size, config->q_lora_rank), config->o_groups * config->o_lora_rank);
+    state->rounded = carve_floats(arena, config->qat ? rows : 0, larger(widest, engram_width(config)));
+    state->compress_cosine = carve_floats(arena, rows, half);
+    state->compress_sine = carve_floats(arena, rows, half);
+    state->compress_frequency = carve_floats(arena, 1, half);
+    state->late_mixes = carve_floats(arena, rows, (2 + config->hc_mult) * config->hc_mult);
+    state->pass_rows = carve(arena, (size_t)rows, 1, sizeof(DeviceRow));
+    state->heavy_ids = carve(arena, (size_t)rows, 1, sizeof(DeviceRow));
+    state->group_rows = carve(arena, (size_t)rows, 1, sizeof(Row));
+    state->heavy_count = carve(arena, (size_t)rows, 1, sizeof(int));
+}
+
+static void lay_out_v41(State *state, const Config *config, const Cache *cache, Arena *arena) {
+    const int rows = state->max_rows, half = rope_dim(config) / 2, memory = engram_width(config);
+    const int64_t context = (int64_t)cache->context_pages * PAGE_ROWS, size = larger(config->candidate_block_size, 1);
+    state->latents = carve_floats(arena, rows, config->head_dim);
+    state->group_cosine = carve_floats(arena, rows, half);
+    state->group_sine = carve_floats(arena, rows, half);
+    state->first_rows = carve(arena, (size_t)rows, 1, sizeof(Row));
+    state->blocks = carve(arena, (size_t)rows, (size_t)((context + size - 1) / size + 63) / 64, sizeof(uint64_t));
+    state->engram = carve_floats(arena, rows, memory);
+    state->engram_kv = carve_floats(arena, memory ? rows : 0, (config->hc_mult + 1) * config->hidden_size);
+}
+
 static void lay_out_state(State *state, const Config *config, const Cache *cache, Arena *arena) {
     int rows = state->max_rows, hidden = config->hidden_size, heads = config->num_attention_heads, half = rope_dim(config) / 2;
     int inner = larger(config->intermediate_size, config->moe_intermediate_size * config->n_shared_experts);
-    int context = cache->context_pages * PAGE_ROWS;
     state->rows = carve(arena, (size_t)rows, 1, sizeof(Row));
     state->indices = carve(arena, (size_t)rows, 1, sizeof(int));
     state->report = carve(arena, 1, 1, sizeof(PassReport));
-    state->hidden = carve_floats(arena, rows, hidden);
+    state->hidden = carve_floats(arena, rows, residual_streams(config) * hidden);
     state->normed = carve_floats(arena, rows, hidden);
     state->branch = carve_floats(arena, rows, hidden);
     state->gate = carve_floats(arena, rows, inner);
@@ -1067,39 +1766,24 @@ static void lay_out_state(State *state, const Config *config, const Cache *cache
     state->kv_rows = carve(arena, (size_t)rows, 1, sizeof(DeviceRow));
     state->index_rows = carve(arena, (size_t)rows, 1, sizeof(DeviceRow));
     state->logits = carve_floats(arena, state->logit_rows, config->vocab_size);
-    if (!has_latent_attention(config)) {
+    if (!has_indexer(config)) {
         state->q = carve_floats(arena, rows, heads * config->head_dim);
         state->kv = carve_floats(arena, rows, 2 * config->num_key_value_heads * config->head_dim);
         state->attended = carve_floats(arena, rows, heads * config->head_dim);
         return;
     }
-    int width = config->kv_lora_rank + config->qk_rope_head_dim;
-    state->q_lora = carve_floats(arena, rows, config->q_lora_rank);
-    state->q = carve_floats(arena, rows, heads * (config->qk_nope_head_dim + config->qk_rope_head_dim));
-    state->kv = carve_floats(arena, rows, width);
-    state->q_absorbed = carve_floats(arena, rows, heads * width);
-    state->z = carve_floats(arena, rows, heads * config->kv_lora_rank);
-    state->attended = carve_floats(arena, rows, heads * config->v_head_dim);
-    state->index_q = carve_floats(arena, rows, config->index_n_heads * config->index_head_dim);
-    state->index_k = carve_floats(arena, rows, config->index_head_dim);
-    state->index_weights = carve_floats(arena, rows, config->index_n_heads);
-    state->scratch_rows = larger((2 << 20) / context, 32) < rows ? larger((2 << 20) / context, 32) : rows; /* 8 MB, or 32 rows */
-    state->index_scratch = carve_floats(arena, state->scratch_rows, context);
-    state->selection.capacity = cache->index_topk;
-    state->selection.ids = carve(arena, (size_t)rows, (size_t)state->selection.capacity, sizeof(int));
-    state->selection.count = carve(arena, (size_t)rows, 1, sizeof(int));
-    state->locations = carve(arena, (size_t)rows, (size_t)state->selection.capacity, sizeof(DeviceRow));
-    state->plan.capacity = cache->hot_rows ? rows * cache->index_topk : 0;
-    state->plan.count = carve(arena, (size_t)rows, 1, sizeof(int));
-    state->plan.from = carve(arena, (size_t)state->plan.capacity, 1, sizeof(HostRow));
-    state->plan.to = carve(arena, (size_t)state->plan.capacity, 1, sizeof(DeviceRow));
-    state->router_logits = carve_floats(arena, rows, config->n_routed_experts);
-    state->expert_picks = carve(arena, (size_t)rows, (size_t)config->num_experts_per_tok, sizeof(int));
-    state->expert_weights = carve_floats(arena, rows, config->num_experts_per_tok);
-    state->expert_scratch = carve_floats(
-        arena, rows,
-        larger(2 * (hidden + config->moe_intermediate_size * larger(config->n_shared_experts, 1)),
-               (config->num_experts_per_tok + 1) * config->moe_intermediate_size));
+    if (has_latent_attention(config)) {
+        int width = config->kv_lora_rank + config->qk_rope_head_dim;
+        state->q_lora = carve_floats(arena, rows, config->q_lora_rank);
+        state->q = carve_floats(arena, rows, heads * (config->qk_nope_head_dim + config->qk_rope_head_dim));
+        state->kv = carve_floats(arena, rows, width);
+        state->q_absorbed = carve_floats(arena, rows, heads * width);
+        state->z = carve_floats(arena, rows, heads * config->kv_lora_rank);
+        state->attended = carve_floats(arena, rows, heads * config->v_head_dim);
+    } else lay_out_v4(state, config, arena);
+    if (config->family == FAMILY_DEEPSEEK_V41) lay_out_v41(state, config, cache, arena);
+    lay_out_selection(state, config, cache, arena);
+    lay_out_experts(state, config, arena);
 }
 
 /* The drafter's activations; its logits are the target's. */
@@ -1150,14 +1834,98 @@ static void lay_out_draft(Drafter *drafter, const Config *target, const State *t
     state->drafts.survival = carve_floats(host_arena, sessions, slots);
 }
 
-const char *const kv_dtype_names[] = {[KV_F32] = "f32", [KV_BF16] = "bf16", [KV_F8] = "fp8"};
+const char *const kv_dtype_names[] = {[KV_F32] = "f32", [KV_BF16] = "bf16", [KV_F8] = "fp8", [KV_F4] = "fp4"};
 
 const char *const kv_mode_names[MODES] = {
     [MODE_RESIDENT] = "resident", [MODE_HISPARSE] = "hisparse", [MODE_ADAPTIVE] = "adaptive"};
 
+/* Codes that share a scale: of DeepSeek-V4's rows; of V4.1's in windows, and made of groups. */
+enum { CACHED_GROUP = 64, WINDOW_GROUP = 32, SOURCE_GROUP = 16 };
+
+/* Index keys of both: fp4 or as they are. */
+static RowFormat group_key_format(const Config *config, KvDtype dtype) {
+    if (dtype == KV_F4) return scaled_row_format(KV_F4, config->index_head_dim, 0, EXPONENT_BLOCK, SCALES_E8M0);
+    return row_format(dtype == KV_F32 ? KV_F32 : KV_BF16, 0, config->index_head_dim, 128);
+}
+
+/* Of DeepSeek-V4: every sparse layer is a source and a group of its own, whose rows each hold sparse_ratio positions. Windows,
+ * the groups that compressors have not made rows of, and heavily compressed rows stay on the device. Trails reach MAX_BLOCK
+ * positions further back than any layer looks, so that a session can be taken back by a block. */
+static void shape_compressed_cache(Cache *cache, const Config *config, const EngineOptions *options) {
+    const int dim = config->head_dim, turned = config->qk_rope_head_dim;
+    cache->ratio = config->sparse_ratio;
+    cache->trail_layers = config->num_hidden_layers;
+    cache->format = scaled_row_format(options->kv_dtype == KV_F4 ? KV_F8 : options->kv_dtype, dim - turned, turned, CACHED_GROUP,
+                                      SCALES_E8M0);
+    cache->window_format = cache->format;
+    cache->index_format = group_key_format(config, options->kv_dtype);
+    cache->trails = allocate_zeroed((size_t)cache->trail_layers * TRAILS, sizeof *cache->trails);
+    for (int i = 0; i < config->num_hidden_layers; i++) {
+        const bool sparse = config->compression[i] == COMPRESSION_SPARSE, heavy = config->compression[i] == COMPRESSION_HEAVY;
+        Trail *trails = &cache->trails[i * TRAILS];
+        trails[TRAIL_WINDOW] = (Trail){.length = config->sliding_window + MAX_BLOCK, .stride = cache->format.stride};
+        if (sparse || heavy) {                      /* values and gates; where groups overlap, of two kinds and of two groups */
+            int width = sparse ? 4 * dim : 2 * dim, span = sparse ? 2 * config->sparse_ratio : config->heavy_ratio;
+            trails[TRAIL_GROUP] = (Trail){.length = span + MAX_BLOCK, .stride = (size_t)width * sizeof(float)};
+        }
+        if (sparse)
+            trails[TRAIL_INDEX_GROUP] = (Trail){.length = 2 * config->sparse_ratio + MAX_BLOCK,
+                                                .stride = (size_t)(4 * config->index_head_dim) * sizeof(float)};
+        cache->sources += sparse;
+        cache->heavy_layers += heavy;
+    }
+    cache->groups = cache->sources;
+    cache->group_of = allocate_zeroed((size_t)cache->sources, sizeof(int));
+    cache->member_of = allocate_zeroed((size_t)cache->sources, sizeof(int));
+    for (int i = 0; i < cache->sources; i++) cache->group_of[i] = i;
+    cache->heavy_ratio = config->heavy_ratio;
+    cache->heavy_rows = cache->heavy_layers ? cache->context / config->heavy_ratio : 0;
+    int rows = larger(cache->context / cache->ratio, 1);
+    cache->index_topk = !cache->sources ? 0 : config->index_topk < rows ? config->index_topk : rows;
+}
+
+/* Of DeepSeek-V4.1: few sources, of rows of one or two positions, and a group for each, though several layers select from one. */
+static void shape_source_cache(Cache *cache, const Config *config, const EngineOptions *options) {
+    const int dim = config->head_dim, topk = config->index_topk;
+    const bool codes = options->kv_dtype == KV_F8 || options->kv_dtype == KV_F4;
+    cache->window_format = scaled_row_format(codes ? KV_F8 : options->kv_dtype, dim, 0, WINDOW_GROUP, SCALES_E8M0);
+    cache->format = cache->window_format;
+    if (options->kv_dtype == KV_F4) cache->format = scaled_row_format(KV_F4, dim, 0, SOURCE_GROUP, SCALES_E4M3);
+    cache->index_format = group_key_format(config, options->kv_dtype);
+    cache->trail_layers = config->num_hidden_layers;
+    cache->heavy_ratio = 1;
+    cache->trails = allocate_zeroed((size_t)cache->trail_layers * TRAILS, sizeof *cache->trails);
+    for (int i = 0; i < config->num_hidden_layers; i++) {
+        Trail *trails = &cache->trails[i * TRAILS];
+        const int ratio = config->makes_rows[i] ? config->source_ratio[config->source[i]] : 1;
+        trails[TRAIL_WINDOW] = (Trail){.length = config->sliding_window + MAX_BLOCK, .stride = cache->window_format.stride};
+        if (ratio > 1) trails[TRAIL_GROUP] = (Trail){.length = ratio + MAX_BLOCK, .stride = (size_t)(2 * dim) * sizeof(float)};
+    }
+    if (config->engram_order)
+        cache->trails[TRAIL_TOKENS] = (Trail){.length = config->engram_order + MAX_BLOCK, .stride = sizeof(int)};
+    cache->sources = cache->groups = config->n_sources;
+    cache->group_of = allocate_zeroed((size_t)cache->sources, sizeof(int));
+    cache->member_of = allocate_zeroed((size_t)cache->sources, sizeof(int));
+    cache->stretch = allocate_zeroed((size_t)cache->sources, sizeof(int));
+    cache->rows_before = allocate_zeroed((size_t)cache->sources + 1, sizeof(int));
+    for (int s = 0; s < cache->sources; s++)
+        if (!s || config->source_ratio[s] < cache->ratio) cache->ratio = config->source_ratio[s];
+    for (int s = 0; s < cache->sources; s++) {
+        cache->group_of[s] = s;
+        cache->stretch[s] = config->source_ratio[s] / cache->ratio;
+        cache->rows_before[s + 1] = cache->rows_before[s] + PAGE_ROWS / cache->stretch[s];
+    }
+    const int rows = larger(cache->context / cache->ratio, 1);
+    cache->index_topk = !cache->sources ? 0 : topk < rows ? topk : rows;
+}
+
 /* What the model asks of the hierarchy: its rows, and which layers share a selection. */
 static void shape_cache(Cache *cache, const Config *config, const EngineOptions *options) {
     bool latent = has_latent_attention(config);
+    cache->ratio = 1;
+    cache->kv_dtype = options->kv_dtype;
+    if (config->family == FAMILY_DEEPSEEK_V4) return shape_compressed_cache(cache, config, options);
+    if (config->family == FAMILY_DEEPSEEK_V41) return shape_source_cache(cache, config, options);
     cache->sources = config->num_hidden_layers;
     cache->group_of = allocate_zeroed((size_t)cache->sources, sizeof(int));
     cache->member_of = allocate_zeroed((size_t)cache->sources, sizeof(int));
@@ -1191,15 +1959,20 @@ static bool size_hot_cache(Cache *cache, const EngineOptions *options, Error *er
     cache->mode = cache->index_topk ? options->kv_mode : MODE_RESIDENT;
     cache->reclaim = options->reclaim;
     cache->lookup = options->lookup;
-    cache->context_pages = (cache->context + PAGE_ROWS - 1) / PAGE_ROWS;
+    cache->context_pages = (cache->context + page_positions(cache) - 1) / page_positions(cache);
     for (cache->tail_ring = 4; cache->tail_ring < TAIL_PAGES + cache->pass_rows / PAGE_ROWS + 1;) cache->tail_ring *= 2;
     if (cache->mode == MODE_RESIDENT) return true;
-    const int64_t whole = (int64_t)cache->context_pages * PAGE_ROWS, twice = 2 * (int64_t)cache->index_topk,
+    int stretch = 1, coarsest;                      /* the coarsest source has that much fewer slots, and rows */
+    for (int s = 0; s < cache->sources; s++) stretch = larger(stretch, stretch_of(cache, s));
+    coarsest = larger(cache->context / (cache->ratio * stretch), 1);
+    const int64_t whole = (int64_t)cache->context_pages * PAGE_ROWS,
+                  slots = (int64_t)(cache->index_topk < coarsest ? cache->index_topk : coarsest) * stretch,
+                  least = slots > cache->index_topk ? slots : cache->index_topk, twice = 2 * least,
                   wanted = options->hot_rows ? options->hot_rows : twice < whole ? twice : whole;
     cache->staging_rows = QUERY_BLOCK * cache->index_topk;
-    if (wanted < cache->index_topk)
-        return fail(error, "--hot %" PRId64 ": one query selects %d rows, so the hot cache wants at least as many", wanted,
-                    cache->index_topk);
+    if (wanted < least)
+        return fail(error, "--hot %" PRId64 ": one query selects %d rows, so the hot cache wants at least as many%s", wanted,
+                    cache->index_topk, stretch > 1 ? " in the source that has half of them" : "");
     if (wanted >= UINT16_MAX)
         return fail(error,
                     "a hot cache of %" PRId64 " rows is more than the %d it can count: lower --hot or --index-topk, or take "
@@ -1239,10 +2012,10 @@ static bool size_pools(Cache *cache, const EngineOptions *options, Error *error)
                         cache->sessions > 1 ? ", beside the tables of all slots," : "", cache->least_bytes,
                         cache->sessions > 1 ? " or --slots" : "", resident ? "" : " or --hot");
         size_t one = (size_t)required * page_bytes(cache) + (size_t)context_pages * index_page_bytes(cache),
-               room = (options->kv_budget - cache->least_bytes) / one;
+               room = (options->kv_budget - cache->least_bytes) / (one ? one : 1);
         if (room + 1 < (size_t)sessions) sessions = (int64_t)room + 1;
         size_t fixed = measure_cache(cache, 1, sessions * context_pages + 1, &overflow);
-        if ((options->kv_budget - fixed) / page_bytes(cache) < (size_t)all)
+        if (cache->sources && (options->kv_budget - fixed) / page_bytes(cache) < (size_t)all)
             pages = (int64_t)((options->kv_budget - fixed) / page_bytes(cache));
     }
     index_pages = sessions * context_pages + 1;
@@ -1261,7 +2034,7 @@ static bool size_host_pool(Cache *cache, const EngineOptions *options, Error *er
     if (options->host_budget && options->host_budget < cache->least_host_bytes)
         return fail(error, "%s: --host-budget %zu: one session of %d rows needs %zu bytes; raise it, or lower -c", options->model,
                     options->host_budget, cache->context, cache->least_host_bytes);
-    if (options->host_budget && options->host_budget / bytes < all) all = options->host_budget / bytes;
+    if (options->host_budget && bytes && options->host_budget / bytes < all) all = options->host_budget / bytes;
     cache->host_pages.n_pages = all < INT_MAX ? (int)all : INT_MAX;
     Arena arena = {0};
     lay_out_host(cache, &arena);
@@ -1341,7 +2114,7 @@ void print_plan(FILE *out, const Engine *engine) {
             "tide: %s: %s, %.1f MB of %sweights; %d x %d %s rows, %s: cache %.1f MB in %d pages, room for %d x the whole context",
             engine->checkpoint.directory, engine->config.model_type, (double)mapped / 1e6,
             engine->checkpoint.dummy ? "random " : "", cache->sessions, cache->context,
-            kv_dtype_names[cache->format.dtype], kv_mode_names[cache->mode], (double)cache->bytes / 1e6,
+            kv_dtype_names[cache->kv_dtype], kv_mode_names[cache->mode], (double)cache->bytes / 1e6,
             cache->device_pages.n_pages - 1, cache->whole_sessions);
     if (cache->mode != MODE_RESIDENT)
         fprintf(out, " (%d hot rows and %d pages required of a session), %.1f MB on the host", cache->hot_rows,
@@ -1436,7 +2209,8 @@ static void free_cache(Cache *cache) {
         free(cache->session[s].spare);
     }
     for (int page = 0; cache->host_info && page < cache->host_pages.n_pages; page++) free(cache->host_info[page].key);
-    free(cache->group_of), free(cache->member_of), free(cache->session), free(cache->host_info), free(cache->transfers);
+    free(cache->group_of), free(cache->member_of), free(cache->trails), free(cache->stretch), free(cache->rows_before);
+    free(cache->session), free(cache->host_info), free(cache->transfers);
     free(cache->retired), free(cache->staging_owner), free(cache->bits), free(cache->ranks), free(cache->missing);
     free(cache->places), free(cache->victims), free(cache->device_pages.free), free(cache->index_pages.free);
     free(cache->host_pages.free);
@@ -1478,8 +2252,11 @@ static bool may_lend(const Cache *cache, int pages) {
     return cache->mode == MODE_ADAPTIVE && !cache->waiting && cache->device_pages.n_free - cache->reserve >= pages;
 }
 
+/* Complete rows of history: floor(n / m), eq. 8. */
+static int complete_rows(const Cache *cache, int session) { return cache->session[session].committed / cache->ratio; }
+
 static bool page_complete(const Cache *cache, int session, int page) {
-    return (page + 1) * PAGE_ROWS <= cache->session[session].committed;
+    return (page + 1) * PAGE_ROWS <= complete_rows(cache, session);
 }
 
 static bool on_host(const Cache *cache, int session, int page) {
@@ -1492,19 +2269,20 @@ static bool on_host(const Cache *cache, int session, int page) {
 /* Freed rows become NaNs: what still reads them shows. */
 static void poison_page(Cache *cache, int32_t page) {
     for (int i = 0; i < cache->sources; i++)
-        memset(source_rows(cache, (SourceId){i}) + (size_t)page * PAGE_ROWS * cache->format.stride, 0xff,
-               PAGE_ROWS * cache->format.stride);
+        memset(source_rows(cache, (SourceId){i}) + (size_t)(page * page_rows(cache, i)) * cache->format.stride, 0xff,
+               (size_t)page_rows(cache, i) * cache->format.stride);
 }
 
 static void check_hot_cache(const Cache *cache, int s, int g) {
     const HotCache hot = hot_cache(cache, s, g);
+    const int stretch = stretch_of(cache, g), rows = page_rows(cache, g);
     size_t held = 0, named = 0;
     for (int slot = 0; slot < cache->hot_rows; slot++) {
         int row = hot.tag[slot];
         if (row < 0) continue;
         held++;
-        REQUIRE(row < cache->session[s].committed);
-        REQUIRE(row % PAGE_ROWS < host_info(cache, s, row / PAGE_ROWS)->rows);
+        REQUIRE(slot < cache->hot_rows / stretch && row < complete_rows(cache, s) / stretch);
+        REQUIRE(row % rows < host_info(cache, s, row / rows)->rows / stretch);
         REQUIRE(hot.slot_of[row] == slot + 1);
     }
     for (int row = 0; row < cache->context_pages * PAGE_ROWS; row++) named += hot.slot_of[row] != 0;
@@ -1527,8 +2305,8 @@ static void check_pages(const Cache *cache, int s, uint8_t *held, int *beyond) {
         REQUIRE(ready_page(cache, s, page)->id == (ready || (tail && cache->mode == MODE_RESIDENT) ? history->device.id : 0));
         REQUIRE(!tail || tail_page(cache, s, page)->id == history->device.id);
         REQUIRE(history->state != PAGE_FILLING || history->in_flight);
-        REQUIRE(page * PAGE_ROWS >= session->committed || page >= base || ready || on_host(cache, s, page));
-        REQUIRE(page * PAGE_ROWS >= session->committed || page < base || tail);
+        REQUIRE(page * PAGE_ROWS >= complete_rows(cache, s) || page >= base || ready || on_host(cache, s, page));
+        REQUIRE(page * PAGE_ROWS >= complete_rows(cache, s) || page < base || tail);
         REQUIRE(index_page(cache, s, page)->id > 0);
         REQUIRE(cache->mode == MODE_RESIDENT || host_info(cache, s, page)->refs > 0);
     }
@@ -1645,7 +2423,7 @@ static void begin_copy(Cache *cache, Transfer transfer) {
 /* Rows of the page that the host does not have yet, with their index keys. */
 static void begin_backup(Cache *cache, int session, int page) {
     HistoryPage *history = &cache->session[session].pages[page];
-    int have = host_info(cache, session, page)->rows, rows = cache->session[session].committed - page * PAGE_ROWS;
+    int have = host_info(cache, session, page)->rows, rows = complete_rows(cache, session) - page * PAGE_ROWS;
     if (rows > PAGE_ROWS) rows = PAGE_ROWS;
     if (history->in_flight || have >= rows) return;
     begin_copy(cache, (Transfer){.to_host = true, .session = session, .page = page, .first = have, .count = rows - have,
@@ -1733,24 +2511,24 @@ static void advance_tail(Cache *cache, int s) {
         *tail_page(cache, s, page) = (DevicePage){0};
     }
     for (; cache->mode != MODE_RESIDENT && page_complete(cache, s, page); page++) begin_backup(cache, s, page);
-    if (cache->mode == MODE_HISPARSE && page * PAGE_ROWS < session->committed) begin_backup(cache, s, page);
+    if (cache->mode == MODE_HISPARSE && page * PAGE_ROWS < complete_rows(cache, s)) begin_backup(cache, s, page);
 }
 
 int cache_room(Cache *cache, int s, int wanted) {
     SessionPages *session = &cache->session[s];
-    int last = (session->committed + wanted - 1) / PAGE_ROWS, page = session->committed / PAGE_ROWS;
+    const int positions = page_positions(cache), first = session->committed / positions;
+    int last = (session->committed + wanted - 1) / positions, page = first;
     if (last >= session->reserved_pages) last = session->reserved_pages - 1;
     while (page <= last && session->pages[page].state == PAGE_TAIL) page++;
     if (cache->mode == MODE_ADAPTIVE)
         while (page + session->n_spare <= last && may_lend(cache, 1))
             session->spare[session->n_spare++] = (DevicePage){take_page(&cache->device_pages)};
-    for (; page + session->n_spare <= session->committed / PAGE_ROWS && page < session->reserved_pages;
-         cache->stats.tail_waits++) {
+    for (; page + session->n_spare <= first && page < session->reserved_pages; cache->stats.tail_waits++) {
         advance_tail(cache, s);                     /* both tail pages are full: the backup of one has to be awaited */
-        if (page + session->n_spare <= session->committed / PAGE_ROWS) end_copies(cache, 1, true);
+        if (page + session->n_spare <= first) end_copies(cache, 1, true);
     }
     int end = page + session->n_spare < session->reserved_pages ? page + session->n_spare : session->reserved_pages,
-        room = end * PAGE_ROWS - session->committed;
+        room = end * positions - session->committed;
     return room < wanted ? room : wanted;
 }
 
@@ -1767,9 +2545,10 @@ bool cache_place(Cache *cache, const Row *rows, int n_rows, int *failed, Error *
     cache->rounds_begun++;
     for (int r = 0; r < n_rows; r++) cache->session[rows[r].session].placed = cache->session[rows[r].session].committed;
     for (int r = 0; r < n_rows; r++) {
-        int s = rows[r].session, page = rows[r].position / PAGE_ROWS;
+        int s = rows[r].session, page = rows[r].position / page_positions(cache);
         SessionPages *session = &cache->session[s];
         *failed = s;
+        if (session->placed == session->committed) session->first_row = r;
         if (!session->admitted || page >= session->reserved_pages)
             return fail(error, "session %d has no place for position %d", s, rows[r].position);
         if (rows[r].position != session->placed++)
@@ -1783,10 +2562,18 @@ bool cache_place(Cache *cache, const Row *rows, int n_rows, int *failed, Error *
     return true;
 }
 
+/* The positions up to n join the trails, which forget the oldest for them. */
+static void keep_committed(Cache *cache, int s, int n) {
+    SessionPages *session = &cache->session[s];
+    cache->backend->keep_trails(cache, s, session->first_row, session->committed, n);
+    session->reached = larger(session->reached, n);
+}
+
 void cache_commit(Cache *cache, int s, int n) {
     SessionPages *session = &cache->session[s];
     double start = now();
     REQUIRE(n >= session->committed && n <= session->placed);
+    if (cache->trail_layers) keep_committed(cache, s, n);
     session->committed = n;
     advance_tail(cache, s);
     while (cache->mode == MODE_ADAPTIVE && session->n_spare && session->n_tail + session->n_spare > TAIL_PAGES)
@@ -1877,6 +2664,7 @@ static int pages_coming(const Cache *cache) {
  * of them is being computed for another session. */
 static int find_prefix(Cache *cache, HostPage *chain, const int *ids, int n_ids) {
     int found = 0, pending = 0;
+    if (cache->trail_layers) return 0;              /* a page of rows goes on nowhere without the trails that end with it */
     for (; (found + 1) * PAGE_ROWS < n_ids; found++) {
         PrefixKey key = prefix_key(found ? cache->host_info[chain[found - 1].id].serial : 0, ids + found * PAGE_ROWS);
         ptrdiff_t at = hmgeti(cache->prefixes, key);
@@ -1933,7 +2721,7 @@ static void adopt_prefix(Cache *cache, int s, int pages) {
 bool cache_admit(Cache *cache, int s, const int *ids, int n_ids, int rows, int *cached) {
     SessionPages *session = &cache->session[s];
     const bool resident = cache->mode == MODE_RESIDENT;
-    int pages = (rows + PAGE_ROWS - 1) / PAGE_ROWS, needed = resident ? pages : required_pages(cache);
+    int pages = (rows + page_positions(cache) - 1) / page_positions(cache), needed = resident ? pages : required_pages(cache);
     HostPage *chain = host_page(cache, s, 0);       /* the slot is empty: its own table serves to try */
     int found = resident ? 0 : find_prefix(cache, chain, ids, n_ids);
     int deficit = needed + cache->reserve - cache->device_pages.n_free;
@@ -1961,7 +2749,7 @@ bool cache_admit(Cache *cache, int s, const int *ids, int n_ids, int rows, int *
     while (session->n_spare < (resident ? pages : TAIL_PAGES))
         session->spare[session->n_spare++].id = take_page(&cache->device_pages);
     adopt_prefix(cache, s, found);
-    if (!resident) register_prefix(cache, s, ids, n_ids, found);
+    if (!resident && !cache->trail_layers) register_prefix(cache, s, ids, n_ids, found);
     *cached = found * PAGE_ROWS;
     cache->stats.admissions++;
     check_cache(cache);
@@ -2083,42 +2871,89 @@ void cache_step(Cache *cache) {
 void cache_read_page(const Cache *cache, int s, int page, uint8_t *image) {
     const SessionPages *session = &cache->session[s];
     DevicePage device = session->pages[page].state == PAGE_FILLING ? (DevicePage){0} : session->pages[page].device;
-    int left = session->committed - page * PAGE_ROWS;
-    size_t rows = (size_t)(left < PAGE_ROWS ? left : PAGE_ROWS), stride = cache->format.stride;
+    int left = complete_rows(cache, s) - page * PAGE_ROWS, complete = left < PAGE_ROWS ? left : PAGE_ROWS;
+    size_t stride = cache->format.stride;
     memset(image, 0, page_image_bytes(cache));
-    for (int i = 0; i < cache->sources; i++, image += PAGE_ROWS * stride) {
+    for (int i = 0; i < cache->sources; i++) {
         const uint8_t *from = no_page(device) ? host_source_rows(cache, (SourceId){i}) : source_rows(cache, (SourceId){i});
-        size_t at = (size_t)(no_page(device) ? host_page(cache, s, page)->id : device.id) * PAGE_ROWS * stride;
-        cache->backend->copy_bytes(image, from + at, rows * stride);
+        size_t rows = (size_t)page_rows(cache, i), id = (size_t)(no_page(device) ? host_page(cache, s, page)->id : device.id);
+        cache->backend->copy_bytes(image, from + id * rows * stride, (size_t)(complete / stretch_of(cache, i)) * stride);
+        image += rows * stride;
     }
     stride = cache->index_format.stride;
-    for (int g = 0; g < cache->groups; g++, image += PAGE_ROWS * stride)
-        cache->backend->copy_bytes(
-            image, group_index_keys(cache, g) + (size_t)index_page(cache, s, page)->id * PAGE_ROWS * stride, rows * stride);
+    for (int g = 0; g < cache->groups; g++) {
+        size_t rows = (size_t)page_rows(cache, g), id = (size_t)index_page(cache, s, page)->id;
+        cache->backend->copy_bytes(image, group_index_keys(cache, g) + id * rows * stride,
+                                   (size_t)(complete / stretch_of(cache, g)) * stride);
+        image += rows * stride;
+    }
 }
 
 void cache_append_page(Cache *cache, int s, const uint8_t *image, int rows) {
     SessionPages *session = &cache->session[s];
-    int page = session->committed / PAGE_ROWS;
+    int page = complete_rows(cache, s) / PAGE_ROWS;
     bool to_host = rows == PAGE_ROWS && cache->mode != MODE_RESIDENT;
     if (!to_host) add_to_tail(cache, s, page);
-    size_t stride = cache->format.stride, bytes = (size_t)rows * stride;
-    for (int i = 0; i < cache->sources; i++, image += PAGE_ROWS * stride) {
+    size_t stride = cache->format.stride;
+    for (int i = 0; i < cache->sources; i++) {
         uint8_t *to = to_host ? host_source_rows(cache, (SourceId){i}) : source_rows(cache, (SourceId){i});
-        size_t at = (size_t)(to_host ? host_page(cache, s, page)->id : session->pages[page].device.id) * PAGE_ROWS * stride;
-        cache->backend->copy_bytes(to + at, image, bytes);
+        size_t whole = (size_t)page_rows(cache, i) * stride, bytes = (size_t)(rows / stretch_of(cache, i)) * stride;
+        cache->backend->copy_bytes(
+            to + (size_t)(to_host ? host_page(cache, s, page)->id : session->pages[page].device.id) * whole, image, bytes);
+        image += whole;
     }
     stride = cache->index_format.stride;
-    for (int g = 0; g < cache->groups; g++, image += PAGE_ROWS * stride) {
-        size_t at = (size_t)index_page(cache, s, page)->id * PAGE_ROWS * stride;
-        cache->backend->copy_bytes(group_index_keys(cache, g) + at, image, (size_t)rows * stride);
-        at = (size_t)host_page(cache, s, page)->id * PAGE_ROWS * stride;
-        if (to_host) cache->backend->copy_bytes(host_group_index_keys(cache, g) + at, image, (size_t)rows * stride);
+    for (int g = 0; g < cache->groups; g++) {
+        size_t whole = (size_t)page_rows(cache, g) * stride, bytes = (size_t)(rows / stretch_of(cache, g)) * stride;
+        cache->backend->copy_bytes(group_index_keys(cache, g) + (size_t)index_page(cache, s, page)->id * whole, image, bytes);
+        uint8_t *host = host_group_index_keys(cache, g) + (size_t)host_page(cache, s, page)->id * whole;
+        if (to_host) cache->backend->copy_bytes(host, image, bytes);
+        image += whole;
     }
-    session->committed = session->placed = session->committed + rows;
+    session->committed = session->placed = session->committed + rows * cache->ratio;
     if (!to_host) { advance_tail(cache, s); return; }
     host_info(cache, s, page)->rows = PAGE_ROWS;
     cache->tables.tail_base[s] += PAGE_ROWS;
+}
+
+/* How many positions of a trail matter to a session that has n of them and is not taken back. */
+static int trail_positions(const Trail *trail, int n) {
+    const int seen = trail->length ? trail->length - MAX_BLOCK : 0;
+    return seen < n ? seen : n;
+}
+
+size_t trail_image_bytes(const Cache *cache, int n) {
+    size_t bytes = cache->trail_layers ? (size_t)cache->heavy_layers * (size_t)(n / cache->heavy_ratio) * cache->format.stride : 0;
+    for (int i = 0; i < cache->trail_layers * TRAILS; i++)
+        bytes += (size_t)trail_positions(&cache->trails[i], n) * cache->trails[i].stride;
+    return bytes;
+}
+
+static void copy_trails(const Cache *cache, int s, int n, uint8_t *image, bool into_cache) {
+    const Backend *backend = cache->backend;
+    for (int i = 0; i < cache->trail_layers * TRAILS; i++) {
+        const Trail *trail = &cache->trails[i];
+        for (int p = n - trail_positions(trail, n); p < n; p++, image += trail->stride) {
+            uint8_t *row = trail->ring + ((size_t)s * (size_t)trail->length + (size_t)(p % trail->length)) * trail->stride;
+            backend->copy_bytes(into_cache ? row : image, into_cache ? image : row, trail->stride);
+        }
+    }
+    for (int l = 0; l < cache->heavy_layers; l++) {
+        const size_t bytes = (size_t)(n / cache->heavy_ratio) * cache->format.stride;
+        uint8_t *rows = heavy_pool(cache, l).rows + (size_t)s * (size_t)cache->heavy_rows * cache->format.stride;
+        backend->copy_bytes(into_cache ? rows : image, into_cache ? image : rows, bytes);
+        image += bytes;
+    }
+}
+
+void cache_read_trails(const Cache *cache, int s, int n, uint8_t *image) { copy_trails(cache, s, n, image, false); }
+
+/* The session cannot be taken back behind what it came with: nothing is there of earlier positions. */
+void cache_append_trails(Cache *cache, int s, int n, uint8_t *image) {
+    SessionPages *session = &cache->session[s];
+    copy_trails(cache, s, n, image, true);
+    session->committed = session->placed = n;
+    session->reached = n + MAX_BLOCK;
 }
 
 /* Takes pages from `first` on out of the hierarchy; the session keeps its reservation. */
@@ -2146,14 +2981,21 @@ static void drop_pages(Cache *cache, int s, int first) {
     }
 }
 
+int cache_return(const Cache *cache, int s, int n) {
+    const SessionPages *session = &cache->session[s];
+    return !cache->trail_layers || !session->admitted || session->reached - n <= MAX_BLOCK ? n : 0;
+}
+
 bool cache_truncate(Cache *cache, int s, int n) {
     SessionPages *session = &cache->session[s];
-    int first = n / PAGE_ROWS, shared = 0;
+    const int rows = n / cache->ratio, first = rows / PAGE_ROWS;
+    int shared = 0;
+    REQUIRE(cache_return(cache, s, n) == n);
     if (session->draft_end > n) session->draft_end = n;
     if (session->draft_first > n) session->draft_first = n;
     if (session->kept_end > n) session->kept_first = session->kept_end = 0;
     if (!session->admitted) return true;
-    for (int page = session->committed / PAGE_ROWS; cache->mode != MODE_RESIDENT && page < session->reserved_pages; page++)
+    for (int page = complete_rows(cache, s) / PAGE_ROWS; cache->mode != MODE_RESIDENT && page < session->reserved_pages; page++)
         forget_key(cache, host_info(cache, s, page));   /* its prompt has not come so far, and may go on in another way now */
     if (n >= session->committed) return true;
     end_copies(cache, INT_MAX, true);
@@ -2161,13 +3003,16 @@ bool cache_truncate(Cache *cache, int s, int n) {
     for (int page = first; cache->mode != MODE_RESIDENT && page < session->reserved_pages; page++)
         shared += host_info(cache, s, page)->refs > 1;
     if (shared && !free_host_pages(cache, shared)) return false;
-    uint8_t *image = n % PAGE_ROWS ? allocate_zeroed(page_image_bytes(cache), 1) : NULL;
+    uint8_t *image = rows % PAGE_ROWS ? allocate_zeroed(page_image_bytes(cache), 1) : NULL;
     if (image) cache_read_page(cache, s, first, image);
     drop_pages(cache, s, first);
     cache->backend->forget_hot(cache, s);
-    session->committed = session->placed = cache->tables.tail_base[s] = first * PAGE_ROWS;
+    cache->tables.tail_base[s] = first * PAGE_ROWS;
+    session->committed = session->placed = first * page_positions(cache);
     session->backed = session->backed < first ? session->backed : first;
-    if (image) cache_append_page(cache, s, image, n % PAGE_ROWS);
+    if (image) cache_append_page(cache, s, image, rows % PAGE_ROWS);
+    session->committed = session->placed = n;       /* of compressed rows the last group may have begun */
+    if (!n) session->reached = 0;
     free(image);
     check_cache(cache);
     return true;
@@ -2234,6 +3079,13 @@ static float upload_frequencies(const Backend *backend, float *inverse_frequency
     return factor;
 }
 
+/* Numbers of a pass's rows, which never change. */
+static void number_rows(Engine *engine) {
+    DeviceRow numbers[MAX_PASS_ROWS];
+    for (int r = 0; r < engine->state.max_rows; r++) numbers[r].id = r;
+    engine->backend->upload(engine->state.pass_rows, numbers, (size_t)engine->state.max_rows * sizeof *numbers);
+}
+
 void prepare_rope(Engine *engine) {
     const Config *config = &engine->config;
     const RopeConfig *rope = &config->rope;
@@ -2241,6 +3093,9 @@ void prepare_rope(Engine *engine) {
     int width = has_latent_attention(config) ? config->qk_nope_head_dim + config->qk_rope_head_dim : config->head_dim;
     double stretch = has_latent_attention(config) && rope->yarn ? 0.1 * rope->mscale_all_dim * log(rope->factor) + 1 : 1;
     engine->softmax_scale = (float)(stretch * stretch / sqrt(width));
+    if (!has_streams(config)) return;
+    upload_frequencies(engine->backend, engine->state.compress_frequency, &config->compress_rope, rope_dim(config));
+    number_rows(engine);
 }
 
 /* The pass in runs of rows that are resolved together: of each session at most QUERY_BLOCK, which follow each other, and no more
@@ -2490,6 +3345,419 @@ static void forward_dsa(Engine *engine, const Row *rows, int n) {
     }
 }
 
+/* ---- DeepSeek-V4 */
+
+/* The streams as a sublayer sees them, normed, in state->normed: they enter it by the weights of `entering`, in V4 its own mixes.
+ * Those stay in `mixes` until leave_streams(). */
+static void enter_streams(Engine *engine, const HyperWeights *weights, float *mixes, const float *entering, const float *norm,
+                          int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    const size_t hidden = (size_t)config->hidden_size;
+    const int n_mixes = weights->fn.rows;
+    project(backend, mixes, (size_t)n_mixes, state->hidden, (size_t)weights->fn.cols, n, &weights->fn);
+    backend->hyper_weights(mixes, state->hidden, weights, n, config);
+    backend->hyper_collapse(state->normed, state->hidden, entering, n_mixes, n, config);
+    backend->rms_norm(state->normed, hidden, state->normed, hidden, norm, n, config->hidden_size, config->rms_norm_eps);
+}
+
+/* What the sublayer adds goes to the streams. */
+static void leave_streams(Engine *engine, int i, const float *mixes, int n) {
+    State *state = &engine->state;
+    engine->backend->hyper_expand(state->hidden, state->branch, mixes, n, &engine->config, state->report,
+                                  i * CHECKED_PARTS + HIDDEN_STATE);
+}
+
+/* linear(), under --qat of inputs rounded as each matrix's own type was meant to meet them. */
+static void multiply_rounded(Engine *engine, const Projection *products, int n_products, const float *x, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    const int width = products->w->cols;
+    const size_t stride = (size_t)width;
+    float *rounded = engine->state.rounded;
+    Projection of_x[MAX_PROJECTIONS], of_rounded[MAX_PROJECTIONS];
+    int as_it_is = 0, by_codes = 0;
+    for (int i = 0; i < n_products; i++) {
+        const DType dtype = products[i].w->dtype;
+        if (config->qat && (dtype == DTYPE_F8_E4M3 || dtype == DTYPE_F4_E2M1)) of_rounded[by_codes++] = products[i];
+        else of_x[as_it_is++] = products[i];
+    }
+    if (as_it_is) backend->linear(of_x, as_it_is, x, stride, n);
+    if (!by_codes) return;
+    const RowFormat format = {.dtype = KV_F8, .group = config->weight_block, .scales = SCALES_E8M0};
+    backend->copy_rows(rounded, stride, x, stride, n, width, 1);
+    backend->round_rows(rounded, stride, n, width, &format);
+    backend->linear(of_rounded, by_codes, rounded, stride, n);
+}
+
+/* Of a single product. */
+static void project_rounded(Engine *engine, float *y, size_t y_stride, const float *x, int n, const Matrix *w) {
+    multiply_rounded(engine, &(Projection){y, y_stride, w}, 1, x, n);
+}
+
+/* Queries, or keys (of one head): of each head the last values are turned. */
+static void turn_tails(Engine *engine, float *x, int heads, int dim, const float *cosine, const float *sine, int n) {
+    engine->backend->rotate_queries(x, n, heads, dim, engine->config.qk_rope_head_dim, NULL, 0, 0, true, cosine, sine, NULL, 0);
+}
+
+/* What --qat makes of rows (in V4 their turned values stay as they are), of V4.1's compressed ones, and of index vectors. */
+static RowFormat row_rounding(const Config *config) {
+    if (config->family == FAMILY_DEEPSEEK_V41) return scaled_row_format(KV_F8, config->head_dim, 0, WINDOW_GROUP, SCALES_E8M0);
+    return scaled_row_format(KV_F8, config->head_dim - config->qk_rope_head_dim, 0, CACHED_GROUP, SCALES_E8M0);
+}
+
+static RowFormat source_rounding(const Config *config) {
+    return scaled_row_format(KV_F4, config->head_dim, 0, SOURCE_GROUP, SCALES_E4M3);
+}
+
+static RowFormat index_rounding(const Config *config) {
+    return scaled_row_format(KV_F4, config->index_head_dim, 0, EXPONENT_BLOCK, SCALES_E8M0);
+}
+
+/* Values and gates of the pass's positions, and the rows of all groups that they complete. */
+static void compress_rows(Engine *engine, const Trail *trail, const CompressorWeights *weights, uint8_t *base,
+                          const RowFormat *format, const DeviceRow *ids, int dim, bool overlapping, RowFormat rounding, int n,
+                          int place) {
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    const size_t hidden = (size_t)config->hidden_size, stride = trail->stride / sizeof(float);
+    float *raw = (float *)trail->pass;
+    const Projection products[] = {{raw, stride, &weights->wkv}, {raw + weights->wkv.rows, stride, &weights->wgate}};
+    engine->backend->linear(products, 2, state->normed, hidden, n);
+    engine->backend->compress(base, format, ids, trail, state->rows, n, weights,
+                              overlapping ? config->sparse_ratio : config->heavy_ratio, dim, overlapping, config->qk_rope_head_dim,
+                              state->compress_frequency, config->rms_norm_eps, config->qat ? &rounding : NULL, state->report,
+                              place);
+}
+
+/* A layer's queries, by way of a narrow latent, in state->q, and those of its indexer, if it selects, in state->index_q; and the
+ * row of each position, key and value in one, for the window. The last values of each are turned, by one of two ropes, the
+ * indexer's by that of layers which compress; in V4 each head of the query is normed by itself before that. */
+static void project_shared_key(Engine *engine, int i, bool compresses, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    const LayerWeights *layer = &engine->weights.layers[i];
+    State *state = &engine->state;
+    const int heads = config->num_attention_heads, dim = config->head_dim, index_heads = config->index_n_heads,
+              index_dim = config->index_head_dim;
+    const size_t rank = (size_t)config->q_lora_rank, width = (size_t)dim;
+    const float *cosine = compresses ? state->compress_cosine : state->cosine,
+                *sine = compresses ? state->compress_sine : state->sine;
+    const bool v4 = config->family == FAMILY_DEEPSEEK_V4, selects = selects_rows(config, i);
+    const RowFormat *format = &engine->cache.window_format, rounding = row_rounding(config), of_index = index_rounding(config);
+    const Projection of_input[] = {{state->q_lora, rank, &layer->q_a_proj}, {state->kv, width, &layer->wkv}};
+    multiply_rounded(engine, of_input, 2, state->normed, n);
+    backend->rms_norm(state->q_lora, rank, state->q_lora, rank, layer->q_a_layernorm, n, config->q_lora_rank,
+                      config->rms_norm_eps);
+    const Projection of_latent[] = {{state->q, (size_t)(heads * dim), &layer->q_b_proj},
+                                    {state->index_q, (size_t)(index_heads * index_dim), &layer->indexer_wq_b}};
+    multiply_rounded(engine, of_latent, selects ? 2 : 1, state->q_lora, n);
+    if (v4) backend->norm_each(state->q, n * heads, dim, config->rms_norm_eps);
+    turn_tails(engine, state->q, heads, dim, cosine, sine, n);
+
+    backend->rms_norm(state->kv, width, state->kv, width, layer->kv_norm, n, dim, config->rms_norm_eps);
+    turn_tails(engine, state->kv, 1, dim, cosine, sine, n);
+    if (config->qat) backend->round_rows(state->kv, width, n, rounding.quantised, &rounding);
+    backend->store_rows(engine->cache.trails[i * TRAILS + TRAIL_WINDOW].pass, format, state->pass_rows, n, state->kv, width,
+                        state->kv + format->quantised, width);
+
+    if (!selects) return;
+    turn_tails(engine, state->index_q, index_heads, index_dim, state->compress_cosine, state->compress_sine, n);
+    if (config->qat && v4) backend->hadamard(state->index_q, n * index_heads, index_dim);
+    if (config->qat) backend->round_rows(state->index_q, (size_t)index_dim, n * index_heads, index_dim, &of_index);
+    backend->check_finite(state->report, i * CHECKED_PARTS + INDEX_QUERY, state->index_q, n, index_heads * index_dim);
+}
+
+/* How much each of an indexer's heads counts in a row. */
+static void weigh_index_heads(Engine *engine, int i, int n) {
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    project(engine->backend, state->index_weights, (size_t)config->index_n_heads, state->normed, (size_t)config->hidden_size, n,
+            &engine->weights.layers[i].indexer_weights_proj);
+    engine->backend->check_finite(state->report, i * CHECKED_PARTS + INDEX_WEIGHTS, state->index_weights, n,
+                                  config->index_n_heads);
+}
+
+/* The indexer of a sparse layer: its keys are compressed as the layer's rows are, from values and gates of its own, and a
+ * row selects among those that are complete. */
+static void index_groups(Engine *engine, int i, int source, int n) {
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    Cache *cache = &engine->cache;
+    const int heads = config->index_n_heads, dim = config->index_head_dim;
+    uint8_t *keys = group_index_keys(cache, source);
+    compress_rows(engine, &cache->trails[i * TRAILS + TRAIL_INDEX_GROUP], &engine->weights.layers[i].index_compressor, keys,
+                  &cache->index_format, state->index_rows, dim, true, index_rounding(config), n, i * CHECKED_PARTS + INDEX_KEY);
+    weigh_index_heads(engine, i, n);
+    engine->backend->index_select(&state->selection, state->index_q, state->index_weights, keys, &cache->index_format,
+                                  cache->seen.index, cache->context_pages, heads, dim, state->group_rows, n,
+                                  state->index_scratch, state->scratch_rows);
+}
+
+/* Rows [begin, end) attend to their windows and to rows of the pool, in a layer of either rope. */
+static void attend_window(Engine *engine, int i, const RowPool *pool, const DeviceRow *locations, const int *count, int capacity,
+                          int begin, int end) {
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    const bool plain = config->compression ? config->compression[i] == COMPRESSION_NONE : config->source[i] < 0;
+    engine->backend->window_attention(state->attended, state->q, &engine->cache.trails[i * TRAILS + TRAIL_WINDOW],
+                                      &engine->cache.window_format, config->sliding_window, pool, &engine->cache.format,
+                                      locations, count, capacity, state->rows, begin, end, config->num_attention_heads,
+                                      engine->weights.layers[i].attention_sink, engine->softmax_scale, config->qk_rope_head_dim,
+                                      plain ? state->cosine : state->compress_cosine, plain ? state->sine : state->compress_sine);
+}
+
+/* Where do the rows lie that a run has selected, and bring those here that the device lacks. */
+static void resolve_groups(Engine *engine, int source, int begin, int end, int run) {
+    State *state = &engine->state;
+    Cache *cache = &engine->cache;
+    double start = now();
+    engine->backend->resolve(cache, source, &state->selection, state->rows, begin, end, run, state->locations, &state->plan,
+                             state->report);
+    double resolved = now();
+    if (cache->hot_rows) fetch_selected(engine, source, begin, end, run);
+    cache->stats.resolve_seconds += resolved - start;
+    cache->stats.fetch_seconds += now() - resolved;
+}
+
+/* A sparse layer's attention, run by run. */
+static void attend_groups(Engine *engine, int i, int source) {
+    State *state = &engine->state;
+    Cache *cache = &engine->cache;
+    const RowPool pool = row_pool(cache, (SourceId){source});
+    for (int run = 0, begin = 0; run < state->n_runs; run++) {
+        int end = state->run_ends[run];
+        resolve_groups(engine, source, begin, end, run);
+        attend_window(engine, i, &pool, state->locations, state->selection.count, state->selection.capacity, begin, end);
+        if (cache->hot_rows) release_staging(cache, source);
+        begin = end;
+    }
+}
+
+/* The feed-forward of a layer: experts chosen by the router, or in the first layers by the token's id. */
+static void mix_experts(Engine *engine, const LayerWeights *layer, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    const size_t hidden = (size_t)config->hidden_size;
+    if (!layer->gate_proj.rows) backend->zero(state->branch, (size_t)n * hidden);
+    project(backend, state->router_logits, (size_t)config->n_routed_experts, state->normed, hidden, n, &layer->router);
+    backend->route_softplus(state->expert_picks, state->expert_weights, state->router_logits, layer->e_score_correction_bias,
+                            layer->hash_experts, state->rows, n, config);
+    backend->experts(state->branch, state->normed, state->expert_picks, state->expert_weights, n, layer, config,
+                     state->expert_scratch);
+}
+
+/* DeepSeek-V4: several residual streams, one key and value that all heads share, and compressed history.
+ *
+ * Every layer sees its last sliding_window positions as they are. Sparse layers (CSA) also see rows that are each made of
+ * sparse_ratio positions and those before them, as many as their indexer selects; heavy layers (HCA) see a row for every
+ * heavy_ratio positions, all of them. A row can be seen from its group's last position on. */
+static void forward_v4(Engine *engine, const Row *rows, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    Cache *cache = &engine->cache;
+    const int dim = config->head_dim;
+    const size_t hidden = (size_t)config->hidden_size;
+    const RowFormat rounding = row_rounding(config);
+    int source = 0, heavy = 0;
+    backend->locate_groups(state->kv_rows, state->index_rows, cache, 0, state->rows, n);
+    backend->see_groups(state->group_rows, NULL, NULL, state->rows, n, config->sparse_ratio);
+    backend->locate_heavy(state->heavy_ids, cache, state->rows, n, config->heavy_ratio);
+    backend->see_groups(NULL, state->heavy_count, NULL, state->rows, n, config->heavy_ratio);
+    for (int i = 0; i < config->num_hidden_layers; i++) {
+        const LayerWeights *layer = begin_layer(engine, i, rows, n);
+        const Compression compression = config->compression[i];
+        const Trail *trail = &cache->trails[i * TRAILS + TRAIL_GROUP];
+        enter_streams(engine, &layer->attention_hyper, state->mixes, state->mixes, layer->input_layernorm, n);
+        project_shared_key(engine, i, compression != COMPRESSION_NONE, n);
+
+        /* What the pass completes of the compressed history, and attention over the window and that. */
+        if (compression == COMPRESSION_SPARSE) {
+            index_groups(engine, i, source, n);
+            if (engine->probe.selected) engine->probe.selected(engine->probe.user, i, &state->selection, rows, n);
+            compress_rows(engine, trail, &layer->compressor, source_rows(cache, (SourceId){source}), &cache->format,
+                          state->kv_rows, dim, true, rounding, n, i * CHECKED_PARTS + HIDDEN_STATE);
+            attend_groups(engine, i, source++);
+        } else if (compression == COMPRESSION_HEAVY) {
+            const RowPool pool = heavy_pool(cache, heavy++);
+            compress_rows(engine, trail, &layer->compressor, pool.rows, &cache->format, state->heavy_ids, dim, false, rounding, n,
+                          i * CHECKED_PARTS + HIDDEN_STATE);
+            attend_window(engine, i, &pool, NULL, state->heavy_count, cache->heavy_rows, 0, n);
+        } else attend_window(engine, i, NULL, NULL, NULL, 0, 0, n);
+
+        backend->grouped_linear(state->o_latent, state->attended, n, &layer->o_a_proj, config->o_groups);
+        project_rounded(engine, state->branch, hidden, state->o_latent, n, &layer->o_proj);
+        leave_streams(engine, i, state->mixes, n);
+
+        enter_streams(engine, &layer->mlp_hyper, state->mixes, state->mixes, layer->post_attention_layernorm, n);
+        mix_experts(engine, layer, n);
+        leave_streams(engine, i, state->mixes, n);
+    }
+}
+
+/* ---- DeepSeek-V4.1 */
+
+/* What the last tokens bring to mind joins all streams, before a layer that has a table. */
+static void remember(Engine *engine, const LayerWeights *layer, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    const Trail *tokens = &engine->cache.trails[TRAIL_TOKENS];
+    backend->read_engram(state->engram, layer->engram, engine->weights.token_map, tokens, state->rows, n, config);
+    project_rounded(engine, state->engram_kv, (size_t)layer->engram->wkv.rows, state->engram, n, &layer->engram->wkv);
+    backend->add_engram(state->hidden, state->engram_kv, layer->engram, n, config);
+}
+
+/* What the rows and index keys of a source are made of, for all groups that the pass completes, in state->latents: it stands at
+ * the first position of its group. */
+static void pool_source(Engine *engine, int i, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    const int source = config->source[i], ratio = config->source_ratio[source], dim = config->head_dim;
+    const size_t hidden = (size_t)config->hidden_size, width = (size_t)dim;
+    const Trail *trail = &engine->cache.trails[i * TRAILS + TRAIL_GROUP];
+    const CompressorWeights *compressor = &engine->weights.layers[i].compressor;
+    float *raw = (float *)trail->pass;
+    if (ratio > 1) {
+        const Projection products[] = {{raw, 2 * width, &compressor->wkv}, {raw + width, 2 * width, &compressor->wgate}};
+        backend->linear(products, 2, state->normed, hidden, n);
+        backend->pool_groups(state->latents, trail, state->rows, n, compressor, ratio, dim, config->rms_norm_eps);
+    } else {
+        project(backend, state->latents, width, state->normed, hidden, n, &compressor->wkv);
+        backend->rms_norm(state->latents, width, state->latents, width, compressor->norm, n, dim, config->rms_norm_eps);
+    }
+    backend->locate_groups(state->kv_rows, state->index_rows, &engine->cache, source, state->rows, n);
+    backend->see_groups(NULL, NULL, state->first_rows, state->rows, n, ratio);
+    backend->rotations(state->group_cosine, state->group_sine, state->first_rows, n, state->compress_frequency,
+                       config->qk_rope_head_dim, 1);
+}
+
+/* A source's index keys: of the latents before those are turned. */
+static void make_keys(Engine *engine, int i, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    const LayerWeights *layer = &engine->weights.layers[i];
+    State *state = &engine->state;
+    Cache *cache = &engine->cache;
+    const int dim = config->index_head_dim;
+    const size_t width = (size_t)dim, latent = (size_t)config->head_dim;
+    const RowFormat *format = &cache->index_format, rounding = index_rounding(config);
+    project(backend, state->index_k, width, state->latents, latent, n, &layer->indexer_wk);
+    backend->rms_norm(state->index_k, width, state->index_k, width, layer->indexer_k_norm, n, dim, config->rms_norm_eps);
+    turn_tails(engine, state->index_k, 1, dim, state->group_cosine, state->group_sine, n);
+    backend->check_finite(state->report, i * CHECKED_PARTS + INDEX_KEY, state->index_k, n, dim);
+    if (config->qat) backend->round_rows(state->index_k, width, n, dim, &rounding);
+    backend->store_rows(group_index_keys(cache, config->source[i]), format, state->index_rows, n, state->index_k, width,
+                        state->index_k + format->quantised, width);
+}
+
+/* A source's rows: the latents themselves. */
+static void make_rows(Engine *engine, int i, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    Cache *cache = &engine->cache;
+    const int dim = config->head_dim;
+    const size_t width = (size_t)dim;
+    const RowFormat *format = &cache->format, rounding = source_rounding(config);
+    turn_tails(engine, state->latents, 1, dim, state->group_cosine, state->group_sine, n);
+    backend->check_finite(state->report, i * CHECKED_PARTS + HIDDEN_STATE, state->latents, n, dim);
+    if (config->qat) backend->round_rows(state->latents, width, n, dim, &rounding);
+    backend->store_rows(source_rows(cache, (SourceId){config->source[i]}), format, state->kv_rows, n, state->latents, width,
+                        state->latents + format->quantised, width);
+}
+
+/* The selection of a layer that makes one, from its source's keys, among them those that it adds itself if it is the source.
+ * Behind the candidate source it stays in the blocks kept there. */
+static void select_candidates(Engine *engine, int i, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    Cache *cache = &engine->cache;
+    const int heads = config->index_n_heads, dim = config->index_head_dim, source = config->source[i],
+              candidates = config->candidate_source_layer_id;
+    if (config->makes_rows[i]) make_keys(engine, i, n);
+    weigh_index_heads(engine, i, n);
+    backend->see_groups(state->group_rows, NULL, NULL, state->rows, n, config->source_ratio[source]);
+    backend->select_groups(&state->selection, state->index_q, state->index_weights, group_index_keys(cache, source),
+                           &cache->index_format, cache->seen.index, cache->context_pages, page_rows(cache, source), heads, dim,
+                           state->group_rows, n, state->index_scratch, state->scratch_rows,
+                           candidates >= 0 && i >= candidates ? state->blocks : NULL, config->candidate_block_size,
+                           config->candidate_topk_blocks, i == candidates);
+}
+
+/* Whether layer i is the last that reads the selection it attends to. */
+static bool reads_last(const Config *config, int i) {
+    for (i++; i < config->num_hidden_layers; i++)
+        if (config->source[i] >= 0) return config->selects[i];
+    return true;
+}
+
+/* Attention over the window and the selected rows of the source. A layer that selects resolves. Those that follow have the same
+ * rows of the same source, and so in the same places, as long as nothing was resolved since: in a pass of several runs a later
+ * one may have taken them, and each layer resolves again. */
+static void attend_source(Engine *engine, int i) {
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    Cache *cache = &engine->cache;
+    const int source = config->source[i];
+    const RowPool pool = row_pool(cache, (SourceId){source});
+    const bool resolves = config->selects[i] || state->n_runs > 1, ends = state->n_runs > 1 || reads_last(config, i);
+    for (int run = 0, begin = 0; run < state->n_runs; run++) {
+        int end = state->run_ends[run];
+        if (resolves) resolve_groups(engine, source, begin, end, run);
+        attend_window(engine, i, &pool, state->locations, state->selection.count, state->selection.capacity, begin, end);
+        if (cache->hot_rows && ends) release_staging(cache, source);
+        begin = end;
+    }
+}
+
+/* DeepSeek-V4.1: the streams of V4, entered late, over a history that few layers make and most read.
+ *
+ * Every layer sees its last sliding_window positions as they are. Some (Full) make rows of one or two positions each and index
+ * keys for them; these and some more (Reindex) select among those rows; all others (Reuse) attend to the last selection. A
+ * sublayer's streams enter it by the weights that the sublayer before computed. */
+static void forward_v41(Engine *engine, const Row *rows, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    const size_t hidden = (size_t)config->hidden_size;
+    const Trail *trails = engine->cache.trails;
+    backend->first_stream(state->late_mixes, n, config);
+    if (engine->weights.token_map) backend->note_tokens(&trails[TRAIL_TOKENS], state->rows, n);
+    for (int i = 0; i < config->num_hidden_layers; i++) {
+        const EngramWeights *engram = engine->weights.layers[i].engram;
+        if (engram)
+            backend->prefetch_engram(engram, engine->weights.token_map, &trails[TRAIL_TOKENS], state->rows, n, config);
+    }
+    for (int i = 0; i < config->num_hidden_layers; i++) {
+        const LayerWeights *layer = begin_layer(engine, i, rows, n);
+        const bool reads = config->source[i] >= 0;
+        if (layer->engram) remember(engine, layer, n);
+
+        enter_streams(engine, &layer->attention_hyper, state->mixes, state->late_mixes, layer->input_layernorm, n);
+        project_shared_key(engine, i, reads, n);
+        if (config->makes_rows[i]) pool_source(engine, i, n);
+        if (config->selects[i]) select_candidates(engine, i, n);
+        if (config->selects[i] && engine->probe.selected)
+            engine->probe.selected(engine->probe.user, i, &state->selection, rows, n);
+        if (config->makes_rows[i]) make_rows(engine, i, n);
+        if (reads) attend_source(engine, i);
+        else attend_window(engine, i, NULL, NULL, NULL, 0, 0, n);
+        backend->grouped_linear(state->o_latent, state->attended, n, &layer->o_a_proj, config->o_groups);
+        project_rounded(engine, state->branch, hidden, state->o_latent, n, &layer->o_proj);
+        leave_streams(engine, i, state->mixes, n);
+
+        enter_streams(engine, &layer->mlp_hyper, state->late_mixes, state->mixes, layer->post_attention_layernorm, n);
+        mix_experts(engine, layer, n);
+        leave_streams(engine, i, state->late_mixes, n);
+    }
+}
+
 /* Works that a backend may keep: what tells them apart, and passes of how many rows are worth it. */
 enum { WORK_LAYERS, WORK_HEAD, WORK_DRAFT, WORK_CONTEXT, KEPT_ROWS = 64 };
 
@@ -2521,24 +3789,51 @@ static void begin_pass(Engine *engine, const Row *rows, int n) {
     if (!backend->shares_memory) backend->upload(cache->seen.tail_base, cache->tables.tail_base, cache->tables_bytes);
 }
 
+/* The layers of models with one residual stream, from the embedding to the final norm. */
+static void run_residual_layers(Engine *engine, const Row *rows, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    const size_t hidden = (size_t)config->hidden_size;
+    backend->locate_rows(state->kv_rows, state->index_rows, &engine->cache, state->rows, n);
+    backend->embed(state->hidden, &engine->weights.embed_tokens, state->rows, n);
+    tap_layer(engine, -1, n);
+    backend->rms_norm(state->normed, hidden, state->hidden, hidden, engine->weights.layers[0].input_layernorm, n,
+                      config->hidden_size, config->rms_norm_eps);
+    (has_latent_attention(config) ? forward_dsa : forward_qwen3)(engine, rows, n);
+}
+
+/* And of those with several, which all begin as the embedding and at the end are collapsed once more. */
+static void run_stream_layers(Engine *engine, const Row *rows, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    const size_t hidden = (size_t)config->hidden_size, mult = (size_t)config->hc_mult;
+    backend->rotations(state->compress_cosine, state->compress_sine, state->rows, n, state->compress_frequency,
+                       rope_dim(config), 1);
+    backend->embed(state->branch, &engine->weights.embed_tokens, state->rows, n);
+    for (size_t k = 0; k < mult; k++)
+        backend->copy_rows(state->hidden + k * hidden, mult * hidden, state->branch, hidden, n, config->hidden_size, 1);
+    (config->family == FAMILY_DEEPSEEK_V4 ? forward_v4 : forward_v41)(engine, rows, n);
+    if (config->family == FAMILY_DEEPSEEK_V4)
+        return enter_streams(engine, &engine->weights.head_hyper, state->mixes, state->mixes, engine->weights.norm, n);
+    backend->hyper_collapse(state->normed, state->hidden, state->late_mixes, (2 + config->hc_mult) * config->hc_mult, n, config);
+    backend->rms_norm(state->normed, hidden, state->normed, hidden, engine->weights.norm, n, config->hidden_size,
+                      config->rms_norm_eps);
+}
+
 /* All layers, from the rows' tokens to the final norm. Passes of few rows come in few shapes, and each is kept as one work; those
  * of several runs, which prompts bring, come in too many. */
 static void run_layers(Engine *engine, const Row *rows, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
     State *state = &engine->state;
-    const size_t hidden = (size_t)config->hidden_size;
     bool watched = engine->probe.entering || engine->probe.selected;
     uint64_t key = watched || n > KEPT_ROWS || state->n_runs > 1 ? 0 : work_key(engine, WORK_LAYERS, n, NULL, 0);
     if (begin_kept_work(engine, key)) return;
-    backend->locate_rows(state->kv_rows, state->index_rows, &engine->cache, state->rows, n);
     backend->rotations(state->cosine, state->sine, state->rows, n, state->inverse_frequency, rope_dim(config),
                        engine->rope_attention_factor);
-    backend->embed(state->hidden, &engine->weights.embed_tokens, state->rows, n);
-    tap_layer(engine, -1, n);
-    backend->rms_norm(state->normed, hidden, state->hidden, hidden, engine->weights.layers[0].input_layernorm, n,
-                      config->hidden_size, config->rms_norm_eps);
-    (has_latent_attention(config) ? forward_dsa : forward_qwen3)(engine, rows, n);
+    (has_streams(config) ? run_stream_layers : run_residual_layers)(engine, rows, n);
     if (engine->probe.entering) engine->probe.entering(engine->probe.user, config->num_hidden_layers, state->hidden, rows, n);
     backend->end_work();
 }
@@ -2794,16 +4089,6 @@ static bool draft_config_read(DraftConfig *config, const char *directory, const 
     read_draft_config(config, &fields, target);
     cJSON_Delete(json);
     return !fields.failed;
-}
-
-/* A tensor of floats by its whole name, widened. */
-static const float *bind_floats(Binder *binder, const char *name, int rank, const int64_t *shape) {
-    const Tensor *tensor = bind_tensor(binder, name, float_dtypes, rank, shape);
-    size_t count = 1;
-    for (int i = 0; i < rank; i++) count *= (size_t)shape[i];
-    if (!tensor) return NULL;
-    binder->weights->parameters += count;
-    return widen_tensor(binder, tensor, count);
 }
 
 static void bind_convolution(Binder *binder, const float **base, Matrix *kernel, const DraftConfig *config, const char *prefix,
@@ -3315,10 +4600,36 @@ static bool make_up_checkpoint(Engine *engine, const EngineOptions *options, Err
     return true;
 }
 
+/* Engram's token map, where it lies beside the published files. */
+static bool add_token_map(Checkpoint *checkpoint, const Config *config, Error *error) {
+    char path[PATH_MAX];
+    if (!config->engram_order || checkpoint->dummy || checkpoint_find(checkpoint, "engram.token_map")
+        || access(join(path, checkpoint->directory, "engram.safetensors"), F_OK))
+        return true;
+    return map_file(checkpoint, path, error);
+}
+
+/* Rounding as in training, and rows of four bits, are DeepSeek-V4's. */
+static bool check_formats(const Config *config, const EngineOptions *options, Error *error) {
+    if ((options->qat || options->kv_dtype == KV_F4) && !has_streams(config))
+        return fail(error, "%s: %s does not apply to %s", options->model, options->qat ? "--qat" : "--kv-dtype fp4",
+                    config->model_type);
+    if (options->qat && config->family == FAMILY_DEEPSEEK_V4 && config->index_head_dim & (config->index_head_dim - 1))
+        return fail(error, "%s: --qat: found an index_head_dim of %d, wanted a power of two", options->model,
+                    config->index_head_dim);
+    return true;
+}
+
 bool engine_plan(Engine *engine, const EngineOptions *options, Error *error) {
     *engine = (Engine){.backend = options->backend ? options->backend : &c_backend};
     bool ok = config_read(&engine->config, options->model, error);
-    if (ok && options->index_topk && !has_latent_attention(&engine->config))
+    if (ok && has_streams(&engine->config) && !engine->backend->window_attention)
+        ok = fail(error, "%s: %s runs on the CPU only so far: --device cpu", options->model, engine->config.model_type);
+    if (ok && has_streams(&engine->config) && options->draft)
+        ok = fail(error, "%s: no drafter drafts for %s so far: --draft none", options->model, engine->config.model_type);
+    engine->config.qat = options->qat;
+    if (ok) ok = check_formats(&engine->config, options, error);
+    if (ok && options->index_topk && !has_indexer(&engine->config))
         ok = fail(error, "%s: %s has no indexer: --index-topk does not apply", options->model, engine->config.model_type);
     if (ok && options->index_topk) engine->config.index_topk = options->index_topk;
     Config *config = &engine->config;
@@ -3329,6 +4640,7 @@ bool engine_plan(Engine *engine, const EngineOptions *options, Error *error) {
     ok = ok && plan_memory(engine, options, error)
          && (options->dummy ? make_up_checkpoint(engine, options, error)
                             : checkpoint_open(&engine->checkpoint, options->model, error));
+    ok = ok && add_token_map(&engine->checkpoint, &engine->config, error);
     engine->checkpoint.progress = options->progress;
     if (ok && !options->dummy) engine->weight_bytes = checkpoint_bytes(&engine->checkpoint);
     if (!ok) engine_close(engine);
@@ -3641,6 +4953,7 @@ void session_begin(Session *session, Engine *engine) {
     session->finish = RUNNING;
     session->drafted = -1;
     session->trying = session->promising = session->plain = false;
+    session->cached = cache_return(&engine->cache, session->slot, session->cached);
     if (!cache_truncate(&engine->cache, session->slot, session->cached)) {
         fail(&session->error, "the host memory for cached rows is full: raise --host-budget");
         session->finish = FINISH_ERROR;
@@ -4135,8 +5448,8 @@ static uint64_t fingerprint(const Checkpoint *checkpoint) {
 
 /* What the rows depend on besides the ids, as a file names it. */
 static void row_identity(const Engine *engine, char text[128]) {
-    snprintf(text, 128, "%016" PRIx64 ", %s rows, index_topk %d", fingerprint(&engine->checkpoint),
-             kv_dtype_names[engine->cache.format.dtype], engine->config.index_topk);
+    snprintf(text, 128, "%016" PRIx64 ", %s rows, index_topk %d%s", fingerprint(&engine->checkpoint),
+             kv_dtype_names[engine->cache.kv_dtype], engine->config.index_topk, engine->config.qat ? ", --qat" : "");
 }
 
 /* Of one position, in every layer of the drafter. */
@@ -4154,6 +5467,17 @@ static int saved_draft_rows(const Cache *cache, const Session *session) {
     return pages->draft_end == session->cached ? pages->draft_end - pages->draft_first : 0;
 }
 
+/* How far a session's rows can be saved; whole or partial pages of them, and bytes of both with what its trails hold. */
+static int saved_positions(const Cache *cache, const Session *session) {
+    return cache_return(cache, session->slot, session->cached);
+}
+
+static int saved_pages(const Cache *cache, int positions) { return (positions / cache->ratio + PAGE_ROWS - 1) / PAGE_ROWS; }
+
+static uint64_t saved_bytes(const Cache *cache, int positions) {
+    return (uint64_t)saved_pages(cache, positions) * page_image_bytes(cache) + trail_image_bytes(cache, positions);
+}
+
 /* One position's rows, out of the ring or into it. */
 static void copy_draft_row(const Cache *cache, int session, int position, uint8_t *image, bool into_ring) {
     const size_t stride = cache->draft_format.stride, at = (size_t)ring_row(cache, session, position).id * stride;
@@ -4168,7 +5492,7 @@ static cJSON *session_header(const Runner *runner, const Session *session, cJSON
     row_identity(&runner->engine, identity);
     cJSON *header = cJSON_CreateObject();
     cJSON_AddStringToObject(header, "checkpoint", identity);
-    cJSON_AddNumberToObject(header, "rows", session->cached);
+    cJSON_AddNumberToObject(header, "rows", saved_positions(&runner->engine.cache, session));
     cJSON_AddNumberToObject(header, "page_bytes", (double)page_image_bytes(&runner->engine.cache));
     int draft_rows = saved_draft_rows(&runner->engine.cache, session);
     if (draft_rows) {
@@ -4207,10 +5531,15 @@ static void put_session(HashedFile *out, const Runner *runner, const Session *se
     put_bytes(out, session_magic, sizeof session_magic);
     put_bytes(out, number, sizeof number);
     put_bytes(out, header, strlen(header));
-    for (int page = 0; page * PAGE_ROWS < session->cached && out->ok; page++) {
+    const int positions = saved_positions(cache, session);
+    for (int page = 0; page < saved_pages(cache, positions) && out->ok; page++) {
         cache_read_page(cache, session->slot, page, image);
         put_bytes(out, image, page_image_bytes(cache));
     }
+    uint8_t *trails = allocate_zeroed(trail_image_bytes(cache, positions), 1);
+    cache_read_trails(cache, session->slot, positions, trails);
+    put_bytes(out, trails, trail_image_bytes(cache, positions));
+    free(trails);
     uint8_t *row = allocate_zeroed(draft_row_bytes(cache), 1);
     for (int t = session->cached - saved_draft_rows(cache, session); t < session->cached && cache->draft_layers && out->ok; t++) {
         copy_draft_row(cache, session->slot, t, row, false);
@@ -4308,8 +5637,7 @@ static bool check_header(const Runner *runner, const cJSON *header, const char *
     if (fields.failed) return false;
     if (n > engine->cache.context)
         return fail(error, "%s: its %d tokens do not fit the context of %d: raise -c", path, n, engine->cache.context);
-    uint64_t wanted = (uint64_t)((rows + PAGE_ROWS - 1) / PAGE_ROWS) * page_image_bytes(&engine->cache)
-                      + (uint64_t)draft_rows * (uint64_t)row_bytes;
+    uint64_t wanted = saved_bytes(&engine->cache, rows) + (uint64_t)draft_rows * (uint64_t)row_bytes;
     return (image == (double)page_image_bytes(&engine->cache) && page_bytes == wanted)
         || fail(error, "%s: holds %" PRIu64 " bytes of rows, wanted %" PRIu64 " for its %d rows", path, page_bytes, wanted, rows);
 }
@@ -4386,13 +5714,16 @@ bool session_restore(Runner *runner, Session *session, const cJSON *header, FILE
     cache_release(cache, session->slot);
     while (!cache_admit(cache, session->slot, NULL, 0, cache->context, &nothing)) cache_step(cache);
     bool ok = true;
-    for (session->cached = 0; session->cached < rows && ok;) {
-        int n = rows - session->cached < PAGE_ROWS ? rows - session->cached : PAGE_ROWS;
+    for (int left = rows / cache->ratio; left > 0 && ok; left -= PAGE_ROWS) {
         ok = fread(image, 1, bytes, file) == bytes;
-        if (ok) cache_append_page(cache, session->slot, image, n);
-        session->cached += ok ? n : 0;
+        if (ok) cache_append_page(cache, session->slot, image, left < PAGE_ROWS ? left : PAGE_ROWS);
     }
     free(image);
+    uint8_t *trails = allocate_zeroed(trail_image_bytes(cache, rows), 1);
+    ok = ok && fread(trails, 1, trail_image_bytes(cache, rows), file) == trail_image_bytes(cache, rows);
+    if (ok && cache->trail_layers) cache_append_trails(cache, session->slot, rows, trails);
+    free(trails);
+    session->cached = ok ? rows : 0;
     ok = ok && restore_ring(&runner->engine, session, &fields, file);
     if (ok) return true;
     cache_release(cache, session->slot);

@@ -192,9 +192,20 @@ enum {
     MAX_CONTEXT = 1 << 24,      /* largest max_position_embeddings */
     MAX_ROW_WIDTH = 1024,       /* floats of one cached vector; bounds the tiles of the attention operations */
     MAX_HEADS = 1024, MAX_EXPERTS = 4096,
+    MAX_STREAMS = 8,            /* hc_mult */
+    MAX_RATIO = 256,            /* positions of one compressed row */
+    MAX_NGRAM = 8, MAX_ENGRAM_HEADS = 64,
+    MAX_BLOCKS = 1 << 16,       /* candidate_topk_blocks */
 };
 
-typedef enum Family { FAMILY_QWEN3, FAMILY_GLM_MOE_DSA, FAMILY_DEEPSEEK_V32 } Family;
+typedef enum Family { FAMILY_QWEN3, FAMILY_GLM_MOE_DSA, FAMILY_DEEPSEEK_V32, FAMILY_DEEPSEEK_V4, FAMILY_DEEPSEEK_V41 } Family;
+
+/* What a layer of DeepSeek-V4 attends to beyond its window of the last positions. */
+typedef enum Compression {
+    COMPRESSION_NONE,
+    COMPRESSION_SPARSE,         /* rows of sparse_ratio positions, each made of its group and the one before; an indexer selects */
+    COMPRESSION_HEAVY,          /* rows of heavy_ratio positions, all of them */
+} Compression;
 
 typedef struct RopeConfig {
     double rope_theta;
@@ -225,6 +236,28 @@ typedef struct Config {
     float routed_scaling_factor;
     bool norm_topk_prob;
     bool *mlp_sparse;                               /* [num_hidden_layers] true: experts, false: one dense MLP */
+    /* deepseek_v4: head_dim, sliding_window and the o_ and hc_ keys; q_lora_rank, qk_rope_head_dim, indexer and experts are
+     * above */
+    Compression *compression;                       /* [num_hidden_layers] */
+    int sparse_ratio, heavy_ratio;                  /* positions of one compressed row */
+    RopeConfig compress_rope;                       /* of everything in a layer that compresses; the others have `rope` */
+    bool *hash_routed;                              /* [num_hidden_layers] the token's id chooses the experts */
+    int sliding_window, o_groups, o_lora_rank, hc_mult, hc_sinkhorn_iters;
+    float hc_eps, swiglu_limit;                     /* swiglu_limit 0: no limit */
+    bool qat;                                       /* rounds as the reference does: --qat */
+    int weight_block;                               /* rows and columns of an e4m3 matrix that share a scale; and values of its
+                                                     * input that --qat rounds by one */
+    /* deepseek_v41: compressed rows are made by few layers, selected by some, read by most */
+    int n_sources;
+    int *source_ratio;                              /* [n_sources] positions of a row */
+    int *source;                                    /* [num_hidden_layers] whose rows the layer reads, or -1 */
+    bool *makes_rows, *selects;                     /* [num_hidden_layers] the source's rows and index keys; the selection that is
+                                                     * read until the next */
+    int candidate_source_layer_id;                  /* later selections stay in the blocks that this one kept; -1: everywhere */
+    int candidate_topk_blocks, candidate_block_size;
+    int engram_order, engram_n_heads, engram_head_dim, engram_pad_token_id, engram_compressed_vocab_size;
+    int64_t engram_vocab_size;
+    int64_t *engram_rows;                           /* [num_hidden_layers] of the layer's table; 0: it has none */
     /* generation_config.json, where there is one */
     int eos_token_id[16], n_eos;
     float temperature, top_p, min_p, repetition_penalty;        /* transformers' defaults where the file does not say */
@@ -235,8 +268,17 @@ typedef struct Config {
 bool config_read(Config *config, const char *directory, Error *error);
 void config_free(Config *config);
 
-/* Whether the family attends over latents that an indexer selects: every one but qwen3. */
+/* Whether an indexer selects what the family attends to: in every one but qwen3. */
+bool has_indexer(const Config *config);
+
+/* Whether it attends over latents in absorbed form (DeepSeek-V2): glm_moe_dsa, deepseek_v32. */
 bool has_latent_attention(const Config *config);
+
+/* Residual streams of a row: hc_mult of deepseek_v4 and deepseek_v41, 1 of the others. */
+int residual_streams(const Config *config);
+
+/* Whether the layer runs an indexer of its own. */
+bool selects_rows(const Config *config, int layer);
 
 /* ---------------------------------------------------------------------------------------------------------------------
  * Weights: typed fields bound once; data stays in its stored format
@@ -276,12 +318,13 @@ static inline float widen(const uint8_t *p, DType dtype) {
 
 typedef struct Matrix {         /* y = W x; row r, column c of W is data[r * cols + c] times its block's scale */
     const uint8_t *data;        /* [rows, cols] of dtype, any alignment; a row of e2m1 is ceil(cols / 2) bytes */
-    const float *scale;         /* [ceil(whole rows / 128), scale_cols] f32, or NULL */
+    const float *scale;         /* [ceil(whole rows / block), scale_cols] f32, or NULL */
     DType dtype;                /* F32, F16, BF16 or F8_E4M3; F4_E2M1, which only linear and experts take */
     int rows, cols;
-    int scale_cols;             /* ceil(cols / 128); of e2m1, ceil(cols / 32) */
+    int scale_cols;             /* ceil(cols / block); of e2m1, ceil(cols / 32) */
     int first_row;              /* of this view inside the stored tensor: scale blocks count from the tensor's row 0 */
     const uint8_t *exponents;   /* e2m1: [whole rows, scale_cols] E8M0 as stored, 2^(e - 127); otherwise NULL */
+    int block;                  /* rows and columns of e4m3 that share a scale; 0: SCALE_BLOCK */
 } Matrix;
 
 typedef struct Projection {     /* one of the products of the same x */
@@ -291,6 +334,34 @@ typedef struct Projection {     /* one of the products of the same x */
 } Projection;
 
 enum { MAX_PROJECTIONS = 4 };
+
+/* How the parallel residual streams enter a sublayer and take up what it adds: fn of all streams gives the logits of `pre`,
+ * then of `post`, then of the matrix that mixes the streams; each of the three has its own scale. */
+typedef struct HyperWeights {
+    Matrix fn;                                      /* [mixes, hc_mult * hidden]; (2 + hc_mult) * hc_mult, the head's hc_mult */
+    const float *base, *scale;                      /* [mixes], [3] or of the head [1] f32 */
+} HyperWeights;
+
+/* Engram: a table of vectors that the last tokens name, by hashes of their 2-grams, 3-grams, and so on, several of each. The
+ * table is far larger than all other weights of a layer and of it a few rows are read for a token, so it stays in the mapping. */
+typedef struct EngramWeights {
+    const uint8_t *table;                           /* [rows, engram_head_dim] of dtype */
+    const uint8_t *exponents;                       /* of e4m3: [rows, ceil(engram_head_dim / 32)] E8M0; otherwise NULL */
+    DType dtype;
+    Matrix wkv;                                     /* [(hc_mult + 1) * hidden, columns * engram_head_dim]: a key for each stream,
+                                                     * and the value that they gate */
+    const float *q_weight, *k_weight;               /* [hc_mult, hidden] f32 */
+    uint64_t multipliers[MAX_NGRAM];                /* of a token by how far it lies back */
+    int64_t primes[(MAX_NGRAM - 1) * MAX_ENGRAM_HEADS], offsets[(MAX_NGRAM - 1) * MAX_ENGRAM_HEADS];    /* of each column: the
+                                                     * hash is below the prime, and counts from the offset */
+} EngramWeights;
+
+/* What makes one row of a group of positions: channel by channel a softmax over the group weighs the values. */
+typedef struct CompressorWeights {
+    Matrix wkv, wgate;                              /* [width, hidden]; width: dim, or 2 * dim where groups overlap */
+    const float *ape;                               /* [ratio, width] f32, added to the gates by place in the group; NULL: none */
+    const float *norm;                              /* [dim] f32 */
+} CompressorWeights;
 
 typedef struct LayerWeights {
     const float *input_layernorm, *post_attention_layernorm;    /* [hidden_size] f32 */
@@ -317,6 +388,18 @@ typedef struct LayerWeights {
     const Matrix *expert_gate, *expert_up, *expert_down;        /* in the operations' memory: [n_routed_experts] of [moe_inter,
                                                      * hidden] twice, [hidden, moe_inter] */
     DType expert_dtype;                             /* of all of them */
+    /* deepseek_v4, beside q_a_proj, q_a_layernorm, q_b_proj (wq_a, q_norm, wq_b), the indexer's wq_b and weights_proj, the
+     * experts, and as input_layernorm and post_attention_layernorm the norms of what enters the sublayers */
+    HyperWeights attention_hyper, mlp_hyper;
+    Matrix wkv;                                     /* [head_dim, hidden]: the one key, and value, that all heads share */
+    const float *kv_norm;                           /* [head_dim] f32 */
+    const float *attention_sink;                    /* [heads] f32: a logit more in each head's softmax */
+    Matrix o_a_proj;                                /* [o_groups * o_lora_rank, heads / o_groups * head_dim]; o_proj is [hidden,
+                                                     * o_groups * o_lora_rank] */
+    CompressorWeights compressor, index_compressor;
+    const int *hash_experts;                        /* [vocab_size, num_experts_per_tok] of a hash-routed layer, else NULL */
+    /* deepseek_v41: as deepseek_v4, with indexer_wk and indexer_k_norm where rows are made */
+    const EngramWeights *engram;                    /* NULL: the layer has none */
 } LayerWeights;
 
 typedef struct Weights {
@@ -324,6 +407,8 @@ typedef struct Weights {
     LayerWeights *layers;                           /* [num_hidden_layers] */
     const float *norm;                              /* [hidden] f32 */
     Matrix lm_head;                                 /* [vocab_size, hidden]; embed_tokens again when tied */
+    HyperWeights head_hyper;                        /* deepseek_v4 */
+    const int *token_map;                           /* [vocab_size] deepseek_v41: what Engram takes a token for */
     void **owned;                                   /* stb_ds: what was made from the file: vectors and scales in f32, lists */
     size_t parameters, bytes;                       /* of the bound tensors, as stored */
 } Weights;
@@ -336,7 +421,8 @@ void weights_free(Weights *weights);
 /* ---------------------------------------------------------------------------------------------------------------------
  * Rows and the KV hierarchy (Adaptive HiSparse: paper 3.1, 3.2, 3.5; the reference design of the spec, A8)
  *
- * A session's history is a list of rows, one a position, 64 to a page. Every source (the payload of one layer) has the same
+ * A session's history is a list of rows, one a position (or, of compressed rows, one for `ratio` positions, which exists when the
+ * last of them does), 64 to a page. Every source (the payload of one layer) has the same
  * pages under the same numbers: a page id names a bundle, the same 64 rows in all sources at once, and bundles are what is
  * lent, copied and counted. On the device a session holds, for as long as it is admitted, a tail (the rows being written), a
  * hot cache (slots that selected rows are fetched into) and its index keys; while memory is spare, pages of its history too.
@@ -368,19 +454,25 @@ typedef struct Row {
     int token;
 } Row;
 
-typedef enum KvDtype { KV_F32, KV_BF16, KV_F8 } KvDtype;
+typedef enum KvDtype { KV_F32, KV_BF16, KV_F8, KV_F4 } KvDtype;
 
-/* How one cached vector lies in memory. `quantised` values come first: f32 or bf16 as they are, or e4m3 followed by one f32
- * scale per `group` values. `plain` values follow: f32 in an f32 cache, bf16 otherwise (they carry the rope part, which
+/* What scales codes of eight or four bits: the largest value of a group over the largest code; or that as a power of two,
+ * rounded up, in a byte; or rounded to e4m3. */
+typedef enum ScaleKind { SCALES_F32, SCALES_E8M0, SCALES_E4M3 } ScaleKind;
+
+/* How one cached vector lies in memory. `quantised` values come first: f32 or bf16 as they are, or e4m3 or packed e2m1 followed
+ * by one scale per `group` values. `plain` values follow: f32 in an f32 cache, bf16 otherwise (they carry the rope part, which
  * e4m3 would blur). With 512 + 64 and groups of 128 the fp8 row is the 656 bytes of FlashMLA: 512 + 4 * 4 + 64 * 2. */
 typedef struct RowFormat {
     KvDtype dtype;
     int quantised, plain, group;
     size_t bytes;               /* of the values */
     size_t stride;              /* from one row to the next, on the device and on the host: bytes, rounded up */
+    ScaleKind scales;
 } RowFormat;
 
-RowFormat row_format(KvDtype dtype, int quantised, int plain, int group);
+RowFormat row_format(KvDtype dtype, int quantised, int plain, int group);       /* with f32 scales */
+RowFormat scaled_row_format(KvDtype dtype, int quantised, int plain, int group, ScaleKind scales);
 
 /* Rows of index keys, in fp8 with one scale for 128 values. They cross the link by whole pages, so whole 16 bytes do for a stride:
  * of whole 64, a third of what the indexer reads would be empty. */
@@ -405,6 +497,25 @@ typedef struct Selection {      /* which positions each row of the pass attends 
     int *count;                 /* [rows] */
     int capacity;               /* k = min(index_topk, context) */
 } Selection;
+
+/* What a layer has of a session's last positions, where it looks back by distance and not by selection (DeepSeek-V4): its
+ * window, and what its compressors will make rows of. Committed positions lie in a ring. A pass writes its own beside it, and
+ * those that it keeps enter the ring with the commit: what is rejected was never there. */
+typedef struct Trail {
+    int length;                 /* positions that the ring holds; 0: the layer has no such trail */
+    size_t stride;              /* bytes of a row */
+    uint8_t *ring;              /* [sessions, length] rows: position p at p mod length */
+    uint8_t *pass;              /* [pass_rows] rows: those of the pass in flight, in its order */
+} Trail;
+
+enum { TRAIL_WINDOW, TRAIL_GROUP, TRAIL_INDEX_GROUP, TRAIL_TOKENS, TRAILS };    /* of each layer; the last only of layer 0 */
+
+/* The row of an earlier position, or the row's own, of the same session as row r of the pass. */
+static inline uint8_t *trail_row(const Trail *trail, const Row *rows, int r, int position) {
+    int at = r - (rows[r].position - position), session = rows[r].session;
+    if (at >= 0 && rows[at].session == session) return trail->pass + (size_t)at * trail->stride;
+    return trail->ring + ((size_t)session * (size_t)trail->length + (size_t)(position % trail->length)) * trail->stride;
+}
 
 /* The rows to copy from host to device before a run of the pass can attend, in ascending order within each session. Made
  * by the resolve of a producing layer, replayed for each layer that follows it: their slots have the same numbers. */
@@ -459,8 +570,10 @@ typedef struct HistoryPage {
 
 typedef struct SessionPages {
     bool admitted;
-    int committed;              /* n: rows below it are history, or complete in the tail */
-    int placed;                 /* rows below it have a place; those from n on are of a pass that is not committed */
+    int committed;              /* n: positions below it are history, or complete in the tail */
+    int placed;                 /* positions below it have a place; those from n on are of a pass that is not committed */
+    int first_row;              /* of the pass in flight: its row at position n */
+    int reached;                /* the largest n there was: trails hold what led there */
     int reserved_pages;         /* host and index pages held: prompt and all it may generate */
     HistoryPage *pages;         /* [context_pages] */
     DevicePage *spare;          /* [context_pages + tail_ring] pages for rows to come */
@@ -529,27 +642,37 @@ typedef struct Cache {
     KvMode mode;
     Reclaim reclaim;
     Lookup lookup;
-    int sessions, context;      /* slots, and rows each may hold */
+    int sessions, context;      /* slots, and positions each may hold */
+    int ratio;                  /* positions of a row: 1, or of compressed rows more; of the finest source where they differ */
+    int *stretch;               /* [sources] how many times as many each row of the source holds; its pages, which are of the same
+                                 * positions, have that much fewer rows, and a group is a source. NULL: once, everywhere */
+    int *rows_before;           /* [sources + 1] rows of a bundle in the sources before; with stretch */
     int sources, groups;        /* KV payloads; plan groups: a producing layer and the layers that follow it */
     int *group_of;              /* [sources] */
     int *member_of;             /* [sources] 0 for the producer, 1 for the layer after it, ... */
     int index_topk;             /* k: rows a query selects at most; 0: no indexer */
-    int hot_rows;               /* B; 0 in resident mode */
+    int hot_rows;               /* B, of the finest source; 0 in resident mode */
     int live_sources;           /* chi: payloads that are staged at the same time */
     int staging_blocks, staging_rows;       /* blocks of several queries in a run, and K_max * k rows for each */
     int context_pages, hot_pages, tail_ring, reserve;       /* pages; reserve: M_res of eq. 3 */
     int whole_sessions;         /* sessions of the whole context that fit at once, with nothing lent */
     int pass_rows;              /* rows of one pass at most */
     bool ample;                 /* the pool holds everything at once: nothing will ever be recalled */
-    RowFormat format;           /* of kv: MLA latent | rope key, or qwen3's keys | values */
+    KvDtype kv_dtype;           /* as --kv-dtype names it; not all rows need be of it */
+    RowFormat format;           /* of kv: MLA latent | rope key; qwen3's keys | values; deepseek_v4's key and value in one */
+    RowFormat window_format;    /* of the windows' trails */
     RowFormat index_format;     /* of index keys */
     int draft_layers, draft_rows;           /* of the drafter, 0 without one; R_d of eq. 9 */
     RowFormat draft_format;     /* of a layer's keys | values */
+    int trail_layers;           /* layers that have trails, or heavily compressed rows; 0: none */
+    int heavy_layers, heavy_rows, heavy_ratio;          /* those with such rows; of a session in each; positions of one */
     /* the tiers */
     uint8_t *device;            /* [sources, pages, 64] rows */
     uint8_t *staging;           /* [live_sources, staging_blocks * staging_rows] rows */
     uint8_t *index_keys;        /* [groups, index pages, 64] index keys; always on the device */
     uint8_t *draft_ring;        /* [draft_layers, sessions, draft_rows] rows: position t at t mod draft_rows (eq. 10) */
+    Trail *trails;              /* [trail_layers, TRAILS]; their rows are on the device, whatever is lent */
+    uint8_t *heavy;             /* [heavy_layers, sessions, heavy_rows] rows of `format`, likewise */
     int *history;               /* MEMORY_HOST: [sessions, context + 1 + MAX_BLOCK] each session's ids, and drafts behind them */
     uint8_t *host, *host_index; /* [sources, host pages, 64] rows; [groups, host pages, 64] index keys */
     CacheTables tables, seen;   /* as the controller writes them; and as operations see them, in their memory */
@@ -595,21 +718,37 @@ static inline DeviceRow row_of_page(DevicePage page, int position) {
 
 static inline bool no_page(DevicePage page) { return page.id == 0; }
 
+/* Positions whose rows fill a page. */
+static inline int page_positions(const Cache *cache) { return PAGE_ROWS * cache->ratio; }
+
+/* Rows of a page of that source, or index keys of that group; and of the whole bundle in those before it. */
+static inline int stretch_of(const Cache *cache, int source) { return cache->stretch ? cache->stretch[source] : 1; }
+
+static inline int page_rows(const Cache *cache, int source) { return PAGE_ROWS / stretch_of(cache, source); }
+
+static inline size_t rows_before(const Cache *cache, int source) {
+    return cache->stretch ? (size_t)cache->rows_before[source] : (size_t)source * PAGE_ROWS;
+}
+
+static inline DeviceRow row_in_page(const Cache *cache, int source, DevicePage page, int row) {
+    return (DeviceRow){page.id * page_rows(cache, source) + row % page_rows(cache, source)};
+}
+
 /* Where the rows of one source, and the index keys of one group, begin in each tier. */
 static inline uint8_t *source_rows(const Cache *cache, SourceId source) {
-    return cache->device + (size_t)source.id * (size_t)cache->device_pages.n_pages * PAGE_ROWS * cache->format.stride;
+    return cache->device + rows_before(cache, source.id) * (size_t)cache->device_pages.n_pages * cache->format.stride;
 }
 
 static inline uint8_t *host_source_rows(const Cache *cache, SourceId source) {
-    return cache->host + (size_t)source.id * (size_t)cache->host_pages.n_pages * PAGE_ROWS * cache->format.stride;
+    return cache->host + rows_before(cache, source.id) * (size_t)cache->host_pages.n_pages * cache->format.stride;
 }
 
 static inline uint8_t *group_index_keys(const Cache *cache, int group) {
-    return cache->index_keys + (size_t)group * (size_t)cache->index_pages.n_pages * PAGE_ROWS * cache->index_format.stride;
+    return cache->index_keys + rows_before(cache, group) * (size_t)cache->index_pages.n_pages * cache->index_format.stride;
 }
 
 static inline uint8_t *host_group_index_keys(const Cache *cache, int group) {
-    return cache->host_index + (size_t)group * (size_t)cache->host_pages.n_pages * PAGE_ROWS * cache->index_format.stride;
+    return cache->host_index + rows_before(cache, group) * (size_t)cache->host_pages.n_pages * cache->index_format.stride;
 }
 
 /* A source's rows as attention sees them. Its staging is the arena of its place in the group: those of a group live side by side
@@ -618,12 +757,19 @@ static inline RowPool row_pool(const Cache *cache, SourceId source) {
     size_t arena = cache->live_sources ? (size_t)(cache->member_of[source.id] % cache->live_sources) : 0;
     size_t rows = (size_t)cache->staging_blocks * (size_t)cache->staging_rows;
     return (RowPool){source_rows(cache, source), cache->staging + arena * rows * cache->format.stride,
-                     cache->device_pages.n_pages * PAGE_ROWS};
+                     cache->device_pages.n_pages * page_rows(cache, source.id)};
 }
 
 /* The ids of a session, for the operations. */
 static inline int *cache_history(const Cache *cache, int session) {
     return cache->history + (size_t)session * ((size_t)cache->context + 1 + MAX_BLOCK);
+}
+
+/* The heavily compressed rows of the layer that is number `layer` of those that have them: session s has its rows from s *
+ * heavy_rows on. */
+static inline RowPool heavy_pool(const Cache *cache, int layer) {
+    size_t rows = (size_t)cache->sessions * (size_t)cache->heavy_rows;
+    return (RowPool){cache->heavy + (size_t)layer * rows * cache->format.stride, NULL, (int32_t)rows};
 }
 
 /* Where the tables say that a page of a session lies. */
@@ -680,15 +826,19 @@ int cache_room(Cache *cache, int session, int wanted);
  * or it does not follow the rows that are there. *failed: that session, or -1. */
 bool cache_place(Cache *cache, const Row *rows, int n_rows, int *failed, Error *error);
 
-/* Rows below n are history now (eq. 7, 8 with m = 1); rows of the pass from n on are dropped. Whole pages leave the tail: lent,
- * or once they are backed up. */
+/* Positions below n are committed now and their complete rows are history (eq. 7, 8); those of the pass from n on are dropped.
+ * Whole pages leave the tail: lent, or once they are backed up. */
 void cache_commit(Cache *cache, int session, int n);
 
 /* Between two passes: completes copies, publishes and frees what they were for, lends what is spare. */
 void cache_step(Cache *cache);
 
-/* Forgets the rows from n on, history included. False when a page shared with another session would have to be copied and the
- * host has none free. */
+/* How far at most, and not beyond n, the session can be taken back: trails do not reach behind their length, and then it has to
+ * begin anew. */
+int cache_return(const Cache *cache, int session, int n);
+
+/* Forgets the rows from n on, which cache_return() allows, history included. False when a page shared with another session
+ * would have to be copied and the host has none free. */
 bool cache_truncate(Cache *cache, int session, int n);
 
 /* Ends a session's stay, finished or aborted. Whole pages of its prompt stay on the host for those who share it. */
@@ -700,6 +850,12 @@ void cache_release(Cache *cache, int session);
 size_t page_image_bytes(const Cache *cache);
 void cache_read_page(const Cache *cache, int session, int page, uint8_t *image);
 void cache_append_page(Cache *cache, int session, const uint8_t *image, int rows);
+
+/* What a session of n positions, which cache_return() allows, has on the device for good: the positions that its layers still
+ * look back to, and heavily compressed rows. Out of the hierarchy; or into it, behind the appended pages of as many positions. */
+size_t trail_image_bytes(const Cache *cache, int n);
+void cache_read_trails(const Cache *cache, int session, int n, uint8_t *image);
+void cache_append_trails(Cache *cache, int session, int n, uint8_t *image);
 
 /* Bytes of one session's draft ring. */
 size_t ring_bytes(const Cache *cache);
@@ -899,9 +1055,9 @@ struct Backend {
     const void *(*import_weights)(const void *data, size_t bytes, Error *error);
     void (*release_weights)(void);
 
-    /* The same for weights of no file: `count` values of that type (F32, BF16 or F8_E4M3), evenly spread from low to high, each
-     * by a hash of its index and the seed. `space`: as many bytes of the pipeline's memory, where that is what operations read;
-     * or NULL. */
+    /* The same for weights of no file: `count` values of that type (F32, BF16, F8_E4M3 or F8_E8M0), evenly spread from low to
+     * high, each by a hash of its index and the seed; of I8, any bytes. `space`: as many bytes of the pipeline's memory, where
+     * that is what operations read; or NULL. */
     const void *(*make_weights)(void *space, DType dtype, size_t count, float low, float high, uint64_t seed, Error *error);
 
     /* How many Samplers accept() wants for so many rows of logits. */
@@ -939,7 +1095,8 @@ struct Backend {
     /* Positions into the queries of latent attention, in place. q: [rows, heads, dim], where the last `tail` values of each head
      * are rotated in pairs (2i, 2i + 1); cosine, sine: [rows, tail / 2] for the row's position. index_q: the indexer's [rows,
      * index_heads, index_dim], where the first `tail` are, in such pairs if interleaved, else in pairs (i, i + tail / 2), and
-     * which is looked at as check_finite() does; or NULL. */
+     * which is looked at as check_finite() does; or NULL. In DeepSeek-V4 q is whatever is turned in the last values of its heads:
+     * queries, keys, those of the indexer too. */
     void (*rotate_queries)(float *q, int n_rows, int heads, int dim, int tail, float *index_q, int index_heads, int index_dim,
                            bool interleaved, const float *cosine, const float *sine, PassReport *report, int place);
 
@@ -951,7 +1108,8 @@ struct Backend {
     /* Where rows are stored: their places in the pool of a tail, and among the index keys. */
     void (*locate_rows)(DeviceRow *kv_rows, DeviceRow *index_rows, const Cache *cache, const Row *rows, int n_rows);
 
-    /* Writes row ids[r] of a pool: `quantised` values from a[r], `plain` values from b[r]. */
+    /* Writes row ids[r] of a pool: `quantised` values from a[r], `plain` values from b[r]. In deepseek_v41 an id may be -1:
+     * none. */
     void (*store_rows)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows,
                        const float *a, size_t a_stride, const float *b, size_t b_stride);
 
@@ -989,6 +1147,95 @@ struct Backend {
     void (*fetch_rows)(Cache *cache, SourceId source, const MissPlan *plan, const Row *rows, int begin, int end, int run,
                        PassReport *report);
     void (*await_rows)(const Cache *cache, SourceId source);
+
+    /* What the first `dim` values of each row would be after a stay in rows of that format's codes and scales, in place. */
+    void (*round_rows)(float *x, size_t stride, int n_rows, int dim, const RowFormat *format);
+
+    /* Each of n vectors of dim = 2^k values times the orthonormal Hadamard matrix, in place. */
+    void (*hadamard)(float *x, int n, int dim);
+
+    /* DeepSeek-V4's, the next ones. rms_norm() of each of n vectors of `dim`, without a weight, in place. */
+    void (*norm_each)(float *x, int n, int dim, float eps);
+
+    /* Hyper-connections (mHC). mixes: [rows, mixes], in: fn x of all streams; out: hc_mult weights by which the streams enter,
+     * and, where there are more mixes than those, hc_mult by which the streams take what is added, and the hc_mult x hc_mult
+     * matrix that mixes the streams, made doubly stochastic by hc_sinkhorn_iters rounds of Sinkhorn's iteration. streams:
+     * [rows, hc_mult, hidden]. */
+    void (*hyper_weights)(float *mixes, const float *streams, const HyperWeights *weights, int n_rows, const Config *config);
+
+    /* y[r] = sum_j pre[j] streams[r, j], pre the first of the row's n_mixes mixes. */
+    void (*hyper_collapse)(float *y, const float *streams, const float *mixes, int n_mixes, int n_rows, const Config *config);
+
+    /* streams[r, k] = post[k] branch[r] + sum_j mix[j, k] streams[r, j]; what comes out is looked at as check_finite() does. */
+    void (*hyper_expand)(float *streams, const float *branch, const float *mixes, int n_rows, const Config *config,
+                         PassReport *report, int place);
+
+    /* Where the compressed row of that group's source lies that each row of the pass completes, and its index key; -1: it
+     * completes none. */
+    void (*locate_groups)(DeviceRow *kv_rows, DeviceRow *index_rows, const Cache *cache, int group, const Row *rows, int n_rows);
+
+    /* Of compressed rows that each hold `ratio` positions, for every row of the pass: the newest that it sees, in place of its
+     * position, or -1; how many it sees; and the first position of the one that it completes, if it does. Any may be NULL. */
+    void (*see_groups)(Row *newest, int *count, Row *first, const Row *rows, int n_rows, int ratio);
+
+    /* The same for heavily compressed rows. */
+    void (*locate_heavy)(DeviceRow *kv_rows, const Cache *cache, const Row *rows, int n_rows, int ratio);
+
+    /* The compressed row of every group that ends in the pass, to row ids[r] of a pool: softmax over the group's gates, channel
+     * by channel, of its values; normed, its last `turned` values rotated by the angle of the group's first position, looked at
+     * as check_finite() does. overlapping: of the group before, the first `dim` values and gates of each position join, of its
+     * own the last (CSA). trail: rows of [2, width] f32, values | gates. rounding: what of the row round_rows() rounds first,
+     * by its `quantised`; of e2m1 behind hadamard(); NULL: nothing. */
+    void (*compress)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, const Trail *trail, const Row *rows, int n_rows,
+                     const CompressorWeights *weights, int ratio, int dim, bool overlapping, int turned,
+                     const float *inverse_frequency, float eps, const RowFormat *rounding, PassReport *report, int place);
+
+    /* y[r] = what compress() makes of the group that ends with row r, before it is rotated; 0 where none ends. */
+    void (*pool_groups)(float *y, const Trail *trail, const Row *rows, int n_rows, const CompressorWeights *weights, int ratio,
+                        int dim, float eps);
+
+    /* index_select() over compressed rows: rows[r] stands at the newest that it sees, and a page has page_rows of them. blocks:
+     * [rows, ceil(context_pages * page_rows / block_size / 64)] bits; NULL: none. keeps: each row's best topk_blocks blocks, by
+     * the best score in each, and always the block of the newest, are set there. Otherwise only rows in those blocks are
+     * selected. */
+    void (*select_groups)(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
+                          const RowFormat *format, const DevicePage *pages, int context_pages, int page_rows, int heads,
+                          int head_dim, const Row *rows, int n_rows, float *scratch, int scratch_rows, uint64_t *blocks,
+                          int block_size, int topk_blocks, bool keeps);
+
+    /* Mixes with which the first of the streams enters alone. */
+    void (*first_stream)(float *mixes, int n_rows, const Config *config);
+
+    /* The tokens of the pass's rows join the trail; rows of an Engram table that they name begin to come from the disk; and come:
+     * y[r] = the table's rows of all columns, widened. */
+    void (*note_tokens)(const Trail *trail, const Row *rows, int n_rows);
+    void (*prefetch_engram)(const EngramWeights *engram, const int *token_map, const Trail *trail, const Row *rows, int n_rows,
+                            const Config *config);
+    void (*read_engram)(float *y, const EngramWeights *engram, const int *token_map, const Trail *trail, const Row *rows,
+                        int n_rows, const Config *config);
+
+    /* streams[r, k] += value gated by how well the stream meets its key. kv: [rows, streams + 1, hidden], keys | value. */
+    void (*add_engram)(float *streams, const float *kv, const EngramWeights *engram, int n_rows, const Config *config);
+
+    /* Attention of all heads over one shared key, which is the value too: rows [begin, end) of the pass each see the last
+     * `window` positions up to their own, then count[r] rows of the pool: those at locations[r], or where locations is NULL the
+     * first of session s from s * capacity on; count NULL: none. A head's sink is one more logit of its softmax, with no value.
+     * The last `turned` values of what comes out are rotated back by the row's angle. q, y: [rows, heads, dim]. */
+    void (*window_attention)(float *y, const float *q, const Trail *trail, const RowFormat *trail_format, int window,
+                             const RowPool *pool, const RowFormat *format, const DeviceRow *locations, const int *count,
+                             int capacity, const Row *rows, int begin, int end, int heads, const float *sinks, float scale,
+                             int turned, const float *cosine, const float *sine);
+
+    /* y[r, g] = W[g] x[r, g]: W's rows and each of x's rows in `groups` equal parts. */
+    void (*grouped_linear)(float *y, const float *x, int n_rows, const Matrix *w, int groups);
+
+    /* As route(), by sqrt(softplus(logit)) and without groups of experts. table: [vocab, per_token] the experts of each token,
+     * which the logits then only weigh, or NULL. */
+    void (*route_softplus)(int *picks, float *weights, const float *logits, const float *bias, const int *table, const Row *rows,
+                           int n_rows, const Config *config);
+
+    /* Positions [from, to) of a session, the pass's rows from `first` on, are committed: they enter the rings of all trails. */
+    void (*keep_trails)(const Cache *cache, int session, int first, int from, int to);
 
     /* The hot caches of a session, one in each group, are empty from now on and their clocks at 0. */
     void (*forget_hot)(Cache *cache, int session);
@@ -1155,6 +1402,22 @@ typedef struct State {          /* [rows] stands for max_rows; everything lies i
     float *cosine, *sine;       /* [rows, rope dim / 2] f32 */
     float *inverse_frequency;   /* [rope dim / 2] f32 */
     DeviceRow *kv_rows, *index_rows;    /* [rows] where each row of the pass is stored */
+    /* deepseek_v4: hidden holds hc_mult streams of each row */
+    float *mixes;               /* [rows, (2 + hc_mult) * hc_mult] f32 */
+    /* deepseek_v41 */
+    float *late_mixes;          /* likewise, of the feed-forward: it enters by the attention's, the next attention by these */
+    float *latents;             /* [rows, head_dim] f32, what rows and index keys are made of */
+    float *group_cosine, *group_sine;               /* [rows, rope dim / 2] f32, of the first positions of groups */
+    Row *first_rows;            /* [rows] those positions */
+    uint64_t *blocks;           /* [rows, words] select_groups()'s */
+    float *engram, *engram_kv;  /* [rows, columns * engram_head_dim], [rows, (hc_mult + 1) * hidden] f32 */
+    float *o_latent;            /* [rows, o_groups * o_lora_rank] f32 */
+    float *rounded;             /* [rows, the widest input of a matrix] f32, under --qat */
+    float *compress_cosine, *compress_sine, *compress_frequency;    /* as cosine, sine and inverse_frequency, of compress_rope */
+    DeviceRow *pass_rows;       /* [rows] 0, 1, 2, ...: where the rows of a pass lie in a trail */
+    DeviceRow *heavy_ids;       /* [rows] where each row's heavily compressed row is stored */
+    Row *group_rows;            /* [rows] of the pass, each at the newest compressed row it sees; -1: there is none */
+    int *heavy_count;           /* [rows] heavily compressed rows that each row sees */
     Selection selection;        /* of the nearest full layer at or before the current one */
     DeviceRow *locations;       /* [rows, capacity] where the selected rows lie */
     MissPlan plan;              /* of the nearest full layer too */
@@ -1184,6 +1447,7 @@ typedef struct EngineOptions {
     int sessions;               /* slots */
     int context;                /* rows a slot may hold; 0: min(max_position_embeddings, 8192) */
     int index_topk;             /* 0: as config.json says */
+    bool qat;                   /* Config's */
     KvDtype kv_dtype;
     KvMode kv_mode;             /* models without an indexer are resident whatever it says */
     Reclaim reclaim;

@@ -104,7 +104,8 @@ static const struct OptionSpec {
     {"--device", WORD, AT(device), .words = "auto|cpu", .later = "cuda"},
 #endif
     {"--threads", COUNT, AT(threads), 1, 1024},
-    {"--kv-dtype", WORD, AT(kv_dtype), .words = "f32|bf16|fp8"},
+    {"--kv-dtype", WORD, AT(kv_dtype), .words = "f32|bf16|fp8|fp4"},
+    {"--qat", FLAG, AT(engine.qat), .commands = "chat|generate|batch|eval|inspect"},
     {"--kv", WORD, AT(kv_mode), .words = "resident|hisparse|adaptive"},
     {"--kv-budget", BYTES, AT(engine.kv_budget), 1, 1e18},
     {"--index-topk", COUNT, AT(engine.index_topk), 1, MAX_CONTEXT},
@@ -151,9 +152,9 @@ static const char usage_text[] =
     "  --chat            generate, batch: the prompt is a user's message, not text to continue; implied by the next two\n"
     "  --system TEXT     system message      --think on|off   reasoning before the answer (default off)\n"
 #ifdef TIDE_CUDA
-    "  --device auto|cpu|cuda --threads N --kv-dtype f32|bf16|fp8 (default bf16) --index-topk N\n"
+    "  --device auto|cpu|cuda --threads N --kv-dtype f32|bf16|fp8|fp4 (default bf16) --index-topk N\n"
 #else
-    "  --device auto|cpu --threads N --kv-dtype f32|bf16|fp8 (default bf16) --index-topk N\n"
+    "  --device auto|cpu --threads N --kv-dtype f32|bf16|fp8|fp4 (default bf16) --index-topk N\n"
 #endif
     "  --kv resident|hisparse|adaptive (default adaptive)   where the history lies: all of it on the device; on the host behind "
     "a\n"
@@ -175,6 +176,8 @@ static const char usage_text[] =
     "  --layers L        of --dummy: the first L layers only\n"
     "  --exact on|off    a row has the same bits whatever shares its pass: that costs nothing, so off changes nothing\n"
     "  --no-graph        on a GPU: launch each operation anew instead of replaying captured graphs\n"
+    "  --qat             deepseek_v4: rounds cached rows, index vectors and what meets e4m3 and e2m1 weights as the reference's\n"
+    "                    kernels do; --kv-dtype fp4 keeps them as it does (default: neither, as transformers)\n"
     "  --stats --trace FILE.jsonl --quiet\n";
 
 /* One line to the user, whatever the arguments hold. */
@@ -300,7 +303,7 @@ static bool parse_options(Options *options, int argc, char **argv) {
         if (option->kind != FLAG && a + 1 == argc) return usage("%s wants a value", argv[a]), false;
         if (!set_option(options, option, option->kind == FLAG ? NULL : argv[++a])) return false;
     }
-    options->engine.kv_dtype = (KvDtype)word_index("f32|bf16|fp8", options->kv_dtype, KV_BF16);
+    options->engine.kv_dtype = (KvDtype)word_index("f32|bf16|fp8|fp4", options->kv_dtype, KV_BF16);
     options->engine.kv_mode = (KvMode)word_index("resident|hisparse|adaptive", options->kv_mode, MODE_ADAPTIVE);
     options->engine.reclaim = (Reclaim)word_index("whole|proportional", options->reclaim, RECLAIM_WHOLE);
     options->engine.lookup = (Lookup)word_index("direct|scan", options->lookup, LOOKUP_DIRECT);
@@ -406,7 +409,7 @@ static bool start(Runner *runner, Options *options, bool need_tokenizer, int *st
     if (word_index("on|off", options->exact, 0))
         notice("--exact off changes nothing: sums that do not depend on the load cost nothing here, so there are no others");
     bool hierarchy = options->engine.hot_rows || options->reclaim || options->lookup || options->engine.host_budget;
-    if (!has_latent_attention(config) && (options->kv_mode || hierarchy))
+    if (!has_indexer(config) && (options->kv_mode || hierarchy))
         notice(
             "--kv, --hot, --host-budget, --reclaim and --lookup do not apply to %s, which attends to every row: it runs resident",
             config->model_type);
@@ -927,7 +930,7 @@ static int command_batch(Options *options) {
 typedef struct Dump {           /* what a pass leaves for --dump; probes append rows in order */
     const Config *config;
     const Backend *backend;     /* in whose memory a pass leaves it */
-    float **hidden;             /* [layers + 1] stb_ds of [T, hidden_size] */
+    float **hidden;             /* [layers + 1] stb_ds of [T, streams, hidden_size] */
     int **topk;                 /* [layers] stb_ds of [T, k] positions, -1 where fewer are visible; NULL where none is made */
     float *logits;              /* stb_ds [T + D, vocab_size] */
     int context, topk_width;
@@ -936,7 +939,7 @@ typedef struct Dump {           /* what a pass leaves for --dump; probes append 
 static void dump_hidden(void *user, int layer, const float *hidden, const Row *rows, int n_rows) {
     Dump *dump = user;
     (void)rows;
-    size_t n = (size_t)n_rows * (size_t)dump->config->hidden_size;
+    size_t n = (size_t)n_rows * (size_t)(residual_streams(dump->config) * dump->config->hidden_size);
     dump->backend->copy_bytes(arraddnptr(dump->hidden[layer], n), hidden, n * sizeof(float));
 }
 
@@ -952,7 +955,7 @@ static void dump_selection(void *user, int layer, const Selection *selection, co
     }
 }
 
-typedef struct DumpTensor { char name[32]; const char *dtype; int64_t shape[2]; int rank; const void *data; } DumpTensor;
+typedef struct DumpTensor { char name[32]; const char *dtype; int64_t shape[3]; int rank; const void *data; } DumpTensor;
 
 /* A safetensors file of the collected tensors, all four bytes an element. */
 static bool write_safetensors(const char *path, const DumpTensor *tensors, size_t n, Error *error) {
@@ -981,7 +984,8 @@ static bool write_safetensors(const char *path, const DumpTensor *tensors, size_
     bool ok = fwrite(size, 1, 8, file) == 8 && fprintf(file, "%s%*s", text, (int)(padded - length), "") >= 0;
     cJSON_free(text);
     for (size_t i = 0; i < n && ok; i++) {
-        size_t count = (size_t)tensors[i].shape[0] * (size_t)(tensors[i].rank > 1 ? tensors[i].shape[1] : 1);
+        size_t count = 1;
+        for (int d = 0; d < tensors[i].rank; d++) count *= (size_t)tensors[i].shape[d];
         ok = fwrite(tensors[i].data, 4, count, file) == count;
     }
     if (fclose(file) || !ok) return fail(error, "%s: %s", path, strerror(errno));
@@ -1035,7 +1039,9 @@ static bool keep_logits(void *user, int position, const float *logits) {
 /* The prompt in one go, then the --decode ids one at a time; everything the fixtures hold, under their names. */
 static bool eval_dump(Runner *runner, const Options *options, int **prompt, Error *error) {
     const Config *config = &runner->engine.config;
-    int *decode = NULL, T = (int)arrlen(*prompt), layers = config->num_hidden_layers;
+    const Cache *cache = &runner->engine.cache;
+    int *decode = NULL, T = (int)arrlen(*prompt), layers = config->num_hidden_layers, streams = residual_streams(config),
+        rows = T < cache->ratio ? 1 : T / cache->ratio;
     if (options->decode && !parse_ids(options->decode, &decode, error)) { arrfree(decode); return false; }
     int D = (int)arrlen(decode);
     if (T + D > runner->engine.cache.context) {
@@ -1047,10 +1053,10 @@ static bool eval_dump(Runner *runner, const Options *options, int **prompt, Erro
                  .context = runner->engine.cache.context,
                  .hidden = allocate_zeroed((size_t)layers + 1, sizeof(float *)),
                  .topk = allocate_zeroed((size_t)layers, sizeof(int *)),
-                 .topk_width = config->index_topk < T ? config->index_topk : T};
-    for (int i = 0; i <= layers; i++) arrsetcap(dump.hidden[i], (size_t)T * (size_t)config->hidden_size);
-    for (int i = 0; config->indexer_full && i < layers; i++)
-        if (config->indexer_full[i]) arrsetcap(dump.topk[i], (size_t)T * (size_t)dump.topk_width);
+                 .topk_width = cache->index_topk < rows ? cache->index_topk : rows};
+    for (int i = 0; i <= layers; i++) arrsetcap(dump.hidden[i], (size_t)T * (size_t)(streams * config->hidden_size));
+    for (int i = 0; i < layers; i++)
+        if (selects_rows(config, i)) arrsetcap(dump.topk[i], (size_t)T * (size_t)dump.topk_width);
     runner->engine.probe = (Probe){dump_hidden, dump_selection, &dump};
     eval_admit(runner, T + D);
     bool ok = eval_rows(runner, *prompt, 0, T, keep_logits, &dump, error);
@@ -1066,7 +1072,9 @@ static bool eval_dump(Runner *runner, const Options *options, int **prompt, Erro
     if (D) arrput(tensors, ((DumpTensor){"decode_logits", "F32", {D, vocab}, 2, dump.logits + (size_t)T * (size_t)vocab}));
     for (int i = 0; i <= layers; i++) {
         DumpTensor hidden = {"", "F32", {T, config->hidden_size}, 2, dump.hidden[i]},
+                   parallel = {"", "F32", {T, streams, config->hidden_size}, 3, dump.hidden[i]},
                    topk = {"", "I32", {T, dump.topk_width}, 2, i < layers ? dump.topk[i] : NULL};
+        if (streams > 1) hidden = parallel;
         snprintf(hidden.name, sizeof hidden.name, "hidden.%d", i);
         snprintf(topk.name, sizeof topk.name, "topk.%d", i);
         arrput(tensors, hidden);
@@ -1238,6 +1246,48 @@ static void print_layers(const char *name, const bool *flags, int n) {
     putchar('\n');
 }
 
+/* V4: layer by layer the positions of a compressed row, and where experts are chosen by the token's id. */
+static void print_compression(const Config *config) {
+    printf("compress_ratios");
+    for (int i = 0; i < config->num_hidden_layers; i++) {
+        const Compression compression = config->compression[i];
+        printf(" %d", compression == COMPRESSION_SPARSE ? config->sparse_ratio : compression ? config->heavy_ratio : 0);
+    }
+    putchar('\n');
+    print_layers("experts by the token's id in layers", config->hash_routed, config->num_hidden_layers);
+}
+
+/* V4.1: who makes rows, who selects, and Engram. */
+static void print_sources(const Config *config) {
+    printf("compress_ratios");
+    for (int i = 0; i < config->num_hidden_layers; i++)
+        printf(" %d", config->source[i] < 0 ? 0 : config->source_ratio[config->source[i]]);
+    putchar('\n');
+    print_layers("rows and index keys are made in layers", config->makes_rows, config->num_hidden_layers);
+    print_layers("rows are selected in layers", config->selects, config->num_hidden_layers);
+    if (config->candidate_source_layer_id >= 0)
+        printf("candidates: %d blocks of %d rows, from layer %d on\n", config->candidate_topk_blocks, config->candidate_block_size,
+               config->candidate_source_layer_id);
+    for (int i = 0; i < config->num_hidden_layers; i++)
+        if (config->engram_rows[i])
+            printf("Engram in layer %d: %lld rows of %d, %d read for a token\n", i, (long long)config->engram_rows[i],
+                   config->engram_head_dim, (config->engram_order - 1) * config->engram_n_heads);
+}
+
+static void print_v4_config(const Config *config) {
+    printf("head_dim %d\nqk_rope_head_dim %d\nq_lora_rank %d\no_lora_rank %d\no_groups %d\nsliding_window %d\nhc_mult %d\n"
+           "hc_sinkhorn_iters %d\nswiglu_limit %g\n",
+           config->head_dim, config->qk_rope_head_dim, config->q_lora_rank, config->o_lora_rank, config->o_groups,
+           config->sliding_window, config->hc_mult, config->hc_sinkhorn_iters, (double)config->swiglu_limit);
+    printf("compress_rope_theta %g%s\n", config->compress_rope.rope_theta, config->compress_rope.yarn ? ", yarn" : "");
+    (config->compression ? print_compression : print_sources)(config);
+    printf("index_n_heads %d\nindex_head_dim %d\nindex_topk %d\nn_routed_experts %d\nnum_experts_per_tok %d\n"
+           "n_shared_experts %d\nmoe_intermediate_size %d\nrouted_scaling_factor %g\n",
+           config->index_n_heads, config->index_head_dim, config->index_topk, config->n_routed_experts,
+           config->num_experts_per_tok, config->n_shared_experts, config->moe_intermediate_size,
+           (double)config->routed_scaling_factor);
+}
+
 static void print_config(const Config *config) {
     printf("model_type %s\nvocab_size %d\nhidden_size %d\nnum_hidden_layers %d\nnum_attention_heads %d\nmax_position_embeddings "
            "%d\nrms_norm_eps %g\ntie_word_embeddings %s\n",
@@ -1247,8 +1297,9 @@ static void print_config(const Config *config) {
     if (config->rope.yarn)
         printf("yarn factor %g, original_max_position_embeddings %d\n", config->rope.factor,
                config->rope.original_max_position_embeddings);
-    printf("intermediate_size %d\n", config->intermediate_size);
-    if (!has_latent_attention(config))
+    if (config->intermediate_size) printf("intermediate_size %d\n", config->intermediate_size);
+    if (residual_streams(config) > 1) print_v4_config(config);
+    else if (!has_latent_attention(config))
         printf("num_key_value_heads %d\nhead_dim %d\n", config->num_key_value_heads, config->head_dim);
     else {
         printf("q_lora_rank %d\nkv_lora_rank %d\nqk_nope_head_dim %d\nqk_rope_head_dim %d\nv_head_dim %d\n", config->q_lora_rank,
@@ -1294,6 +1345,29 @@ static void print_tensors(const Checkpoint *checkpoint) {
     }
 }
 
+/* What history costs: of every token, and of every session whatever its length; and what a step does to look its rows up (the
+ * paper's table 3). */
+static void print_kv(const Cache *cache, const Config *config) {
+    double paged = 0, keys = 0;
+    size_t trails = 0;
+    int resolves = 0;
+    for (int s = 0; s < cache->sources; s++) paged += (double)cache->format.bytes / (cache->ratio * stretch_of(cache, s));
+    for (int g = 0; g < cache->groups; g++) keys += (double)cache->index_format.bytes / (cache->ratio * stretch_of(cache, g));
+    for (int i = 0; i < config->num_hidden_layers; i++) resolves += selects_rows(config, i);
+    const double heavy = cache->heavy_layers ? (double)cache->heavy_layers * (double)cache->format.bytes / cache->heavy_ratio : 0,
+                 rows = paged + heavy;
+    for (int i = 0; i < cache->trail_layers * TRAILS; i++) trails += (size_t)cache->trails[i].length * cache->trails[i].stride;
+    printf("%.0f bytes of history a token: %.0f of rows, %.0f of index keys", rows + keys, rows, keys);
+    if (trails) printf("; %.1f MB a session of windows and of groups that are not rows yet", (double)trails / 1e6);
+    putchar('\n');
+    if (cache->mode == MODE_RESIDENT || !resolves) return;
+    printf("%.0f bytes of them in host memory, in rows of %zu from %d sources; a step resolves %d selections of %d rows and "
+           "copies for %d followers; a hot cache of %.1f MB a session\n",
+           paged, cache->format.bytes, cache->sources, resolves, cache->index_topk,
+           cache->trail_layers ? 0 : cache->sources - resolves,
+           (double)cache->hot_pages * (double)rows_before(cache, cache->sources) * (double)cache->format.bytes / 1e6);
+}
+
 static int command_inspect(Options *options) {
     Engine engine;
     Error error;
@@ -1309,6 +1383,7 @@ static int command_inspect(Options *options) {
     if (ok)
         printf("%.1f M parameters in use, %.1f MB\n", (double)engine.weights.parameters / 1e6,
                (double)engine.weights.bytes / 1e6);
+    if (ok) print_kv(&engine.cache, &engine.config);
     if (ok) print_plan(stdout, &engine);
     ok = ok && check_memory(&engine, &error);
     engine_close(&engine);
@@ -1673,7 +1748,8 @@ static void print_history(const Cache *cache) {
     enum { WIDTH = 64 };
     for (int s = 0; s < cache->sessions; s++) {
         const SessionPages *session = &cache->session[s];
-        int pages = (session->committed + PAGE_ROWS - 1) / PAGE_ROWS, marks = pages < WIDTH ? pages : WIDTH;
+        int pages = (session->committed + page_positions(cache) - 1) / page_positions(cache);
+        const int marks = pages < WIDTH ? pages : WIDTH;
         char bar[WIDTH + 1] = "";
         for (int mark = 0; mark < marks; mark++) {
             bar[mark] = '>';

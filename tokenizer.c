@@ -69,7 +69,7 @@ typedef struct SplitStep {
     bool prefix_space;              /* first gives every piece a leading space, where it has none */
 } SplitStep;
 
-typedef enum ChatFormat { CHAT_NONE, CHAT_ML, CHAT_GLM, CHAT_DEEPSEEK_V3, CHAT_DEEPSEEK_V32 } ChatFormat;
+typedef enum ChatFormat { CHAT_NONE, CHAT_ML, CHAT_GLM, CHAT_DEEPSEEK_V3, CHAT_DEEPSEEK_V32, CHAT_DEEPSEEK_V41 } ChatFormat;
 
 struct Tokenizer {
     char *name;                     /* the directory, for messages */
@@ -1112,6 +1112,7 @@ int tokenizer_size(const Tokenizer *tokenizer) {
 
 #define BOS "<｜begin▁of▁sentence｜>"
 #define EOS "<｜end▁of▁sentence｜>"
+#define SYSTEM "<｜System｜>"
 #define USER "<｜User｜>"
 #define ASSISTANT "<｜Assistant｜>"
 
@@ -1133,6 +1134,7 @@ static void find_chat_format(Tokenizer *tokenizer) {
     static const struct { ChatFormat format; const char *tokens[8]; } formats[] = {
         {CHAT_ML, {"<|im_start|>", "<|im_end|>"}},
         {CHAT_GLM, {"[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<think>", "</think>"}},
+        {CHAT_DEEPSEEK_V41, {BOS, EOS, SYSTEM, USER, ASSISTANT, "<think>", "</think>"}},
         {CHAT_DEEPSEEK_V32, {BOS, EOS, USER, ASSISTANT, "<think>", "</think>"}},
         {CHAT_DEEPSEEK_V3, {BOS, EOS, USER, ASSISTANT}},
     };
@@ -1155,6 +1157,7 @@ typedef struct Writer {
     bool ok;                        /* false: *error says why */
     size_t encoded;                 /* bytes of prompt->text that have their ids already */
     bool thinking, generate;        /* whether the answer to come may think; whether it is opened */
+    const Message *messages;        /* [last_message + 1] */
     int last_message, last_user;    /* positions in the conversation: answers behind last_user keep their reasoning */
 } Writer;
 
@@ -1337,17 +1340,50 @@ static void deepseek_v32_message(Writer *writer, const Message *message, int ind
     write_control(writer, EOS);
 }
 
+/* V4.1 has the effort and what the first system message says behind a token of their own. */
+static void deepseek_v41_start(Writer *writer, int n_messages) {
+    write_control(writer, BOS);
+    if (!n_messages || !(writer->thinking || !strcmp(writer->messages[0].role, "system"))) return;
+    write_control(writer, SYSTEM);
+    if (writer->thinking)
+        write_string(writer, "Reasoning Effort: 75 (range 1-100, the higher the value, the more thorough the reasoning)\n\n");
+}
+
+/* User messages that follow each other are one. A later system message is answered like a user's; an answer is opened where one
+ * follows, or is asked for, and only what answers the last of them may think. */
+static void deepseek_v41_message(Writer *writer, const Message *message, int index) {
+    Text content = {message->content, message->content_length}, reasoning, answer;
+    const bool user = !strcmp(message->role, "user"), ends = index == writer->last_message;
+    if (strcmp(message->role, "assistant")) {
+        if (user && index && !strcmp(message[-1].role, "user")) write_string(writer, "\n\n");
+        else if (user || index) write_control(writer, user ? USER : SYSTEM);
+        write_text(writer, content);
+        if (!(user || index) || !(ends ? writer->generate : !strcmp(message[1].role, "assistant"))) return;
+        write_control(writer, ASSISTANT);
+        write_control(writer, writer->thinking && index >= writer->last_user ? "<think>" : "</think>");
+        return;
+    }
+    split_reasoning(content, &reasoning, &answer);
+    if (writer->thinking && index > writer->last_user) {
+        write_text(writer, reasoning);
+        write_control(writer, "</think>");
+    }
+    write_text(writer, answer);
+    write_control(writer, EOS);
+}
+
 static void write_message(Writer *writer, const Message *message, int index) {
     switch (writer->tokenizer->chat) {
     case CHAT_ML: chatml_message(writer, message, index); break;
     case CHAT_GLM: glm_message(writer, message, index); break;
     case CHAT_DEEPSEEK_V3: deepseek_v3_message(writer, message); break;
     case CHAT_DEEPSEEK_V32: deepseek_v32_message(writer, message, index); break;
+    case CHAT_DEEPSEEK_V41: deepseek_v41_message(writer, message, index); break;
     case CHAT_NONE: break;
     }
 }
 
-/* Opens the answer where that is asked for (V3.2's user message has done so), and encodes what is left. */
+/* Opens the answer where that is asked for (V3.2's and V4.1's user message has done so), and encodes what is left. */
 static bool finish_prompt(Writer *writer) {
     ChatFormat chat = writer->tokenizer->chat;
     if (writer->generate && chat == CHAT_ML) chatml_open_answer(writer);
@@ -1374,7 +1410,8 @@ static bool is_tool_response(const Message *message) {
 static int last_user_message(const Tokenizer *tokenizer, const Message *messages, int n_messages) {
     bool chatml = tokenizer->chat == CHAT_ML;
     for (int i = n_messages - 1; i >= 0; i--)
-        if (!strcmp(messages[i].role, "user") && !(chatml && is_tool_response(&messages[i]))) return i;
+        if (tokenizer->chat == CHAT_DEEPSEEK_V41 && i && !strcmp(messages[i].role, "system")) return i;
+        else if (!strcmp(messages[i].role, "user") && !(chatml && is_tool_response(&messages[i]))) return i;
     return chatml ? n_messages - 1 : -1;
 }
 
@@ -1387,11 +1424,12 @@ bool chat_render(const Tokenizer *tokenizer, const Message *messages, int n_mess
             return fail(error, "message %d has the role \"%s\", which is none of system, user, assistant", i + 1, role);
     }
     Writer writer = {.tokenizer = tokenizer, .prompt = prompt, .error = error, .ok = true, .encoded = arrlenu(prompt->text),
-                     .thinking = thinking, .generate = add_generation_prompt, .last_message = n_messages - 1,
+                     .thinking = thinking, .generate = add_generation_prompt, .messages = messages, .last_message = n_messages - 1,
                      .last_user = last_user_message(tokenizer, messages, n_messages)};
     if (tokenizer->chat == CHAT_GLM) glm_start(&writer);
     if (tokenizer->chat == CHAT_DEEPSEEK_V3) deepseek_v3_start(&writer, messages, n_messages);
     if (tokenizer->chat == CHAT_DEEPSEEK_V32) write_control(&writer, BOS);
+    if (tokenizer->chat == CHAT_DEEPSEEK_V41) deepseek_v41_start(&writer, n_messages);
     for (int i = 0; i < n_messages; i++) write_message(&writer, &messages[i], i);
     return finish_prompt(&writer);
 }
@@ -1421,6 +1459,7 @@ bool chat_ends_turn(const Tokenizer *tokenizer, int id) {
         [CHAT_GLM] = {"<|user|>", "<|observation|>", "<|endoftext|>"},
         [CHAT_DEEPSEEK_V3] = {EOS},
         [CHAT_DEEPSEEK_V32] = {EOS},
+        [CHAT_DEEPSEEK_V41] = {EOS},
     };
     for (const char *const *end = ends[tokenizer->chat]; *end; end++)
         if (id >= 0 && id == tokenizer_find(tokenizer, *end)) return true;

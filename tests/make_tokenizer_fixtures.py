@@ -4,7 +4,7 @@
 
 The vocabularies are trained here on this repository's own text; ids come from Hugging Face's `tokenizers`. Chat prompts come
 from the checkpoints' own templates where SHARED/fixtures/tokenizers has them (Qwen3, DeepSeek-V3), otherwise from a
-transcription of what is published about them (GLM-5, 5.2, 5.3; DeepSeek-V3.2's encoder). Seeds are fixed.
+transcription of what is published about them (GLM-5, 5.2, 5.3; the encoders of DeepSeek-V3.2 and V4.1). Seeds are fixed.
 """
 import json, pathlib, random, sys
 import jinja2
@@ -132,6 +132,33 @@ def deepseek_v32(messages, generate, think):
     return prompt
 
 
+def deepseek_v41(messages, generate, think):
+    """The same for V4.1: system text behind a token of its own, the effort in front, user messages that follow each other made one."""
+    prompt, merged = "<｜begin▁of▁sentence｜>", []
+    for m in messages:
+        if m["role"] == "user" and merged and merged[-1]["role"] == "user":
+            merged[-1] = {"role": "user", "content": merged[-1]["content"] + "\n\n" + m["content"]}
+        else:
+            merged.append(m)
+    asks = [m["role"] == "user" or (m["role"] == "system" and i > 0) for i, m in enumerate(merged)]
+    last = max((i for i, ask in enumerate(asks) if ask), default=-1)
+    effort = "Reasoning Effort: 75 (range 1-100, the higher the value, the more thorough the reasoning)\n\n" if think else ""
+    if merged and (effort or merged[0]["role"] == "system"):
+        prompt += "<｜System｜>" + effort
+    for i, m in enumerate(merged):
+        if m["role"] == "assistant":
+            reasoning, closed, content = m["content"].partition("</think>")
+            if not closed: reasoning, content = "", m["content"]
+            if think and i > last: prompt += reasoning.split("<think>")[-1] + "</think>"
+            prompt += content + "<｜end▁of▁sentence｜>"
+            continue
+        prompt += ("<｜User｜>" if m["role"] == "user" else "<｜System｜>" if i else "") + m["content"]
+        ends = i == len(merged) - 1
+        if asks[i] and (generate if ends else merged[i + 1]["role"] == "assistant"):
+            prompt += "<｜Assistant｜>" + ("<think>" if think and i >= last else "</think>")
+    return prompt
+
+
 def conversations(alternating=False):
     """Messages with and without reasoning; alternating: system first, then user and assistant in turns."""
     words = ["Hi", "2+2?", " spaced \n", "\n\nlines\n", "", "naïve 中文", "ok.", "It's\tfine", "a\n\nb"]
@@ -216,3 +243,7 @@ with open(here / "fixtures" / "tokenizer-gpt2" / "variants.jsonl", "w") as out:
         cases = [{"text": text, "ids": reference.encode(text, add_special_tokens=False).ids}
                  for text in ["aa bat\ntea  ea.a 12345 Éa\u180e\u0085a\nTo", "".join(random.choices(PARTS + ["a", "t", "a."], k=10)), "a"]]
         out.write(compact({"pre_tokenizer": json.loads(reference.to_str())["pre_tokenizer"], "cases": cases}))
+
+random.seed(41)
+write("deepseek-v41", train(pre, 330, special(*controls) + plain("<｜System｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>")),
+      config=names, chat=list(chat_cases(deepseek_v41, alternating=True)) + list(chat_cases(deepseek_v41)))

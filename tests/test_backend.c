@@ -472,6 +472,55 @@ static void test_rows(void) {
         }
 }
 
+/* What DeepSeek's own quantisers make of 96 x 64 values (golden.safetensors holds what they gave): the same bits from round_rows()
+ * and from rows that were stored and read. */
+static void test_rows_as_the_reference_rounds(void) {
+    static const struct { const char *name; KvDtype dtype; int group; ScaleKind scales; size_t bytes; } formats[] = {
+        {"quant.fp8", KV_F8, 32, SCALES_E8M0, 64 + 2},
+        {"quant.fp4_index", KV_F4, 32, SCALES_E8M0, 32 + 2},
+        {"quant.fp4_rows", KV_F4, 16, SCALES_E4M3, 32 + 4}};
+    enum { ROWS = 96, WIDTH = 64 };
+    Checkpoint file = {0};
+    Error error;
+    bool there = map_file(&file, "tests/fixtures/row-formats/golden.safetensors", &error);
+    CHECK(there, "%s", error.text);
+    for (size_t f = 0; there && f < sizeof formats / sizeof *formats; f++) {
+        const RowFormat format = scaled_row_format(formats[f].dtype, WIDTH, 0, formats[f].group, formats[f].scales);
+        const uint8_t *in = checkpoint_find(&file, "quant.in")->data, *wanted = checkpoint_find(&file, formats[f].name)->data;
+        float x[ROWS * WIDTH], back[WIDTH];
+        uint8_t *base = allocate_zeroed(1, format.stride);
+        CHECK(format.bytes == formats[f].bytes, "%s: a row takes %zu bytes", formats[f].name, format.bytes);
+        memcpy(x, in, sizeof x);
+        for (int r = 0; r < ROWS; r++) {
+            store_rows(base, &format, &(DeviceRow){0}, 1, x + r * WIDTH, 0, x, 0);
+            widen_row(back, base, &format);
+            CHECK(!memcmp(back, wanted + (size_t)r * sizeof back, sizeof back), "%s: row %d is stored as it should be", formats[f].name, r);
+        }
+        round_rows(x, WIDTH, ROWS, WIDTH, &format);
+        CHECK(!memcmp(x, wanted, sizeof x), "%s: rows are rounded as they should be", formats[f].name);
+        free(base);
+    }
+    if (there) checkpoint_close(&file);
+    CHECK(scaled_row_format(KV_F8, 448, 64, 64, SCALES_E8M0).bytes == 583, "a row of DeepSeek-V4 takes 583 bytes");
+    CHECK(scaled_row_format(KV_F4, 512, 0, 16, SCALES_E4M3).bytes == 288, "one of V4.1 288");
+    CHECK(scaled_row_format(KV_F4, 128, 0, 32, SCALES_E8M0).bytes == 68, "an index key 68");
+}
+
+/* Against the definition: entry (i, j) is +-dim^-1/2, negative where i and j share an odd number of bits. */
+static void test_hadamard(void) {
+    for (int dim = 1; dim <= 256; dim *= 2) {
+        float *x = random_floats((size_t)(3 * dim)), *y = allocate_zeroed((size_t)(3 * dim), sizeof(float));
+        memcpy(y, x, (size_t)(3 * dim) * sizeof(float));
+        hadamard(y, 3, dim);
+        for (int i = 0; i < 3 * dim; i++) {
+            double sum = 0;
+            for (int j = 0; j < dim; j++) sum += (__builtin_popcount(i % dim & j) % 2 ? -1.0 : 1.0) * x[i / dim * dim + j];
+            CHECK(fabs(sum / sqrt(dim) - y[i]) < 1e-5, "Hadamard of %d: value %d", dim, i);
+        }
+        free(x), free(y);
+    }
+}
+
 /* Groups of denormals, of one large value among tiny ones, and of zeros never become NaN. */
 static void test_rows_of_tiny_values(void) {
     enum { WIDTH = 128 };
@@ -965,6 +1014,8 @@ int main(void) {
     test_first_not_finite();
     test_rows();
     test_rows_of_tiny_values();
+    test_rows_as_the_reference_rounds();
+    test_hadamard();
     test_top_k();
     for (KvDtype dtype = KV_F32; dtype <= KV_BF16; dtype++)
         for (int rows = 1; rows < 300; rows = 4 * rows + 3) test_index_select(dtype, rows);

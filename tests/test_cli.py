@@ -1407,10 +1407,51 @@ def test_dummy():
     known = lambda *args: re.search(rb".* M parameters in use, .* MB", run("inspect", *args).out)
     if os.path.exists(MINI + "/config.json"):
         equal(known("-m", MINI, "--dummy")[0], known("-m", MINI, "--draft", "none")[0], "as many bytes as the checkpoint itself")
-    for name, size in (("glm-5.3", 1486754.1), ("glm-5.3-fp8", 745584.5), ("deepseek-v3.2", 674030.3), ("qwen3-8b", 16381.5), ("qwen3-4b", 8044.9)):
+    for name, size in (("glm-5.3", 1486754.1), ("glm-5.3-fp8", 745584.5), ("deepseek-v3.2", 674030.3), ("deepseek-v4-flash", 156015.7), ("qwen3-8b", 16381.5), ("qwen3-4b", 8044.9)):
         found = known("-m", os.path.join(ROOT, "weights", "shapes", name), "--dummy")
         check(found and (b"%.1f MB" % size) in found[0], "the published size of " + name, found and found[0])
     refused(1, "the weights of 78 layers need 1486754 MB|lower --layers", "generate", "-m", os.path.join(ROOT, "weights", "shapes", "glm-5.3"), "--dummy", "--ids", "1")
+
+
+def stored(data, name, form):
+    """The values of one tensor of a safetensors file."""
+    size = struct.unpack("<Q", data[:8])[0]
+    begin, end = json.loads(data[8:8 + size])[name]["data_offsets"]
+    return struct.unpack("<%d%s" % ((end - begin) // 4, form), data[8 + size + begin:8 + size + end])
+
+
+def test_v4():
+    """DeepSeek-V4 through the program: the dump's tensors, the same text in any mode, random weights, refusals by name."""
+    model = os.path.join(ROOT, "tests", "fixtures", "deepseek_v4-c")
+    dump = HOME + "/v4.safetensors"
+    golden = read(os.path.join(model, "golden.safetensors"))
+    prompt = stored(golden, "input_ids", "i")
+    result = run("eval", "-m", model, "--ids", ",".join(str(i) for i in prompt), "--decode", "7", "--kv-dtype", "f32", "--dump", dump)
+    equal((result.code, result.out, result.err), (0, b"", b""), "--dump")
+    data = read(dump)
+    header = json.loads(data[8:8 + struct.unpack("<Q", data[:8])[0]])
+    for name in ("logits", "hidden.6"):
+        worst = max(abs(a - b) for a, b in zip(stored(data, name, "f"), stored(golden, name, "f"), strict=True))
+        check(worst < 3e-3, "the dump's %s are the golden ones" % name, worst)
+    shapes = {name: entry["shape"] for name, entry in header.items()}
+    equal(len(data), 8 + struct.unpack("<Q", data[:8])[0] + max(entry["data_offsets"][1] for entry in header.values()), "the dump's size")
+    equal((shapes["hidden.6"], shapes["topk.2"], "topk.1" in shapes), ([150, 4, 160], [150, 8], False), "streams, and rows selected in sparse layers")
+    args = ("generate", "-m", model, "--ids", ",".join(str(3 * i % 320) for i in range(1, 300)), "-n", "20", "--temp", "0")
+    ids = run(*args).out
+    equal(len(ids.split(b",")), 20, "it babbles")
+    for mode in ("resident", "hisparse", "adaptive"):
+        equal(run(*args, "--kv", mode, "--kv-budget", "3M", "-c", "512").out, ids, "--kv " + mode)
+    rounded = run(*args, "--qat", "--kv-dtype", "fp4")
+    equal((rounded.code, len(rounded.out.split(b","))), (0, 20), "--qat")
+    shape = os.path.join(HOME, "shape-v4")
+    os.mkdir(shape)
+    shutil.copy(os.path.join(model, "config.json"), shape)
+    equal(run("generate", "-m", shape, "--dummy", "--ids", "1,2,3", "-n", "6", "--temp", "0").out.count(b","), 5, "--dummy")
+    refused(1, "--qat does not apply to glm_moe_dsa", "generate", "-m", FIXTURE, "--ids", "1", "--qat")
+    refused(1, "--kv-dtype fp4 does not apply to glm_moe_dsa", "generate", "-m", FIXTURE, "--ids", "1", "--kv-dtype", "fp4")
+    refused(1, "no drafter drafts for deepseek_v4", "generate", "-m", model, "--draft", "weights/draft-dflash2", "--ids", "1")
+    result = run("bench", "decode", "-m", model)
+    check(result.code == 1 and b"deepseek_v4's steps are not measured" in result.err, "bench decode", result.err)
 
 
 def test_bench_decode():

@@ -2170,7 +2170,8 @@ static void twin_matrix(Matrix *c, Matrix *gpu, DType dtype, int rows, int cols,
         else memcpy(data + 2 * i, &half, 2);
     }
     for (size_t i = 0; i < scales; i++) scale[i] = 0.5f + fabsf(scale[i]);
-    *c = (Matrix){data, dtype == DTYPE_F8_E4M3 ? scale : NULL, dtype, rows, cols, (cols + 127) / 128, 0, NULL};
+    *c = (Matrix){.data = data, .scale = dtype == DTYPE_F8_E4M3 ? scale : NULL, .dtype = dtype, .rows = rows, .cols = cols,
+                  .scale_cols = (cols + 127) / 128};
     *gpu = *c;
     gpu->data = to_device(data, bytes);
     if (c->scale) gpu->scale = to_device(scale, scales * sizeof(float));

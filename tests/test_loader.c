@@ -11,6 +11,9 @@
 #define QWEN3 "tests/fixtures/qwen3-a"
 #define GLM "tests/fixtures/glm_moe_dsa-a"
 #define DEEPSEEK "tests/fixtures/deepseek_v32-c"
+#define V4 "tests/fixtures/deepseek_v4-c"               /* as published */
+#define V41 "tests/fixtures/deepseek_v41-c"
+#define V4_SAVED "tests/fixtures/deepseek_v4-a"         /* as transformers saves it */
 
 /* The failure's message is one line and holds both texts (either may be ""). */
 static void check_refused(bool ok, const Error *error, const char *file, const char *thing, const char *what) {
@@ -306,7 +309,7 @@ static void check_config_refused(const char *fixture, const char *key, const cha
     snprintf(what, sizeof what, "%s with %s %s", fixture, key, value ? value : "missing");
     check_refused(ok, &error, "config.json", last, what);
     if (ok) config_free(&config);
-    else CHECK(!config.indexer_full && !config.mlp_sparse, "%s: a refused config leaves nothing behind", what);
+    else CHECK(!config.indexer_full && !config.mlp_sparse && !config.compression && !config.hash_routed, "%s: a refused config leaves nothing behind", what);
 }
 
 static void check_config_read(const char *fixture, const char *key, const char *value) {
@@ -323,6 +326,9 @@ static void test_config_numbers(void) {
     static const char *latent[] = {"q_lora_rank",      "kv_lora_rank",        "qk_nope_head_dim",     "qk_rope_head_dim",
                                    "v_head_dim",       "index_n_heads",       "index_head_dim",       "index_topk",
                                    "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"};
+    static const char *v4[] = {"vocab_size",  "hidden_size",   "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
+                               "q_lora_rank", "o_lora_rank",   "o_groups",          "index_n_heads",       "index_head_dim",
+                               "index_topk",  "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"};
     static const char *wrong[] = {NULL, "null", "\"64\"", "[64]", "true", "0", "-1", "1.5", "1e18", "1e400"};
     static const char *fixtures[] = {QWEN3, GLM, DEEPSEEK};
     for (size_t w = 0; w < sizeof wrong / sizeof *wrong; w++) {
@@ -330,6 +336,10 @@ static void test_config_numbers(void) {
             for (int f = 0; f < 3; f++) check_config_refused(fixtures[f], everywhere[i], wrong[w]);
         for (size_t i = 0; i < sizeof latent / sizeof *latent; i++)
             for (int f = 1; f < 3; f++) check_config_refused(fixtures[f], latent[i], wrong[w]);
+        for (size_t i = 0; i < sizeof v4 / sizeof *v4; i++) {
+            check_config_refused(V4, v4[i], wrong[w]);
+            check_config_refused(V4_SAVED, v4[i], wrong[w]);
+        }
     }
     static const struct { const char *fixture, *key, *value;
     } bad[] = {
@@ -400,6 +410,57 @@ static void test_config_numbers(void) {
         {QWEN3, "rope_parameters.rope_theta", "\"x\""},
         {QWEN3, "rope_parameters.rope_theta", "0"},
         {QWEN3, "rope_parameters.partial_rotary_factor", "0.5"},
+        {V4, "model_type", "\"deepseek_v42\""},
+        {V41, "quantization_config.weight_block_size", "[128, 128]"},
+        {V41, "text_config.compress_ratios", "[0,2,2,1,1,1,4]"},
+        {V41, "text_config.compress_ratios", "[0,2,2,1,1,1]"},
+        {V41, "text_config.compress_ratios", "[0,2,1,1,1,1,1]"},
+        {V41, "text_config.compress_ratios", "[2,2,2,1,1,1,1]"},
+        {V41, "text_config.kv_source_layer_ids", "[1,9]"},
+        {V41, "text_config.kv_source_layer_ids", "[3,1]"},
+        {V41, "text_config.kv_source_layer_ids", "[1,3,4]"},
+        {V41, "text_config.kv_source_layer_ids", NULL},
+        {V41, "text_config.index_source_layer_ids", "[0,1,3,5]"},
+        {V41, "text_config.index_source_layer_ids", "3"},
+        {V41, "text_config.candidate_source_layer_id", "4"},
+        {V41, "text_config.candidate_source_layer_id", "1"},
+        {V41, "text_config.candidate_topk_blocks", "2"},
+        {V41, "text_config.candidate_block_size", "0"},
+        {V41, "text_config.engram_layer_ids", "[7]"},
+        {V41, "text_config.engram_num_embeddings", "[]"},
+        {V41, "text_config.engram_num_embeddings", "[0]"},
+        {V41, "text_config.engram_max_ngram_size", "1"},
+        {V41, "text_config.engram_pad_token_id", "192"},
+        {V41, "text_config.engram_n_heads", NULL},
+        {V4, "compress_ratios", NULL},
+        {V4, "compress_ratios", "[0,128,8,128,4,0]"},
+        {V4, "compress_ratios", "[0,128,4,128,4]"},
+        {V4, "compress_ratios", "[0,128,4,128,4,\"0\"]"},
+        {V4, "compress_ratios", "[0,128,4,128,4,1e300]"},
+        {V4, "compress_ratios", "4"},
+        {V4_SAVED, "layer_types", "[\"sliding_attention\"]"},
+        {V4_SAVED, "layer_types",
+         "[\"full_attention\",\"sliding_attention\",\"sliding_attention\",\"sliding_attention\",\"sliding_attention\",\"a\"]"},
+        {V4_SAVED, "compress_rates.heavily_compressed_attention", "1"},
+        {V4_SAVED, "compress_rates.compressed_sparse_attention", "512"},
+        {V4_SAVED, "mlp_layer_types", "[\"moe\",\"moe\",\"moe\",\"moe\",\"moe\",\"dense\"]"},
+        {V4, "num_hash_layers", "-1"},
+        {V4, "num_key_value_heads", "2"},
+        {V4, "head_dim", "2048"},
+        {V4, "qk_rope_head_dim", "15"},
+        {V4, "qk_rope_head_dim", "64"},
+        {V4, "o_groups", "3"},
+        {V4, "hc_mult", "9"},
+        {V4, "sliding_window", "0"},
+        {V4, "swiglu_limit", "-1"},
+        {V4, "scoring_func", "\"sigmoid\""},
+        {V4, "topk_method", "\"greedy\""},
+        {V4, "expert_dtype", "\"int4\""},
+        {V4, "n_group", "2"},
+        {V4, "mlp_bias", "true"},
+        {V4, "rope_scaling.type", "\"linear\""},
+        {V4, "rope_scaling.factor", NULL},
+        {V4, "compress_rope_theta", "\"x\""},
         {QWEN3, "eos_token_id", "-1"},
         {QWEN3, "eos_token_id", "1.5"},
         {QWEN3, "eos_token_id", "\"2\""},
@@ -424,6 +485,13 @@ static void test_config_numbers(void) {
         {DEEPSEEK, "rope_parameters.mscale", NULL},
         {DEEPSEEK, "rope_parameters.beta_fast", NULL},
         {DEEPSEEK, "rope_parameters.truncate", "true"},
+        {V4, "compress_ratios", "[0,128,4,128,4,0,0,0,0]"},
+        {V4, "rope_scaling", NULL},
+        {V41, "text_config.candidate_source_layer_id", NULL},
+        {V41, "text_config.candidate_topk_blocks", "3"},
+        {V41, "text_config.compress_ratios", "[0,2,2,1,1,1,1]"},
+        {V4, "swiglu_limit", NULL},
+        {V4_SAVED, "compress_rates", NULL},
         {QWEN3, "rope_parameters.rope_type", NULL},
         {QWEN3, "rope_parameters.partial_rotary_factor", "1.0"},
     };
@@ -450,8 +518,8 @@ static void test_config_files(void) {
         check_refused(config_read(&config, directory, &error), &error, "config.json", bad[i].thing, bad[i].what);
     }
     free(directory);
-    bool ok = reads_with(GLM, "model_type", "\"deepseek_v4\"", &config, &error);
-    check_refused(ok, &error, "config.json", "deepseek_v4", "a family that is not supported is named");
+    bool ok = reads_with(GLM, "model_type", "\"deepseek_v5\"", &config, &error);
+    check_refused(ok, &error, "config.json", "deepseek_v5", "a family that is not supported is named");
 }
 
 /* What config_read() makes of keys it can find in more than one place, and of keys that are not there (transformers' defaults). */
@@ -593,12 +661,25 @@ static cJSON *read_header(const char *fixture, size_t *data_size) {
     return header;
 }
 
+/* Writes the fixture's data behind the header that is there: tables of ids must hold some. */
+static void write_data(const char *fixture, const char *directory, size_t data_size) {
+    char path[PATH_MAX], *bytes;
+    size_t size;
+    Error error;
+    if (!read_file(join(path, fixture, "model.safetensors"), 1 << 30, &bytes, &size, &error)) fprintf(stderr, "%s\n", error.text), exit(1);
+    FILE *file = fopen(join(path, directory, "model.safetensors"), "r+b");
+    if (!file || fseek(file, -(long)data_size, SEEK_END) || fwrite(bytes + size - data_size, 1, data_size, file) != data_size || fclose(file))
+        perror(path), exit(1);
+    free(bytes);
+}
+
 /* Whether the fixture's tensors bind when its header is replaced by this one (which is deleted). */
 static bool binds(const char *fixture, const Config *config, cJSON *header, size_t data_size, Error *error) {
     char *directory = scratch_directory(), *text = cJSON_PrintUnformatted(header), path[PATH_MAX];
     Checkpoint checkpoint;
     Weights weights;
     write_shard(directory, "model.safetensors", text, data_size);
+    if (config->hash_routed) write_data(fixture, directory, data_size);
     bool opened = checkpoint_open(&checkpoint, directory, error);
     CHECK(opened, "%s: the changed header is well formed: %s", fixture, error->text);
     bool ok = opened && weights_bind(&weights, &checkpoint, config, NULL, error);
@@ -620,6 +701,8 @@ static cJSON *spoil_header(const cJSON *header, const char *name, Spoil spoil) {
     cJSON *shape = cJSON_GetObjectItemCaseSensitive(entry, "shape"), *dtype = cJSON_GetObjectItemCaseSensitive(entry, "dtype");
     const char *stored = dtype->valuestring, *integers = !strcmp(stored, "F32")    ? "I32"
                                                          : !strcmp(stored, "BF16") ? "I16"
+                                                         : !strcmp(stored, "I64")  ? "F64"
+                                                         : !strcmp(stored, "I32")  ? "F32"
                                                                                    : "F8_E5M2";
     cJSON *first = shape->child;
     switch (spoil) {
@@ -639,8 +722,8 @@ static cJSON *spoil_header(const cJSON *header, const char *name, Spoil spoil) {
     return copy;
 }
 
-/* Every tensor of a published checkpoint, spoiled in every way, is refused by its name. */
-static void test_binding(const char *fixture) {
+/* Every tensor of a published checkpoint, or those of one layer and of none, spoiled in every way, is refused by its name. */
+static void test_binding(const char *fixture, const char *layer) {
     static const char *names[SPOILS] = {
         "as it is", "missing", "of another type", "of an unknown type", "with a dim too many", "with another dim"};
     Config config;
@@ -653,6 +736,8 @@ static void test_binding(const char *fixture) {
     const cJSON *entry;
     cJSON_ArrayForEach(entry, header) {
         if (!strcmp(entry->string, "__metadata__")) continue;
+        if (layer && strstr(entry->string, "layers.") && !strstr(entry->string, layer)) continue;
+        if (!strncmp(entry->string, "mtp.", 4) || strstr(entry->string, "bias_vl")) continue;       /* of what is not run */
         for (Spoil spoil = MISSING; ok && spoil < SPOILS; spoil++) {
             char what[300];
             bool bound = binds(fixture, &config, spoil_header(header, entry->string, spoil), data_size, &error);
@@ -685,6 +770,106 @@ static void test_follower_indexer_is_ignored(void) {
     config_free(&config);
 }
 
+/* A token's experts are experts of the model, and different ones. */
+static void test_hash_tables(void) {
+    static const struct { const char *what; size_t entry; int64_t expert; } bad[] = {
+        {"one expert too many", 11, 8}, {"a negative one", 0, -1}, {"one beyond every int", 639, (int64_t)1 << 40}, {"one twice", 1, -2}};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        char *directory = copy_checkpoint(V4_SAVED), name[] = "model.layers.1.ffn.gate.tid2eid";
+        Engine engine;
+        Error error;
+        Checkpoint checkpoint;
+        int64_t expert = bad[i].expert;
+        if (!checkpoint_open(&checkpoint, directory, &error)) exit(1);
+        if (expert == -2) memcpy(&expert, checkpoint_find(&checkpoint, name)->data, sizeof expert);     /* the same as its neighbour */
+        checkpoint_close(&checkpoint);
+        patch_tensor(directory, name, bad[i].entry * sizeof expert, &expert, sizeof expert);
+        EngineOptions options = {.model = directory, .sessions = 1, .context = 32};
+        bool ok = engine_open(&engine, &options, &error);
+        check_refused(ok, &error, name, "names expert", bad[i].what);
+        if (ok) engine_close(&engine);
+        free(directory);
+    }
+}
+
+/* Engram's constants are those that numpy and the reference make; a table of another size, a map that is not there, or that names what
+ * is not, is refused. */
+static void test_engram(void) {
+    Error error;
+    Engine engine;
+    Checkpoint golden = {0};
+    EngineOptions options = {.model = V41, .sessions = 1, .context = 32};
+    bool ok = engine_open(&engine, &options, &error) && map_file(&golden, V41 "/golden.safetensors", &error);
+    CHECK(ok, "%s", error.text);
+    if (!ok) return;
+    const EngramWeights *engram = engine.weights.layers[5].engram;
+    CHECK(!memcmp(engram->multipliers, checkpoint_find(&golden, "engram.multipliers")->data, 4 * sizeof(int64_t)), "the multipliers");
+    CHECK(!memcmp(engram->primes, checkpoint_find(&golden, "engram.primes")->data, 3 * sizeof(int64_t)), "the primes");
+    checkpoint_close(&golden);
+    engine_close(&engine);
+    static const uint64_t released[2][4] = {{76632096046245, 4839876093313, 35959672319349, 73987337458391},
+                                            {67716810739261, 51510806800915, 30921347202721, 82619226485591}};
+    const Config release = {.engram_order = 4, .engram_n_heads = 8, .engram_compressed_vocab_size = 99092};
+    int64_t prime = 16000000 - 1, rows[2];
+    for (int i = 0; i < 2; i++) {
+        EngramWeights made = {0};
+        rows[i] = make_hashes(&made, &release, i ? 14 : 1, &prime);
+        CHECK(!memcmp(made.multipliers, released[i], sizeof released[i]), "the release's multipliers, table %d", i);
+    }
+    CHECK(rows[0] == 384006168 && rows[1] == 384016682 && prime == 16000889, "the release's tables and their primes");
+
+    char *directory = copy_checkpoint(V41);
+    write_json(directory, "config.json", config_with(V41, "text_config.engram_num_embeddings", "[470]"));
+    options.model = directory;
+    check_refused(engine_open(&engine, &options, &error), &error, "engram_num_embeddings", "wanted 471", "a table of another size");
+    free(directory);
+    options.model = directory = copy_checkpoint(V41);
+    const int beyond = 150;
+    patch_tensor(directory, "engram.token_map", 0, &beyond, sizeof beyond);
+    check_refused(engine_open(&engine, &options, &error), &error, "engram.token_map", "150", "a token that stands for none");
+    free(directory);
+}
+
+/* The final norm's output for some rows of that checkpoint: [20, hidden]; the caller frees it. */
+static float *run_some(const char *directory) {
+    Engine engine;
+    Error error;
+    EngineOptions options = {.model = directory, .sessions = 1, .context = 140};
+    Row rows[140];
+    bool ok = engine_open(&engine, &options, &error);
+    for (int i = 0; i < 140; i++) rows[i] = (Row){0, i, (3 + 7 * i) % 320};
+    ok = ok && run_rows(&engine, rows, 140, &error);
+    CHECK(ok, "%s: %s", directory, error.text);
+    size_t n = ok ? 140 * (size_t)engine.config.hidden_size : 0;
+    float *normed = memcpy(allocate_zeroed(n + 1, sizeof(float)), engine.state.normed, n * sizeof(float));
+    engine_close(&engine);
+    return normed;
+}
+
+/* A config as published and as transformers would save it say the same. */
+static void test_spellings(void) {
+    char *directory = copy_checkpoint(V4);
+    cJSON *json = config_with(V4, "compress_ratios", NULL);
+    static const char *const gone[] = {"num_hash_layers", "qk_rope_head_dim", "rope_scaling", "rope_theta", "compress_rope_theta"};
+    for (size_t i = 0; i < sizeof gone / sizeof *gone; i++) cJSON_DeleteItemFromObjectCaseSensitive(json, gone[i]);
+    cJSON *saved = cJSON_Parse(
+        "{\"layer_types\":[\"sliding_attention\",\"heavily_compressed_attention\",\"compressed_sparse_attention\","
+        "\"heavily_compressed_attention\",\"compressed_sparse_attention\",\"sliding_attention\"],"
+        "\"mlp_layer_types\":[\"hash_moe\",\"hash_moe\",\"moe\",\"moe\",\"moe\",\"moe\"],\"partial_rotary_factor\":0.5,"
+        "\"rope_parameters\":{\"main\":{\"rope_type\":\"default\",\"rope_theta\":10000.0,\"partial_rotary_factor\":0.5},"
+        "\"compress\":{\"rope_type\":\"yarn\",\"rope_theta\":160000.0,\"partial_rotary_factor\":0.5,\"factor\":16.0,"
+        "\"original_max_position_embeddings\":64,\"beta_fast\":32,\"beta_slow\":1,\"attention_factor\":1.0}}}");
+    for (cJSON *item; (item = saved->child);) {
+        cJSON_DetachItemViaPointer(saved, item);
+        cJSON_AddItemToObject(json, item->string, item);
+    }
+    cJSON_Delete(saved);
+    write_json(directory, "config.json", json);
+    float *published = run_some(V4), *other = run_some(directory);
+    CHECK(!memcmp(published, other, 140 * 160 * sizeof(float)), "both spellings of a config give the same bits");
+    free(published), free(other), free(directory);
+}
+
 /* The fixture with its data at every alignment: the hidden states are the same bits. */
 static void test_alignment(const char *fixture) {
     Error error;
@@ -708,7 +893,7 @@ static void test_alignment(const char *fixture) {
         EngineOptions options = {.model = directory, .sessions = 1, .context = 32, .kv_dtype = KV_F32};
         bool ok = engine_open(&engine, &options, &error);
         Row rows[20];
-        for (int i = 0; i < 20; i++) rows[i] = (Row){0, i, 3 + 7 * i};
+        for (int i = 0; i < 20; i++) rows[i] = (Row){0, i, 3 + 7 * i};      /* below every fixture's vocabulary */
         ok = ok && run_rows(&engine, rows, 20, &error);
         CHECK(ok, "%s, header %d bytes longer: %s", fixture, (int)pad, error.text);
         size_t n = ok ? 20 * (size_t)engine.config.hidden_size : 0;
@@ -803,13 +988,22 @@ int main(void) {
     test_config_files();
     test_config_meaning();
     test_generation_config();
-    test_binding(QWEN3);
-    test_binding(GLM);
-    test_binding(DEEPSEEK);
+    test_binding(QWEN3, NULL);
+    test_binding(GLM, NULL);
+    test_binding(DEEPSEEK, NULL);
+    test_binding(V4, "layers.2.");
+    test_binding(V4_SAVED, "layers.1.");
+    test_binding(V41, "layers.3.");
+    test_binding(V41, "layers.5.");
+    test_engram();
+    test_hash_tables();
+    test_spellings();
     test_follower_indexer_is_ignored();
     test_alignment(QWEN3);
     test_alignment(GLM);
     test_alignment(DEEPSEEK);
+    test_alignment(V4);
+    test_alignment(V41);
     test_memory_plan();
 #ifndef __SANITIZE_ADDRESS__
     test_address_space_limit();

@@ -10,7 +10,7 @@
 #include "passes.h"
 #include "scratch.h"
 
-enum { SCRIPTS = 6, MAX_ROWS = 640, MOST_SESSIONS = 32 };
+enum { SCRIPTS = 6, MAX_ROWS = 1440, MOST_SESSIONS = 32 };
 
 #ifdef __SANITIZE_ADDRESS__
 enum { SHARE = 8 };             /* a sanitizer takes ten times as long: one schedule of so many */
@@ -18,7 +18,7 @@ enum { SHARE = 8 };             /* a sanitizer takes ten times as long: one sche
 enum { SHARE = 1 };
 #endif
 
-static const char *kv_names[] = {"f32", "bf16", "fp8"}, *mode_names[] = {"resident", "hisparse", "adaptive"};
+static const char *kv_names[] = {"f32", "bf16", "fp8", "fp4"}, *mode_names[] = {"resident", "hisparse", "adaptive"};
 
 typedef struct Model {          /* one checkpoint with rows of one dtype, and what it says to each script */
     const char *directory;
@@ -74,6 +74,8 @@ static bool open_model(Model *model, const char *directory, KvDtype dtype, int c
     if (!ok) return false;
     *model = (Model){.directory = directory, .dtype = dtype, .context = context, .vocab = engine.config.vocab_size,
                      .hidden = engine.config.hidden_size, .topk = engine.cache.index_topk};
+    for (int s = 0; s < engine.cache.sources; s++)  /* a source of longer rows has fewer slots, and as many are selected */
+        model->topk = larger(model->topk, engine.cache.index_topk * stretch_of(&engine.cache, s));
     write_scripts(model);
     Row rows[MAX_PASS_ROWS];
     size_t hidden = (size_t)model->hidden;
@@ -202,6 +204,13 @@ static void faulty_add_norm(float *y, float *x, const float *branch, const float
     add_norm(y, x, branch, weight, n, dim, eps, report, place);
 }
 
+static void faulty_hyper_expand(float *streams, const float *branch, const float *mixes, int n_rows, const Config *config,
+                                PassReport *report, int place) {
+    for (int r = 0; fault.armed && fault.at == fault.layer && r < n_rows; r++)
+        if (fault.rows[r].session == fault.session) streams[(size_t)(r * config->hc_mult * config->hidden_size)] = NAN;
+    hyper_expand(streams, branch, mixes, n_rows, config, report, place);
+}
+
 static void faulty_store_index_keys(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *k, int dim,
                                     const float *weight, const float *bias, int turned, bool interleaved, const float *cosine,
                                     const float *sine, const float *head_weights, int heads, PassReport *report, int place) {
@@ -224,6 +233,7 @@ static void arm_fault(const Engine *engine, int session) {
 static void prepare_faults(Engine *engine) {
     faulty_backend = c_backend;
     faulty_backend.add_norm = faulty_add_norm;
+    faulty_backend.hyper_expand = faulty_hyper_expand;
     faulty_backend.store_index_keys = faulty_store_index_keys;
     engine->backend = &faulty_backend;
     engine->probe = (Probe){.entering = fault_entering};
@@ -301,6 +311,8 @@ static bool compare_rows(Place *place, const Model *model, const Job *jobs, cons
 static void go_back(Place *place, const Model *model, Job *job, int slot) {
     Cache *cache = &place->engine.cache;
     int n = chance(20) ? job->cached / PAGE_ROWS * PAGE_ROWS : random_below(job->cached + 1), script = random_below(SCRIPTS);
+    if (cache->trail_layers && job->cached > MAX_BLOCK && chance(70)) n = job->cached - random_below(MAX_BLOCK + 1);
+    n = cache_return(cache, slot, n);
     if (!cache_truncate(cache, slot, n)) {
         CHECK(place->options.host_budget, "%s: truncation is refused with a host tier for everything", place->text);
         seen.kept++;
@@ -316,18 +328,21 @@ static void go_back(Place *place, const Model *model, Job *job, int slot) {
 static bool move(Place *place, Job *job, int slot) {
     Cache *cache = &place->engine.cache;
     size_t size = page_image_bytes(cache);
-    int pages = (job->cached + PAGE_ROWS - 1) / PAGE_ROWS, cached;
-    uint8_t *images = allocate_zeroed((size_t)pages + 1, size);
+    int rows = job->cached / cache->ratio, pages = (rows + PAGE_ROWS - 1) / PAGE_ROWS, cached;
+    uint8_t *images = allocate_zeroed((size_t)pages + 1, size), *trails = allocate_zeroed(trail_image_bytes(cache, job->cached), 1);
+    cache_read_trails(cache, slot, job->cached, trails);
     for (int page = 0; page < pages; page++) cache_read_page(cache, slot, page, images + (size_t)page * size);
     cache_release(cache, slot);
     cache_step(cache);
     bool ok = cache_admit(cache, slot, NULL, 0, job->length, &cached);
     if (!ok) cache_stop_waiting(cache);
     for (int page = 0; ok && page < pages; page++) {
-        int left = job->cached - page * PAGE_ROWS;
+        int left = rows - page * PAGE_ROWS;
         cache_append_page(cache, slot, images + (size_t)page * size, left < PAGE_ROWS ? left : PAGE_ROWS);
     }
+    if (ok && cache->trail_layers) cache_append_trails(cache, slot, job->cached, trails);
     free(images);
+    free(trails);
     seen.moved++;
     return ok;
 }
@@ -573,6 +588,10 @@ int main(int argc, char **argv) {
         test_model("tests/fixtures/glm_moe_dsa-a", dtype, 520, 34, 8, 8);
         test_model("tests/fixtures/deepseek_v32-c", dtype, 390, 30, 8, 6);
         test_model("tests/fixtures/qwen3-a", dtype, 200, 3, 8, 1);
+        test_model("tests/fixtures/deepseek_v4-a", dtype, 1100, 5, 8, 1);
+        test_model("tests/fixtures/deepseek_v4-c", dtype, 600, 3, 6, 1);
+        test_model("tests/fixtures/deepseek_v41-a", dtype, 520, 5, 8, 1);
+        test_model("tests/fixtures/deepseek_v41-c", dtype, 390, 4, 6, 1);
         if (SHARE > 1) continue;
         test_model("../shared/fixtures/glm_moe_dsa-c", dtype, 330, 4, 6, 1);
         test_model("../shared/fixtures/deepseek_v32-a", dtype, 330, 4, 6, 1);

@@ -5,7 +5,8 @@
 #include "check.h"
 #include "scratch.h"
 
-static const char *const glm = "tests/fixtures/glm_moe_dsa-a", *const qwen = "tests/fixtures/qwen3-a";
+static const char *const glm = "tests/fixtures/glm_moe_dsa-a", *const qwen = "tests/fixtures/qwen3-a",
+                  *const compressed[] = {"tests/fixtures/deepseek_v4-a", "tests/fixtures/deepseek_v41-a"};
 
 enum { CONTEXT = 320, STEPS = 9 };
 
@@ -108,6 +109,17 @@ static void test_going_on_is_never_having_stopped(void) {
             EngineOptions dense = options_for(qwen, MODE_ADAPTIVE, dtype);
             compare_stay(&dense, &dense, lengths[i]);
         }
+}
+
+/* Rows of 4 positions and of 16, or of 1 and of 2, and what stands behind the last of them. */
+static void test_going_on_inside_a_group(const char *model) {
+    static const int lengths[] = {1, 2, 3, 4, 5, 13, 16, 17, 31, 120, 247, 255, 256, 257};
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+        KvDtype dtype = (KvDtype)(i % 3);
+        EngineOptions modes[] = {options_for(model, MODE_RESIDENT, dtype), options_for(model, MODE_HISPARSE, dtype),
+                                 options_for(model, MODE_ADAPTIVE, dtype)};
+        for (int from = 0; from < 3; from++) compare_stay(&modes[from], &modes[(from + (int)i) % 3], lengths[i]);
+    }
 }
 
 /* The whole history is on the host and in one page image each; saving what was loaded writes the same bytes. */
@@ -327,6 +339,7 @@ static void test_rows_are_taken_back_after_a_load(void) {
 
 int main(void) {
     test_going_on_is_never_having_stopped();
+    for (int m = 0; m < 2; m++) test_going_on_inside_a_group(compressed[m]);
     test_a_copy_is_the_same_file();
     test_damaged_files_are_refused();
     test_forged_headers_are_refused();
