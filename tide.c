@@ -56,7 +56,7 @@ typedef struct Options {
     double temperature, top_p, min_p, repeat_penalty;   /* NAN: as the checkpoint says */
     int top_k;                  /* -1: as the checkpoint says */
     uint64_t seed;
-    bool seeded, ppl, stats, quiet, resume, chat, help, markdown;
+    bool seeded, ppl, stats, quiet, resume, chat, help, markdown, plan;
 } Options;
 
 typedef enum OptionKind { TEXT, WORD, COUNT, NUMBER, BYTES, SEED, STOP, WIDTH, FLAG } OptionKind;
@@ -111,6 +111,7 @@ static const struct OptionSpec {
     {"--index-topk", COUNT, AT(engine.index_topk), 1, MAX_CONTEXT},
     {"--exact", WORD, AT(exact), .words = "on|off"},
     {"--no-graph", FLAG, AT(engine.device.no_graph)},
+    {"--plan", FLAG, AT(plan), .commands = "inspect"},
     {"--dummy", FLAG, AT(engine.dummy), .commands = "chat|generate|batch|eval|inspect|bench"},
     {"--layers", COUNT, AT(engine.layers), 1, 1024, .commands = "chat|generate|batch|eval|inspect|bench"},
     {"--draft", TEXT, AT(draft), .commands = "chat|generate|batch|inspect|bench"},
@@ -171,6 +172,7 @@ static const char usage_text[] =
     "drafts gives)\n"
     "  --session FILE    chat, generate: take up the session in FILE where there is one, and write it there at the end\n"
     "  --resume          batch: keep the finished rows of -o and go on after them\n"
+    "  --plan            inspect: the config and what history costs in each --kv-dtype; -m needs config.json alone\n"
     "  --dummy           random weights: -m needs config.json alone (and a tokenizer for text; --ids, bench and inspect do "
     "without)\n"
     "  --layers L        of --dummy: the first L layers only\n"
@@ -1368,10 +1370,29 @@ static void print_kv(const Cache *cache, const Config *config) {
            (double)cache->hot_pages * (double)rows_before(cache, cache->sources) * (double)cache->format.bytes / 1e6);
 }
 
+/* What history costs in every kind of rows that the family can have. */
+static int print_plans(Options *options) {
+    Engine engine;
+    Error error;
+    int kinds = 0;
+    options->engine.dummy = true;
+    for (KvDtype dtype = KV_F32; dtype <= KV_F4; dtype++) {
+        options->engine.kv_dtype = dtype;
+        if (engine_plan(&engine, &options->engine, &error)) {
+            if (!kinds++) print_config(&engine.config);
+            printf("--kv-dtype %s: ", kv_dtype_names[dtype]);
+            print_kv(&engine.cache, &engine.config);
+        }
+        engine_close(&engine);
+    }
+    return kinds ? EXIT_DONE : report(&error);
+}
+
 static int command_inspect(Options *options) {
     Engine engine;
     Error error;
     if (options->slots) options->engine.sessions = options->slots;
+    if (options->plan) return print_plans(options);
     bool ok = engine_plan(&engine, &options->engine, &error);
     if (ok) print_config(&engine.config);
     if (ok) print_tensors(&engine.checkpoint);

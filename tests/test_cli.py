@@ -1454,6 +1454,19 @@ def test_v4():
     check(result.code == 1 and b"deepseek_v4's steps are not measured" in result.err, "bench decode", result.err)
 
 
+def test_plan():
+    """What history costs, of real shapes by their config.json alone: table 3's arithmetic, and what the models are published to need."""
+    for shape, words in (("deepseek-v4.1-flash", (b"--kv-dtype fp4: 890 bytes of history a token: 720 of rows, 170 of index keys;",
+                                                  b"720 bytes of them in host memory, in rows of 288 from 4 sources; a step resolves 8 selections of 512 rows and copies for 0 followers;")),
+                         ("deepseek-v4-flash", (b"--kv-dtype fp4: 3509 bytes of history a token: 3152 of rows, 357 of index keys;",
+                                                b"3061 bytes of them in host memory, in rows of 583 from 21 sources; a step resolves 21 selections of 512 rows and copies for 0 followers;")),
+                         ("glm-5.3", (b"--kv-dtype bf16: 95232 bytes of history a token: 89856 of rows, 5376 of index keys\n",
+                                      b"in rows of 1152 from 78 sources; a step resolves 21 selections of 2048 rows and copies for 57 followers;"))):
+        result = run("inspect", "--plan", "-m", os.path.join(ROOT, "weights", "shapes", shape))
+        check(result.code == 0 and not result.err and all(line in result.out for line in words), "the plan of " + shape, result.out, result.err)
+    refused(1, "config.json", "inspect", "--plan", "-m", HOME)
+
+
 def test_bench_decode():
     """Whole steps and their operations, for each family; what cannot be measured is refused."""
     out = os.path.join(HOME, "decoded")
