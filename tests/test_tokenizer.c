@@ -576,7 +576,7 @@ static void test_directory(const char *root, const char *prefix, const char *nam
 
 int main(int argc, char **argv) {
     const char *published = argc > 1 ? argv[1] : "../shared/fixtures/tokenizers";
-    static const char *const small[] = {"llama3", "o200k", "added", "chatml", "glm", "deepseek-v3", "deepseek-v32", "gpt2"};
+    static const char *const small[] = {"llama3", "o200k", "added", "chatml", "glm", "deepseek-v3", "deepseek-v32", "deepseek-v41", "gpt2"};
     test_stream();
     for (size_t i = 0; i < sizeof small / sizeof small[0]; i++) test_directory("tests/fixtures", "tokenizer-", small[i]);
     if (access(published, R_OK) == 0) {
