@@ -17,7 +17,7 @@ from deepseek_v41_reference import Model, State
 
 make_fixture.MIN_GAP = 2e-4
 v4, v41 = make_fixture.variants()["deepseek_v4"], make_v41_fixture.VARIANTS
-v4["a"].update(vocab_size=192, hidden_size=32, moe_intermediate_size=16, n_routed_experts=6, q_lora_rank=32)
+v4["a"].update(vocab_size=192, hidden_size=32, n_routed_experts=4, q_lora_rank=32)
 # A rank of 136: matrices that need a second block of 128 rows or columns, and not a whole one.
 v4["c"].update(vocab_size=192, hidden_size=32, moe_intermediate_size=96, q_lora_rank=136, index_n_heads=8)
 make_fixture.variants = lambda: {"deepseek_v4": v4}
