@@ -1593,6 +1593,11 @@ void prompt_free(Prompt *prompt);
 bool chat_render(const Tokenizer *tokenizer, const Message *messages, int n_messages, bool add_generation_prompt, bool thinking,
                  Prompt *prompt, Error *error);
 
+/* How much a thinking model is told to reason in prompts made from here on: "low", "high", "max", or NULL, what its template says by
+ * itself. False where the format has no such level, or its words for it are not known. */
+bool chat_set_effort(Tokenizer *tokenizer, const char *effort, Error *error);
+const char *chat_effort(const Tokenizer *tokenizer);
+
 /* The next user turn after an answer, to be appended to the ids that exist: closes the answer where the last id (-1: none)
  * is not already the end-of-turn token, renders the user message and opens the assistant's turn. */
 bool chat_render_next(const Tokenizer *tokenizer, int last_id, const char *content, size_t length, bool thinking,

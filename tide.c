@@ -45,7 +45,7 @@ enum { EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ROWS };
 typedef struct Options {
     EngineOptions engine;
     const char *prompt, *file, *ids, *decode, *jsonl, *output, *dump, *trace, *system, *session, *positional, *section;
-    const char *kv_dtype, *kv_mode, *reclaim, *lookup, *think, *special, *device, *exact;
+    const char *kv_dtype, *kv_mode, *reclaim, *lookup, *think, *effort, *special, *device, *exact;
     const char *draft;          /* NULL: not said */
     const char *verify, *accept, *allocate;
     int width;                  /* 0: auto; -1: not said */
@@ -98,6 +98,7 @@ static const struct OptionSpec {
     {"--chat", FLAG, AT(chat)},
     {"--system", TEXT, AT(system)},
     {"--think", WORD, AT(think), .words = "on|off"},
+    {"--effort", WORD, AT(effort), .words = "low|high|max"},
 #ifdef TIDE_CUDA
     {"--device", WORD, AT(device), .words = "auto|cpu|cuda"},
 #else
@@ -150,8 +151,9 @@ static const char usage_text[] =
     "                    sampling (default: generation_config.json; T 0 is greedy, K 0 and P 1 are off; no seed: a new one each "
     "run)\n"
     "  --stop TEXT       end the answer before TEXT (may be repeated)\n"
-    "  --chat            generate, batch: the prompt is a user's message, not text to continue; implied by the next two\n"
+    "  --chat            generate, batch: the prompt is a user's message, not text to continue; implied by the next three\n"
     "  --system TEXT     system message      --think on|off   reasoning before the answer (default off)\n"
+    "  --effort low|high|max   how much of it, where the chat format has efforts (default: its own); implies --think on\n"
 #ifdef TIDE_CUDA
     "  --device auto|cpu|cuda --threads N --kv-dtype f32|bf16|fp8|fp4 (default bf16) --index-topk N\n"
 #else
@@ -330,7 +332,9 @@ static Sampling sampling_of(const Options *options, const Config *config) {
     return sampling;
 }
 
-static bool thinking(const Options *options) { return options->think && !strcmp(options->think, "on"); }
+static bool thinking(const Options *options) {
+    return options->think ? !strcmp(options->think, "on") : options->effort != NULL;
+}
 
 /* "1,2,3" appended to *ids. */
 static bool parse_ids(const char *list, int **ids, Error *error) {
@@ -406,6 +410,10 @@ static bool start(Runner *runner, Options *options, bool need_tokenizer, int *st
     if (isatty(STDERR_FILENO) && !options->quiet) options->engine.progress = show_progress;
     if (!runner_open(runner, &options->engine, need_tokenizer, options->quiet ? NULL : stderr, &error))
         return *status = report(&error), false;
+    if (options->effort && runner->tokenizer && !chat_set_effort(runner->tokenizer, options->effort, &error)) {
+        runner_close(runner);
+        return *status = report(&error), false;
+    }
     const Config *config = &runner->engine.config;
     if (runner->engine.backend->shares_memory && options->engine.device.no_graph) notice("--no-graph does not apply to the CPU");
     if (word_index("on|off", options->exact, 0))
@@ -1226,6 +1234,10 @@ static int command_tokenize(Options *options) {
     Error error;
     Tokenizer *tokenizer = tokenizer_open(options->engine.model, &error);
     if (!tokenizer) return report(&error);
+    if (options->effort && !chat_set_effort(tokenizer, options->effort, &error)) {
+        tokenizer_close(tokenizer);
+        return report(&error);
+    }
     bool special = options->special && !strcmp(options->special, "on"), ok;
     char *text = NULL;
     size_t length;
@@ -1719,6 +1731,8 @@ static cJSON *chat_settings(const Chat *chat) {
     cJSON *settings = cJSON_CreateObject();
     cJSON_AddBoolToObject(settings, "think", chat->think);
     if (chat->system) cJSON_AddStringToObject(settings, "system", chat->system);
+    const char *effort = chat_effort(chat->runner->tokenizer);
+    if (effort) cJSON_AddStringToObject(settings, "effort", effort);
     cJSON_AddNumberToObject(settings, "turn_start", chat->turn_start);
     cJSON_AddNumberToObject(settings, "answer_start", chat->answer_start);
     return settings;
@@ -1736,13 +1750,14 @@ static bool chat_restore(Chat *chat, const cJSON *header, FILE *file, const char
     Fields top = {.object = header, .path = path, .error = error};
     Fields fields = {.object = field(&top, "chat"), .path = path, .error = error};
     int n = cJSON_GetArraySize(field(&top, "ids"));
-    const cJSON *system = field(&fields, "system");
+    const cJSON *system = field(&fields, "system"), *effort = field(&fields, "effort");
     bool think = read_bool(&fields, "think", false);
     int turn_start = read_int(&fields, "turn_start", 0, n, n), answer_start = read_int(&fields, "answer_start", -1, n, -1);
     if (answer_start >= 0 && answer_start <= turn_start)
         field_failed(&fields, "answer_start", field(&fields, "answer_start"), "a place behind turn_start");
     if (system && !cJSON_IsString(system)) field_failed(&fields, "system", system, "a string");
-    if (fields.failed) return false;
+    if (effort && !cJSON_IsString(effort)) field_failed(&fields, "effort", effort, "a string");
+    if (fields.failed || !chat_set_effort(chat->runner->tokenizer, effort ? effort->valuestring : NULL, error)) return false;
     chat_clear(chat);
     if (!session_restore(chat->runner, &chat->session, header, file, path, error)) return false;
     free(chat->system);
@@ -1791,6 +1806,7 @@ static void print_history(const Cache *cache) {
 static const char chat_help[] =
     "/clear           forget the conversation        /system TEXT   set the system message and start anew\n"
     "/think on|off    reason before answering        /temp T        sampling temperature, 0 is greedy\n"
+    "/effort LEVEL    low, high or max: reason so much before answering, and start anew\n"
     "/regen           answer the last message again  /stats         what was computed so far\n"
     "/kv              where the history lies         /draft         show accepted drafts in another shade, or no longer\n"
     "/save FILE  /load FILE   the conversation        /quit          leave (so does Ctrl-D)\n"
@@ -1839,6 +1855,11 @@ static void chat_command(Chat *chat, char *line) {
     } else if (!strcmp(line, "/think")) {
         if (!strcmp(argument, "on") || !strcmp(argument, "off")) chat->think = !strcmp(argument, "on");
         else notice("/think: found \"%s\", wanted on or off", argument);
+    } else if (!strcmp(line, "/effort")) {
+        if (!chat_set_effort(chat->runner->tokenizer, argument, &error)) return (void)report(&error);
+        chat->think = true;
+        chat_clear(chat);
+        fputs("tide: a new conversation begins\n", stderr);
     } else if (!strcmp(line, "/system")) {
         free(chat->system);
         chat->system = *argument ? copy_string(argument) : NULL;
@@ -1966,7 +1987,7 @@ static int run_command(int argc, char **argv) {
     int status = parse_options(&options, argc, argv) ? EXIT_DONE : EXIT_USAGE;
     if (!status && options.help) fputs(usage_text, stdout);
     else if (!status) {
-        options.chat |= options.system || options.think;
+        options.chat |= options.system || options.think || options.effort;
         options.engine.draft = options.draft;
         if (!options.draft && same_folder(options.engine.model, model) && strcmp(argv[1], "eval") && !options.engine.dummy)
             options.engine.draft = shipped(draft, "weights/draft-dflash2");

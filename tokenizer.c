@@ -71,6 +71,8 @@ typedef struct SplitStep {
 
 typedef enum ChatFormat { CHAT_NONE, CHAT_ML, CHAT_GLM, CHAT_DEEPSEEK_V3, CHAT_DEEPSEEK_V32, CHAT_DEEPSEEK_V41 } ChatFormat;
 
+enum { EFFORT_LOW, EFFORT_HIGH, EFFORT_MAX, EFFORTS };
+
 struct Tokenizer {
     char *name;                     /* the directory, for messages */
     char *bytes;                    /* stb_ds: the bytes of all tokens */
@@ -89,7 +91,15 @@ struct Tokenizer {
     ChatFormat chat;
     bool effort_line;               /* GLM from 5.2 on: "Reasoning Effort" in front, no thought is "<think></think>" */
     bool always_thinks;             /* GLM from 5.3 on: thinking cannot be turned off, earlier reasoning is kept */
+    bool spells[EFFORTS];           /* GLM from 5.2 on: the template has this level's word */
+    int effort;                     /* EFFORTS: nothing was asked for */
 };
+
+typedef struct Effort {
+    const char *name, *glm, *v41;   /* as asked for; as the formats say it */
+} Effort;
+
+static const Effort efforts[EFFORTS] = {{"low", "Low", "50"}, {"high", "High", "75"}, {"max", "Max", "100"}};
 
 /* ---------------------------------------------------------------------------------------------------------------------
  * Characters: UTF-8 as the standard has it, and the few classes of characters that the reference looks at.
@@ -636,6 +646,7 @@ static void read_chat_template(Tokenizer *tokenizer, const char *template) {
     if (!strstr(template, "Reasoning Effort")) return;
     tokenizer->effort_line = true;
     tokenizer->always_thinks = !strstr(template, "enable_thinking");
+    for (int i = 0; i < EFFORTS; i++) tokenizer->spells[i] = strstr(template, efforts[i].glm);
 }
 
 /* tokenizer_config.json: the bos token where post_processor says nothing, and the chat template. */
@@ -696,6 +707,7 @@ Tokenizer *tokenizer_parse(const char *json_text, size_t length, const char *con
         return NULL;
     }
     find_chat_format(tokenizer);
+    tokenizer->effort = EFFORTS;
     return tokenizer;
 }
 
@@ -1108,6 +1120,8 @@ int tokenizer_size(const Tokenizer *tokenizer) {
  *     GLM-5.x          [gMASK]<sop> <|system|>TEXT <|user|>TEXT ...            <|assistant|><think>
  *     DeepSeek-V3      BOS SYSTEM USER TEXT ASSISTANT TEXT EOS ...             ASSISTANT
  *     DeepSeek-V3.2    BOS SYSTEM USER TEXT ASSISTANT</think>TEXT EOS ...      (ASSISTANT<think> belongs to the user's message)
+ *     DeepSeek-V4      the same
+ *     DeepSeek-V4.1    BOS <SYSTEM>TEXT USER TEXT ASSISTANT</think>TEXT EOS ...   (likewise)
  */
 
 #define BOS "<｜begin▁of▁sentence｜>"
@@ -1147,6 +1161,32 @@ static void find_chat_format(Tokenizer *tokenizer) {
         arrput(tokenizer->prefix, tokenizer_find(tokenizer, "[gMASK]"));
         arrput(tokenizer->prefix, tokenizer_find(tokenizer, "<sop>"));
     }
+}
+
+/* DeepSeek-V4 puts paragraphs in front, of which tide does not have the words. */
+bool chat_set_effort(Tokenizer *tokenizer, const char *effort, Error *error) {
+    int level = 0;
+    while (effort && level < EFFORTS && strcmp(efforts[level].name, effort)) level++;
+    if (!effort) return tokenizer->effort = EFFORTS, true;
+    if (level == EFFORTS) return fail(error, "effort: found \"%s\", wanted low, high or max", effort);
+    if (tokenizer->chat == CHAT_DEEPSEEK_V32)
+        return fail(error, "%s: effort %s: DeepSeek-V3.2 has no efforts, and the words of DeepSeek-V4's are not known to tide",
+                    tokenizer->name, effort);
+    const bool glm = tokenizer->chat == CHAT_GLM && tokenizer->effort_line;
+    if (!glm && tokenizer->chat != CHAT_DEEPSEEK_V41)
+        return fail(error, "%s: effort %s: its chat format has no efforts", tokenizer->name, effort);
+    if (glm && !tokenizer->spells[level])
+        return fail(error, "%s: effort %s: its chat template has no \"%s\"", tokenizer->name, effort, efforts[level].glm);
+    tokenizer->effort = level;
+    return true;
+}
+
+const char *chat_effort(const Tokenizer *tokenizer) {
+    return tokenizer->effort == EFFORTS ? NULL : efforts[tokenizer->effort].name;
+}
+
+static int effort_or(const Tokenizer *tokenizer, int usual) {
+    return tokenizer->effort == EFFORTS ? usual : tokenizer->effort;
 }
 
 /* A prompt under construction. */
@@ -1269,7 +1309,8 @@ static void glm_start(Writer *writer) {
     write_control(writer, "<sop>");
     if (!writer->tokenizer->effort_line || !(writer->thinking || writer->tokenizer->always_thinks)) return;
     write_control(writer, "<|system|>");
-    write_string(writer, "Reasoning Effort: Max");
+    write_string(writer, "Reasoning Effort: ");
+    write_string(writer, efforts[effort_or(writer->tokenizer, EFFORT_MAX)].glm);
 }
 
 /* No reasoning: "</think>" up to GLM-5.1, "<think></think>" later. */
@@ -1345,8 +1386,10 @@ static void deepseek_v41_start(Writer *writer, int n_messages) {
     write_control(writer, BOS);
     if (!n_messages || !(writer->thinking || !strcmp(writer->messages[0].role, "system"))) return;
     write_control(writer, SYSTEM);
-    if (writer->thinking)
-        write_string(writer, "Reasoning Effort: 75 (range 1-100, the higher the value, the more thorough the reasoning)\n\n");
+    if (!writer->thinking) return;
+    write_string(writer, "Reasoning Effort: ");
+    write_string(writer, efforts[effort_or(writer->tokenizer, EFFORT_HIGH)].v41);
+    write_string(writer, " (range 1-100, the higher the value, the more thorough the reasoning)\n\n");
 }
 
 /* User messages that follow each other are one. A later system message is answered like a user's; an answer is opened where one

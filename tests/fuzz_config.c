@@ -13,7 +13,7 @@
 
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
     (void)argc, (void)argv;
-    static const char *fixtures[] = {"qwen3-a", "glm_moe_dsa-a", "deepseek_v32-c", "deepseek_v4-a", "deepseek_v4-c", "deepseek_v41-a"};
+    static const char *fixtures[] = {"qwen3-a", "glm_moe_dsa-a", "deepseek_v32-c", "deepseek_v4-a", "deepseek_v4-c", "deepseek_v41-a", "deepseek_v41-c"};
     static const char generation[] = "{\"do_sample\":true,\"temperature\":0.6,\"top_p\":0.9,\"top_k\":20,\"min_p\":0.1,\"repetition_penalty\":1.1,\"eos_token_id\":[1,2]}";
     for (size_t i = 0; i < sizeof fixtures / sizeof *fixtures; i++) {
         char path[PATH_MAX], directory[PATH_MAX], *text;

@@ -738,6 +738,34 @@ def test_chat_pipe():
     refused(1, "chat format", "chat", "-m", plain, stdin=b"hi\n")
 
 
+def test_effort():
+    """--effort and /effort: rendered as the checkpoint says it, kept with the conversation, refused by name."""
+    model = os.path.join(HOME, "effort")
+    shutil.copytree(CHAIN, model)
+    write(model + "/tokenizer_config.json", json.dumps({"chat_template": "Reasoning Effort: High Max enable_thinking"}))
+    row = write(HOME + "/effort.jsonl", json.dumps({"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": True}) + "\n")
+    for level, word in ((None, "Max"), ("high", "High"), ("max", "Max")):
+        result = run("tokenize", "-m", model, "--jsonl", row, *(("--effort", level) if level else ()))
+        equal(json.loads(result.out)["prompt"], "[gMASK]<sop><|system|>Reasoning Effort: %s<|user|>hi<|assistant|><think>" % word, "effort %s" % level)
+    equal(generate("-p", "hi", "--effort", "high", "-n", "6", model=model).out, b"rs</think>abc\n", "--effort has the model think")
+    equal(generate("-p", "hi", "--effort", "high", "--think", "off", "-n", "3", model=model).out, b"abc\n", "--think off is heeded")
+    equal(chat("/effort high\nhi\n", model=model).out, b"rs</think>" + ANSWER, "/effort has it think")
+    saved = os.path.join(HOME, "effort.tide")
+    def in_use(text, *args):
+        return re.search(rb"(\d+) of \d+ tokens in use", chat(text + "/stats\n", *args, model=model).err).group(1)
+    high, most = in_use("/effort high\nhi\n/save %s\n" % saved), in_use("/think on\nhi\n")
+    equal(int(high) - int(most), 1, "\"High\" is a byte more than \"Max\"")
+    equal(in_use("/load %s\n/clear\nhi\n" % saved), high, "a conversation keeps its effort")
+    equal(in_use("hi\n/effort max\nhi\n"), most, "/effort starts anew")
+    result = chat("/effort\n/effort low\n/effort x\x1b\nhi\n", model=model)
+    equal((result.out, b'found "", wanted low, high or max' in result.err, b'effort low: its chat template has no "Low"' in result.err), (ANSWER, True, True), "/effort")
+    check(b"\x1b" not in result.err, "control characters are not echoed", result.err)
+    refused(1, 'effort low: its chat template has no "Low"', "generate", "-m", model, "-p", "hi", "--effort", "low")
+    refused(1, "effort max: its chat format has no efforts", "chat", "-m", CHAIN, "--effort", "max", stdin=b"hi\n")
+    refused(1, "words of DeepSeek-V4's are not known", "tokenize", "-m", os.path.join(ROOT, "tests", "fixtures", "tokenizer-deepseek-v32"), "--jsonl", row, "--effort", "max")
+    refused(2, "--effort", "generate", "-p", "hi", "--effort", "medium")
+
+
 def test_chat_context():
     result = chat("hi\nhi\nhi\nhi\n/clear\nhi\n", "-c", "32")
     check(result.code == 0 and (b"full" in result.err or b"fit" in result.err), "a full context is noticed", result.err)
@@ -1435,8 +1463,8 @@ def test_v4():
         check(worst < 3e-3, "the dump's %s are the golden ones" % name, worst)
     shapes = {name: entry["shape"] for name, entry in header.items()}
     equal(len(data), 8 + struct.unpack("<Q", data[:8])[0] + max(entry["data_offsets"][1] for entry in header.values()), "the dump's size")
-    equal((shapes["hidden.6"], shapes["topk.2"], "topk.1" in shapes), ([150, 4, 160], [150, 8], False), "streams, and rows selected in sparse layers")
-    args = ("generate", "-m", model, "--ids", ",".join(str(3 * i % 320) for i in range(1, 300)), "-n", "20", "--temp", "0")
+    equal((shapes["hidden.6"], shapes["topk.2"], "topk.1" in shapes), ([150, 4, 32], [150, 8], False), "streams, and rows selected in sparse layers")
+    args = ("generate", "-m", model, "--ids", ",".join(str(3 * i % 192) for i in range(1, 300)), "-n", "20", "--temp", "0")
     ids = run(*args).out
     equal(len(ids.split(b",")), 20, "it babbles")
     for mode in ("resident", "hisparse", "adaptive"):

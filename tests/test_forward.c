@@ -803,6 +803,9 @@ int main(int argc, char **argv) {
                                      "tests/fixtures/deepseek_v41-a", "tests/fixtures/deepseek_v41-c"};
     for (int f = 0; f < 7; f++)
         for (KvDtype dtype = KV_F32; dtype <= KV_F8; dtype++) test_independence(fixtures[f], dtype);
+    static const char *wider[] = {"../shared/fixtures/deepseek_v4-c", "../shared/fixtures/deepseek_v41-c"};
+    for (int f = 0; f < 2; f++)
+        if (access(wider[f], R_OK) == 0) test_independence(wider[f], KV_F8);
     for (int f = 5; f < 7; f++) test_golden_qat(fixtures[f]);
     rounding = true;
     for (int f = 3; f < 7; f++)

@@ -773,7 +773,7 @@ static void test_follower_indexer_is_ignored(void) {
 /* A token's experts are experts of the model, and different ones. */
 static void test_hash_tables(void) {
     static const struct { const char *what; size_t entry; int64_t expert; } bad[] = {
-        {"one expert too many", 11, 8}, {"a negative one", 0, -1}, {"one beyond every int", 639, (int64_t)1 << 40}, {"one twice", 1, -2}};
+        {"one expert too many", 11, 4}, {"a negative one", 0, -1}, {"one beyond every int", 383, (int64_t)1 << 40}, {"one twice", 1, -2}};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         char *directory = copy_checkpoint(V4_SAVED), name[] = "model.layers.1.ffn.gate.tid2eid";
         Engine engine;
@@ -837,7 +837,7 @@ static float *run_some(const char *directory) {
     EngineOptions options = {.model = directory, .sessions = 1, .context = 140};
     Row rows[140];
     bool ok = engine_open(&engine, &options, &error);
-    for (int i = 0; i < 140; i++) rows[i] = (Row){0, i, (3 + 7 * i) % 320};
+    for (int i = 0; ok && i < 140; i++) rows[i] = (Row){0, i, (3 + 7 * i) % engine.config.vocab_size};
     ok = ok && run_rows(&engine, rows, 140, &error);
     CHECK(ok, "%s: %s", directory, error.text);
     size_t n = ok ? 140 * (size_t)engine.config.hidden_size : 0;
@@ -866,7 +866,7 @@ static void test_spellings(void) {
     cJSON_Delete(saved);
     write_json(directory, "config.json", json);
     float *published = run_some(V4), *other = run_some(directory);
-    CHECK(!memcmp(published, other, 140 * 160 * sizeof(float)), "both spellings of a config give the same bits");
+    CHECK(!memcmp(published, other, 140 * 32 * sizeof(float)), "both spellings of a config give the same bits");
     free(published), free(other), free(directory);
 }
 

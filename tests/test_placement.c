@@ -596,6 +596,8 @@ int main(int argc, char **argv) {
         test_model("../shared/fixtures/glm_moe_dsa-c", dtype, 330, 4, 6, 1);
         test_model("../shared/fixtures/deepseek_v32-a", dtype, 330, 4, 6, 1);
         test_model("../shared/fixtures/deepseek_v32-c", dtype, 330, 4, 6, 1);
+        test_model("../shared/fixtures/deepseek_v4-c", dtype, 330, 2, 6, 1);
+        test_model("../shared/fixtures/deepseek_v41-a", dtype, 330, 2, 6, 1);
         test_model("weights/mini", dtype, 450, 2, 4, 1);
     }
     const CacheStats *cache = &seen.cache;

@@ -324,6 +324,60 @@ static void test_chat_content(const Tokenizer *tokenizer, const char *name) {
     prompt_free(&nothing);
 }
 
+/* The prompt of a system and a user message at that effort (NULL: none asked for). */
+static void check_effort(Tokenizer *tokenizer, const char *name, const char *effort, bool thinking, const char *wanted) {
+    static const Message messages[] = {{"system", "Be brief.", 9}, {"user", "Hi", 2}};
+    Prompt prompt = {0};
+    Error error = {{0}};
+    bool ok = chat_set_effort(tokenizer, effort, &error) && chat_render(tokenizer, messages, 2, true, thinking, &prompt, &error);
+    CHECK(ok, "%s, effort %s: %s", name, effort ? effort : "unsaid", error.text);
+    CHECK(arrlenu(prompt.text) == strlen(wanted) && !memcmp(prompt.text, wanted, strlen(wanted)), "%s, effort %s:\n  wanted %s\n  found  %.*s",
+          name, effort ? effort : "unsaid", wanted, (int)arrlen(prompt.text), prompt.text);
+    const char *now = chat_effort(tokenizer);
+    CHECK(effort ? now && !strcmp(now, effort) : !now, "%s: the effort that was set can be read", name);
+    prompt_free(&prompt);
+}
+
+static void check_no_effort(Tokenizer *tokenizer, const char *name, const char *effort, const char *why) {
+    Error error = {{0}};
+    CHECK(!chat_set_effort(tokenizer, effort, &error) && strstr(error.text, why) && !strchr(error.text, '\n'), "%s, effort %s: %s", name, effort,
+          error.text);
+    CHECK(!chat_effort(tokenizer), "%s: a refused effort changes nothing", name);
+}
+
+/* Each level in the words of the format; GLM's only where the checkpoint's template has the word; others are refused by name. */
+static void test_effort(Bytes json, Bytes config, const char *name) {
+    static const char *const levels[] = {NULL, "low", "high", "max"}, *const numbers[] = {"75", "50", "75", "100"},
+                             *const words[] = {"Max", "Low", "High", "Max"};
+    char wanted[400];
+    Tokenizer *tokenizer = parse(json, config, name);
+    check_no_effort(tokenizer, name, "medium", "\"medium\"");
+    for (int i = 0; i < 4 && !strcmp(name, "deepseek-v41"); i++) {
+        snprintf(wanted, sizeof wanted,
+                 "<｜begin▁of▁sentence｜><｜System｜>Reasoning Effort: %s (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
+                 "Be brief.<｜User｜>Hi<｜Assistant｜><think>", numbers[i]);
+        check_effort(tokenizer, name, levels[i], true, wanted);
+        check_effort(tokenizer, name, levels[i], false, "<｜begin▁of▁sentence｜><｜System｜>Be brief.<｜User｜>Hi<｜Assistant｜></think>");
+    }
+    for (int i = 1; i < 4 && strcmp(name, "deepseek-v41"); i++)
+        check_no_effort(tokenizer, name, levels[i], strcmp(name, "deepseek-v32") ? "has no efforts" : "DeepSeek-V4's are not known");
+    tokenizer_close(tokenizer);
+    if (strcmp(name, "glm")) return;
+    static const char *const templates[] = {
+        "{\"chat_template\": \"Reasoning Effort: High or Max, enable_thinking\"}", "{\"chat_template\": \"Reasoning Effort: Low, High, Max\"}"};
+    for (int always = 0; always < 2; always++) {
+        tokenizer = parse(json, (Bytes){(char *)templates[always], strlen(templates[always])}, name);
+        if (!always) check_no_effort(tokenizer, name, "low", "no \"Low\"");
+        for (int i = 0; i < 4; i += 1 + (!i && !always)) {
+            snprintf(wanted, sizeof wanted, "[gMASK]<sop><|system|>Reasoning Effort: %s<|system|>Be brief.<|user|>Hi<|assistant|><think>", words[i]);
+            check_effort(tokenizer, name, levels[i], true, wanted);
+            check_effort(tokenizer, name, levels[i], false,
+                         always ? wanted : "[gMASK]<sop><|system|>Be brief.<|user|>Hi<|assistant|><think></think>");
+        }
+        tokenizer_close(tokenizer);
+    }
+}
+
 static void test_no_chat(const Tokenizer *tokenizer, const char *name) {
     Message message = {"user", "Hi", 2};
     Prompt prompt = {0};
@@ -555,6 +609,7 @@ static void test_directory(const char *root, const char *prefix, const char *nam
     if (!strcmp(name, "glm")) test_next_turn(tokenizer, name, "<|user|>");
     if (!strncmp(name, "deepseek", 8)) test_next_turn(tokenizer, name, "<｜end▁of▁sentence｜>");
     if (chat.data) test_chat_content(tokenizer, name);
+    if (json.length < 1000000) test_effort(json, config, name);
     if (!strcmp(name, "chatml") || !strcmp(name, "o200k") || json.length > 1000000) test_linear_time(tokenizer, name);
     if (!strcmp(name, "gpt2")) {
         Bytes variants = read_all(directory, "variants.jsonl");
@@ -576,7 +631,7 @@ static void test_directory(const char *root, const char *prefix, const char *nam
 
 int main(int argc, char **argv) {
     const char *published = argc > 1 ? argv[1] : "../shared/fixtures/tokenizers";
-    static const char *const small[] = {"llama3", "o200k", "added", "chatml", "glm", "deepseek-v3", "deepseek-v32", "gpt2"};
+    static const char *const small[] = {"llama3", "o200k", "added", "chatml", "glm", "deepseek-v3", "deepseek-v32", "deepseek-v41", "gpt2"};
     test_stream();
     for (size_t i = 0; i < sizeof small / sizeof small[0]; i++) test_directory("tests/fixtures", "tokenizer-", small[i]);
     if (access(published, R_OK) == 0) {
