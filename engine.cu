@@ -1,7 +1,7 @@
 /* engine.cu: the operations of engine.h on an NVIDIA GPU, the twin of backend.c.
  *
  *     the device . instructions . activations . products . mixture of experts . cached rows and index selection . attention .
- *     selection by keys . the hierarchy's operations . sampling and acceptance . drafters' operations
+ *     DeepSeek-V4 . selection by keys . the hierarchy's operations . sampling and acceptance . drafters' operations
  *
  * Every operation only puts work on one stream, so they run in the order in which they are called and nobody waits until the
  * pipeline asks for a result. Pointers are the device's, or name host memory that the device reads over the link (MEMORY_HOST).
@@ -963,16 +963,25 @@ static __device__ inline void open_sum(RowSum &sum) {
 
 /* The sum over the threads of a cluster, the warps' in order. Each warp sends its sum to every block, so that nobody has to ask;
  * cluster_wait() has come before. */
-static __device__ float cluster_sum(RowSum &sum, float value) {
-    const int warps = (int)blockDim.x / 32, split = cluster_size(), lane = (int)threadIdx.x % 32;
-    if (split == 1) return block_sum(sum.of_warp, value);
+static __device__ inline void send_sum(RowSum &sum, float value) {
+    const int warps = (int)blockDim.x / 32, lane = (int)threadIdx.x % 32;
     value = warp_sum(value);
-    if (lane < split) cluster_send(&sum.of_warp[cluster_rank() * warps + (int)threadIdx.x / 32], &sum.arrived, lane, value);
+    if (lane < cluster_size())
+        cluster_send(&sum.of_warp[cluster_rank() * warps + (int)threadIdx.x / 32], &sum.arrived, lane, value);
+}
+
+static __device__ inline float take_sum(RowSum &sum) {
+    float value = 0;
     wait_at(&sum.arrived, 0);
-    value = 0;
 #pragma unroll 4
-    for (int i = 0; i < split * warps; i++) value += sum.of_warp[i];
+    for (int i = 0; i < cluster_size() * (int)blockDim.x / 32; i++) value += sum.of_warp[i];
     return value;
+}
+
+static __device__ float cluster_sum(RowSum &sum, float value) {
+    if (cluster_size() == 1) return block_sum(sum.of_warp, value);
+    send_sum(sum, value);
+    return take_sum(sum);
 }
 
 static __device__ inline float sum_squares(float4 v) { return v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w); }
@@ -2520,6 +2529,15 @@ static void expand_value(float *y, const float *z, int n_rows, const Matrix *kv_
     multiply(&product, 1);
 }
 
+/* y[r, g] = W[g] x[r, g] likewise. */
+static void grouped_linear(float *y, const float *x, int n_rows, const Matrix *w, int groups) {
+    const int rank = w->rows / groups;
+    Product product = {.w = *w, .x = x, .y = y, .x_stride = (size_t)groups * (size_t)w->cols, .y_stride = (size_t)w->rows,
+                       .n_rows = n_rows, .heads = groups, .head_rows = rank, .x_head = w->cols, .y_head = rank};
+    product.w.rows = rank;
+    multiply(&product, 1);
+}
+
 /* ---- absorb_query: the same matrices from their other side. A thread block takes ABSORB_COLUMNS columns of a head, which have
  * one scale in each row of weights, and up to ABSORB_ROWS rows of q. q is not simply rounded, so that what follows is as exact as
  * in f32: q times the scales is the sum of two bf16, which leaves out 2^-17 of it, and the weights meet one after the other. */
@@ -2754,8 +2772,19 @@ struct Router {
     const float *logits, *bias;
     int experts, per_token, groups, kept;
     float factor;
-    bool normalise;
+    bool normalise, softplus;
+    const int *table;           /* [vocab, per_token]: the experts of each token, of `rows`; or NULL */
+    const Row *rows;
 };
+
+/* sqrt(log(1 + e^x)); far below zero that is e^(x / 2), where e^x itself would be lost. */
+static __device__ inline float root_of_softplus(float x) {
+    return x > 20 ? sqrtf(x) : x < -30 ? expf(x / 2) : sqrtf(log1pf(expf(x)));
+}
+
+static __device__ inline float router_score(const Router &router, float logit) {
+    return router.softplus ? root_of_softplus(logit) : 1 / (1 + expf(-logit));
+}
 
 /* Keeps the topk_group groups whose two best choices add up highest; experts of the others become -inf, not 0, since a biased
  * score may be negative. A lane has EACH experts from `first` on. shared: [groups][size + 1], so that lanes that look at groups
@@ -2822,21 +2851,26 @@ template <int EACH> static __global__ void route_kernel(const __grid_constant__ 
     Candidate candidates[EACH];
     let_next_start();                               /* the experts fetch the shared one's tiles meanwhile */
 #pragma unroll
-    for (int j = 0; j < EACH; j += 4) *(float4 *)(choice + j) = load_four(router.bias + first + j, router.experts - first - j);
+    for (int j = 0; j < EACH && !router.table; j += 4) *(float4 *)(choice + j) = load_four(router.bias + first + j, router.experts - first - j);
     wait_for_previous();
 #pragma unroll
     for (int j = 0; j < EACH; j += 4) *(float4 *)(score + j) = load_four(logits + j, router.experts - first - j);
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
-        score[j] = 1 / (1 + expf(-score[j]));
+        score[j] = router_score(router, score[j]);
         choice[j] += score[j];                      /* the bias balances the load: it chooses, it does not weigh */
         if (isnan(choice[j])) choice[j] = INFINITY, score[j] = NAN;         /* chosen, so that it shows */
         choice[j] = fmaxf(choice[j], -1e30f);       /* -inf marks what is out of the race */
     }
     if (router.groups > 1) limit_groups(choice, first, router, chosen + router.per_token);
+    if (router.table)
+        for (int i = lane; i < router.per_token; i += 32) {
+            picks[i] = router.table[(size_t)router.rows[blockIdx.x].token * (size_t)router.per_token + (size_t)i];
+            chosen[i] = router_score(router, logits[picks[i] - first]);
+        }
 #pragma unroll
     for (int j = 0; j < EACH; j++) candidates[j] = {first + j < router.experts ? in_order(choice[j]) : 0, score[j], j};
-    for (int i = 0; i < router.per_token; i++) {    /* the best of all lanes', of equal ones the first lane's */
+    for (int i = 0; i < router.per_token && !router.table; i++) {   /* the best of all lanes', of equal ones the first lane's */
         const Candidate best = best_of(candidates);
         const uint32_t most = __reduce_max_sync(~0u, best.order), lanes = __ballot_sync(~0u, best.order == most);
         if (lane != __ffs((int)lanes) - 1) continue;
@@ -2853,16 +2887,26 @@ template <int EACH> static __global__ void route_kernel(const __grid_constant__ 
     for (int i = lane; i < router.per_token; i += 32) weights[i] = chosen[i] * factor;
 }
 
-static void route(int *picks, float *weights, const float *logits, const float *bias, int n_rows, const Config *config) {
+static void launch_route(const Router &router, int n_rows) {
     if (n_rows <= 0) return;
-    const Router router = {.picks = picks, .weights = weights, .logits = logits, .bias = bias,
-                           .experts = config->n_routed_experts, .per_token = config->num_experts_per_tok,
-                           .groups = config->n_group, .kept = config->topk_group, .factor = config->routed_scaling_factor,
-                           .normalise = config->norm_topk_prob};
     const auto kernel = router.experts <= 256 ? route_kernel<8> : router.experts <= 512 ? route_kernel<16> : route_kernel<128>;
     const size_t shared = ((size_t)router.per_token + (size_t)router.experts + 3 * (size_t)router.groups) * sizeof(float);
     allow_shared(kernel, shared);
     launch(kernel, (unsigned)n_rows, 32, shared, router);
+}
+
+static void route(int *picks, float *weights, const float *logits, const float *bias, int n_rows, const Config *config) {
+    launch_route({.picks = picks, .weights = weights, .logits = logits, .bias = bias,
+                  .experts = config->n_routed_experts, .per_token = config->num_experts_per_tok,
+                  .groups = config->n_group, .kept = config->topk_group, .factor = config->routed_scaling_factor,
+                  .normalise = config->norm_topk_prob, .softplus = false, .table = NULL, .rows = NULL}, n_rows);
+}
+
+static void route_softplus(int *picks, float *weights, const float *logits, const float *bias, const int *table, const Row *rows,
+                           int n_rows, const Config *config) {
+    launch_route({.picks = picks, .weights = weights, .logits = logits, .bias = bias, .experts = config->n_routed_experts,
+                  .per_token = config->num_experts_per_tok, .groups = 1, .kept = 1, .factor = config->routed_scaling_factor,
+                  .normalise = config->norm_topk_prob, .softplus = true, .table = table, .rows = rows}, n_rows);
 }
 
 /* ---- experts: one launch, whose blocks all stay until its end */
@@ -4942,6 +4986,7 @@ enum {
     LATENT_PARTS = 4,           /* of the sum in a score, and of the values: a warp takes one, for 16 heads */
     LATENT_PITCH = LATENT_WIDTH + 8,        /* bf16 from row to row in shared memory: eight rows fall into different banks */
     SCORE_PITCH = TILE_KEYS + 4, WEIGHT_PITCH = TILE_KEYS + 8,
+    HOPPER_KEYS = 64,           /* keys of a tile of hopper_kernel and weigh_lists_kernel */
 };
 
 static float *partials;         /* [PARTIAL_FLOATS] device: of a row, head and chunk: maximum, sum, values */
@@ -5000,6 +5045,9 @@ struct SelectedKeys {
     __device__ ListSpan span(int) const { return {0, length}; }
     __device__ int bound() const { return capacity; }
     __device__ int start(int) const { return 0; }
+    static const int WIDTH = LATENT_WIDTH;
+    __device__ int tiles() const { return divide_up(length, HOPPER_KEYS); }
+    __device__ int keys_in(int tile) const { return length - tile * HOPPER_KEYS; }
     __device__ const uint8_t *row(int s) const { return row_at(pool, format.stride, locations[s]); }
     __device__ float at(const uint8_t *row, int, int i) const { return cached_value(row, format, i); }
 };
@@ -5124,6 +5172,51 @@ struct BlockKeys {
     }
 };
 
+/* DeepSeek-V4: the last positions of a session up to the row's own, then rows of a pool. A head's sink is one more logit. */
+struct WindowKeys {
+    Trail trail;                /* of(r): its ring is the session's */
+    RowFormat trail_format, format;
+    RowPool pool;
+    const DeviceRow *locations; /* [rows, capacity], of(r): [capacity]; or NULL: rows of the pool from first_id on */
+    const int *count;           /* NULL: none */
+    const Row *rows;            /* of the pass; the launch's first is number first_row of these */
+    const float *sinks;         /* [heads] */
+    int first_row, window, capacity;
+    int position, session, length, seen, first_id;  /* of(r): keys, and how many of them are the window's */
+    static const bool shared = true;
+    static const int first = 0, WIDTH = LATENT;
+    __device__ WindowKeys of(int i) const {
+        WindowKeys own = *this;
+        own.rows += first_row + i;
+        own.first_row = first_row + i;
+        own.position = own.rows->position, own.session = own.rows->session;
+        own.trail.ring += (size_t)own.session * trail.length * trail.stride;
+        own.seen = min(own.position + 1, window);
+        own.length = own.seen + (count ? count[first_row + i] : 0);
+        own.first_id = own.session * capacity;
+        if (locations) own.locations += (size_t)(first_row + i) * capacity;
+        return own;
+    }
+    /* Key s of the window, and of the pool. */
+    __device__ const uint8_t *window_row(int s) const {
+        const int back = seen - 1 - s;
+        if (back <= first_row && rows[-back].session == session) return trail.pass + (size_t)(first_row - back) * trail.stride;
+        return trail.ring + (size_t)((position - back) % trail.length) * trail.stride;
+    }
+    __device__ const uint8_t *pool_row(int s) const {
+        return row_at(pool, format.stride, locations ? locations[s] : DeviceRow{first_id + s});
+    }
+    __device__ int start(int) const { return 0; }
+    __device__ const uint8_t *row(int s) const { return s < seen ? window_row(s) : pool_row(s - seen); }
+    __device__ float at(const uint8_t *row, int s, int i) const { return cached_value(row, s < seen ? trail_format : format, i); }
+    /* Tiles of HOPPER_KEYS, the window's first: each is of one format. */
+    __device__ int window_tiles() const { return divide_up(seen, HOPPER_KEYS); }
+    __device__ int tiles() const { return window_tiles() + divide_up(length - seen, HOPPER_KEYS); }
+    __device__ int keys_in(int tile) const {
+        return tile < window_tiles() ? seen - tile * HOPPER_KEYS : length - seen - (tile - window_tiles()) * HOPPER_KEYS;
+    }
+};
+
 /* What merge_kernel needs to know of lists that were gone through. Some are described in host memory, which is far. */
 static __device__ int list_lengths[MAX_PASS_ROWS * MAX_BLOCK];
 
@@ -5181,6 +5274,8 @@ template <typename Keys> static __global__ void attend_kernel(Keys lists, Attend
     for (int chunk = blockIdx.z; chunk * SPLIT_KEYS < length; chunk += gridDim.z) {
         const int end = min(keys.length, (chunk + 1) * SPLIT_KEYS);
         float maximum = -FLT_MAX, sum = 0, total[LANE_VALUES] = {0};
+        if constexpr (std::is_same_v<Keys, WindowKeys>)
+            if (chunk == 0 && works) maximum = keys.sinks[head], sum = 1;
         for (int begin = chunk * SPLIT_KEYS; begin < end; begin += TILE_KEYS) {
             const int n = min(end - begin, (int)TILE_KEYS);
             __syncthreads();
@@ -6098,7 +6193,6 @@ static __global__ void __launch_bounds__(32 * WIDE_WARPS, 1) long_runs(Keys list
  * for both. Few rows: blocks that share a list weigh its tiles, and others add up some of the values for some of the heads. */
 
 enum {
-    HOPPER_KEYS = 64,           /* keys of a tile */
     COLUMN_BLOCK = 64 * 128,    /* bytes of 64 columns of a tile or of the queries: 64 rows of 128 bytes, swizzled */
     HOPPER_TILE = LATENT_WIDTH / 64 * COLUMN_BLOCK,
     CONSUMERS = 256, PRODUCERS = 256,       /* threads */
@@ -6121,14 +6215,38 @@ struct HopperShared {
     uint64_t full[2], empty[2];             /* barriers of the tiles */
 };
 
-/* What a thread block does: tiles of one row's list, for up to 64 heads. */
-struct LatentTask {
-    SelectedKeys keys;          /* the row's */
-    const float *q;             /* [n_heads, LATENT_WIDTH] */
-    float *z;                   /* [n_heads, LATENT] the result */
-    int n_heads, begin, end, tiles;
-    float scale;
+/* The last `turned` values of a result are rotated back by a row's angle: keys that are values too come with their rotation. */
+struct TurnBack {
+    const float *cosine, *sine; /* [rows, turned / 2]; of(r): [turned / 2] */
+    int turned;
+    __device__ TurnBack of(int r) const {
+        return {cosine + (size_t)r * (size_t)(turned / 2), sine + (size_t)r * (size_t)(turned / 2), turned};
+    }
+    /* Values `column` and its neighbour of `width`. */
+    __device__ float2 apply(float2 pair, int column, int width) const {
+        const int i = (column - (width - turned)) / 2;
+        if (column < width - turned) return pair;
+        const float c = cosine[i], s = sine[i];
+        return make_float2(__fmaf_rn(pair.x, c, __fmul_rn(pair.y, s)), __fmaf_rn(pair.y, c, -__fmul_rn(pair.x, s)));
+    }
 };
+
+/* What a thread block does: tiles of one row's list, from tile `first` on, for up to 64 heads. */
+template <typename Lists> struct LatentTask {
+    Lists keys;                 /* the row's */
+    const float *q;             /* [n_heads, Lists::WIDTH] */
+    float *z;                   /* [n_heads, LATENT] the result */
+    int n_heads, first_head, first, tiles;
+    float scale;
+    TurnBack turn;
+};
+
+/* What a head has before its first tile: nothing, or its sink. A thread has one of four sums of it. */
+template <typename Lists> static __device__ float2 first_sum(const Lists &keys, int head, bool there, int quarter, float scale) {
+    if constexpr (std::is_same_v<Lists, WindowKeys>)
+        if (there) return make_float2(keys.sinks[head] / scale, quarter ? 0 : 1);
+    return make_float2(-FLT_MAX, 0);
+}
 
 static __device__ float fast_exp2(float x) {
     float y;
@@ -6241,9 +6359,9 @@ static __device__ void give_half(uint8_t *tile, uint64_t *full) {
 /* ---- bringing rows: half a tile at a time, a row by eight lanes. Of a pair's tile, a block brings the half of its rank. */
 
 /* The thread's row of step `step`; behind the end, where weights are 0, the last one again. */
-template <bool PAIR> static __device__ DeviceRow row_of_step(const LatentTask &task, int step) {
+template <bool PAIR> static __device__ DeviceRow row_of_step(const LatentTask<SelectedKeys> &task, int step) {
     const int half = PAIR ? 2 * step + pair_rank() : step, key = threadIdx.x % PRODUCERS / 8;
-    return task.keys.locations[min(task.begin + half * HALF_KEYS + key, task.end - 1)];
+    return task.keys.locations[min(task.first * HOPPER_KEYS + half * HALF_KEYS + key, task.keys.length - 1)];
 }
 
 static __device__ const uint8_t *latent_row(const SelectedKeys &keys, DeviceRow row) {
@@ -6268,7 +6386,7 @@ static __device__ uint4 load_piece(const uint8_t *from) {
 }
 
 /* Brings bf16 rows: copies that tell the barrier themselves. */
-static __device__ void bring_bf16(HopperShared *shared, const LatentTask &task) {
+static __device__ void bring_bf16(HopperShared *shared, const LatentTask<SelectedKeys> &task) {
     const int piece = threadIdx.x % 8;
     DeviceRow next = row_of_step<false>(task, 0);
     for (int step = 0; step < 2 * task.tiles; step++) {
@@ -6288,7 +6406,7 @@ static __device__ void bring_bf16(HopperShared *shared, const LatentTask &task) 
 
 /* Brings fp8 rows. A row's lanes take its pieces of 16 values in turns, and eight of its plain columns each; those of the next
  * step are on their way while this one's are widened, and those after them on their way to the L2 cache. */
-template <bool PAIR> static __device__ void bring_fp8(HopperShared *shared, const LatentTask &task) {
+template <bool PAIR> static __device__ void bring_fp8(HopperShared *shared, const LatentTask<SelectedKeys> &task) {
     enum { PIECES = LATENT / 16 / 8, STEPS = PAIR ? 1 : 2 };
     const int lane = threadIdx.x % 8, second = lane / 4;        /* which half of a piece goes first, for the banks */
     const uint8_t *row = latent_row(task.keys, row_of_step<PAIR>(task, 0));
@@ -6330,12 +6448,128 @@ template <bool PAIR> static __device__ void bring_fp8(HopperShared *shared, cons
     }
 }
 
+/* ---- rows of DeepSeek-V4, of 512 values: window and pool may differ in how these lie */
+
+enum { ROW_BF16, ROW_E4M3, ROW_E4M3_PLAIN, ROW_E2M1, ROW_OTHER };
+
+/* The codes that a thread has of a row: 8 of each 64, with the scales of all of the row's. The last 64 values of ROW_E4M3_PLAIN
+ * are bf16 and begin at an odd byte: 16 bytes of theirs lie in two aligned pieces. */
+template <int KIND> struct RowPiece {
+    static const int CODES = KIND == ROW_E4M3_PLAIN ? 7 : 8;
+    uint2 codes[CODES];
+    uint4 scales[KIND == ROW_E2M1 ? 2 : 1], plain[KIND == ROW_E4M3_PLAIN ? 2 : 1];
+
+    __device__ void load(const uint8_t *row, int lane) {
+#pragma unroll
+        for (int b = 0; b < CODES; b++)
+            if constexpr (KIND == ROW_E2M1)
+                asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(codes[b].x) : "l"(row + b * 32 + lane * 4));
+            else
+                asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                             : "=r"(codes[b].x), "=r"(codes[b].y) : "l"(row + b * 64 + lane * 8));
+        scales[0] = load_piece(row + (KIND == ROW_E2M1 ? LATENT / 2 : CODES * 64));
+        if constexpr (KIND == ROW_E2M1) scales[1] = load_piece(row + LATENT / 2 + 16);
+        if constexpr (KIND == ROW_E4M3_PLAIN) {
+            plain[0] = load_piece(row + CODES * 64 + lane * 16);
+            plain[1] = load_piece(row + CODES * 64 + lane * 16 + 16);
+        }
+    }
+
+    /* Byte i of the scales; i % 4 may be known late. */
+    __device__ uint32_t scale_byte(int i) const {
+        const uint4 &four = scales[KIND == ROW_E2M1 ? i / 16 : 0];
+        const uint32_t word = i / 4 % 4 == 0 ? four.x : i / 4 % 4 == 1 ? four.y : i / 4 % 4 == 2 ? four.z : four.w;
+        return word >> 8 * (i % 4) & 0xff;
+    }
+
+    /* The eight values of block b of 64. */
+    __device__ uint4 widened(int b, int lane) const {
+        if (b == CODES) {                           /* bytes 7 to 22 of the two pieces */
+            const uint4 &p = plain[0], &q = plain[KIND == ROW_E4M3_PLAIN];
+            return make_uint4(__byte_perm(p.y, p.z, 0x6543), __byte_perm(p.z, p.w, 0x6543), __byte_perm(p.w, q.x, 0x6543),
+                              __byte_perm(q.x, q.y, 0x6543));
+        }
+        if constexpr (KIND == ROW_E2M1) {           /* 2^126 repairs the exponent; the scale has four bits, so all is exact */
+            const uint32_t scale = pair_bf16(widen_e4m3(scale_byte(4 * b + lane / 2)), 0) * 0x10001;
+            const uint4 apart = widen_eight(codes[b].x, 0x7e807e80);
+            const uint32_t a = multiply_pair(apart.x, scale), c = multiply_pair(apart.y, scale),
+                           d = multiply_pair(apart.z, scale), e = multiply_pair(apart.w, scale);
+            return make_uint4(__byte_perm(a, c, 0x5410), __byte_perm(d, e, 0x5410), __byte_perm(a, c, 0x7632),
+                              __byte_perm(d, e, 0x7632));
+        } else {
+            const int group = KIND == ROW_E4M3 ? 2 * b + lane / 4 : b;
+            return widen_eight(codes[b < CODES ? b : 0], widen_e8m0(scale_byte(group)));
+        }
+    }
+};
+
+/* Brings `tiles` tiles of the window or of the pool, the block's from number `turn` on. */
+template <int KIND, typename Source>
+static __device__ void bring_rows(HopperShared *shared, Source row_of, int bytes, int turn, int tiles) {
+    const int lane = threadIdx.x % 8, slot = threadIdx.x % PRODUCERS / 8;
+    auto row_of_step = [&](int step) { return row_of(min(step, 2 * tiles - 1) * HALF_KEYS + slot); };
+    auto fetch = [&](const uint8_t *row) {          /* it will be wanted soon: into the L2 cache */
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(row), "r"((bytes + 15) / 16 * 16) : "memory");
+    };
+    RowPiece<KIND> piece;
+    const uint8_t *row = row_of_step(0), *next = row_of_step(1);
+    if (tiles <= 0) return;
+    if constexpr (KIND != ROW_BF16) piece.load(row, lane);
+    for (int step = 1; step < STEPS_AHEAD && lane == 0; step++) fetch(row_of_step(step));
+    for (int step = 0; step < 2 * tiles; step++) {
+        const int t = turn + step / 2, key = step % 2 * HALF_KEYS + slot;
+        uint8_t *tile = shared->tiles[t % 2];
+        if (lane == 0) fetch(row_of_step(step + STEPS_AHEAD));
+        const uint8_t *later = row_of_step(step + 2);
+        if (t > 1 && step % 2 == 0) wait_at(&shared->empty[t % 2], t / 2 - 1);
+        if constexpr (KIND == ROW_BF16) {
+#pragma unroll
+            for (int b = 0; b < LATENT / 64; b++)
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                             :: "r"(shared_address(place_of(tile + b * COLUMN_BLOCK, key, lane))), "l"(row + b * 128 + lane * 16)
+                             : "memory");
+            if (step % 2) arrive_with_copies(&shared->full[t % 2]);
+        } else {
+#pragma unroll
+            for (int b = 0; b < LATENT / 64; b++) *(uint4 *)place_of(tile + b * COLUMN_BLOCK, key, lane) = piece.widened(b, lane);
+            piece.load(next, lane);
+            if (step % 2) {
+                show_to_products();
+                arrive_at(&shared->full[t % 2]);
+            }
+        }
+        row = next, next = later;
+    }
+    if constexpr (KIND == ROW_BF16) asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+template <typename Source>
+static __device__ void bring_kind(HopperShared *shared, const RowFormat &format, Source row_of, int turn, int tiles) {
+    const int bytes = (int)format.bytes;
+    if (format.dtype == KV_BF16) bring_rows<ROW_BF16>(shared, row_of, bytes, turn, tiles);
+    else if (format.dtype == KV_F4) bring_rows<ROW_E2M1>(shared, row_of, bytes, turn, tiles);
+    else if (format.plain) bring_rows<ROW_E4M3_PLAIN>(shared, row_of, bytes, turn, tiles);
+    else bring_rows<ROW_E4M3>(shared, row_of, bytes, turn, tiles);
+}
+
+/* The block's tiles, the window's first. Behind the end of a list, where weights are 0, comes its last row again. */
+static __device__ void bring_windows(HopperShared *shared, const LatentTask<WindowKeys> &task) {
+    const WindowKeys &keys = task.keys;
+    const int own = max(min(keys.window_tiles() - task.first, task.tiles), 0),
+              from = max(task.first - keys.window_tiles(), 0) * HOPPER_KEYS, at = task.first * HOPPER_KEYS;
+    if (own) bring_kind(shared, keys.trail_format, [&](int s) { return keys.window_row(min(at + s, keys.seen - 1)); }, 0, own);
+    if (own < task.tiles)
+        bring_kind(shared, keys.format, [&](int s) { return keys.pool_row(min(from + s, keys.length - keys.seen - 1)); }, own,
+                   task.tiles - own);
+}
+
 /* By the consumers: the queries as bf16; heads that there are not are zeros. */
-static __device__ void load_query(HopperShared *shared, const LatentTask &task) {
+template <typename Lists> static __device__ void load_query(HopperShared *shared, const LatentTask<Lists> &task) {
+    const int width = Lists::WIDTH;
 #pragma unroll 12
-    for (int i = threadIdx.x; i < LATENT_HEADS * LATENT_WIDTH / 4; i += CONSUMERS) {
-        const int head = i / (LATENT_WIDTH / 4), j = i % (LATENT_WIDTH / 4) * 4;
-        const float4 four = head < task.n_heads ? *(const float4 *)(task.q + head * LATENT_WIDTH + j) : make_float4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < LATENT_HEADS * width / 4; i += CONSUMERS) {
+        const int head = i / (width / 4), j = i % (width / 4) * 4;
+        const float4 four = head < task.n_heads ? *(const float4 *)(task.q + head * width + j) : make_float4(0, 0, 0, 0);
         *(uint2 *)(shared->query + j / 64 * COLUMN_BLOCK + head * 128 + (j / 8 % 8 ^ head % 8) * 16 + j % 8 * 2) =
             make_uint2(pair_bf16(four.x, four.y), pair_bf16(four.z, four.w));
     }
@@ -6351,13 +6585,13 @@ template <bool PAIR> static __device__ void release_tile(HopperShared *shared, i
 }
 
 /* Starts scores [64 heads, 64 keys] of a tile. */
-static __device__ void start_scores(float (&scores)[32], HopperShared *shared, int tile) {
+template <int WIDTH> static __device__ void start_scores(float (&scores)[32], HopperShared *shared, int tile) {
     const uint32_t query = shared_address(shared->query), keys = shared_address(shared->tiles[tile % 2]);
     wait_at(&shared->full[tile % 2], tile / 2);
     show_to_products();
     begin_products();
 #pragma unroll
-    for (int k = 0; k < LATENT_WIDTH / 16; k++) {
+    for (int k = 0; k < WIDTH / 16; k++) {
         const uint32_t at = k / 4 * COLUMN_BLOCK + k % 4 * 32;
         multiply_scores(scores, matrix_at(query + at, 0), matrix_at(keys + at, 0), k > 0);
     }
@@ -6433,16 +6667,23 @@ static __device__ Softmax weigh_scores(uint32_t (&weights)[16], float (&scores)[
 }
 
 /* Writes the result, once nobody needs the tiles any more: gathered in their place, so that whole rows go to memory. */
-static __device__ void put_result(const float (&total)[128], HopperShared *shared, const LatentTask &task) {
-    const int lane = threadIdx.x % 32, head = threadIdx.x % 128 / 32 * 16 + lane / 4;
+template <typename Lists>
+static __device__ void put_result(const float (&total)[128], HopperShared *shared, const LatentTask<Lists> &task) {
+    const int lane = threadIdx.x % 32, head = threadIdx.x % 128 / 32 * 16 + lane / 4,
+              column = threadIdx.x / 128 * LATENT / 2 + lane % 4 * 2;
     consumers_wait(RESULT_READY);
     const float above = 1 / shared->sum[head], below = 1 / shared->sum[head + 8];
-    float *row = (float *)(shared->tiles[0] + head * RESULT_PITCH) + threadIdx.x / 128 * LATENT / 2 + lane % 4 * 2,
-          *lower = row + 8 * RESULT_PITCH / 4;
+    float *row = (float *)(shared->tiles[0] + head * RESULT_PITCH) + column, *lower = row + 8 * RESULT_PITCH / 4;
 #pragma unroll
     for (int i = 0; i < 32; i++) {
-        *(float2 *)(row + i * 8) = make_float2(total[4 * i] * above, total[4 * i + 1] * above);
-        *(float2 *)(lower + i * 8) = make_float2(total[4 * i + 2] * below, total[4 * i + 3] * below);
+        float2 upper_pair = make_float2(total[4 * i] * above, total[4 * i + 1] * above),
+               lower_pair = make_float2(total[4 * i + 2] * below, total[4 * i + 3] * below);
+        if constexpr (std::is_same_v<Lists, WindowKeys>) {
+            upper_pair = task.turn.apply(upper_pair, column + i * 8, LATENT);
+            lower_pair = task.turn.apply(lower_pair, column + i * 8, LATENT);
+        }
+        *(float2 *)(row + i * 8) = upper_pair;
+        *(float2 *)(lower + i * 8) = lower_pair;
     }
     show_to_products();
     consumers_wait(RESULT_READY);
@@ -6455,19 +6696,24 @@ static __device__ void put_result(const float (&total)[128], HopperShared *share
 
 /* The warpgroup that scores and weighs tiles, and adds up the first half of the values. The last tile is scored twice, since a
  * branch around products would make each of them wait. */
-template <bool PAIR> static __device__ void score_tiles(HopperShared *shared, const LatentTask &task) {
+template <bool PAIR, typename Lists> static __device__ void score_tiles(HopperShared *shared, const LatentTask<Lists> &task) {
     const int thread = threadIdx.x, head = thread / 32 * 16 + thread % 32 / 4;
     float scores[32], total[128];
     uint32_t weights[16];
-    Softmax softmax = {{-FLT_MAX, -FLT_MAX}, {0, 0}};
+    Softmax softmax;
+    for (int below = 0; below < 2; below++) {
+        const int own = head + 8 * below;
+        const float2 first = first_sum(task.keys, task.first_head + own, own < task.n_heads, thread % 4, task.scale);
+        softmax.maximum[below] = first.x, softmax.sum[below] = first.y;
+    }
 #pragma unroll
     for (int i = 0; i < 128; i++) total[i] = 0;
-    start_scores(scores, shared, 0);
+    start_scores<Lists::WIDTH>(scores, shared, 0);
     wait_for_products<0>();
     take_products(scores);
     for (int t = 0; t < task.tiles; t++) {
         const float scale = task.scale * LOG2_E;
-        const Softmax own = weigh_scores(weights, scores, task.end - task.begin - t * HOPPER_KEYS, scale);
+        const Softmax own = weigh_scores(weights, scores, task.keys.keys_in(task.first + t), scale);
         Joining joining[2];
         for (int below = 0; below < 2; below++) {
             joining[below] = join_maximum(&softmax.maximum[below], own.maximum[below], scale);
@@ -6480,7 +6726,7 @@ template <bool PAIR> static __device__ void score_tiles(HopperShared *shared, co
         consumers_tell(WEIGHTS_READY);
         add_tile(total, scores, weights, shared, t, joining);
         release_tile<PAIR>(shared, t);
-        start_scores(scores, shared, min(t + 1, task.tiles - 1));
+        start_scores<Lists::WIDTH>(scores, shared, min(t + 1, task.tiles - 1));
         wait_for_products<0>();
         take_products(scores);
     }
@@ -6495,7 +6741,7 @@ template <bool PAIR> static __device__ void score_tiles(HopperShared *shared, co
 }
 
 /* The warpgroup that adds up the other half. */
-template <bool PAIR> static __device__ void add_tiles(HopperShared *shared, const LatentTask &task) {
+template <bool PAIR, typename Lists> static __device__ void add_tiles(HopperShared *shared, const LatentTask<Lists> &task) {
     const int thread = threadIdx.x % 128, head = thread / 32 * 16 + thread % 32 / 4;
     float total[128], sums[32];
     uint32_t weights[16];
@@ -6518,18 +6764,19 @@ template <bool PAIR> static __device__ void add_tiles(HopperShared *shared, cons
 
 
 /* Grid: groups of 64 heads, of which two make a pair, and rows. */
-template <bool FP8, bool PAIR>
+template <typename Lists, bool FP8, bool PAIR>
 static __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1)
-hopper_kernel(SelectedKeys lists, float *z, const float *q, int heads, float scale) {
+hopper_kernel(const __grid_constant__ Lists lists, float *z, const float *q, int heads, float scale, TurnBack turn) {
     begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t hopper_shared[];
     HopperShared *shared = (HopperShared *)hopper_shared;
     const int first_head = blockIdx.x * LATENT_HEADS, group = threadIdx.x / 128;
     const size_t row_head = (size_t)blockIdx.y * heads + first_head;
-    LatentTask task = {.keys = lists.of(blockIdx.y), .q = q + row_head * LATENT_WIDTH, .z = z + row_head * LATENT,
-                       .n_heads = min(heads - first_head, (int)LATENT_HEADS), .begin = 0, .end = 0, .tiles = 0, .scale = scale};
-    task.end = task.keys.length, task.tiles = divide_up(task.end, HOPPER_KEYS);
+    LatentTask<Lists> task = {.keys = lists.of(blockIdx.y), .q = q + row_head * Lists::WIDTH, .z = z + row_head * LATENT,
+                              .n_heads = min(heads - first_head, (int)LATENT_HEADS), .first_head = first_head, .first = 0,
+                              .tiles = 0, .scale = scale, .turn = turn.of(blockIdx.y)};
+    task.tiles = task.keys.tiles();
     if (!task.tiles) {          /* a sum over nothing, divided by 0 */
         for (int i = threadIdx.x; i < task.n_heads * LATENT; i += blockDim.x) task.z[i] = __int_as_float(0x7fffffff);
         return;
@@ -6543,7 +6790,8 @@ hopper_kernel(SelectedKeys lists, float *z, const float *q, int heads, float sca
     else __syncthreads();
     if (group >= CONSUMERS / 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"((int)PRODUCER_REGISTERS));
-        if constexpr (FP8) bring_fp8<PAIR>(shared, task);
+        if constexpr (std::is_same_v<Lists, WindowKeys>) bring_windows(shared, task);
+        else if constexpr (FP8) bring_fp8<PAIR>(shared, task);
         else bring_bf16(shared, task);
     } else if (group == 0) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"((int)CONSUMER_REGISTERS));
@@ -6589,17 +6837,18 @@ struct Weighed {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 /* By one warpgroup: the weights of the block's tiles, of which the first is tile `first` of the list, go to scratch. */
-static __device__ void leave_weights(HopperShared *shared, const LatentTask &task, const Weighed &to, int first) {
+template <typename Lists>
+static __device__ void leave_weights(HopperShared *shared, const LatentTask<Lists> &task, const Weighed &to) {
     const int lane = threadIdx.x % 32, head = lane / 4;
     float scores[32];
     uint32_t weights[16];
     for (int t = 0; t < task.tiles; t++) {
-        WeighedTile *tile = to.tile_of(blockIdx.x, blockIdx.y * LIST_GROUPS + threadIdx.x / 32, first + t);
-        start_scores(scores, shared, t);
+        WeighedTile *tile = to.tile_of(blockIdx.x, blockIdx.y * LIST_GROUPS + threadIdx.x / 32, task.first + t);
+        start_scores<Lists::WIDTH>(scores, shared, t);
         wait_for_products<0>();
         take_products(scores);
         release_tile<false>(shared, t);
-        const Softmax own = weigh_scores(weights, scores, task.end - task.begin - t * HOPPER_KEYS, task.scale * LOG2_E);
+        const Softmax own = weigh_scores(weights, scores, task.keys.keys_in(task.first + t), task.scale * LOG2_E);
 #pragma unroll
         for (int k = 0; k < KEY_STEPS; k++) tile->weights[k][lane] = *(const uint4 *)(weights + 4 * k);
 #pragma unroll
@@ -6611,10 +6860,11 @@ static __device__ void leave_weights(HopperShared *shared, const LatentTask &tas
 }
 
 /* By another: the values of the tiles. */
-static __device__ void leave_values(HopperShared *shared, const LatentTask &task, const Weighed &to, int first) {
+template <typename Lists>
+static __device__ void leave_values(HopperShared *shared, const LatentTask<Lists> &task, const Weighed &to) {
     const int lane = threadIdx.x % 32;
     for (int t = 0; t < task.tiles; t++) {
-        TileValues *values = to.values_of(blockIdx.x, first + t);
+        TileValues *values = to.values_of(blockIdx.x, task.first + t);
         wait_at(&shared->full[t % 2], t / 2);
 #pragma unroll 8
         for (int i = threadIdx.x % 128 / 32; i < VALUE_PAIRS * KEY_STEPS; i += 4) {
@@ -6631,21 +6881,21 @@ static __device__ void leave_values(HopperShared *shared, const LatentTask &task
 #endif
 
 /* Grid: rows, groups of 64 heads, groups of `each` tiles. */
-template <bool FP8>
+template <typename Lists, bool FP8>
 static __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1)
-weigh_lists_kernel(SelectedKeys lists, Weighed to, const float *q, int heads, float scale, int each) {
+weigh_lists_kernel(const __grid_constant__ Lists lists, Weighed to, const float *q, int heads, float scale, int each) {
     begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t hopper_shared[];
     HopperShared *shared = (HopperShared *)hopper_shared;
     const int first_head = blockIdx.y * LATENT_HEADS, group = threadIdx.x / 128;
     const bool leaves = blockIdx.y == 0;            /* the values too, which all heads share */
-    LatentTask task = {.keys = lists.of(blockIdx.x), .q = q + ((size_t)blockIdx.x * heads + first_head) * LATENT_WIDTH, .z = NULL,
-                       .n_heads = min(heads - first_head, (int)LATENT_HEADS), .begin = (int)blockIdx.z * each * HOPPER_KEYS,
-                       .end = 0, .tiles = 0, .scale = scale};
-    task.end = min(task.keys.length, task.begin + each * HOPPER_KEYS);
-    task.tiles = divide_up(task.end - task.begin, HOPPER_KEYS);
-    if (task.begin >= task.end) return;
+    LatentTask<Lists> task = {.keys = lists.of(blockIdx.x),
+                              .q = q + ((size_t)blockIdx.x * heads + first_head) * Lists::WIDTH, .z = NULL,
+                              .n_heads = min(heads - first_head, (int)LATENT_HEADS), .first_head = first_head,
+                              .first = (int)blockIdx.z * each, .tiles = 0, .scale = scale, .turn = {}};
+    task.tiles = min(task.keys.tiles() - task.first, each);
+    if (task.tiles <= 0) return;
     if (!threadIdx.x) {
         for (int i = 0; i < 2; i++)
             start_barrier(&shared->full[i], PRODUCERS), start_barrier(&shared->empty[i], leaves ? CONSUMERS / 32 : 4);
@@ -6653,13 +6903,14 @@ weigh_lists_kernel(SelectedKeys lists, Weighed to, const float *q, int heads, fl
     }
     __syncthreads();
     if (group >= CONSUMERS / 128) {
-        if constexpr (FP8) bring_fp8<false>(shared, task);
+        if constexpr (std::is_same_v<Lists, WindowKeys>) bring_windows(shared, task);
+        else if constexpr (FP8) bring_fp8<false>(shared, task);
         else bring_bf16(shared, task);
         return;
     }
     load_query(shared, task);
-    if (group == 0) leave_weights(shared, task, to, blockIdx.z * each);
-    else if (leaves) leave_values(shared, task, to, blockIdx.z * each);
+    if (group == 0) leave_weights(shared, task, to);
+    else if (leaves) leave_values(shared, task, to);
 #endif
 }
 
@@ -6732,17 +6983,20 @@ template <int GROUPS, int COLUMNS> struct Adding {
 };
 
 /* Grid: rows, groups of heads, groups of columns. */
-template <int GROUPS, int COLUMNS>
+template <typename Lists, int GROUPS, int COLUMNS>
 static __global__ void __launch_bounds__(ADDERS)
-add_lists_kernel(const int *count, float *z, Weighed from, int heads, float scale) {
+add_lists_kernel(const __grid_constant__ Lists lists, float *z, Weighed from, int heads, float scale, TurnBack turn) {
     begin_kernel();
     typedef Adding<GROUPS, COLUMNS> A;
     extern __shared__ __align__(128) uint8_t add_shared[];
     typename A::Shared *shared = (typename A::Shared *)add_shared;
     A adding;
-    adding.from = from, adding.tiles = divide_up(count[blockIdx.x], HOPPER_KEYS);
-    const int lane = threadIdx.x % 32, tiles = adding.tiles, summer = (int)threadIdx.x - A::SUMMERS;
-    float maximum = -FLT_MAX, sum = 0;
+    const Lists keys = lists.of(blockIdx.x);
+    adding.from = from, adding.tiles = keys.tiles();
+    const int lane = threadIdx.x % 32, tiles = adding.tiles, summer = (int)threadIdx.x - A::SUMMERS,
+              own_head = blockIdx.y * A::HEADS + (summer < 0 ? threadIdx.x / A::TILES : summer / 4);
+    const float2 before = first_sum(keys, own_head, own_head < heads, summer % 4, scale);
+    float maximum = before.x, sum = before.y;
     float4 total[A::OWN];
 #pragma unroll
     for (int i = 0; i < A::OWN; i++) total[i] = make_float4(0, 0, 0, 0);
@@ -6789,8 +7043,15 @@ add_lists_kernel(const int *count, float *z, Weighed from, int heads, float scal
         const float above = 1 / shared->sum[head], below = 1 / shared->sum[head + 8];
         float *out = z + ((size_t)blockIdx.x * heads + first) * LATENT + blockIdx.z * COLUMNS + item / 32 % (COLUMNS / 8) * 8
                      + lane % 4 * 2;
-        if (first < heads) *(float2 *)out = make_float2(total[i].x * above, total[i].y * above);
-        if (first + 8 < heads) *(float2 *)(out + 8 * LATENT) = make_float2(total[i].z * below, total[i].w * below);
+        float2 upper_pair = make_float2(total[i].x * above, total[i].y * above),
+               lower_pair = make_float2(total[i].z * below, total[i].w * below);
+        if constexpr (std::is_same_v<Lists, WindowKeys>) {
+            const int column = blockIdx.z * COLUMNS + item / 32 % (COLUMNS / 8) * 8 + lane % 4 * 2;
+            upper_pair = turn.of(blockIdx.x).apply(upper_pair, column, LATENT);
+            lower_pair = turn.of(blockIdx.x).apply(lower_pair, column, LATENT);
+        }
+        if (first < heads) *(float2 *)out = upper_pair;
+        if (first + 8 < heads) *(float2 *)(out + 8 * LATENT) = lower_pair;
     }
 }
 
@@ -6868,45 +7129,57 @@ static bool suits_tiles(const RowFormat *format, int heads, int kv_heads, int di
            && (format->dtype == KV_BF16 || (format->group % dim == 0 && format->quantised % 16 == 0));
 }
 
-template <int GROUPS, int COLUMNS>
-static void add_lists(float *z, const SelectedKeys &keys, const Weighed &weighed, int n_rows, int heads, float scale) {
+template <int GROUPS, int COLUMNS, typename Lists>
+static void add_lists(float *z, const Lists &keys, const Weighed &weighed, int n_rows, int heads, float scale,
+                      const TurnBack &turn) {
     const size_t shared = sizeof(typename Adding<GROUPS, COLUMNS>::Shared);
-    allow_shared(add_lists_kernel<GROUPS, COLUMNS>, shared);
-    launch(add_lists_kernel<GROUPS, COLUMNS>, dim3(n_rows, divide_up(heads, 16 * GROUPS), LATENT / COLUMNS), ADDERS, shared,
-           keys.count, z, weighed, heads, scale);
+    const auto kernel = add_lists_kernel<Lists, GROUPS, COLUMNS>;
+    allow_shared(kernel, shared);
+    launch(kernel, dim3(n_rows, divide_up(heads, 16 * GROUPS), LATENT / COLUMNS), ADDERS, shared, keys, z, weighed, heads, scale,
+           turn);
 }
 
 /* The lists of few rows are weighed by as many blocks as there is room for, and added up by many. */
-static void attend_apart(float *z, const float *q, const SelectedKeys &keys, const Weighed &weighed, int n_rows, int heads,
-                         float scale) {
+template <typename Lists>
+static void attend_apart(float *z, const float *q, const Lists &keys, const Weighed &weighed, int n_rows, int heads, float scale,
+                         const TurnBack &turn) {
     const int lists = n_rows * weighed.groups / LIST_GROUPS, room = gpu.multiprocessors / lists,
               each = divide_up(weighed.n_tiles, room > 1 ? room : 1);
-    auto weigh = keys.format.dtype == KV_F8 ? weigh_lists_kernel<true> : weigh_lists_kernel<false>;
+    auto weigh = weigh_lists_kernel<Lists, false>;
+    if constexpr (std::is_same_v<Lists, SelectedKeys>)
+        if (keys.format.dtype == KV_F8) weigh = weigh_lists_kernel<Lists, true>;
     allow_shared(weigh, sizeof(HopperShared));
     launch(weigh, dim3(n_rows, lists / n_rows, divide_up(weighed.n_tiles, each)), CONSUMERS + PRODUCERS, sizeof(HopperShared),
            keys, weighed, q, heads, scale, each);
     /* fewer heads and columns make more blocks, which read more */
-    if (lists <= 2) add_lists<1, 32>(z, keys, weighed, n_rows, heads, scale);
-    else if (lists <= 4) add_lists<2, 32>(z, keys, weighed, n_rows, heads, scale);
-    else if (lists <= 8) add_lists<2, 64>(z, keys, weighed, n_rows, heads, scale);
-    else add_lists<4, 64>(z, keys, weighed, n_rows, heads, scale);
+    if (lists <= 2) add_lists<1, 32>(z, keys, weighed, n_rows, heads, scale, turn);
+    else if (lists <= 4) add_lists<2, 32>(z, keys, weighed, n_rows, heads, scale, turn);
+    else if (lists <= 8) add_lists<2, 64>(z, keys, weighed, n_rows, heads, scale, turn);
+    else add_lists<4, 64>(z, keys, weighed, n_rows, heads, scale, turn);
 }
 
 /* A row's bits are the same whichever way is taken. */
-static void attend_on_hopper(float *z, const float *q, const SelectedKeys &keys, int n_rows, int heads, float scale) {
-    const int lists = n_rows * divide_up(heads, LATENT_HEADS), tiles = divide_up(keys.capacity, HOPPER_KEYS);
-    const bool fp8 = keys.format.dtype == KV_F8, pair = fp8 && lists / n_rows % 2 == 0;
+template <typename Lists>
+static void attend_on_hopper(float *z, const float *q, const Lists &keys, int tiles, int n_rows, int heads, float scale,
+                             const TurnBack &turn) {
+    const int lists = n_rows * divide_up(heads, LATENT_HEADS);
+    const bool fp8 = keys.format.dtype == KV_F8;
+    bool pair = false;
     const size_t values = (size_t)n_rows * tiles * sizeof(TileValues),
                  weights = (size_t)lists * LIST_GROUPS * tiles * sizeof(WeighedTile);
     if (lists <= FEW_LISTS && values + weights <= PARTIAL_FLOATS * sizeof(float)) {
         TileValues *scratch = (TileValues *)partials;
         return attend_apart(z, q, keys, {scratch, (WeighedTile *)(scratch + n_rows * tiles), tiles, lists / n_rows * LIST_GROUPS},
-                            n_rows, heads, scale);
+                            n_rows, heads, scale, turn);
     }
-    auto kernel = pair ? hopper_kernel<true, true> : fp8 ? hopper_kernel<true, false> : hopper_kernel<false, false>;
+    auto kernel = hopper_kernel<Lists, false, false>;
+    if constexpr (std::is_same_v<Lists, SelectedKeys>) {
+        pair = fp8 && lists / n_rows % 2 == 0;
+        if (fp8) kernel = pair ? hopper_kernel<Lists, true, true> : hopper_kernel<Lists, true, false>;
+    }
     allow_shared(kernel, sizeof(HopperShared));
     launch_early(kernel, dim3(lists / n_rows, n_rows), CONSUMERS + PRODUCERS, sizeof(HopperShared), pair ? 2 : 1, keys, z, q,
-                 heads, scale);
+                 heads, scale, turn);
 }
 
 static void sparse_attention(float *z, const float *q, const RowPool *pool, const RowFormat *format, const DeviceRow *locations,
@@ -6920,7 +7193,8 @@ static void sparse_attention(float *z, const float *q, const RowPool *pool, cons
     if (format->quantised == 128 && format->plain == 32 && suits_tiles(format, heads, 1, 128))
         return format->dtype == KV_F8 ? attend_tiles<SelectedKeys, 160, 128, true>(keys, a, n_rows, capacity)
                                       : attend_tiles<SelectedKeys, 160, 128, false>(keys, a, n_rows, capacity);
-    if (latent && gpu.major == 9) return attend_on_hopper(z, q, keys, n_rows, heads, scale);
+    if (latent && gpu.major == 9)
+        return attend_on_hopper(z, q, keys, divide_up(capacity, HOPPER_KEYS), n_rows, heads, scale, {});
     if (!latent || heads % 16) return attend(keys, a, format->quantised + format->plain, format->quantised, capacity);
     attend_in_groups(keys, z, n_rows, heads, LATENT, capacity, [&](int first, int n, int chunks) {
         auto kernel = format->dtype == KV_F8 ? latent_kernel<true> : latent_kernel<false>;
@@ -6929,6 +7203,51 @@ static void sparse_attention(float *z, const float *q, const RowPool *pool, cons
         launch(kernel, dim3(n, divide_up(heads, LATENT_HEADS), chunks), LATENT_THREADS, bytes, keys, partials, q, first, heads,
                scale, chunks);
     });
+}
+
+/* How a row of 512 values lies. */
+static int row_kind(const RowFormat &format) {
+    if (format.quantised + format.plain != LATENT) return ROW_OTHER;
+    if (format.dtype == KV_BF16) return ROW_BF16;
+    if (format.dtype == KV_F8 && format.scales == SCALES_E8M0 && format.plain == 0 && format.group == 32) return ROW_E4M3;
+    if (format.dtype == KV_F8 && format.scales == SCALES_E8M0 && format.plain == TAIL && format.group == 64) return ROW_E4M3_PLAIN;
+    if (format.dtype == KV_F4 && format.scales == SCALES_E4M3 && format.plain == 0 && format.group == 16) return ROW_E2M1;
+    return ROW_OTHER;
+}
+
+/* A thread takes a pair of a head. Grid: groups of pairs, rows. */
+static __global__ void turn_back_kernel(float *y, int heads, int width, TurnBack turn) {
+    begin_kernel();
+    const int half = turn.turned / 2, pair = (int)thread_index(), column = width - turn.turned + pair % half * 2;
+    if (pair >= heads * half) return;
+    float *at = y + ((size_t)blockIdx.y * heads + pair / half) * width + column;
+    const float2 turned = turn.of(blockIdx.y).apply(make_float2(at[0], at[1]), column, width);
+    at[0] = turned.x, at[1] = turned.y;
+}
+
+static void window_attention(float *y, const float *q, const Trail *trail, const RowFormat *trail_format, int window,
+                             const RowPool *pool, const RowFormat *format, const DeviceRow *locations, const int *count,
+                             int capacity, const Row *rows, int begin, int end, int heads, const float *sinks, float scale,
+                             int turned, const float *cosine, const float *sine) {
+    const int n_rows = end - begin, width = format->quantised + format->plain;
+    const size_t first = (size_t)begin * (size_t)(heads * width), angle = (size_t)begin * (size_t)(turned / 2);
+    if (n_rows <= 0) return;
+    WindowKeys keys = {.trail = *trail, .trail_format = *trail_format, .format = *format, .pool = {}, .locations = locations,
+                       .count = count, .rows = rows, .sinks = sinks, .first_row = begin, .window = window, .capacity = capacity,
+                       .position = 0, .session = 0, .length = 0, .seen = 0, .first_id = 0};
+    if (pool) keys.pool = *pool;
+    y += first, q += first;
+    const TurnBack turn = {cosine + angle, sine + angle, turned};
+    if (gpu.major == 9 && row_kind(*trail_format) != ROW_OTHER && (!count || row_kind(*format) != ROW_OTHER)) {
+        const int tiles = divide_up(window, HOPPER_KEYS) + (count ? divide_up(capacity, HOPPER_KEYS) : 0);
+        return attend_on_hopper(y, q, keys, tiles, n_rows, heads, scale, turn);
+    }
+    const Attend a = {.y = y, .parts = NULL, .q = q, .first_row = 0, .n_rows = n_rows, .heads = heads, .kv_heads = 1, .chunks = 1,
+                      .scale = scale};
+    attend(keys, a, width, width, window + (count ? capacity : 0));
+    if (turned < 2) return;
+    launch(turn_back_kernel, dim3((unsigned)divide_up(heads * (turned / 2), THREADS), (unsigned)n_rows), THREADS, 0, y, heads,
+           width, turn);
 }
 
 static void dense_attention(float *y, const float *q, const RowPool *pool, const RowFormat *format, const DevicePage *pages,
@@ -6958,6 +7277,441 @@ static void block_attention(float *y, const float *q, const float *kv, const uin
     if (tiles && head_dim == 128) attend_tiles<BlockKeys, 128, 128, false>(keys, a, most, longest);
     else if (tiles && head_dim == 64) attend_tiles<BlockKeys, 64, 64, false>(keys, a, most, longest);
     else attend(keys, a, head_dim, head_dim, longest);
+}
+
+/* =====================================================================================================================
+ * DeepSeek-V4
+ *
+ *     mix_streams -> streams_kernel -> stage_streams (what the last sublayer adds), sum_mixes, make_mixes, collapse
+ *
+ * Owns: parallel residual streams, Engram's gate, and what --qat rounds. From one sublayer to the next is one launch: streams of a
+ * row are divided among the blocks of a cluster by columns, and of what they send each other, the row's products with the f32
+ * matrix of the mixes and the sum of squares of its norm, all add up the same in the order of the blocks.
+ */
+
+enum {
+    STREAM_THREADS = 256, STREAM_WARPS = STREAM_THREADS / 32,
+    MIX_GROUP = 24,                 /* mixes that a thread adds up at a time, and one sum of squares: all there are of 4 streams */
+    MAX_MIXES = (2 + MAX_STREAMS) * MAX_STREAMS,
+    SHARING_ROWS = 4,               /* rows of a cluster, where there are many */
+    SINKHORN_WARP = STREAM_WARPS - 1,
+};
+
+struct Streams {
+    float *y, *streams;
+    const float *branch, *leaving;
+    float *mixes;
+    Matrix fn;                      /* no rows: no mixes are made */
+    const float *base, *scale, *entering, *norm;
+    int n_rows, mult, hidden, n_mixes, iterations;
+    int fours;                      /* of columns of a block */
+    float norm_eps, eps;
+    PassReport *report;
+    int place;
+};
+
+/* A block's shared memory; behind it float4 [ROWS, mult, fours] of the streams. */
+template <int ROWS> struct StreamShared {
+    RowSum squares[ROWS];                           /* of what enters the sublayer */
+    float of_warp[ROWS][STREAM_WARPS][MAX_MIXES + 1];
+    float of_block[MAX_SPLIT][ROWS][MAX_MIXES + 1]; /* products, and behind them the sum of squares */
+    uint64_t arrived;
+    float mixes[ROWS][MAX_MIXES], entering[ROWS][MAX_STREAMS];
+};
+
+static __device__ inline float sigmoid(float x) { return 1 / (1 + expf(-x)); }
+
+static __device__ inline float dot(float4 a, float4 b) { return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, a.w * b.w))); }
+
+static __device__ inline float4 add_scaled(float scale, float4 v, float4 sum) {
+    return make_float4(fmaf(scale, v.x, sum.x), fmaf(scale, v.y, sum.y), fmaf(scale, v.z, sum.z), fmaf(scale, v.w, sum.w));
+}
+
+/* Four neighbouring columns from `at` on of all streams of a row, with what the last sublayer adds to them. */
+static __device__ inline void take_streams(float4 (&x)[MAX_STREAMS], const Streams &p, int row, int at) {
+    const int left = p.hidden - at, all = (2 + p.mult) * p.mult;
+    float *streams = p.streams + (size_t)row * (size_t)(p.mult * p.hidden) + at;
+    float4 before[MAX_STREAMS], added = {};
+#pragma unroll
+    for (int j = 0; j < MAX_STREAMS; j++)
+        if (j < p.mult) x[j] = load_four(streams + (size_t)j * (size_t)p.hidden, left);
+    if (!p.branch) return;
+    added = load_four(p.branch + (size_t)row * (size_t)p.hidden + at, left);
+    const float *post = p.leaving + (size_t)row * (size_t)all + p.mult, *matrix = post + p.mult;
+#pragma unroll
+    for (int j = 0; j < MAX_STREAMS; j++) before[j] = x[j];
+#pragma unroll
+    for (int k = 0; k < MAX_STREAMS; k++) {
+        if (k >= p.mult) break;
+        x[k] = add_scaled(post[k], added, make_float4(0, 0, 0, 0));
+#pragma unroll
+        for (int j = 0; j < MAX_STREAMS; j++)
+            if (j < p.mult) x[k] = add_scaled(matrix[j * p.mult + k], before[j], x[k]);
+        store_four(streams + (size_t)k * (size_t)p.hidden, x[k], left);
+        if (left > 0 && !is_finite(x[k])) report_bad(p.report, p.place, row);
+    }
+}
+
+/* The block's columns, from `begin` on, of so many rows into shared memory. */
+static __device__ void stage_streams(float4 *staged, const Streams &p, int first, int rows, int begin) {
+    for (int i = (int)threadIdx.x; i < rows * p.fours; i += STREAM_THREADS) {
+        const int r = i / p.fours, c = i % p.fours;
+        float4 x[MAX_STREAMS];
+        take_streams(x, p, first + r, begin + 4 * c);
+#pragma unroll
+        for (int j = 0; j < MAX_STREAMS; j++)
+            if (j < p.mult) staged[(r * p.mult + j) * p.fours + c] = x[j];
+    }
+}
+
+/* Four neighbouring weights, mostly f32. */
+static __device__ inline float4 load_mix_weights(const Matrix &fn, size_t at, int left) {
+    if (fn.dtype == DTYPE_F32) return load_four((const float *)fn.data + at, left);
+    float v[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i] = i < left ? load_stored(fn.data, at + (size_t)i, fn.dtype) : 0;
+    return make_float4(v[0], v[1], v[2], v[3]);
+}
+
+/* Of 32 sums of each lane, lane l has the l-th over all lanes. */
+static __device__ inline float sum_of_lane(float (&sums)[32]) {
+#pragma unroll
+    for (int half = 16; half; half /= 2) {
+        const bool upper = lane_id() & half;
+#pragma unroll
+        for (int i = 0; i < half; i++) {
+            const float given = upper ? sums[i] : sums[i + half], kept = upper ? sums[i + half] : sums[i];
+            sums[i] = kept + __shfl_xor_sync(~0u, given, half);
+        }
+    }
+    return sums[0];
+}
+
+/* What the block's columns add to the products of its rows with fn, and to the sums of their squares. */
+template <int ROWS>
+static __device__ void sum_mixes(StreamShared<ROWS> *shared, const float4 *staged, const Streams &p, int rows, int begin) {
+    const int items = p.mult * p.fours, lane = lane_id();
+    for (int group = 0; group < p.fn.rows; group += MIX_GROUP) {
+        float sums[ROWS][32] = {};
+        for (int i = (int)threadIdx.x; i < items; i += STREAM_THREADS) {
+            const int column = begin + i % p.fours * 4;
+            const size_t at = (size_t)(i / p.fours * p.hidden + column);
+            float4 x[ROWS];
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                x[r] = r < rows ? staged[r * items + i] : make_float4(0, 0, 0, 0);
+                sums[r][MIX_GROUP] += sum_squares(x[r]);
+            }
+#pragma unroll
+            for (int o = 0; o < MIX_GROUP; o++) {
+                const size_t row = (size_t)min(group + o, p.fn.rows - 1);
+                const float4 w = load_mix_weights(p.fn, row * (size_t)p.fn.cols + at, p.hidden - column);
+#pragma unroll
+                for (int r = 0; r < ROWS; r++) sums[r][o] += dot(x[r], w);
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            const float sum = sum_of_lane(sums[r]);
+            const int place = lane == MIX_GROUP ? p.fn.rows : group + lane;
+            if (lane <= MIX_GROUP && place <= p.fn.rows) shared->of_warp[r][warp_id()][place] = sum;
+        }
+    }
+}
+
+/* Every block gets every block's sums. */
+template <int ROWS> static __device__ void exchange_mixes(StreamShared<ROWS> *shared, const Streams &p, int rows) {
+    const int each = p.fn.rows + 1;
+    __syncthreads();
+    for (int i = (int)threadIdx.x; i < rows * each; i += STREAM_THREADS) {
+        const int r = i / each, place = i % each;
+        float sum = 0;
+#pragma unroll
+        for (int w = 0; w < STREAM_WARPS; w++) sum += shared->of_warp[r][w][place];
+        for (int rank = 0; rank < cluster_size(); rank++)
+            cluster_send(&shared->of_block[cluster_rank()][r][place], &shared->arrived, rank, sum);
+    }
+    wait_at(&shared->arrived, 0);
+}
+
+/* By a warp: a row's mixes as they are before Sinkhorn's iteration. */
+template <int ROWS> static __device__ void make_mixes(StreamShared<ROWS> *shared, const Streams &p, int r) {
+    float squares = 0;
+    for (int rank = 0; rank < cluster_size(); rank++) squares += shared->of_block[rank][r][p.fn.rows];
+    const float norm = 1 / sqrtf(squares / (float)p.fn.cols + p.norm_eps);
+    for (int i = lane_id(); i < p.fn.rows; i += 32) {
+        float sum = 0;
+        for (int rank = 0; rank < cluster_size(); rank++) sum += shared->of_block[rank][r][i];
+        const float mix = sum * norm * p.scale[i < p.mult ? 0 : i < 2 * p.mult ? 1 : 2] + p.base[i];
+        shared->mixes[r][i] = i < p.mult ? sigmoid(mix) + p.eps : i < 2 * p.mult ? 2 * sigmoid(mix) : mix;
+    }
+}
+
+/* Towards the nearest doubly stochastic matrix (Sinkhorn and Knopp 1967): the first step's rows are a softmax. By one thread:
+ * others would have to wait for each other 40 times. */
+template <int N> static __device__ void sinkhorn(float *matrix, int n, int iterations, float eps) {
+    float m[N][N];
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        if (j >= n) break;
+        float largest = -INFINITY, total = 0;
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            if (k < n) largest = fmaxf(largest, m[j][k] = matrix[j * n + k]);
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            if (k < n) total += m[j][k] = expf(m[j][k] - largest);
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            if (k < n) m[j][k] = m[j][k] / total + eps;
+    }
+#pragma unroll 1
+    for (int step = 1; step < 2 * iterations || step == 1; step++) {            /* columns and rows in turns */
+        float total[N];
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            total[j] = eps;
+#pragma unroll
+            for (int k = 0; k < N; k++)
+                if (j < n && k < n) total[j] += step % 2 ? m[k][j] : m[j][k];
+            total[j] = __frcp_rn(total[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < N; j++)
+#pragma unroll
+            for (int k = 0; k < N; k++) m[j][k] *= step % 2 ? total[k] : total[j];
+    }
+#pragma unroll
+    for (int j = 0; j < N; j++)
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            if (j < n && k < n) matrix[j * n + k] = m[j][k];
+}
+
+/* By a warp of the first block: a row's mixes, finished, to where the sublayer's end finds them. */
+template <int ROWS> static __device__ void put_mixes(StreamShared<ROWS> *shared, const Streams &p, int row, int r) {
+    float *own = shared->mixes[r], *matrix = own + 2 * p.mult;
+    if (p.fn.rows > p.mult && lane_id() == 0) {
+        if (p.mult == 4) sinkhorn<4>(matrix, 4, p.iterations, p.eps);
+        else sinkhorn<MAX_STREAMS>(matrix, p.mult, p.iterations, p.eps);
+    }
+    __syncwarp();
+    for (int i = lane_id(); i < p.fn.rows; i += 32) p.mixes[(size_t)row * (size_t)p.fn.rows + (size_t)i] = own[i];
+}
+
+/* Four columns of what enters the sublayer. */
+static __device__ inline float4 collapse(const float4 *staged, const float *entering, int mult, int fours, int c) {
+    float4 sum = add_scaled(entering[0], staged[c], make_float4(0, 0, 0, 0));
+    for (int j = 1; j < mult; j++) sum = add_scaled(entering[j], staged[j * fours + c], sum);
+    return sum;
+}
+
+/* What enters the sublayer, normed. Meanwhile the first block's last warp finishes the mixes. */
+template <int ROWS>
+static __device__ void enter_sublayer(StreamShared<ROWS> *shared, const float4 *staged, const Streams &p, int first, int rows,
+                                      int begin) {
+    for (int r = 0; r < rows; r++) {
+        const float4 *x = staged + r * p.mult * p.fours;
+        float sum = 0;
+        for (int c = (int)threadIdx.x; c < p.fours; c += STREAM_THREADS)
+            sum += sum_squares(collapse(x, shared->entering[r], p.mult, p.fours, c));
+        send_sum(shared->squares[r], sum);
+    }
+    if (cluster_rank() == 0 && warp_id() == SINKHORN_WARP && p.fn.rows)
+        for (int r = 0; r < rows; r++) put_mixes(shared, p, first + r, r);
+    for (int r = 0; r < rows; r++) {
+        const float4 *x = staged + r * p.mult * p.fours;
+        const float scale = 1 / sqrtf(take_sum(shared->squares[r]) / (float)p.hidden + p.norm_eps);
+        for (int c = (int)threadIdx.x; c < p.fours; c += STREAM_THREADS) {
+            const int at = begin + 4 * c;
+            store_four(p.y + (size_t)(first + r) * (size_t)p.hidden + at,
+                       weighted(collapse(x, shared->entering[r], p.mult, p.fours, c), scale,
+                                load_four(p.norm + at, p.hidden - at)), p.hidden - at);
+        }
+    }
+}
+
+/* The block's weights on their way to the L2 cache, before the kernel in front has ended. */
+static __device__ void prefetch_mix_weights(const Streams &p, int begin) {
+    const int line = 32, lines = divide_up(4 * p.fours, line), columns = min(4 * p.fours, p.hidden - begin);
+    for (int i = (int)threadIdx.x; i < p.fn.rows * p.mult * lines && p.fn.dtype == DTYPE_F32; i += STREAM_THREADS) {
+        const int at = i % lines * line, vector = i / lines;
+        if (at < columns)
+            asm volatile("prefetch.global.L2 [%0];" :: "l"((const float *)p.fn.data + (size_t)vector * (size_t)p.hidden + begin + at));
+    }
+}
+
+/* Grid: clusters, of ROWS rows each. */
+template <int ROWS>
+static __global__ void __launch_bounds__(STREAM_THREADS) streams_kernel(const __grid_constant__ Streams p) {
+    extern __shared__ __align__(16) uint8_t stream_shared[];
+    StreamShared<ROWS> *shared = (StreamShared<ROWS> *)stream_shared;
+    float4 *staged = (float4 *)(stream_shared + (sizeof *shared + 15) / 16 * 16);
+    let_next_start();
+    const int first = (int)blockIdx.x / cluster_size() * ROWS, rows = min(ROWS, p.n_rows - first),
+              begin = cluster_rank() * 4 * p.fours;
+    if (first == 0) prefetch_mix_weights(p, begin);
+    if (p.y && threadIdx.x == 0) {
+        cluster_open(&shared->arrived, cluster_size() * rows * (p.fn.rows + 1));
+        for (int r = 0; r < rows; r++) cluster_open(&shared->squares[r].arrived, cluster_size() * STREAM_WARPS);
+    }
+    cluster_arrive();
+    wait_for_previous();
+    for (int i = (int)threadIdx.x; i < rows * p.mult && p.y && p.entering != p.mixes; i += STREAM_THREADS)
+        shared->entering[i / p.mult][i % p.mult] = p.entering[(size_t)(first + i / p.mult) * (size_t)p.n_mixes + i % p.mult];
+    stage_streams(staged, p, first, rows, begin);
+    __syncthreads();
+    cluster_wait();                                 /* all blocks' barriers are open */
+    if (!p.y) return;
+    if (p.fn.rows) {
+        sum_mixes(shared, staged, p, rows, begin);
+        exchange_mixes(shared, p, rows);
+        if (warp_id() < rows) make_mixes(shared, p, warp_id());
+        __syncthreads();
+        for (int i = (int)threadIdx.x; i < rows * p.mult && p.entering == p.mixes; i += STREAM_THREADS)
+            shared->entering[i / p.mult][i % p.mult] = shared->mixes[i / p.mult][i % p.mult];
+        __syncthreads();
+    }
+    enter_sublayer(shared, staged, p, first, rows, begin);
+}
+
+template <int ROWS> static void launch_streams(const Streams &streams, int split) {
+    const size_t bytes = (sizeof(StreamShared<ROWS>) + 15) / 16 * 16
+                         + (size_t)(ROWS * streams.mult * streams.fours) * sizeof(float4);
+    allow_shared(streams_kernel<ROWS>, bytes);
+    launch_early(streams_kernel<ROWS>, dim3((unsigned)(divide_up(streams.n_rows, ROWS) * split)), STREAM_THREADS, bytes, split,
+                 streams);
+}
+
+static void mix_streams(float *y, float *streams, const float *branch, const float *leaving, float *mixes,
+                        const HyperWeights *weights, const float *entering, const float *norm, int n_rows, const Config *config,
+                        PassReport *report, int place) {
+    const int split = gpu.major >= 9 ? MAX_SPLIT : 1, mult = config->hc_mult;
+    if (n_rows <= 0) return;
+    Streams p = {.y = y, .streams = streams, .branch = branch, .leaving = leaving, .mixes = mixes, .fn = {}, .base = NULL,
+                 .scale = NULL, .entering = entering, .norm = norm, .n_rows = n_rows, .mult = mult, .hidden = config->hidden_size,
+                 .n_mixes = (2 + mult) * mult, .iterations = config->hc_sinkhorn_iters,
+                 .fours = divide_up(config->hidden_size, 4 * split), .norm_eps = config->rms_norm_eps, .eps = config->hc_eps,
+                 .report = report, .place = place};
+    if (weights) p.fn = weights->fn, p.base = weights->base, p.scale = weights->scale, p.n_mixes = weights->fn.rows;
+    if (n_rows <= 8 * SHARING_ROWS) launch_streams<1>(p, split);
+    else launch_streams<SHARING_ROWS>(p, split);
+}
+
+static __global__ void first_stream_kernel(float *mixes, int n, int n_mixes) {
+    begin_kernel();
+    const int i = (int)thread_index();
+    if (i < n) mixes[i] = i % n_mixes == 0;
+}
+
+static void first_stream(float *mixes, int n_rows, const Config *config) {
+    const int n_mixes = (2 + config->hc_mult) * config->hc_mult, n = n_rows * n_mixes;
+    if (n <= 0) return;
+    launch(first_stream_kernel, blocks_for((size_t)n), THREADS, 0, mixes, n, n_mixes);
+}
+
+/* ---- Engram */
+
+/* A block takes a stream of a row. */
+static __global__ void add_engram_kernel(float *streams, const float *kv, const float *q_weight, const float *k_weight, int mult,
+                                         int hidden, float eps) {
+    __shared__ float of_warp[3][32];
+    const int k = (int)blockIdx.x, row = (int)blockIdx.y;
+    const size_t width = (size_t)hidden;
+    const float *keys = kv + (size_t)row * (size_t)(mult + 1) * width, *key = keys + (size_t)k * width,
+                *value = keys + (size_t)mult * width;
+    float *x = streams + (size_t)(row * mult + k) * width, met = 0, x_squares = 0, key_squares = 0;
+    q_weight += (size_t)k * width, k_weight += (size_t)k * width;
+    begin_kernel();
+#pragma unroll 4
+    for (int i = (int)threadIdx.x; i < hidden; i += (int)blockDim.x) {
+        met = fmaf(x[i] * (q_weight[i] * k_weight[i]), key[i], met);
+        x_squares += x[i] * x[i];
+        key_squares += key[i] * key[i];
+    }
+    met = block_sum(of_warp[0], met);
+    x_squares = block_sum(of_warp[1], x_squares), key_squares = block_sum(of_warp[2], key_squares);
+    met /= sqrtf(x_squares / (float)hidden + eps) * sqrtf(key_squares / (float)hidden + eps) * sqrtf((float)hidden);
+    const float gate = isnan(met) ? met : sigmoid(copysignf(sqrtf(fmaxf(fabsf(met), 1e-6f)), met));
+#pragma unroll 4
+    for (int i = (int)threadIdx.x; i < hidden; i += (int)blockDim.x) x[i] = fmaf(gate, value[i], x[i]);
+}
+
+static void add_engram(float *streams, const float *kv, const EngramWeights *engram, int n_rows, const Config *config) {
+    if (n_rows <= 0) return;
+    launch(add_engram_kernel, dim3((unsigned)config->hc_mult, (unsigned)n_rows), 512, 0, streams, kv, engram->q_weight,
+           engram->k_weight, config->hc_mult, config->hidden_size, config->rms_norm_eps);
+}
+
+/* ---- vectors of queries */
+
+/* A warp takes a vector. */
+static __global__ void norm_each_kernel(float *x, int n, int dim, float eps) {
+    begin_kernel();
+    const int vector = (int)(thread_index() / 32), lane = lane_id();
+    if (vector >= n) return;
+    float *v = x + (size_t)vector * (size_t)dim, sum = 0;
+#pragma unroll 4
+    for (int j = 4 * lane; j < dim; j += 128) sum += sum_squares(load_four(v + j, dim - j));
+    const float scale = 1 / sqrtf(warp_sum(sum) / (float)dim + eps);
+#pragma unroll 4
+    for (int j = 4 * lane; j < dim; j += 128)
+        store_four(v + j, weighted(load_four(v + j, dim - j), scale, make_float4(1, 1, 1, 1)), dim - j);
+}
+
+static void norm_each(float *x, int n, int dim, float eps) {
+    if (n <= 0) return;
+    launch(norm_each_kernel, blocks_for((size_t)n * 32), THREADS, 0, x, n, dim, eps);
+}
+
+/* A block takes a vector, in shared memory. */
+static __global__ void hadamard_kernel(float *x, int dim) {
+    extern __shared__ float vector[];
+    begin_kernel();
+    float *v = x + (size_t)blockIdx.x * (size_t)dim;
+    const float scale = 1 / sqrtf((float)dim);
+    for (int i = (int)threadIdx.x; i < dim; i += (int)blockDim.x) vector[i] = v[i];
+    for (int half = 1; half < dim; half *= 2) {
+        __syncthreads();
+        for (int i = (int)threadIdx.x; i < dim / 2; i += (int)blockDim.x) {
+            const int at = i / half * 2 * half + i % half;
+            const float a = vector[at], b = vector[at + half];
+            vector[at] = a + b, vector[at + half] = a - b;
+        }
+    }
+    __syncthreads();
+    for (int i = (int)threadIdx.x; i < dim; i += (int)blockDim.x) v[i] = vector[i] * scale;
+}
+
+static void hadamard(float *x, int n, int dim) {
+    if (n <= 0) return;
+    launch(hadamard_kernel, (unsigned)n, (unsigned)min(max(dim / 2, 32), 512), (size_t)dim * sizeof(float), x, dim);
+}
+
+/* ---- rounding: the bits are the C twin's */
+
+/* What x becomes as a code times its scale; a NaN stays. */
+static __device__ inline float round_value(float x, float scale, bool eight) {
+    if (isnan(x)) return x;
+    return (eight ? widen_e4m3(narrow_e4m3(x / scale)) : widen_e2m1(narrow_e2m1(x / scale))) * scale;
+}
+
+/* A warp takes a group. */
+static __global__ void round_rows_kernel(float *x, size_t stride, int n_rows, int dim, RowFormat format) {
+    begin_kernel();
+    const int groups = divide_up(dim, format.group), at = (int)(thread_index() / 32), first = at % groups * format.group,
+              count = min(format.group, dim - first);
+    if (at >= n_rows * groups) return;
+    float *v = x + (size_t)(at / groups) * stride + first;
+    const float scale = group_scale(group_maximum(v, count), format);
+#pragma unroll 4
+    for (int i = lane_id(); i < count; i += 32) v[i] = round_value(v[i], scale, format.dtype == KV_F8);
+}
+
+static void round_rows(float *x, size_t stride, int n_rows, int dim, const RowFormat *format) {
+    const size_t groups = (size_t)n_rows * (size_t)divide_up(dim, format->group);
+    if (n_rows <= 0 || dim <= 0) return;
+    launch(round_rows_kernel, blocks_for(groups * 32), THREADS, 0, x, stride, n_rows, dim, *format);
 }
 
 /* =====================================================================================================================
@@ -8560,6 +9314,15 @@ extern "C" const Backend cuda_backend = {
     .resolve = resolve,
     .fetch_rows = fetch_rows,
     .await_rows = await_rows,
+    .round_rows = round_rows,
+    .hadamard = hadamard,
+    .norm_each = norm_each,
+    .mix_streams = mix_streams,
+    .first_stream = first_stream,
+    .add_engram = add_engram,
+    .window_attention = window_attention,
+    .grouped_linear = grouped_linear,
+    .route_softplus = route_softplus,
     .forget_hot = forget_hot,
     .start_copy = start_copy,
     .finish_copy = finish_copy,
