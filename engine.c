@@ -1222,14 +1222,22 @@ static const char *either_name(const Binder *binder, const char *published, cons
     return binder->saved_names || checkpoint_find(binder->checkpoint, saved) ? saved : published;
 }
 
-/* Scales of powers of two, as f32. */
+/* Scales of powers of two, as f32: of 32 x 32 nothing else, since the GPU multiplies weights of 16 bits by them. */
 static const float *bind_exponents(Binder *binder, const char *name, int64_t rows, int64_t cols) {
     static const DType dtypes[] = {DTYPE_F8_E8M0, DTYPE_F32, DTYPE_BF16, DTYPE_UNKNOWN};
     const Tensor *tensor = bind_tensor(binder, name, dtypes, 2, (int64_t[]){rows, cols});
     const size_t count = (size_t)(rows * cols);
     if (!tensor) return NULL;
-    return binder->checkpoint->dummy ? make_up(binder, name, DTYPE_F32, count, 0x1p-10f, 0x1p-12f)
-                                     : widen_tensor(binder, tensor, count);
+    const bool small = binder->weight_block < SCALE_BLOCK;
+    if (binder->checkpoint->dummy) return make_up(binder, name, DTYPE_F32, count, 0x1p-10f, small ? 0 : 0x1p-12f);
+    for (size_t i = 0; small && tensor->dtype != DTYPE_F8_E8M0 && i < count && !binder->failed; i++) {
+        const float scale = widen(tensor->data + i * dtype_size(tensor->dtype), tensor->dtype);
+        int exponent;
+        if (frexpf(scale, &exponent) != 0.5f)
+            binder->failed = !fail(binder->error, "%s: %s: found a scale of %g, wanted powers of two",
+                                   binder->checkpoint->directory, name, (double)scale);
+    }
+    return widen_tensor(binder, tensor, count);
 }
 
 /* A matrix [rows, cols] by the name prefix + suffix + ".weight"; an e4m3 one brings its ".scale". */
@@ -1709,7 +1717,8 @@ static void lay_out_experts(State *state, const Config *config, Arena *arena) {
     state->expert_picks = carve(arena, (size_t)rows, (size_t)chosen, sizeof(int));
     state->expert_weights = carve_floats(arena, rows, chosen);
     state->expert_scratch = carve_floats(
-        arena, rows, larger(2 * (config->hidden_size + inter * larger(config->n_shared_experts, 1)), (chosen + 1) * inter));
+        arena, rows, larger(2 * (config->hidden_size + inter * larger(config->n_shared_experts, 1)),
+                            (chosen + 1) * inter + (config->qat ? config->hidden_size : 0)));
 }
 
 /* Values that Engram reads for a token, in all columns. */

@@ -918,9 +918,12 @@ static __device__ float load_stored(const uint8_t *data, size_t i, DType dtype) 
     return (float)value;
 }
 
-/* The scales that row `row` of a matrix meets, one for each SCALE_BLOCK columns; NULL: it has none. */
+/* Rows and columns of e4m3 weights that share a scale. */
+static __host__ __device__ inline int scale_block(const Matrix *w) { return w->block ? w->block : SCALE_BLOCK; }
+
+/* The scales that row `row` of a matrix meets, one for each block of columns; NULL: it has none. */
 static __device__ const float *row_scales(const Matrix *w, int row) {
-    return w->scale ? w->scale + (size_t)((w->first_row + row) / SCALE_BLOCK) * (size_t)w->scale_cols : NULL;
+    return w->scale ? w->scale + (size_t)((w->first_row + row) / scale_block(w)) * (size_t)w->scale_cols : NULL;
 }
 
 /* Grid: groups of columns, rows. */
@@ -930,7 +933,7 @@ static __global__ void embed_kernel(float *y, const Matrix embedding, const Row 
     const float *scale = row_scales(&embedding, token);
     if (i >= embedding.cols) return;
     const float value = load_stored(embedding.data, (size_t)token * (size_t)embedding.cols + (size_t)i, embedding.dtype);
-    y[(size_t)blockIdx.y * (size_t)embedding.cols + (size_t)i] = scale ? value * scale[i / SCALE_BLOCK] : value;
+    y[(size_t)blockIdx.y * (size_t)embedding.cols + (size_t)i] = scale ? value * scale[i / scale_block(&embedding)] : value;
 }
 
 static void embed(float *y, const Matrix *embedding, const Row *rows, int n_rows) {
@@ -1148,16 +1151,27 @@ static void norm_heads(float *x, size_t stride, int n_rows, int heads, int dim, 
 
 static __device__ inline float silu(float x) { return x / (1 + expf(-x)); }
 
-static __global__ void swiglu_kernel(float *y, const float *gate, const float *up, size_t n) {
-    begin_kernel();
-    const size_t i = thread_index();
-    if (i < n) y[i] = silu(gate[i]) * up[i];
+/* silu(gate) * up, of what a limit, if it is not 0, leaves of them. A NaN stays. */
+static __device__ inline float gate_up(float gate, float up, float limit) {
+    if (limit > 0) {
+        gate = gate > limit ? limit : gate;
+        up = up > limit ? limit : up < -limit ? -limit : up;
+    }
+    return silu(gate) * up;
 }
 
-static void swiglu(float *y, const float *gate, const float *up, size_t n) {
-    if (!n) return;
-    launch(swiglu_kernel, blocks_for(n), THREADS, 0, y, gate, up, n);
+static __global__ void swiglu_kernel(float *y, const float *gate, const float *up, size_t n, float limit) {
+    begin_kernel();
+    const size_t i = thread_index();
+    if (i < n) y[i] = gate_up(gate[i], up[i], limit);
 }
+
+static void limited_swiglu(float *y, const float *gate, const float *up, size_t n, float limit) {
+    if (!n) return;
+    launch(swiglu_kernel, blocks_for(n), THREADS, 0, y, gate, up, n, limit);
+}
+
+static void swiglu(float *y, const float *gate, const float *up, size_t n) { limited_swiglu(y, gate, up, n, 0); }
 
 static void zero(float *y, size_t n) {
     if (n) CUDA(cudaMemsetAsync(y, 0, n * sizeof(float), gpu.stream));
@@ -1276,7 +1290,7 @@ static void check_finite(PassReport *report, int place, const float *x, int n_ro
  * e4m3 and e2m1 weights, which bf16 holds exactly, meet x rounded to bf16; f16 weights meet x rounded to f16 (a value beyond its
  * range becomes infinite, and shows). What the rounding takes from x is a second term that the weights meet likewise, so that a
  * product is right to about 2^-17 of x, wherever that costs little (TWO_TERMS_MOST). Sums are f32. The scales of e4m3 are
- * applied to the sum of each 128 columns; those of e2m1, powers of two, to the weights.
+ * applied to the sum of each 128 columns; those of e2m1, and of e4m3 in blocks of 32 x 32, powers of two, to the weights.
  *
  * A sum over the columns is cut into segments, each the work of one warp, and their sums are added in order. Their number depends
  * on the matrix alone: as many as it takes to keep the GPU busy with one row of x. Those of a strip lie in the warps of a block
@@ -1344,16 +1358,20 @@ typedef struct Input {
     bool aligned;
 } Input;
 
-/* Exact stands for DTYPE_F32 as a template argument, whatever the stored type. */
-static constexpr DType EXACT = DTYPE_F32;
+/* Exact stands for DTYPE_F32 as a template argument, whatever the stored type; and BLOCKS_OF_32, which is none of the types of
+ * weights, for e4m3 whose scales are of 32 x 32. */
+static constexpr DType EXACT = DTYPE_F32, BLOCKS_OF_32 = DTYPE_F8_E5M2;
+enum { SMALL_BLOCK = 32 };
+
+static __host__ __device__ constexpr bool is_e4m3(DType dtype) { return dtype == DTYPE_F8_E4M3 || dtype == BLOCKS_OF_32; }
 
 /* Bytes of n stored weights of a row. */
 static __host__ __device__ constexpr size_t weight_bytes(DType dtype, size_t n) {
-    return dtype == DTYPE_F32 ? 4 * n : dtype == DTYPE_F8_E4M3 ? n : dtype == DTYPE_F4_E2M1 ? (n + 1) / 2 : 2 * n;
+    return dtype == DTYPE_F32 ? 4 * n : is_e4m3(dtype) ? n : dtype == DTYPE_F4_E2M1 ? (n + 1) / 2 : 2 * n;
 }
 
 /* Columns of W in a thread's 16 bytes, a chunk; and of a warp's batch. */
-static __host__ __device__ constexpr int chunk_values(DType D) { return D == DTYPE_F4_E2M1 ? 32 : D == DTYPE_F8_E4M3 ? 16 : 8; }
+static __host__ __device__ constexpr int chunk_values(DType D) { return D == DTYPE_F4_E2M1 ? 32 : is_e4m3(D) ? 16 : 8; }
 static __host__ __device__ constexpr int batch_values(DType D) { return STRIP_CHUNKS * 4 * chunk_values(D); }
 static_assert(SCALE_BLOCK == batch_values(DTYPE_F8_E4M3), "a batch of e4m3 weights has one scale");
 static_assert(EXPONENT_BLOCK == chunk_values(DTYPE_F4_E2M1), "a chunk of e2m1 weights has one scale");
@@ -1364,8 +1382,9 @@ typedef struct Strip {
     const uint8_t *data[2];
     uint32_t row[4];            /* offsets in bytes */
     int limit[2];               /* of the columns, less those before this thread's; 0 for a fragment outside the matrix */
-    const float *scale;         /* of the row of the strip that has the lane's number */
+    const float *scale;         /* of the row of the strip that has the lane's number; of BLOCKS_OF_32, of all of its rows */
     const uint8_t *exponents;   /* likewise */
+    int block;                  /* columns that share a scale */
     DType dtype;
 } Strip;
 
@@ -1396,7 +1415,8 @@ template <DType D> static __device__ inline void set_strip(Strip *strip, const M
     const int row = min(first + lane_id(), w.rows - 1);
     set_fragment<D>(strip, 0, w, first);
     set_fragment<D>(strip, 1, w, first + 16);
-    strip->scale = row_scales(&w, row);
+    strip->scale = row_scales(&w, D == BLOCKS_OF_32 ? first : row);
+    strip->block = scale_block(&w);
     strip->exponents = w.exponents ? w.exponents + (size_t)(w.first_row + row) * (size_t)w.scale_cols : NULL;
     strip->dtype = w.dtype;
 }
@@ -1420,6 +1440,11 @@ template <DType D> static __device__ inline void fetch_chunk(uint8_t *ring, cons
         const bool there = k < strip.limit[0] + lane_id() % 4 * chunk_values(D);
         uint8_t *scales = scales_at(ring, place / STRIP_CHUNKS, lane_id());
         if (D == DTYPE_F8_E4M3) start_small_copy<4>(scales, strip.scale + (there ? k / SCALE_BLOCK : 0), there);
+        if (D == BLOCKS_OF_32 && lane_id() < batch_values(D) / SMALL_BLOCK) {
+            const bool begun = strip.limit[0] > 0 && there;
+            start_small_copy<4>(scales_at(ring, place / STRIP_CHUNKS, 0) + 4 * lane_id(),
+                                strip.scale + (begun ? k / SMALL_BLOCK + lane_id() : 0), begun);
+        }
         if (D == DTYPE_F4_E2M1) start_small_copy<8>(scales, strip.exponents + (there ? k / EXPONENT_BLOCK : 0), there);
     }
     commit_copies();
@@ -1453,7 +1478,7 @@ template <DType D> static __device__ inline float remainder_of(float v) {
 
 /* Eight neighbouring values as pairs in the order in which widen_four and widen_eight give the weights they meet. */
 template <DType D> static __device__ inline uint4 narrow_eight(const float v[8]) {
-    constexpr int apart = D == DTYPE_F4_E2M1 ? 4 : D == DTYPE_F8_E4M3 ? 2 : 1;
+    constexpr int apart = D == DTYPE_F4_E2M1 ? 4 : is_e4m3(D) ? 2 : 1;
     uint32_t pair[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -1533,11 +1558,12 @@ static __device__ inline uint32_t multiply_pair(uint32_t pair, uint32_t factor) 
 }
 
 /* Four e4m3 values as pairs of bf16: the first and the third, the second and the fourth. The bits are shifted into place, and a
- * multiplication by 2^120 repairs the exponent; subnormals come out right by itself. */
-static __device__ inline uint2 widen_four(uint32_t four) {
+ * multiplication by 2^120 repairs the exponent; subnormals come out right by itself. Or by another factor: a scale as well. */
+static const uint32_t E4M3_REPAIR = 0x7b807b80;
+static __device__ inline uint2 widen_four(uint32_t four, uint32_t factor = E4M3_REPAIR) {
     const uint32_t even = (four << 8 & 0x80008000) | (four << 4 & 0x07f007f0);
     const uint32_t odd = (four & 0x80008000) | (four >> 4 & 0x07f007f0);
-    return make_uint2(multiply_pair(even, 0x7b807b80), multiply_pair(odd, 0x7b807b80));
+    return make_uint2(multiply_pair(even, factor), multiply_pair(odd, factor));
 }
 
 /* Eight e2m1 values, likewise, as pairs of values i and i + 4, times e2m1_factor. */
@@ -1557,6 +1583,17 @@ static __device__ inline uint32_t e2m1_factor(uint32_t exponents) {
     return (__vminu2(own, 0x00a100a1) << 7) + (126 - E2M1_SHIFT << 7) * 0x10001;
 }
 
+/* The same for the scale of a block of e4m3 weights, and the 2^120 that repairs them. */
+static __device__ inline uint32_t e4m3_factor(float scale) {
+    const int exponent = (int)(__float_as_uint(scale) >> 23) + 120 - E2M1_SHIFT;
+    return (uint32_t)min(max(exponent, 0), 255) << 7 | (uint32_t)min(max(exponent, 0), 255) << 23;
+}
+
+/* What sums of weights that met such factors are multiplied by. */
+static __host__ __device__ constexpr float undo_shift(DType D) {
+    return D == DTYPE_F4_E2M1 || D == BLOCKS_OF_32 ? 0x1p32f : 1;
+}
+
 /* sum += A B: 16 rows of weights, 16 values of k, 8 rows of x. */
 template <DType D> static __device__ inline void multiply_fragment(float sum[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                                                    uint32_t a3, uint32_t b0, uint32_t b1) {
@@ -1573,8 +1610,9 @@ template <DType D> static __device__ inline void multiply_fragment(float sum[4],
 template <DType D> static __device__ inline uint4 widen_part(const uint4 &chunk, int part, uint32_t factor) {
     const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
     if (D == DTYPE_F4_E2M1) return widen_eight(words[part], factor);
-    if (D != DTYPE_F8_E4M3) return chunk;
-    const uint2 low = widen_four(words[2 * part]), high = widen_four(words[2 * part + 1]);
+    if (!is_e4m3(D)) return chunk;
+    const uint32_t repair = D == BLOCKS_OF_32 ? factor : E4M3_REPAIR;
+    const uint2 low = widen_four(words[2 * part], repair), high = widen_four(words[2 * part + 1], repair);
     return make_uint4(low.x, low.y, high.x, high.y);
 }
 
@@ -1613,6 +1651,13 @@ static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *
     for (int u = 0; u < STRIP_CHUNKS; u++) {
         const int place = i * STRIP_CHUNKS + u;
         wait_for_copies<RING_CHUNKS - 1>();
+        if (u == 0 && D == BLOCKS_OF_32) {
+            __syncwarp();
+#pragma unroll
+            for (int r = 0; r < 4 * STRIP_CHUNKS; r++)
+                factor[r / 4][r % 4] = e4m3_factor(((const float *)scales_at(ring, i, 0))[r / 4 * 2 + lane_id() % 4 / 2]);
+            __syncwarp();
+        }
         if (u == 0 && (scaled || D == DTYPE_F4_E2M1)) {             /* rows that other lanes have fetched */
             __syncwarp();
 #pragma unroll
@@ -1650,7 +1695,7 @@ static __device__ void multiply_exactly(float total[8], const Strip &strip, int 
     const uint8_t *data = (m ? strip.data[1] : strip.data[0]) + (m ? strip.row[2] : strip.row[0]);
     for (int i = 0; i < batch_values(EXACT) && k + i < limit; i++) {
         float weight = load_stored(data, (size_t)(k + i), strip.dtype);
-        if (strip.scale) weight *= strip.scale[(k + i) / SCALE_BLOCK];
+        if (strip.scale) weight *= strip.scale[(k + i) / strip.block];
         if (strip.exponents) weight *= widen_e8m0(strip.exponents[(k + i) / EXPONENT_BLOCK]);
 #pragma unroll
         for (int c = 0; c < 8; c++) total[c] = fmaf(weight, x[min(c, last_column) * x_stride + i], total[c]);
@@ -1668,7 +1713,7 @@ template <DType D, int TILES> static __device__ void put_sums(float *sums, const
         for (int i = 0; i < 2 * TILES * 4; i++) {
             const int m = i / (TILES * 4), tile = i / 4 % TILES, part = i % 4;
             sums[(tile * 8 + lane % 4 * 2 + part % 2) * SUM_STRIDE + m * 16 + lane / 4 + part / 2 * 8] =
-                D == DTYPE_F4_E2M1 ? total[m][tile][part] * 0x1p32f : total[m][tile][part];
+                total[m][tile][part] * undo_shift(D);
         }
 }
 
@@ -1821,6 +1866,9 @@ static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_ke
     case DTYPE_F8_E4M3:
         if (p.terms == 2) return multiply_block<DTYPE_F8_E4M3, TILES, 2>(p, block, shared);
         return multiply_block<DTYPE_F8_E4M3, TILES, 1>(p, block, shared);
+    case BLOCKS_OF_32:
+        if (p.terms == 2) return multiply_block<BLOCKS_OF_32, TILES, 2>(p, block, shared);
+        return multiply_block<BLOCKS_OF_32, TILES, 1>(p, block, shared);
     default:
         if constexpr (TILES == 1) multiply_block<EXACT, 1, 1>(p, block, shared);
     }
@@ -1856,7 +1904,7 @@ static int cluster_slots(int cluster) {
  * its bytes at the memory's rate, but not less than its instructions do; x that a thread cannot have on its way beforehand makes
  * all wait; blocks that come later begin anew; and the blocks of a cluster wait for each other. */
 static double cut_cost(const Cut &cut, DType dtype, int rows, int heads, int n) {
-    const double bytes = 1.9, instructions = dtype == DTYPE_F4_E2M1 ? 1.6 : dtype == DTYPE_F8_E4M3 ? 1 : 0.55;
+    const double bytes = 1.9, instructions = dtype == DTYPE_F4_E2M1 ? 1.6 : is_e4m3(dtype) ? 1 : 0.55;
     const double wait = 0.45, begin = 1.3, cluster = cut.cluster > 1 ? 0.6 + 0.15 * cut.cluster : 0, segment = 0.02;
     const int columns = n < 16 ? n : 16, share = 2 * product_shared(dtype, cut, columns, 2) <= (int)gpu.shared_per_block ? 1 : 2;
     const int blocks = divide_up(rows, STRIP * (WARPS / cut.along)) * heads * cut.cluster;
@@ -2001,7 +2049,7 @@ template <DType D, int TERMS>
 static __global__ void __launch_bounds__(THREADS) round_kernel(const __grid_constant__ Product p, int padded) {
     let_next_start();
     wait_for_previous();
-    constexpr int apart = D == DTYPE_F4_E2M1 ? 4 : D == DTYPE_F8_E4M3 ? 2 : 1;
+    constexpr int apart = D == DTYPE_F4_E2M1 ? 4 : is_e4m3(D) ? 2 : 1;
     const int n_steps = divide_up(p.w.cols, WIDE_STEP), parts = p.heads * n_steps * 8, i = (int)thread_index();
     const int row = i / parts, stretch = i % parts / 4, head = stretch / 2 / n_steps, q = i % 4;
     if (row >= p.n_rows) return;
@@ -2086,13 +2134,15 @@ static __device__ inline void copy_weights(uint8_t *stage, const Pair &pair, int
 }
 
 
-/* The scales of a step: of e4m3 its batch's, of e2m1 four threads'. */
+/* The scales of a step: of e4m3 its batch's, in blocks of 32 the thread's; of e2m1 four threads'. */
 template <DType D> static __device__ inline void fetch_pair_scales(uint32_t scale[2], const Pair &pair, int step, int cols) {
     const int column = step_column<D>(step);
-    if constexpr (D == DTYPE_F8_E4M3 || D == DTYPE_F4_E2M1)
+    if constexpr (is_e4m3(D) || D == DTYPE_F4_E2M1)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int offset = D == DTYPE_F4_E2M1 ? column / EXPONENT_BLOCK : column / SCALE_BLOCK * (int)sizeof(float);
+            const int offset = D == DTYPE_F4_E2M1 ? column / EXPONENT_BLOCK
+                               : D == BLOCKS_OF_32 ? (column / SMALL_BLOCK + lane_id() % 4 / 2) * (int)sizeof(float)
+                                                   : column / SCALE_BLOCK * (int)sizeof(float);
             scale[i] = column < cols ? __ldg((const uint32_t *)(pair.scale[i] + offset)) : 0;
         }
 }
@@ -2108,7 +2158,8 @@ static __device__ inline void load_fragments(uint32_t a[2][2][4], const uint8_t 
         if constexpr (D == DTYPE_F4_E2M1) {
             const uint2 chunk = *(const uint2 *)(at + r * T::threads * 8);
             v = widen_eight(s ? chunk.y : chunk.x, e2m1_factor(scale[r]));
-        } else if constexpr (D == DTYPE_F8_E4M3) v = widen_part<D>(*(const uint4 *)(at + r * T::threads * 16), s, 0);
+        } else if constexpr (is_e4m3(D))
+            v = widen_part<D>(*(const uint4 *)(at + r * T::threads * 16), s, e4m3_factor(__uint_as_float(scale[r])));
         else v = *(const uint4 *)(at + i * T::threads * 16);
         a[s][0][r] = v.x, a[s][0][2 + r] = v.y, a[s][1][r] = v.z, a[s][1][2 + r] = v.w;
     }
@@ -2238,7 +2289,7 @@ typedef struct Job {
 template <DType D, int N, typename T>
 static __device__ inline void finish_segment(float sum[N / 8][4], const Wide &wide, const Job &job, int segment) {
 #pragma unroll
-    for (int i = 0; D == DTYPE_F4_E2M1 && i < N / 2; i++) sum[i / 4][i % 4] *= 0x1p32f;
+    for (int i = 0; undo_shift(D) != 1 && i < N / 2; i++) sum[i / 4][i % 4] *= undo_shift(D);
     if (wide.split == 1)
         add_segment<N>(job.y, wide.p.y_stride, sum, wide.p.w.rows - job.first_row, wide.p.n_rows - job.first_column,
                        segment == 0);
@@ -2439,6 +2490,8 @@ static void multiply_many(const Product &product) {
     if (product.format == DTYPE_BF16) multiply_rounded<DTYPE_BF16, 2>(product);
     else if (product.format == DTYPE_F16) multiply_rounded<DTYPE_F16, 2>(product);
     else if (product.format == DTYPE_F4_E2M1) multiply_rounded<DTYPE_F4_E2M1, 1>(product);
+    else if (product.format == BLOCKS_OF_32 && product.terms == 2) multiply_rounded<BLOCKS_OF_32, 2>(product);
+    else if (product.format == BLOCKS_OF_32) multiply_rounded<BLOCKS_OF_32, 1>(product);
     else if (product.terms == 2) multiply_rounded<DTYPE_F8_E4M3, 2>(product);
     else multiply_rounded<DTYPE_F8_E4M3, 1>(product);
 }
@@ -2455,6 +2508,7 @@ static bool are_many(const Product &product) {
 /* Whether rows of that type begin at multiples of 16 bytes, in a tensor that does. */
 static bool rows_aligned(DType dtype, int cols) {
     if (dtype == DTYPE_F4_E2M1) return cols % batch_values(DTYPE_F4_E2M1) == 0;    /* and eight scales at multiples of 8 bytes */
+    if (dtype == BLOCKS_OF_32) return cols % batch_values(BLOCKS_OF_32) == 0;      /* and all four scales of a batch are there */
     return dtype != DTYPE_F32 && weight_bytes(dtype, (size_t)cols) % 16 == 0;
 }
 
@@ -2466,7 +2520,7 @@ static bool floats_aligned(const float *x, size_t stride) { return (uintptr_t)x 
 enum { TWO_TERMS_MOST = 16 << 20 };
 
 static int terms_of(DType format, size_t weights) {
-    if (format == DTYPE_F8_E4M3) return weights <= TWO_TERMS_MOST ? 2 : 1;
+    if (is_e4m3(format)) return weights <= TWO_TERMS_MOST ? 2 : 1;
     return format == DTYPE_BF16 || format == DTYPE_F16 ? 2 : 1;
 }
 
@@ -2478,11 +2532,19 @@ static int choose_tiles(const Product &p) {
     return p.n_rows > 8 && product_shared(p.format, p.cut, 16, p.terms) <= most ? 2 : 1;
 }
 
+/* The type of weights as kernels are to see it, where they can do better than one weight at a time; strips of `every` rows each
+ * have to have the scales of one block. */
+static DType streamed_format(const Matrix &w, int every) {
+    const bool small = w.dtype == DTYPE_F8_E4M3 && scale_block(&w) == SMALL_BLOCK;
+    const DType format = small ? BLOCKS_OF_32 : w.dtype;
+    if (small ? (w.first_row | every) % SMALL_BLOCK : w.dtype == DTYPE_F8_E4M3 && scale_block(&w) != SCALE_BLOCK) return EXACT;
+    return rows_aligned(format, w.cols) && (uintptr_t)w.data % 16 == 0 && (uintptr_t)w.exponents % 8 == 0 ? format : EXACT;
+}
+
 static void plan(Product *p) {
     const Matrix &w = p->w;
-    const bool exactly = !rows_aligned(w.dtype, w.cols) || (uintptr_t)w.data % 16 || (uintptr_t)w.exponents % 8;
     p->aligned = floats_aligned(p->x, p->x_stride) && p->x_head % 4 == 0;
-    p->format = exactly ? EXACT : w.dtype;
+    p->format = streamed_format(w, p->heads > 1 ? p->head_rows : 0);
     p->terms = terms_of(p->format, (size_t)w.rows * (size_t)w.cols * (size_t)p->heads);
     p->cut = choose_cut(*p);
     p->tiles = choose_tiles(*p);
@@ -2709,7 +2771,7 @@ static __global__ void absorb_exact_kernel(const __grid_constant__ Absorb a) {
     for (int i = 0; i < a.nope && column < lora; i++) {
         const float *scales = row_scales(&a.kv_b, top + i);
         const float w = load_stored(a.kv_b.data, (size_t)(top + i) * (size_t)lora + (size_t)column, a.kv_b.dtype);
-        sum = fmaf(scales ? w * scales[column / SCALE_BLOCK] : w, q[i], sum);
+        sum = fmaf(scales ? w * scales[column / scale_block(&a.kv_b)] : w, q[i], sum);
     }
     a.y[vector * (size_t)width + (size_t)column] = column < lora ? sum : q[a.nope + column - lora];
 }
@@ -2729,7 +2791,7 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
     const Absorb absorb = {.kv_b = *kv_b, .q = q, .y = q_absorbed, .n_rows = n_rows, .heads = config->num_attention_heads,
                            .nope = config->qk_nope_head_dim, .rope = config->qk_rope_head_dim, .v = config->v_head_dim};
     const bool aligned = rows_aligned(kv_b->dtype, kv_b->cols) && (uintptr_t)kv_b->data % 16 == 0
-                         && (absorb.nope | absorb.rope | absorb.v | kv_b->first_row) % 4 == 0
+                         && (absorb.nope | absorb.rope | absorb.v | kv_b->first_row) % 4 == 0 && scale_block(kv_b) == SCALE_BLOCK
                          && floats_aligned(q, 4) && floats_aligned(q_absorbed, 4)
                          && (size_t)absorb_bytes(absorb, ABSORB_ROWS / 16) <= gpu.shared_per_block;
     if (aligned && kv_b->dtype == DTYPE_BF16) return launch_absorb<DTYPE_BF16>(absorb);
@@ -2847,7 +2909,7 @@ template <int EACH> static __global__ void route_kernel(const __grid_constant__ 
     const float *logits = router.logits + (size_t)blockIdx.x * (size_t)router.experts + first;
     int *picks = router.picks + (size_t)blockIdx.x * (size_t)router.per_token;
     float *weights = router.weights + (size_t)blockIdx.x * (size_t)router.per_token;
-    float score[EACH], choice[EACH], total = 0;
+    float score[EACH], choice[EACH] = {}, total = 0;
     Candidate candidates[EACH];
     let_next_start();                               /* the experts fetch the shared one's tiles meanwhile */
 #pragma unroll
@@ -2930,6 +2992,10 @@ enum {
     SMALL_SHARED = 1024,        /* bytes at most of what is declared in functions */
     NOBODY = 0xffff,
 };
+/* Of DeepSeek-V4's section. */
+static __device__ void round_group(float *v, int n, const RowFormat &format);
+static void round_rows(float *x, size_t stride, int n_rows, int dim, const RowFormat *format);
+
 enum { GATE, UP, DOWN };        /* an expert's matrices; the first and the last also name the phases */
 
 struct Experts {
@@ -2940,6 +3006,9 @@ struct Experts {
     float *gated;               /* [rows * slots, inter] */
     float *y;
     int n_rows, experts, per_token, hidden, inter;
+    float limit;                /* swiglu_limit; 0: none */
+    bool rounds;                /* --qat, and weights are codes: gated is rounded as rows of this format are */
+    RowFormat rounding;
     int slots;                  /* picks of a row; with the shared expert, which then is the last */
     bool aligned;               /* x allows loads of 16 bytes */
     bool many;                  /* rows: an expert has more than half a tile of them */
@@ -2988,12 +3057,15 @@ struct ExpertMemory {
 
 /* Values of a row in a tile: 2^tile_bits, since a division takes as long as a read of memory. Four threads have 2^part_bits
  * eights each of them. */
-static __host__ __device__ constexpr int tile_bits(DType D) { return D == DTYPE_F4_E2M1 ? 8 : D == DTYPE_F8_E4M3 ? 7 : 6; }
+static __host__ __device__ constexpr int tile_bits(DType D) { return D == DTYPE_F4_E2M1 ? 8 : is_e4m3(D) ? 7 : 6; }
 static __host__ __device__ constexpr int part_bits(DType D) { return tile_bits(D) - 5; }
 static __host__ __device__ inline int count_tiles(DType D, int cols) { return (cols + (1 << tile_bits(D)) - 1) >> tile_bits(D); }
 
-/* Room for a tile's scales: of e4m3 one for its upper and one for its lower rows, of e2m1 eight bytes for each row. */
-static __host__ __device__ inline int scale_bytes(DType D) { return D == DTYPE_F4_E2M1 ? 128 : D == DTYPE_F8_E4M3 ? 16 : 0; }
+/* Room for a tile's scales: of e4m3 one for its upper and one for its lower rows, or in blocks of 32 four, of e2m1 eight bytes for
+ * each row. */
+static __host__ __device__ inline int scale_bytes(DType D) {
+    return D == DTYPE_F4_E2M1 ? 128 : D == BLOCKS_OF_32 ? 32 : D == DTYPE_F8_E4M3 ? 16 : 0;
+}
 
 static __device__ inline int row_of(int pick) { return pick >> 16; }
 static __device__ inline int number_of(int pick) { return pick & 0xffff; }
@@ -3238,14 +3310,14 @@ static __device__ inline void open_span(Stream *stream, const Experts &e, const 
     const size_t at = (size_t)(stream->strip * high + lane / 8) * stride + (size_t)(begin + lane % 8 * 16);
     stream->row[0] = chosen.data[down ? DOWN : GATE] + at;
     stream->row[1] = chosen.data[down ? DOWN : UP] + at + (down ? 8 * stride : 0);
-    const bool block = D == DTYPE_F8_E4M3, upper = block ? lane == 0 : lane < TILE_ROWS;
-    const int each = block ? 4 : 8;
+    const bool block = is_e4m3(D), small = D == BLOCKS_OF_32, upper = small ? lane < 4 : block ? lane == 0 : lane < TILE_ROWS;
+    const int each = small ? 16 : block ? 4 : 8;
     stream->scale_step = segments * each;
     stream->scale_row = count_tiles(D, cols) * each;
-    stream->scale_shift = block ? power_of(SCALE_BLOCK) : 0;
-    stream->scale_lanes = block ? 2 : D == DTYPE_F4_E2M1 ? 32 : 0;
+    stream->scale_shift = small ? power_of(SMALL_BLOCK) : block ? power_of(SCALE_BLOCK) : 0;
+    stream->scale_lanes = small ? 8 : block ? 2 : D == DTYPE_F4_E2M1 ? 32 : 0;
     stream->first_scale = (const uint8_t *)chosen.scale[down ? DOWN : upper ? GATE : UP] + segment * each
-                          + (block ? 0 : (lane / 2 % 8 + (down && !upper ? 8 : 0)) * stream->scale_row + lane % 2 * 4);
+                          + (small ? lane % 4 * 4 : block ? 0 : (lane / 2 % 8 + (down && !upper ? 8 : 0)) * stream->scale_row + lane % 2 * 4);
 }
 
 /* The next strip that this warp has. False: there is none that is known. */
@@ -3294,14 +3366,16 @@ static __device__ inline bool fetch_tile(Stream *stream, const Experts &e, const
 
 /* ---- x as the tensor cores want it
  *
- * bf16 weights meet numbers of bf16, others numbers of f16: each stretch of a row that meets one tile is scaled by a power of
- * two, which makes its largest value about 2^14, and sums are scaled back.
+ * bf16 weights, and e4m3 with the scales of blocks of 32 in them, meet numbers of bf16, others numbers of f16: each stretch of a
+ * row that meets one tile is scaled by a power of two, which makes its largest value about 2^14, and sums are scaled back.
  */
+
+static __host__ __device__ constexpr bool meets_bf16(DType D) { return D == DTYPE_BF16 || D == BLOCKS_OF_32; }
 
 /* The eights of a row in a tile are dealt out to four threads, as many after each other as 16 bytes of weights hold of e4m3, and
  * one at a time of other types. Where is that one, the i-th of thread t: i * 4 + t. */
 static __device__ inline int eight_place(DType D, int eight) {
-    return D == DTYPE_F8_E4M3 ? eight / 8 * 8 + eight % 2 * 4 + eight / 2 % 4 : eight;
+    return is_e4m3(D) ? eight / 8 * 8 + eight % 2 * 4 + eight / 2 % 4 : eight;
 }
 
 /* Eight values, which have been rounded to pairs of neighbours, in the order in which halves_of_e2m1 gives the weights. */
@@ -3357,11 +3431,12 @@ static __device__ void stage_rows(const Experts &e, const ExpertMemory &m, uint8
             const float4 a = __ldcg(from), b = __ldcg(from + 1);
             v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
         }
-        if (D != DTYPE_BF16)
+        if (!meets_bf16(D))
             *(float *)(to + slot * stride + x_scales(e, cols) + tile * (int)sizeof(float)) = scale_values(v, 1 << bits);
         const int place = (tile * terms << bits) + eight_place(D, eight & ((1 << bits) - 1));
         for (int term = 0; term < terms; term++) {
-            const uint4 eight_values = D == DTYPE_BF16 ? take_term<DTYPE_BF16>(v) : take_term<DTYPE_F16>(v);
+            const uint4 eight_values = D == DTYPE_BF16   ? take_term<DTYPE_BF16>(v)
+                                       : D == BLOCKS_OF_32 ? take_term<BLOCKS_OF_32>(v) : take_term<DTYPE_F16>(v);
             *(uint4 *)(to + slot * stride + (place + (term << bits)) * 16) =
                 D == DTYPE_F4_E2M1 ? order_for_e2m1(eight_values) : eight_values;
         }
@@ -3374,7 +3449,8 @@ static __device__ void stage_rows(const Experts &e, const ExpertMemory &m, uint8
  * row. Of others: twice 16 bytes, each from either row. */
 struct Tile {
     uint32_t word[16];
-    uint2 scale[2];             /* e4m3: the first has the floats of both rows. e2m1: each its exponents */
+    uint2 scale[2];             /* e4m3: the first has the floats of both rows. BLOCKS_OF_32: each the factors of its 16 bytes.
+                                 * e2m1: each its exponents */
 };
 
 static __device__ inline void load_tile(Tile *tile, const uint8_t *slot, DType D) {
@@ -3391,6 +3467,9 @@ static __device__ inline void load_tile(Tile *tile, const uint8_t *slot, DType D
         for (int i = 0; i < 2; i++) tile->scale[i] = ((const uint2 *)scales)[g + 8 * i];
     } else {
         if (D == DTYPE_F8_E4M3) tile->scale[0] = *(const uint2 *)scales;
+        const float *blocks = (const float *)scales + lane % 4 / 2;
+        for (int i = 0; i < 2 && D == BLOCKS_OF_32; i++)
+            tile->scale[i] = make_uint2(e4m3_factor(blocks[4 * i]), e4m3_factor(blocks[4 * i + 2]));
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int place = (lane % 4 ^ swizzled(g)) * 16 ^ i / 2 * 64;
@@ -3431,6 +3510,11 @@ template <DType D> static __device__ inline uint4 widen_words(const Tile &tile, 
         const uint32_t *words = tile.word + (part / 2 * 2 + half) * 4 + part % 2 * 2;
         const uint2 low = halves_of_e4m3(words[0]), high = halves_of_e4m3(words[1]);
         return make_uint4(low.x, low.y, high.x, high.y);
+    } else if constexpr (D == BLOCKS_OF_32) {
+        const uint32_t *words = tile.word + (part / 2 * 2 + half) * 4 + part % 2 * 2,
+                       factor = part < 2 ? tile.scale[half].x : tile.scale[half].y;
+        const uint2 low = widen_four(words[0], factor), high = widen_four(words[1], factor);
+        return make_uint4(low.x, low.y, high.x, high.y);
     } else {
         const uint32_t *words = tile.word + (part * 2 + half) * 4;
         return make_uint4(words[0], words[1], words[2], words[3]);
@@ -3447,7 +3531,7 @@ static __device__ inline float e2m1_scale(uint32_t exponents, int i) {
 template <DType D, int TERMS>
 static __device__ inline void multiply_tile(float total[4], const Tile &tile, const uint8_t *x, const float undo[2]) {
     constexpr int parts = 1 << part_bits(D);
-    constexpr DType with = D == DTYPE_BF16 ? DTYPE_BF16 : DTYPE_F16;
+    constexpr DType with = meets_bf16(D) ? DTYPE_BF16 : DTYPE_F16;
     float sum[4] = {}, block[4] = {};
     float *into = D == DTYPE_BF16 ? total : D == DTYPE_F4_E2M1 ? block : sum;
 #pragma unroll
@@ -3471,7 +3555,8 @@ static __device__ inline void multiply_tile(float total[4], const Tile &tile, co
     for (int i = 0; i < 4; i++) {
         const float scale = D == DTYPE_F8_E4M3 ? __uint_as_float(i < 2 ? tile.scale[0].x : tile.scale[0].y)
                                                : D == DTYPE_F4_E2M1 ? E2M1_REPAIR : 1;
-        if (D != DTYPE_BF16) total[i] = fmaf(scale * undo[i % 2], sum[i], total[i]);
+        if (D == BLOCKS_OF_32) total[i] = fmaf(undo_shift(D), sum[i], total[i]);
+        else if (D != DTYPE_BF16) total[i] = fmaf(scale * undo[i % 2], sum[i], total[i]);
     }
 }
 
@@ -3496,6 +3581,9 @@ static __device__ inline void multiply_segment(float total[4], const uint8_t *ro
         commit_copies();
         const uint8_t *of_tile = x + (i * terms << (part_bits(D) + 6));
         const float undo[2] = {((const float *)undo_first)[i], ((const float *)undo_second)[i]};    /* of bf16: anything */
+        if (D == BLOCKS_OF_32 && terms == 1) multiply_tile<BLOCKS_OF_32, 1>(total, tile, of_tile, undo);
+        else if (D == BLOCKS_OF_32) multiply_tile<BLOCKS_OF_32, 2>(total, tile, of_tile, undo);
+        else
         if (D == DTYPE_F8_E4M3 && terms == 1) multiply_tile<DTYPE_F8_E4M3, 1>(total, tile, of_tile, undo);
         else if (D == DTYPE_F8_E4M3) multiply_tile<DTYPE_F8_E4M3, 2>(total, tile, of_tile, undo);
         else if (D == DTYPE_F4_E2M1) multiply_tile<DTYPE_F4_E2M1, 1>(total, tile, of_tile, undo);
@@ -3511,11 +3599,13 @@ static __device__ void multiply_exactly(float total[4], const Experts &e, const 
     const int cols = down ? e.inter : e.hidden, rows = down ? e.hidden : e.inter, lane = lane_id(),
               high = down ? TILE_ROWS : TILE_ROWS / 2, order = m.works[work].begin, last = count_of(m, work) - 1,
               which = down ? DOWN : lane % TILE_ROWS < 8 ? GATE : UP;
-    const DType stored = (work < m.plan->shared_works ? e.shared[which] : e.table[which][0]).dtype;
+    const Matrix &any = work < m.plan->shared_works ? e.shared[which] : e.table[which][0];
+    const DType stored = any.dtype;
+    const int block = scale_block(&any);
     const Chosen &chosen = m.chosen[m.works[work].chosen];
     const int row = min(strip * high + lane % high, rows - 1);
     const uint8_t *data = chosen.data[which] + (size_t)row * weight_bytes(stored, (size_t)cols);
-    const float *scale = (const float *)chosen.scale[which] + row / SCALE_BLOCK * divide_up(cols, SCALE_BLOCK), *x[4];
+    const float *scale = (const float *)chosen.scale[which] + row / block * divide_up(cols, block), *x[4];
     const uint8_t *exponents = (const uint8_t *)chosen.scale[which] + row * divide_up(cols, EXPONENT_BLOCK);
     for (int c = 0; c < 4; c++) {
         const int pick = m.order[order + min(lane / 16 * 4 + c, last)];
@@ -3525,7 +3615,7 @@ static __device__ void multiply_exactly(float total[4], const Experts &e, const 
 #pragma unroll 1
         for (int k = begin; k < min(begin + SEGMENT, cols); k++) {
             float weight = load_stored(data, (size_t)k, stored);
-            if (stored == DTYPE_F8_E4M3) weight *= scale[k / SCALE_BLOCK];
+            if (stored == DTYPE_F8_E4M3) weight *= scale[k / block];
             if (stored == DTYPE_F4_E2M1) weight *= widen_e8m0(exponents[k / EXPONENT_BLOCK]);
             for (int c = 0; c < 4; c++) total[c] = fmaf(weight, __ldcg(x[c] + k), total[c]);
         }
@@ -3564,15 +3654,15 @@ static __device__ inline float add_segments(const float *sums, int segments, int
     return sum;
 }
 
-/* gated = silu(gate x) * up x for the columns that wait. */
+/* gated = silu(gate x) * up x for the columns that wait, or of what a limit leaves of them. */
 static __device__ void add_gate_up(const Experts &e, const ExpertMemory &m, int columns) {
     const int segments = segments_of(e, false);
 #pragma unroll 1
     for (int i = (int)threadIdx.x; i < columns * 8; i += EXPERT_THREADS) {
         const int column = i / 8, r = i % 8, out = m.strip[column] * 8 + r, pick = m.pick[column];
         if (out >= e.inter) continue;
-        e.gated[gated_row(e, pick) + (size_t)out] =
-            silu(add_segments(m.sums, segments, column, r)) * add_segments(m.sums, segments, column, 8 + r);
+        e.gated[gated_row(e, pick) + (size_t)out] = gate_up(add_segments(m.sums, segments, column, r),
+                                                            add_segments(m.sums, segments, column, 8 + r), e.limit);
     }
 }
 
@@ -3600,7 +3690,7 @@ static __device__ void add_down(const Experts &e, const ExpertMemory &m, int col
 #pragma unroll 1
     for (int i = (int)threadIdx.x; i < columns * TILE_ROWS; i += EXPERT_THREADS) {
         const int c = i / TILE_ROWS, r = i % TILE_ROWS, pick = m.pick[c];
-        const float weight = is_shared(e, pick) ? 1 : e.weights[row_of(pick) * e.per_token + number_of(pick)];
+        const float weight = is_shared(e, pick) || e.rounds ? 1 : e.weights[row_of(pick) * e.per_token + number_of(pick)];
         m.down_sums[c * segments * TILE_ROWS + r] = weight * add_segments(m.down_sums, segments, c, r);
     }
     link_columns(m, columns);
@@ -3752,6 +3842,20 @@ static __device__ inline void multiply_down(Stream *stream, int *slot, const Exp
     add_down(e, m, used);
 }
 
+/* Under --qat gated is rounded before down meets it, and an expert's weight is in it by then. */
+static __device__ void round_gated(const Experts &e) {
+    const int groups = divide_up(e.inter, e.rounding.group), all = e.n_rows * e.slots * groups;
+    for (int i = (int)blockIdx.x * EXPERT_WARPS + warp_id(); i < all; i += (int)gridDim.x * EXPERT_WARPS) {
+        const int vector = i / groups, number = vector % e.slots, first = i % groups * e.rounding.group,
+                  count = min(e.rounding.group, e.inter - first);
+        float *v = e.gated + (size_t)vector * (size_t)e.inter + first;
+        const float weight = number < e.per_token ? e.weights[vector / e.slots * e.per_token + number] : 1;
+        for (int j = lane_id(); j < count; j += 32) v[j] = __ldcg(v + j) * weight;
+        round_group(v, count, e.rounding);
+    }
+    wait_for_all_blocks();
+}
+
 static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const __grid_constant__ Experts e) {
     extern __shared__ __align__(128) uint8_t expert_shared[];
     ExpertMemory m = expert_memory(e, expert_shared);
@@ -3776,14 +3880,15 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const
     }
     multiply_gate_up(&stream, &slot, e, m);
     wait_for_all_blocks();      /* they have written all of gated */
+    if (e.rounds) round_gated(e);
     let_next_start();
     multiply_down(&stream, &slot, e, m);
 }
 
 /* How an expert's matrices are multiplied. */
 static DType streamed_type(const Matrix *gate, const Matrix *up, const Matrix *down) {
-    const bool same = gate->dtype == up->dtype && up->dtype == down->dtype;
-    return same && rows_aligned(gate->dtype, gate->cols) && rows_aligned(down->dtype, down->cols) ? gate->dtype : EXACT;
+    const DType format = streamed_format(*gate, 0);
+    return format == streamed_format(*up, 0) && format == streamed_format(*down, 0) ? format : EXACT;
 }
 
 /* Cuts up a block's shared memory: as many rows of x beside a tile as there are, and as many stages as there is room for, where
@@ -3817,7 +3922,7 @@ static size_t lay_out_experts(Experts *e) {
 /* As in products: two for 16-bit weights, and for e4m3 where a row meets few. e2m1 is the type of large experts. */
 static int count_terms(DType dtype, const Experts &e) {
     if (dtype == DTYPE_BF16 || dtype == DTYPE_F16) return 2;
-    return dtype == DTYPE_F8_E4M3 && (size_t)e.slots * (size_t)e.inter * (size_t)e.hidden <= TWO_TERMS_MOST ? 2 : 1;
+    return is_e4m3(dtype) && (size_t)e.slots * (size_t)e.inter * (size_t)e.hidden <= TWO_TERMS_MOST ? 2 : 1;
 }
 
 /* As many segments as there are columns for, or the next lower power of two. */
@@ -3840,35 +3945,51 @@ static void launch_experts(Experts e) {
     launch_early(experts_kernel, dim3((unsigned)blocks), EXPERT_THREADS, shared, 1, e);
 }
 
+/* Under --qat the inputs of matrices of eight and four bits are rounded, those of others are not. */
+static bool rounds_inputs(const Config *config, DType dtype) {
+    return config->qat && (dtype == DTYPE_F8_E4M3 || dtype == DTYPE_F4_E2M1);
+}
+
 /* The shared expert runs with the others where its matrices have their shape, and by itself before them where not. As many rows
  * at a time as the lists hold. */
 static void experts(float *y, const float *x, const int *picks, const float *weights, int n_rows, const LayerWeights *layer,
                     const Config *config, float *scratch) {
     const int per_token = config->num_experts_per_tok, hidden = config->hidden_size, inter = config->moe_intermediate_size;
-    const Matrix gate = {.dtype = layer->expert_dtype, .cols = hidden}, down = {.dtype = layer->expert_dtype, .cols = inter};
+    const Matrix gate = {.dtype = layer->expert_dtype, .cols = hidden, .block = config->weight_block},
+                 down = {.dtype = layer->expert_dtype, .cols = inter, .block = config->weight_block};
+    const RowFormat rounding = {.dtype = KV_F8, .group = config->weight_block, .scales = SCALES_E8M0};
+    const bool rounds = rounds_inputs(config, layer->expert_dtype),
+               shared_rounds = layer->gate_proj.rows ? rounds_inputs(config, layer->gate_proj.dtype) : rounds;
+    float *rounded = scratch + (size_t)n_rows * (size_t)((per_token + 1) * inter);
     const DType dtype = streamed_type(&gate, &gate, &down),
                 shared_dtype = streamed_type(&layer->gate_proj, &layer->up_proj, &layer->down_proj);
-    const bool merged = layer->gate_proj.rows == inter && (dtype == EXACT) == (shared_dtype == EXACT);
+    const bool merged = layer->gate_proj.rows == inter && (dtype == EXACT) == (shared_dtype == EXACT) && rounds == shared_rounds;
     const int slots = per_token + merged, experts = config->n_routed_experts + merged;
     const int most = min(MAX_LISTED / slots, MAX_MASKS / experts / (int)sizeof(uint32_t) * 32);
+    if (rounds || shared_rounds) {
+        copy_rows(rounded, (size_t)hidden, x, (size_t)hidden, n_rows, hidden, 1);
+        round_rows(rounded, (size_t)hidden, n_rows, hidden, &rounding);
+    }
     if (layer->gate_proj.rows && !merged) {
         const size_t inner = (size_t)layer->gate_proj.rows;
         float *up = scratch + (size_t)n_rows * inner;
         const Projection of_x[] = {{scratch, inner, &layer->gate_proj}, {up, inner, &layer->up_proj}},
                          down_proj = {y, (size_t)hidden, &layer->down_proj};
-        linear(of_x, 2, x, (size_t)hidden, n_rows);
-        swiglu(scratch, scratch, up, (size_t)n_rows * inner);
+        linear(of_x, 2, shared_rounds ? rounded : x, (size_t)hidden, n_rows);
+        limited_swiglu(scratch, scratch, up, (size_t)n_rows * inner, config->swiglu_limit);
+        if (shared_rounds) round_rows(scratch, inner, n_rows, (int)inner, &rounding);
         linear(&down_proj, 1, scratch, inner, n_rows);
     }
     for (int first = 0, n; first < n_rows; first += n) {
         n = min(n_rows - first, most);
         const size_t row = (size_t)first;
-        const float *in = x + row * (size_t)hidden;
+        const float *in = (rounds ? rounded : x) + row * (size_t)hidden;
         launch_experts({.table = {layer->expert_gate, layer->expert_up, layer->expert_down},
                         .shared = {layer->gate_proj, layer->up_proj, layer->down_proj}, .picks = picks + row * (size_t)per_token,
                         .x = in, .weights = weights + row * (size_t)per_token, .gated = scratch, .y = y + row * (size_t)hidden,
                         .n_rows = n, .experts = config->n_routed_experts, .per_token = per_token, .hidden = hidden,
-                        .inter = inter, .slots = slots, .aligned = floats_aligned(in, (size_t)hidden),
+                        .inter = inter, .limit = config->swiglu_limit, .rounds = rounds, .rounding = rounding,
+                        .slots = slots, .aligned = floats_aligned(in, (size_t)hidden),
                         .many = false,
                         .dtype = {dtype, merged ? shared_dtype : dtype}, .terms = {}, .segment_bits = {}, .columns = 0,
                         .gated_rows = 0, .most_chosen = min(n * per_token, config->n_routed_experts) + merged, .stages = 0,
@@ -6204,6 +6325,9 @@ enum {
     RESULT_PITCH = LATENT * 4 + 16,         /* bytes from head to head of a result in shared memory: in other banks */
 };
 
+/* How a row of DeepSeek-V4 lies, of 512 values. */
+enum RowKind { ROW_BF16, ROW_E4M3, ROW_E4M3_PLAIN, ROW_E2M1, ROW_OTHER };
+
 /* How a tile joins those before it: what they are multiplied by, and what it is. */
 struct Joining { float before, own; };
 
@@ -6449,8 +6573,6 @@ template <bool PAIR> static __device__ void bring_fp8(HopperShared *shared, cons
 }
 
 /* ---- rows of DeepSeek-V4, of 512 values: window and pool may differ in how these lie */
-
-enum { ROW_BF16, ROW_E4M3, ROW_E4M3_PLAIN, ROW_E2M1, ROW_OTHER };
 
 /* The codes that a thread has of a row: 8 of each 64, with the scales of all of the row's. The last 64 values of ROW_E4M3_PLAIN
  * are bf16 and begin at an odd byte: 16 bytes of theirs lie in two aligned pieces. */
@@ -7205,8 +7327,7 @@ static void sparse_attention(float *z, const float *q, const RowPool *pool, cons
     });
 }
 
-/* How a row of 512 values lies. */
-static int row_kind(const RowFormat &format) {
+static RowKind row_kind(const RowFormat &format) {
     if (format.quantised + format.plain != LATENT) return ROW_OTHER;
     if (format.dtype == KV_BF16) return ROW_BF16;
     if (format.dtype == KV_F8 && format.scales == SCALES_E8M0 && format.plain == 0 && format.group == 32) return ROW_E4M3;
@@ -7696,16 +7817,18 @@ static __device__ inline float round_value(float x, float scale, bool eight) {
     return (eight ? widen_e4m3(narrow_e4m3(x / scale)) : widen_e2m1(narrow_e2m1(x / scale))) * scale;
 }
 
-/* A warp takes a group. */
+/* By a warp. */
+static __device__ void round_group(float *v, int n, const RowFormat &format) {
+    const float scale = group_scale(group_maximum(v, n), format);
+#pragma unroll 4
+    for (int i = lane_id(); i < n; i += 32) v[i] = round_value(v[i], scale, format.dtype == KV_F8);
+}
+
 static __global__ void round_rows_kernel(float *x, size_t stride, int n_rows, int dim, RowFormat format) {
     begin_kernel();
-    const int groups = divide_up(dim, format.group), at = (int)(thread_index() / 32), first = at % groups * format.group,
-              count = min(format.group, dim - first);
-    if (at >= n_rows * groups) return;
-    float *v = x + (size_t)(at / groups) * stride + first;
-    const float scale = group_scale(group_maximum(v, count), format);
-#pragma unroll 4
-    for (int i = lane_id(); i < count; i += 32) v[i] = round_value(v[i], scale, format.dtype == KV_F8);
+    const int groups = divide_up(dim, format.group), at = (int)(thread_index() / 32), first = at % groups * format.group;
+    if (at < n_rows * groups)
+        round_group(x + (size_t)(at / groups) * stride + first, min(format.group, dim - first), format);
 }
 
 static void round_rows(float *x, size_t stride, int n_rows, int dim, const RowFormat *format) {

@@ -1397,7 +1397,7 @@ typedef struct State {          /* [rows] stands for max_rows; everything lies i
     int *expert_picks;          /* [rows, num_experts_per_tok] */
     float *expert_weights;      /* [rows, num_experts_per_tok] f32 */
     float *expert_scratch;      /* [rows, the larger of 2 * (hidden_size + an expert's width, the shared one's too) and
-                                 * (num_experts_per_tok + 1) * moe_intermediate_size] f32 */
+                                 * (num_experts_per_tok + 1) * moe_intermediate_size, under --qat with a hidden_size more] f32 */
     float *cosine, *sine;       /* [rows, rope dim / 2] f32 */
     float *inverse_frequency;   /* [rope dim / 2] f32 */
     DeviceRow *kv_rows, *index_rows;    /* [rows] where each row of the pass is stored */
