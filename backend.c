@@ -1470,6 +1470,21 @@ static void hyper_expand(float *streams, const float *branch, const float *mixes
     check_finite(report, place, streams, n_rows, (int)width);
 }
 
+static void mix_streams(float *y, float *streams, const float *branch, const float *leaving, float *mixes,
+                        const HyperWeights *weights, const float *entering, const float *norm, int n_rows, const Config *config,
+                        PassReport *report, int place) {
+    const size_t hidden = (size_t)config->hidden_size;
+    const int n_mixes = weights ? weights->fn.rows : (2 + config->hc_mult) * config->hc_mult;
+    if (branch) hyper_expand(streams, branch, leaving, n_rows, config, report, place);
+    if (!y) return;
+    if (weights) {
+        multiply_matrix(mixes, (size_t)n_mixes, streams, (size_t)config->hc_mult * hidden, n_rows, &weights->fn);
+        hyper_weights(mixes, streams, weights, n_rows, config);
+    }
+    hyper_collapse(y, streams, entering, n_mixes, n_rows, config);
+    rms_norm(y, hidden, y, hidden, norm, n_rows, config->hidden_size, config->rms_norm_eps);
+}
+
 /* ---- compressed rows */
 
 static void locate_groups(DeviceRow *kv_rows, DeviceRow *index_rows, const Cache *cache, int group, const Row *rows, int n_rows) {
@@ -2664,9 +2679,7 @@ const Backend c_backend = {
     .round_rows = round_rows,
     .hadamard = hadamard,
     .norm_each = norm_each,
-    .hyper_weights = hyper_weights,
-    .hyper_collapse = hyper_collapse,
-    .hyper_expand = hyper_expand,
+    .mix_streams = mix_streams,
     .locate_groups = locate_groups,
     .see_groups = see_groups,
     .locate_heavy = locate_heavy,

@@ -1222,14 +1222,22 @@ static const char *either_name(const Binder *binder, const char *published, cons
     return binder->saved_names || checkpoint_find(binder->checkpoint, saved) ? saved : published;
 }
 
-/* Scales of powers of two, as f32. */
+/* Scales of powers of two, as f32: of 32 x 32 nothing else, since the GPU multiplies weights of 16 bits by them. */
 static const float *bind_exponents(Binder *binder, const char *name, int64_t rows, int64_t cols) {
     static const DType dtypes[] = {DTYPE_F8_E8M0, DTYPE_F32, DTYPE_BF16, DTYPE_UNKNOWN};
     const Tensor *tensor = bind_tensor(binder, name, dtypes, 2, (int64_t[]){rows, cols});
     const size_t count = (size_t)(rows * cols);
     if (!tensor) return NULL;
-    return binder->checkpoint->dummy ? make_up(binder, name, DTYPE_F32, count, 0x1p-10f, 0x1p-12f)
-                                     : widen_tensor(binder, tensor, count);
+    const bool small = binder->weight_block < SCALE_BLOCK;
+    if (binder->checkpoint->dummy) return make_up(binder, name, DTYPE_F32, count, 0x1p-10f, small ? 0 : 0x1p-12f);
+    for (size_t i = 0; small && tensor->dtype != DTYPE_F8_E8M0 && i < count && !binder->failed; i++) {
+        const float scale = widen(tensor->data + i * dtype_size(tensor->dtype), tensor->dtype);
+        int exponent;
+        if (frexpf(scale, &exponent) != 0.5f)
+            binder->failed = !fail(binder->error, "%s: %s: found a scale of %g, wanted powers of two",
+                                   binder->checkpoint->directory, name, (double)scale);
+    }
+    return widen_tensor(binder, tensor, count);
 }
 
 /* A matrix [rows, cols] by the name prefix + suffix + ".weight"; an e4m3 one brings its ".scale". */
@@ -1709,7 +1717,8 @@ static void lay_out_experts(State *state, const Config *config, Arena *arena) {
     state->expert_picks = carve(arena, (size_t)rows, (size_t)chosen, sizeof(int));
     state->expert_weights = carve_floats(arena, rows, chosen);
     state->expert_scratch = carve_floats(
-        arena, rows, larger(2 * (config->hidden_size + inter * larger(config->n_shared_experts, 1)), (chosen + 1) * inter));
+        arena, rows, larger(2 * (config->hidden_size + inter * larger(config->n_shared_experts, 1)),
+                            (chosen + 1) * inter + (config->qat ? config->hidden_size : 0)));
 }
 
 /* Values that Engram reads for a token, in all columns. */
@@ -3347,26 +3356,42 @@ static void forward_dsa(Engine *engine, const Row *rows, int n) {
 
 /* ---- DeepSeek-V4 */
 
-/* The streams as a sublayer sees them, normed, in state->normed: they enter it by the weights of `entering`, in V4 its own mixes.
- * Those stay in `mixes` until leave_streams(). */
-static void enter_streams(Engine *engine, const HyperWeights *weights, float *mixes, const float *entering, const float *norm,
-                          int n) {
-    const Backend *backend = engine->backend;
-    const Config *config = &engine->config;
+/* From one sublayer to the next: what one of layer i has left in state->branch goes to the streams by its mixes, `leaving` (NULL:
+ * there is none before), and in state->normed is what enters the next, by the mixes `entering`. The next one's own, which it
+ * leaves by, are made of the streams too. */
+static void next_sublayer(Engine *engine, int i, const float *leaving, const HyperWeights *weights, float *mixes,
+                          const float *entering, const float *norm, int n) {
     State *state = &engine->state;
-    const size_t hidden = (size_t)config->hidden_size;
-    const int n_mixes = weights->fn.rows;
-    project(backend, mixes, (size_t)n_mixes, state->hidden, (size_t)weights->fn.cols, n, &weights->fn);
-    backend->hyper_weights(mixes, state->hidden, weights, n, config);
-    backend->hyper_collapse(state->normed, state->hidden, entering, n_mixes, n, config);
-    backend->rms_norm(state->normed, hidden, state->normed, hidden, norm, n, config->hidden_size, config->rms_norm_eps);
+    engine->backend->mix_streams(state->normed, state->hidden, leaving ? state->branch : NULL, leaving, mixes, weights, entering,
+                                 norm, n, &engine->config, state->report, i * CHECKED_PARTS + HIDDEN_STATE);
 }
 
-/* What the sublayer adds goes to the streams. */
-static void leave_streams(Engine *engine, int i, const float *mixes, int n) {
+/* From the attention of layer i to its feed-forward. A sublayer's streams enter it by its own mixes or, in V4.1, by those of the
+ * one before. */
+static void enter_mlp(Engine *engine, int i, int n) {
+    const LayerWeights *layer = &engine->weights.layers[i];
     State *state = &engine->state;
-    engine->backend->hyper_expand(state->hidden, state->branch, mixes, n, &engine->config, state->report,
-                                  i * CHECKED_PARTS + HIDDEN_STATE);
+    const bool late = engine->config.family == FAMILY_DEEPSEEK_V41;
+    next_sublayer(engine, i, state->mixes, &layer->mlp_hyper, late ? state->late_mixes : state->mixes, state->mixes,
+                  layer->post_attention_layernorm, n);
+}
+
+/* From layer i (-1: the embedding) to the attention of the next, or to the head. What Engram adds comes before all of what the
+ * attention is given. */
+static void enter_next(Engine *engine, int i, int n) {
+    const Config *config = &engine->config;
+    const Weights *weights = &engine->weights;
+    State *state = &engine->state;
+    const bool late = config->family == FAMILY_DEEPSEEK_V41;
+    const float *entering = late ? state->late_mixes : state->mixes, *leaving = i < 0 ? NULL : entering;
+    if (i + 1 == config->num_hidden_layers)
+        return next_sublayer(engine, i, leaving, late ? NULL : &weights->head_hyper, state->mixes, entering, weights->norm, n);
+    const LayerWeights *next = &weights->layers[i + 1];
+    if (!next->engram)
+        return next_sublayer(engine, i, leaving, &next->attention_hyper, state->mixes, entering, next->input_layernorm, n);
+    if (leaving)
+        engine->backend->mix_streams(NULL, state->hidden, state->branch, leaving, NULL, NULL, NULL, NULL, n, config, state->report,
+                                     i * CHECKED_PARTS + HIDDEN_STATE);
 }
 
 /* linear(), under --qat of inputs rounded as each matrix's own type was meant to meet them. */
@@ -3567,11 +3592,11 @@ static void forward_v4(Engine *engine, const Row *rows, int n) {
     backend->see_groups(state->group_rows, NULL, NULL, state->rows, n, config->sparse_ratio);
     backend->locate_heavy(state->heavy_ids, cache, state->rows, n, config->heavy_ratio);
     backend->see_groups(NULL, state->heavy_count, NULL, state->rows, n, config->heavy_ratio);
+    enter_next(engine, -1, n);
     for (int i = 0; i < config->num_hidden_layers; i++) {
         const LayerWeights *layer = begin_layer(engine, i, rows, n);
         const Compression compression = config->compression[i];
         const Trail *trail = &cache->trails[i * TRAILS + TRAIL_GROUP];
-        enter_streams(engine, &layer->attention_hyper, state->mixes, state->mixes, layer->input_layernorm, n);
         project_shared_key(engine, i, compression != COMPRESSION_NONE, n);
 
         /* What the pass completes of the compressed history, and attention over the window and that. */
@@ -3590,11 +3615,9 @@ static void forward_v4(Engine *engine, const Row *rows, int n) {
 
         backend->grouped_linear(state->o_latent, state->attended, n, &layer->o_a_proj, config->o_groups);
         project_rounded(engine, state->branch, hidden, state->o_latent, n, &layer->o_proj);
-        leave_streams(engine, i, state->mixes, n);
-
-        enter_streams(engine, &layer->mlp_hyper, state->mixes, state->mixes, layer->post_attention_layernorm, n);
+        enter_mlp(engine, i, n);
         mix_experts(engine, layer, n);
-        leave_streams(engine, i, state->mixes, n);
+        enter_next(engine, i, n);
     }
 }
 
@@ -3734,12 +3757,14 @@ static void forward_v41(Engine *engine, const Row *rows, int n) {
         if (engram)
             backend->prefetch_engram(engram, engine->weights.token_map, &trails[TRAIL_TOKENS], state->rows, n, config);
     }
+    enter_next(engine, -1, n);
     for (int i = 0; i < config->num_hidden_layers; i++) {
         const LayerWeights *layer = begin_layer(engine, i, rows, n);
         const bool reads = config->source[i] >= 0;
-        if (layer->engram) remember(engine, layer, n);
-
-        enter_streams(engine, &layer->attention_hyper, state->mixes, state->late_mixes, layer->input_layernorm, n);
+        if (layer->engram) {
+            remember(engine, layer, n);
+            next_sublayer(engine, i, NULL, &layer->attention_hyper, state->mixes, state->late_mixes, layer->input_layernorm, n);
+        }
         project_shared_key(engine, i, reads, n);
         if (config->makes_rows[i]) pool_source(engine, i, n);
         if (config->selects[i]) select_candidates(engine, i, n);
@@ -3750,11 +3775,9 @@ static void forward_v41(Engine *engine, const Row *rows, int n) {
         else attend_window(engine, i, NULL, NULL, NULL, 0, 0, n);
         backend->grouped_linear(state->o_latent, state->attended, n, &layer->o_a_proj, config->o_groups);
         project_rounded(engine, state->branch, hidden, state->o_latent, n, &layer->o_proj);
-        leave_streams(engine, i, state->mixes, n);
-
-        enter_streams(engine, &layer->mlp_hyper, state->late_mixes, state->mixes, layer->post_attention_layernorm, n);
+        enter_mlp(engine, i, n);
         mix_experts(engine, layer, n);
-        leave_streams(engine, i, state->late_mixes, n);
+        enter_next(engine, i, n);
     }
 }
 
@@ -3803,7 +3826,7 @@ static void run_residual_layers(Engine *engine, const Row *rows, int n) {
     (has_latent_attention(config) ? forward_dsa : forward_qwen3)(engine, rows, n);
 }
 
-/* And of those with several, which all begin as the embedding and at the end are collapsed once more. */
+/* And of those with several, which all begin as the embedding. */
 static void run_stream_layers(Engine *engine, const Row *rows, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
@@ -3815,11 +3838,6 @@ static void run_stream_layers(Engine *engine, const Row *rows, int n) {
     for (size_t k = 0; k < mult; k++)
         backend->copy_rows(state->hidden + k * hidden, mult * hidden, state->branch, hidden, n, config->hidden_size, 1);
     (config->family == FAMILY_DEEPSEEK_V4 ? forward_v4 : forward_v41)(engine, rows, n);
-    if (config->family == FAMILY_DEEPSEEK_V4)
-        return enter_streams(engine, &engine->weights.head_hyper, state->mixes, state->mixes, engine->weights.norm, n);
-    backend->hyper_collapse(state->normed, state->hidden, state->late_mixes, (2 + config->hc_mult) * config->hc_mult, n, config);
-    backend->rms_norm(state->normed, hidden, state->normed, hidden, engine->weights.norm, n, config->hidden_size,
-                      config->rms_norm_eps);
 }
 
 /* All layers, from the rows' tokens to the final norm. Passes of few rows come in few shapes, and each is kept as one work; those

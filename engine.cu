@@ -1,7 +1,7 @@
 /* engine.cu: the operations of engine.h on an NVIDIA GPU, the twin of backend.c.
  *
  *     the device . instructions . activations . products . mixture of experts . cached rows and index selection . attention .
- *     selection by keys . the hierarchy's operations . sampling and acceptance . drafters' operations
+ *     DeepSeek-V4 . selection by keys . the hierarchy's operations . sampling and acceptance . drafters' operations
  *
  * Every operation only puts work on one stream, so they run in the order in which they are called and nobody waits until the
  * pipeline asks for a result. Pointers are the device's, or name host memory that the device reads over the link (MEMORY_HOST).
@@ -918,9 +918,12 @@ static __device__ float load_stored(const uint8_t *data, size_t i, DType dtype) 
     return (float)value;
 }
 
-/* The scales that row `row` of a matrix meets, one for each SCALE_BLOCK columns; NULL: it has none. */
+/* Rows and columns of e4m3 weights that share a scale. */
+static __host__ __device__ inline int scale_block(const Matrix *w) { return w->block ? w->block : SCALE_BLOCK; }
+
+/* The scales that row `row` of a matrix meets, one for each block of columns; NULL: it has none. */
 static __device__ const float *row_scales(const Matrix *w, int row) {
-    return w->scale ? w->scale + (size_t)((w->first_row + row) / SCALE_BLOCK) * (size_t)w->scale_cols : NULL;
+    return w->scale ? w->scale + (size_t)((w->first_row + row) / scale_block(w)) * (size_t)w->scale_cols : NULL;
 }
 
 /* Grid: groups of columns, rows. */
@@ -930,7 +933,7 @@ static __global__ void embed_kernel(float *y, const Matrix embedding, const Row 
     const float *scale = row_scales(&embedding, token);
     if (i >= embedding.cols) return;
     const float value = load_stored(embedding.data, (size_t)token * (size_t)embedding.cols + (size_t)i, embedding.dtype);
-    y[(size_t)blockIdx.y * (size_t)embedding.cols + (size_t)i] = scale ? value * scale[i / SCALE_BLOCK] : value;
+    y[(size_t)blockIdx.y * (size_t)embedding.cols + (size_t)i] = scale ? value * scale[i / scale_block(&embedding)] : value;
 }
 
 static void embed(float *y, const Matrix *embedding, const Row *rows, int n_rows) {
@@ -963,16 +966,25 @@ static __device__ inline void open_sum(RowSum &sum) {
 
 /* The sum over the threads of a cluster, the warps' in order. Each warp sends its sum to every block, so that nobody has to ask;
  * cluster_wait() has come before. */
-static __device__ float cluster_sum(RowSum &sum, float value) {
-    const int warps = (int)blockDim.x / 32, split = cluster_size(), lane = (int)threadIdx.x % 32;
-    if (split == 1) return block_sum(sum.of_warp, value);
+static __device__ inline void send_sum(RowSum &sum, float value) {
+    const int warps = (int)blockDim.x / 32, lane = (int)threadIdx.x % 32;
     value = warp_sum(value);
-    if (lane < split) cluster_send(&sum.of_warp[cluster_rank() * warps + (int)threadIdx.x / 32], &sum.arrived, lane, value);
+    if (lane < cluster_size())
+        cluster_send(&sum.of_warp[cluster_rank() * warps + (int)threadIdx.x / 32], &sum.arrived, lane, value);
+}
+
+static __device__ inline float take_sum(RowSum &sum) {
+    float value = 0;
     wait_at(&sum.arrived, 0);
-    value = 0;
 #pragma unroll 4
-    for (int i = 0; i < split * warps; i++) value += sum.of_warp[i];
+    for (int i = 0; i < cluster_size() * (int)blockDim.x / 32; i++) value += sum.of_warp[i];
     return value;
+}
+
+static __device__ float cluster_sum(RowSum &sum, float value) {
+    if (cluster_size() == 1) return block_sum(sum.of_warp, value);
+    send_sum(sum, value);
+    return take_sum(sum);
 }
 
 static __device__ inline float sum_squares(float4 v) { return v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w); }
@@ -1139,16 +1151,27 @@ static void norm_heads(float *x, size_t stride, int n_rows, int heads, int dim, 
 
 static __device__ inline float silu(float x) { return x / (1 + expf(-x)); }
 
-static __global__ void swiglu_kernel(float *y, const float *gate, const float *up, size_t n) {
-    begin_kernel();
-    const size_t i = thread_index();
-    if (i < n) y[i] = silu(gate[i]) * up[i];
+/* silu(gate) * up, of what a limit, if it is not 0, leaves of them. A NaN stays. */
+static __device__ inline float gate_up(float gate, float up, float limit) {
+    if (limit > 0) {
+        gate = gate > limit ? limit : gate;
+        up = up > limit ? limit : up < -limit ? -limit : up;
+    }
+    return silu(gate) * up;
 }
 
-static void swiglu(float *y, const float *gate, const float *up, size_t n) {
-    if (!n) return;
-    launch(swiglu_kernel, blocks_for(n), THREADS, 0, y, gate, up, n);
+static __global__ void swiglu_kernel(float *y, const float *gate, const float *up, size_t n, float limit) {
+    begin_kernel();
+    const size_t i = thread_index();
+    if (i < n) y[i] = gate_up(gate[i], up[i], limit);
 }
+
+static void limited_swiglu(float *y, const float *gate, const float *up, size_t n, float limit) {
+    if (!n) return;
+    launch(swiglu_kernel, blocks_for(n), THREADS, 0, y, gate, up, n, limit);
+}
+
+static void swiglu(float *y, const float *gate, const float *up, size_t n) { limited_swiglu(y, gate, up, n, 0); }
 
 static void zero(float *y, size_t n) {
     if (n) CUDA(cudaMemsetAsync(y, 0, n * sizeof(float), gpu.stream));
@@ -1267,7 +1290,7 @@ static void check_finite(PassReport *report, int place, const float *x, int n_ro
  * e4m3 and e2m1 weights, which bf16 holds exactly, meet x rounded to bf16; f16 weights meet x rounded to f16 (a value beyond its
  * range becomes infinite, and shows). What the rounding takes from x is a second term that the weights meet likewise, so that a
  * product is right to about 2^-17 of x, wherever that costs little (TWO_TERMS_MOST). Sums are f32. The scales of e4m3 are
- * applied to the sum of each 128 columns; those of e2m1, powers of two, to the weights.
+ * applied to the sum of each 128 columns; those of e2m1, and of e4m3 in blocks of 32 x 32, powers of two, to the weights.
  *
  * A sum over the columns is cut into segments, each the work of one warp, and their sums are added in order. Their number depends
  * on the matrix alone: as many as it takes to keep the GPU busy with one row of x. Those of a strip lie in the warps of a block
@@ -1335,16 +1358,20 @@ typedef struct Input {
     bool aligned;
 } Input;
 
-/* Exact stands for DTYPE_F32 as a template argument, whatever the stored type. */
-static constexpr DType EXACT = DTYPE_F32;
+/* Exact stands for DTYPE_F32 as a template argument, whatever the stored type; and BLOCKS_OF_32, which is none of the types of
+ * weights, for e4m3 whose scales are of 32 x 32. */
+static constexpr DType EXACT = DTYPE_F32, BLOCKS_OF_32 = DTYPE_F8_E5M2;
+enum { SMALL_BLOCK = 32 };
+
+static __host__ __device__ constexpr bool is_e4m3(DType dtype) { return dtype == DTYPE_F8_E4M3 || dtype == BLOCKS_OF_32; }
 
 /* Bytes of n stored weights of a row. */
 static __host__ __device__ constexpr size_t weight_bytes(DType dtype, size_t n) {
-    return dtype == DTYPE_F32 ? 4 * n : dtype == DTYPE_F8_E4M3 ? n : dtype == DTYPE_F4_E2M1 ? (n + 1) / 2 : 2 * n;
+    return dtype == DTYPE_F32 ? 4 * n : is_e4m3(dtype) ? n : dtype == DTYPE_F4_E2M1 ? (n + 1) / 2 : 2 * n;
 }
 
 /* Columns of W in a thread's 16 bytes, a chunk; and of a warp's batch. */
-static __host__ __device__ constexpr int chunk_values(DType D) { return D == DTYPE_F4_E2M1 ? 32 : D == DTYPE_F8_E4M3 ? 16 : 8; }
+static __host__ __device__ constexpr int chunk_values(DType D) { return D == DTYPE_F4_E2M1 ? 32 : is_e4m3(D) ? 16 : 8; }
 static __host__ __device__ constexpr int batch_values(DType D) { return STRIP_CHUNKS * 4 * chunk_values(D); }
 static_assert(SCALE_BLOCK == batch_values(DTYPE_F8_E4M3), "a batch of e4m3 weights has one scale");
 static_assert(EXPONENT_BLOCK == chunk_values(DTYPE_F4_E2M1), "a chunk of e2m1 weights has one scale");
@@ -1355,8 +1382,9 @@ typedef struct Strip {
     const uint8_t *data[2];
     uint32_t row[4];            /* offsets in bytes */
     int limit[2];               /* of the columns, less those before this thread's; 0 for a fragment outside the matrix */
-    const float *scale;         /* of the row of the strip that has the lane's number */
+    const float *scale;         /* of the row of the strip that has the lane's number; of BLOCKS_OF_32, of all of its rows */
     const uint8_t *exponents;   /* likewise */
+    int block;                  /* columns that share a scale */
     DType dtype;
 } Strip;
 
@@ -1387,7 +1415,8 @@ template <DType D> static __device__ inline void set_strip(Strip *strip, const M
     const int row = min(first + lane_id(), w.rows - 1);
     set_fragment<D>(strip, 0, w, first);
     set_fragment<D>(strip, 1, w, first + 16);
-    strip->scale = row_scales(&w, row);
+    strip->scale = row_scales(&w, D == BLOCKS_OF_32 ? first : row);
+    strip->block = scale_block(&w);
     strip->exponents = w.exponents ? w.exponents + (size_t)(w.first_row + row) * (size_t)w.scale_cols : NULL;
     strip->dtype = w.dtype;
 }
@@ -1411,6 +1440,11 @@ template <DType D> static __device__ inline void fetch_chunk(uint8_t *ring, cons
         const bool there = k < strip.limit[0] + lane_id() % 4 * chunk_values(D);
         uint8_t *scales = scales_at(ring, place / STRIP_CHUNKS, lane_id());
         if (D == DTYPE_F8_E4M3) start_small_copy<4>(scales, strip.scale + (there ? k / SCALE_BLOCK : 0), there);
+        if (D == BLOCKS_OF_32 && lane_id() < batch_values(D) / SMALL_BLOCK) {
+            const bool begun = strip.limit[0] > 0 && there;
+            start_small_copy<4>(scales_at(ring, place / STRIP_CHUNKS, 0) + 4 * lane_id(),
+                                strip.scale + (begun ? k / SMALL_BLOCK + lane_id() : 0), begun);
+        }
         if (D == DTYPE_F4_E2M1) start_small_copy<8>(scales, strip.exponents + (there ? k / EXPONENT_BLOCK : 0), there);
     }
     commit_copies();
@@ -1444,7 +1478,7 @@ template <DType D> static __device__ inline float remainder_of(float v) {
 
 /* Eight neighbouring values as pairs in the order in which widen_four and widen_eight give the weights they meet. */
 template <DType D> static __device__ inline uint4 narrow_eight(const float v[8]) {
-    constexpr int apart = D == DTYPE_F4_E2M1 ? 4 : D == DTYPE_F8_E4M3 ? 2 : 1;
+    constexpr int apart = D == DTYPE_F4_E2M1 ? 4 : is_e4m3(D) ? 2 : 1;
     uint32_t pair[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -1524,11 +1558,12 @@ static __device__ inline uint32_t multiply_pair(uint32_t pair, uint32_t factor) 
 }
 
 /* Four e4m3 values as pairs of bf16: the first and the third, the second and the fourth. The bits are shifted into place, and a
- * multiplication by 2^120 repairs the exponent; subnormals come out right by itself. */
-static __device__ inline uint2 widen_four(uint32_t four) {
+ * multiplication by 2^120 repairs the exponent; subnormals come out right by itself. Or by another factor: a scale as well. */
+static const uint32_t E4M3_REPAIR = 0x7b807b80;
+static __device__ inline uint2 widen_four(uint32_t four, uint32_t factor = E4M3_REPAIR) {
     const uint32_t even = (four << 8 & 0x80008000) | (four << 4 & 0x07f007f0);
     const uint32_t odd = (four & 0x80008000) | (four >> 4 & 0x07f007f0);
-    return make_uint2(multiply_pair(even, 0x7b807b80), multiply_pair(odd, 0x7b807b80));
+    return make_uint2(multiply_pair(even, factor), multiply_pair(odd, factor));
 }
 
 /* Eight e2m1 values, likewise, as pairs of values i and i + 4, times e2m1_factor. */
@@ -1548,6 +1583,17 @@ static __device__ inline uint32_t e2m1_factor(uint32_t exponents) {
     return (__vminu2(own, 0x00a100a1) << 7) + (126 - E2M1_SHIFT << 7) * 0x10001;
 }
 
+/* The same for the scale of a block of e4m3 weights, and the 2^120 that repairs them. */
+static __device__ inline uint32_t e4m3_factor(float scale) {
+    const int exponent = (int)(__float_as_uint(scale) >> 23) + 120 - E2M1_SHIFT;
+    return (uint32_t)min(max(exponent, 0), 255) << 7 | (uint32_t)min(max(exponent, 0), 255) << 23;
+}
+
+/* What sums of weights that met such factors are multiplied by. */
+static __host__ __device__ constexpr float undo_shift(DType D) {
+    return D == DTYPE_F4_E2M1 || D == BLOCKS_OF_32 ? 0x1p32f : 1;
+}
+
 /* sum += A B: 16 rows of weights, 16 values of k, 8 rows of x. */
 template <DType D> static __device__ inline void multiply_fragment(float sum[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                                                    uint32_t a3, uint32_t b0, uint32_t b1) {
@@ -1564,8 +1610,9 @@ template <DType D> static __device__ inline void multiply_fragment(float sum[4],
 template <DType D> static __device__ inline uint4 widen_part(const uint4 &chunk, int part, uint32_t factor) {
     const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
     if (D == DTYPE_F4_E2M1) return widen_eight(words[part], factor);
-    if (D != DTYPE_F8_E4M3) return chunk;
-    const uint2 low = widen_four(words[2 * part]), high = widen_four(words[2 * part + 1]);
+    if (!is_e4m3(D)) return chunk;
+    const uint32_t repair = D == BLOCKS_OF_32 ? factor : E4M3_REPAIR;
+    const uint2 low = widen_four(words[2 * part], repair), high = widen_four(words[2 * part + 1], repair);
     return make_uint4(low.x, low.y, high.x, high.y);
 }
 
@@ -1604,6 +1651,13 @@ static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *
     for (int u = 0; u < STRIP_CHUNKS; u++) {
         const int place = i * STRIP_CHUNKS + u;
         wait_for_copies<RING_CHUNKS - 1>();
+        if (u == 0 && D == BLOCKS_OF_32) {
+            __syncwarp();
+#pragma unroll
+            for (int r = 0; r < 4 * STRIP_CHUNKS; r++)
+                factor[r / 4][r % 4] = e4m3_factor(((const float *)scales_at(ring, i, 0))[r / 4 * 2 + lane_id() % 4 / 2]);
+            __syncwarp();
+        }
         if (u == 0 && (scaled || D == DTYPE_F4_E2M1)) {             /* rows that other lanes have fetched */
             __syncwarp();
 #pragma unroll
@@ -1641,7 +1695,7 @@ static __device__ void multiply_exactly(float total[8], const Strip &strip, int 
     const uint8_t *data = (m ? strip.data[1] : strip.data[0]) + (m ? strip.row[2] : strip.row[0]);
     for (int i = 0; i < batch_values(EXACT) && k + i < limit; i++) {
         float weight = load_stored(data, (size_t)(k + i), strip.dtype);
-        if (strip.scale) weight *= strip.scale[(k + i) / SCALE_BLOCK];
+        if (strip.scale) weight *= strip.scale[(k + i) / strip.block];
         if (strip.exponents) weight *= widen_e8m0(strip.exponents[(k + i) / EXPONENT_BLOCK]);
 #pragma unroll
         for (int c = 0; c < 8; c++) total[c] = fmaf(weight, x[min(c, last_column) * x_stride + i], total[c]);
@@ -1659,7 +1713,7 @@ template <DType D, int TILES> static __device__ void put_sums(float *sums, const
         for (int i = 0; i < 2 * TILES * 4; i++) {
             const int m = i / (TILES * 4), tile = i / 4 % TILES, part = i % 4;
             sums[(tile * 8 + lane % 4 * 2 + part % 2) * SUM_STRIDE + m * 16 + lane / 4 + part / 2 * 8] =
-                D == DTYPE_F4_E2M1 ? total[m][tile][part] * 0x1p32f : total[m][tile][part];
+                total[m][tile][part] * undo_shift(D);
         }
 }
 
@@ -1812,6 +1866,9 @@ static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_ke
     case DTYPE_F8_E4M3:
         if (p.terms == 2) return multiply_block<DTYPE_F8_E4M3, TILES, 2>(p, block, shared);
         return multiply_block<DTYPE_F8_E4M3, TILES, 1>(p, block, shared);
+    case BLOCKS_OF_32:
+        if (p.terms == 2) return multiply_block<BLOCKS_OF_32, TILES, 2>(p, block, shared);
+        return multiply_block<BLOCKS_OF_32, TILES, 1>(p, block, shared);
     default:
         if constexpr (TILES == 1) multiply_block<EXACT, 1, 1>(p, block, shared);
     }
@@ -1847,7 +1904,7 @@ static int cluster_slots(int cluster) {
  * its bytes at the memory's rate, but not less than its instructions do; x that a thread cannot have on its way beforehand makes
  * all wait; blocks that come later begin anew; and the blocks of a cluster wait for each other. */
 static double cut_cost(const Cut &cut, DType dtype, int rows, int heads, int n) {
-    const double bytes = 1.9, instructions = dtype == DTYPE_F4_E2M1 ? 1.6 : dtype == DTYPE_F8_E4M3 ? 1 : 0.55;
+    const double bytes = 1.9, instructions = dtype == DTYPE_F4_E2M1 ? 1.6 : is_e4m3(dtype) ? 1 : 0.55;
     const double wait = 0.45, begin = 1.3, cluster = cut.cluster > 1 ? 0.6 + 0.15 * cut.cluster : 0, segment = 0.02;
     const int columns = n < 16 ? n : 16, share = 2 * product_shared(dtype, cut, columns, 2) <= (int)gpu.shared_per_block ? 1 : 2;
     const int blocks = divide_up(rows, STRIP * (WARPS / cut.along)) * heads * cut.cluster;
@@ -1992,7 +2049,7 @@ template <DType D, int TERMS>
 static __global__ void __launch_bounds__(THREADS) round_kernel(const __grid_constant__ Product p, int padded) {
     let_next_start();
     wait_for_previous();
-    constexpr int apart = D == DTYPE_F4_E2M1 ? 4 : D == DTYPE_F8_E4M3 ? 2 : 1;
+    constexpr int apart = D == DTYPE_F4_E2M1 ? 4 : is_e4m3(D) ? 2 : 1;
     const int n_steps = divide_up(p.w.cols, WIDE_STEP), parts = p.heads * n_steps * 8, i = (int)thread_index();
     const int row = i / parts, stretch = i % parts / 4, head = stretch / 2 / n_steps, q = i % 4;
     if (row >= p.n_rows) return;
@@ -2077,13 +2134,15 @@ static __device__ inline void copy_weights(uint8_t *stage, const Pair &pair, int
 }
 
 
-/* The scales of a step: of e4m3 its batch's, of e2m1 four threads'. */
+/* The scales of a step: of e4m3 its batch's, in blocks of 32 the thread's; of e2m1 four threads'. */
 template <DType D> static __device__ inline void fetch_pair_scales(uint32_t scale[2], const Pair &pair, int step, int cols) {
     const int column = step_column<D>(step);
-    if constexpr (D == DTYPE_F8_E4M3 || D == DTYPE_F4_E2M1)
+    if constexpr (is_e4m3(D) || D == DTYPE_F4_E2M1)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int offset = D == DTYPE_F4_E2M1 ? column / EXPONENT_BLOCK : column / SCALE_BLOCK * (int)sizeof(float);
+            const int offset = D == DTYPE_F4_E2M1 ? column / EXPONENT_BLOCK
+                               : D == BLOCKS_OF_32 ? (column / SMALL_BLOCK + lane_id() % 4 / 2) * (int)sizeof(float)
+                                                   : column / SCALE_BLOCK * (int)sizeof(float);
             scale[i] = column < cols ? __ldg((const uint32_t *)(pair.scale[i] + offset)) : 0;
         }
 }
@@ -2099,7 +2158,8 @@ static __device__ inline void load_fragments(uint32_t a[2][2][4], const uint8_t 
         if constexpr (D == DTYPE_F4_E2M1) {
             const uint2 chunk = *(const uint2 *)(at + r * T::threads * 8);
             v = widen_eight(s ? chunk.y : chunk.x, e2m1_factor(scale[r]));
-        } else if constexpr (D == DTYPE_F8_E4M3) v = widen_part<D>(*(const uint4 *)(at + r * T::threads * 16), s, 0);
+        } else if constexpr (is_e4m3(D))
+            v = widen_part<D>(*(const uint4 *)(at + r * T::threads * 16), s, e4m3_factor(__uint_as_float(scale[r])));
         else v = *(const uint4 *)(at + i * T::threads * 16);
         a[s][0][r] = v.x, a[s][0][2 + r] = v.y, a[s][1][r] = v.z, a[s][1][2 + r] = v.w;
     }
@@ -2229,7 +2289,7 @@ typedef struct Job {
 template <DType D, int N, typename T>
 static __device__ inline void finish_segment(float sum[N / 8][4], const Wide &wide, const Job &job, int segment) {
 #pragma unroll
-    for (int i = 0; D == DTYPE_F4_E2M1 && i < N / 2; i++) sum[i / 4][i % 4] *= 0x1p32f;
+    for (int i = 0; undo_shift(D) != 1 && i < N / 2; i++) sum[i / 4][i % 4] *= undo_shift(D);
     if (wide.split == 1)
         add_segment<N>(job.y, wide.p.y_stride, sum, wide.p.w.rows - job.first_row, wide.p.n_rows - job.first_column,
                        segment == 0);
@@ -2430,6 +2490,8 @@ static void multiply_many(const Product &product) {
     if (product.format == DTYPE_BF16) multiply_rounded<DTYPE_BF16, 2>(product);
     else if (product.format == DTYPE_F16) multiply_rounded<DTYPE_F16, 2>(product);
     else if (product.format == DTYPE_F4_E2M1) multiply_rounded<DTYPE_F4_E2M1, 1>(product);
+    else if (product.format == BLOCKS_OF_32 && product.terms == 2) multiply_rounded<BLOCKS_OF_32, 2>(product);
+    else if (product.format == BLOCKS_OF_32) multiply_rounded<BLOCKS_OF_32, 1>(product);
     else if (product.terms == 2) multiply_rounded<DTYPE_F8_E4M3, 2>(product);
     else multiply_rounded<DTYPE_F8_E4M3, 1>(product);
 }
@@ -2446,6 +2508,7 @@ static bool are_many(const Product &product) {
 /* Whether rows of that type begin at multiples of 16 bytes, in a tensor that does. */
 static bool rows_aligned(DType dtype, int cols) {
     if (dtype == DTYPE_F4_E2M1) return cols % batch_values(DTYPE_F4_E2M1) == 0;    /* and eight scales at multiples of 8 bytes */
+    if (dtype == BLOCKS_OF_32) return cols % batch_values(BLOCKS_OF_32) == 0;      /* and all four scales of a batch are there */
     return dtype != DTYPE_F32 && weight_bytes(dtype, (size_t)cols) % 16 == 0;
 }
 
@@ -2457,7 +2520,7 @@ static bool floats_aligned(const float *x, size_t stride) { return (uintptr_t)x 
 enum { TWO_TERMS_MOST = 16 << 20 };
 
 static int terms_of(DType format, size_t weights) {
-    if (format == DTYPE_F8_E4M3) return weights <= TWO_TERMS_MOST ? 2 : 1;
+    if (is_e4m3(format)) return weights <= TWO_TERMS_MOST ? 2 : 1;
     return format == DTYPE_BF16 || format == DTYPE_F16 ? 2 : 1;
 }
 
@@ -2469,11 +2532,19 @@ static int choose_tiles(const Product &p) {
     return p.n_rows > 8 && product_shared(p.format, p.cut, 16, p.terms) <= most ? 2 : 1;
 }
 
+/* The type of weights as kernels are to see it, where they can do better than one weight at a time; strips of `every` rows each
+ * have to have the scales of one block. */
+static DType streamed_format(const Matrix &w, int every) {
+    const bool small = w.dtype == DTYPE_F8_E4M3 && scale_block(&w) == SMALL_BLOCK;
+    const DType format = small ? BLOCKS_OF_32 : w.dtype;
+    if (small ? (w.first_row | every) % SMALL_BLOCK : w.dtype == DTYPE_F8_E4M3 && scale_block(&w) != SCALE_BLOCK) return EXACT;
+    return rows_aligned(format, w.cols) && (uintptr_t)w.data % 16 == 0 && (uintptr_t)w.exponents % 8 == 0 ? format : EXACT;
+}
+
 static void plan(Product *p) {
     const Matrix &w = p->w;
-    const bool exactly = !rows_aligned(w.dtype, w.cols) || (uintptr_t)w.data % 16 || (uintptr_t)w.exponents % 8;
     p->aligned = floats_aligned(p->x, p->x_stride) && p->x_head % 4 == 0;
-    p->format = exactly ? EXACT : w.dtype;
+    p->format = streamed_format(w, p->heads > 1 ? p->head_rows : 0);
     p->terms = terms_of(p->format, (size_t)w.rows * (size_t)w.cols * (size_t)p->heads);
     p->cut = choose_cut(*p);
     p->tiles = choose_tiles(*p);
@@ -2517,6 +2588,15 @@ static void expand_value(float *y, const float *z, int n_rows, const Matrix *kv_
     w.rows = v;
     Product product = {.w = w, .x = z, .y = y, .x_stride = (size_t)heads * (size_t)lora, .y_stride = (size_t)heads * (size_t)v,
                        .n_rows = n_rows, .heads = heads, .head_rows = nope + v, .x_head = lora, .y_head = v};
+    multiply(&product, 1);
+}
+
+/* y[r, g] = W[g] x[r, g] likewise. */
+static void grouped_linear(float *y, const float *x, int n_rows, const Matrix *w, int groups) {
+    const int rank = w->rows / groups;
+    Product product = {.w = *w, .x = x, .y = y, .x_stride = (size_t)groups * (size_t)w->cols, .y_stride = (size_t)w->rows,
+                       .n_rows = n_rows, .heads = groups, .head_rows = rank, .x_head = w->cols, .y_head = rank};
+    product.w.rows = rank;
     multiply(&product, 1);
 }
 
@@ -2691,7 +2771,7 @@ static __global__ void absorb_exact_kernel(const __grid_constant__ Absorb a) {
     for (int i = 0; i < a.nope && column < lora; i++) {
         const float *scales = row_scales(&a.kv_b, top + i);
         const float w = load_stored(a.kv_b.data, (size_t)(top + i) * (size_t)lora + (size_t)column, a.kv_b.dtype);
-        sum = fmaf(scales ? w * scales[column / SCALE_BLOCK] : w, q[i], sum);
+        sum = fmaf(scales ? w * scales[column / scale_block(&a.kv_b)] : w, q[i], sum);
     }
     a.y[vector * (size_t)width + (size_t)column] = column < lora ? sum : q[a.nope + column - lora];
 }
@@ -2711,7 +2791,7 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
     const Absorb absorb = {.kv_b = *kv_b, .q = q, .y = q_absorbed, .n_rows = n_rows, .heads = config->num_attention_heads,
                            .nope = config->qk_nope_head_dim, .rope = config->qk_rope_head_dim, .v = config->v_head_dim};
     const bool aligned = rows_aligned(kv_b->dtype, kv_b->cols) && (uintptr_t)kv_b->data % 16 == 0
-                         && (absorb.nope | absorb.rope | absorb.v | kv_b->first_row) % 4 == 0
+                         && (absorb.nope | absorb.rope | absorb.v | kv_b->first_row) % 4 == 0 && scale_block(kv_b) == SCALE_BLOCK
                          && floats_aligned(q, 4) && floats_aligned(q_absorbed, 4)
                          && (size_t)absorb_bytes(absorb, ABSORB_ROWS / 16) <= gpu.shared_per_block;
     if (aligned && kv_b->dtype == DTYPE_BF16) return launch_absorb<DTYPE_BF16>(absorb);
@@ -2754,8 +2834,19 @@ struct Router {
     const float *logits, *bias;
     int experts, per_token, groups, kept;
     float factor;
-    bool normalise;
+    bool normalise, softplus;
+    const int *table;           /* [vocab, per_token]: the experts of each token, of `rows`; or NULL */
+    const Row *rows;
 };
+
+/* sqrt(log(1 + e^x)); far below zero that is e^(x / 2), where e^x itself would be lost. */
+static __device__ inline float root_of_softplus(float x) {
+    return x > 20 ? sqrtf(x) : x < -30 ? expf(x / 2) : sqrtf(log1pf(expf(x)));
+}
+
+static __device__ inline float router_score(const Router &router, float logit) {
+    return router.softplus ? root_of_softplus(logit) : 1 / (1 + expf(-logit));
+}
 
 /* Keeps the topk_group groups whose two best choices add up highest; experts of the others become -inf, not 0, since a biased
  * score may be negative. A lane has EACH experts from `first` on. shared: [groups][size + 1], so that lanes that look at groups
@@ -2818,25 +2909,30 @@ template <int EACH> static __global__ void route_kernel(const __grid_constant__ 
     const float *logits = router.logits + (size_t)blockIdx.x * (size_t)router.experts + first;
     int *picks = router.picks + (size_t)blockIdx.x * (size_t)router.per_token;
     float *weights = router.weights + (size_t)blockIdx.x * (size_t)router.per_token;
-    float score[EACH], choice[EACH], total = 0;
+    float score[EACH], choice[EACH] = {}, total = 0;
     Candidate candidates[EACH];
     let_next_start();                               /* the experts fetch the shared one's tiles meanwhile */
 #pragma unroll
-    for (int j = 0; j < EACH; j += 4) *(float4 *)(choice + j) = load_four(router.bias + first + j, router.experts - first - j);
+    for (int j = 0; j < EACH && !router.table; j += 4) *(float4 *)(choice + j) = load_four(router.bias + first + j, router.experts - first - j);
     wait_for_previous();
 #pragma unroll
     for (int j = 0; j < EACH; j += 4) *(float4 *)(score + j) = load_four(logits + j, router.experts - first - j);
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
-        score[j] = 1 / (1 + expf(-score[j]));
+        score[j] = router_score(router, score[j]);
         choice[j] += score[j];                      /* the bias balances the load: it chooses, it does not weigh */
         if (isnan(choice[j])) choice[j] = INFINITY, score[j] = NAN;         /* chosen, so that it shows */
         choice[j] = fmaxf(choice[j], -1e30f);       /* -inf marks what is out of the race */
     }
     if (router.groups > 1) limit_groups(choice, first, router, chosen + router.per_token);
+    if (router.table)
+        for (int i = lane; i < router.per_token; i += 32) {
+            picks[i] = router.table[(size_t)router.rows[blockIdx.x].token * (size_t)router.per_token + (size_t)i];
+            chosen[i] = router_score(router, logits[picks[i] - first]);
+        }
 #pragma unroll
     for (int j = 0; j < EACH; j++) candidates[j] = {first + j < router.experts ? in_order(choice[j]) : 0, score[j], j};
-    for (int i = 0; i < router.per_token; i++) {    /* the best of all lanes', of equal ones the first lane's */
+    for (int i = 0; i < router.per_token && !router.table; i++) {   /* the best of all lanes', of equal ones the first lane's */
         const Candidate best = best_of(candidates);
         const uint32_t most = __reduce_max_sync(~0u, best.order), lanes = __ballot_sync(~0u, best.order == most);
         if (lane != __ffs((int)lanes) - 1) continue;
@@ -2853,16 +2949,26 @@ template <int EACH> static __global__ void route_kernel(const __grid_constant__ 
     for (int i = lane; i < router.per_token; i += 32) weights[i] = chosen[i] * factor;
 }
 
-static void route(int *picks, float *weights, const float *logits, const float *bias, int n_rows, const Config *config) {
+static void launch_route(const Router &router, int n_rows) {
     if (n_rows <= 0) return;
-    const Router router = {.picks = picks, .weights = weights, .logits = logits, .bias = bias,
-                           .experts = config->n_routed_experts, .per_token = config->num_experts_per_tok,
-                           .groups = config->n_group, .kept = config->topk_group, .factor = config->routed_scaling_factor,
-                           .normalise = config->norm_topk_prob};
     const auto kernel = router.experts <= 256 ? route_kernel<8> : router.experts <= 512 ? route_kernel<16> : route_kernel<128>;
     const size_t shared = ((size_t)router.per_token + (size_t)router.experts + 3 * (size_t)router.groups) * sizeof(float);
     allow_shared(kernel, shared);
     launch(kernel, (unsigned)n_rows, 32, shared, router);
+}
+
+static void route(int *picks, float *weights, const float *logits, const float *bias, int n_rows, const Config *config) {
+    launch_route({.picks = picks, .weights = weights, .logits = logits, .bias = bias,
+                  .experts = config->n_routed_experts, .per_token = config->num_experts_per_tok,
+                  .groups = config->n_group, .kept = config->topk_group, .factor = config->routed_scaling_factor,
+                  .normalise = config->norm_topk_prob, .softplus = false, .table = NULL, .rows = NULL}, n_rows);
+}
+
+static void route_softplus(int *picks, float *weights, const float *logits, const float *bias, const int *table, const Row *rows,
+                           int n_rows, const Config *config) {
+    launch_route({.picks = picks, .weights = weights, .logits = logits, .bias = bias, .experts = config->n_routed_experts,
+                  .per_token = config->num_experts_per_tok, .groups = 1, .kept = 1, .factor = config->routed_scaling_factor,
+                  .normalise = config->norm_topk_prob, .softplus = true, .table = table, .rows = rows}, n_rows);
 }
 
 /* ---- experts: one launch, whose blocks all stay until its end */
@@ -2886,6 +2992,10 @@ enum {
     SMALL_SHARED = 1024,        /* bytes at most of what is declared in functions */
     NOBODY = 0xffff,
 };
+/* Of DeepSeek-V4's section. */
+static __device__ void round_group(float *v, int n, const RowFormat &format);
+static void round_rows(float *x, size_t stride, int n_rows, int dim, const RowFormat *format);
+
 enum { GATE, UP, DOWN };        /* an expert's matrices; the first and the last also name the phases */
 
 struct Experts {
@@ -2896,6 +3006,9 @@ struct Experts {
     float *gated;               /* [rows * slots, inter] */
     float *y;
     int n_rows, experts, per_token, hidden, inter;
+    float limit;                /* swiglu_limit; 0: none */
+    bool rounds;                /* --qat, and weights are codes: gated is rounded as rows of this format are */
+    RowFormat rounding;
     int slots;                  /* picks of a row; with the shared expert, which then is the last */
     bool aligned;               /* x allows loads of 16 bytes */
     bool many;                  /* rows: an expert has more than half a tile of them */
@@ -2944,12 +3057,15 @@ struct ExpertMemory {
 
 /* Values of a row in a tile: 2^tile_bits, since a division takes as long as a read of memory. Four threads have 2^part_bits
  * eights each of them. */
-static __host__ __device__ constexpr int tile_bits(DType D) { return D == DTYPE_F4_E2M1 ? 8 : D == DTYPE_F8_E4M3 ? 7 : 6; }
+static __host__ __device__ constexpr int tile_bits(DType D) { return D == DTYPE_F4_E2M1 ? 8 : is_e4m3(D) ? 7 : 6; }
 static __host__ __device__ constexpr int part_bits(DType D) { return tile_bits(D) - 5; }
 static __host__ __device__ inline int count_tiles(DType D, int cols) { return (cols + (1 << tile_bits(D)) - 1) >> tile_bits(D); }
 
-/* Room for a tile's scales: of e4m3 one for its upper and one for its lower rows, of e2m1 eight bytes for each row. */
-static __host__ __device__ inline int scale_bytes(DType D) { return D == DTYPE_F4_E2M1 ? 128 : D == DTYPE_F8_E4M3 ? 16 : 0; }
+/* Room for a tile's scales: of e4m3 one for its upper and one for its lower rows, or in blocks of 32 four, of e2m1 eight bytes for
+ * each row. */
+static __host__ __device__ inline int scale_bytes(DType D) {
+    return D == DTYPE_F4_E2M1 ? 128 : D == BLOCKS_OF_32 ? 32 : D == DTYPE_F8_E4M3 ? 16 : 0;
+}
 
 static __device__ inline int row_of(int pick) { return pick >> 16; }
 static __device__ inline int number_of(int pick) { return pick & 0xffff; }
@@ -3194,14 +3310,14 @@ static __device__ inline void open_span(Stream *stream, const Experts &e, const 
     const size_t at = (size_t)(stream->strip * high + lane / 8) * stride + (size_t)(begin + lane % 8 * 16);
     stream->row[0] = chosen.data[down ? DOWN : GATE] + at;
     stream->row[1] = chosen.data[down ? DOWN : UP] + at + (down ? 8 * stride : 0);
-    const bool block = D == DTYPE_F8_E4M3, upper = block ? lane == 0 : lane < TILE_ROWS;
-    const int each = block ? 4 : 8;
+    const bool block = is_e4m3(D), small = D == BLOCKS_OF_32, upper = small ? lane < 4 : block ? lane == 0 : lane < TILE_ROWS;
+    const int each = small ? 16 : block ? 4 : 8;
     stream->scale_step = segments * each;
     stream->scale_row = count_tiles(D, cols) * each;
-    stream->scale_shift = block ? power_of(SCALE_BLOCK) : 0;
-    stream->scale_lanes = block ? 2 : D == DTYPE_F4_E2M1 ? 32 : 0;
+    stream->scale_shift = small ? power_of(SMALL_BLOCK) : block ? power_of(SCALE_BLOCK) : 0;
+    stream->scale_lanes = small ? 8 : block ? 2 : D == DTYPE_F4_E2M1 ? 32 : 0;
     stream->first_scale = (const uint8_t *)chosen.scale[down ? DOWN : upper ? GATE : UP] + segment * each
-                          + (block ? 0 : (lane / 2 % 8 + (down && !upper ? 8 : 0)) * stream->scale_row + lane % 2 * 4);
+                          + (small ? lane % 4 * 4 : block ? 0 : (lane / 2 % 8 + (down && !upper ? 8 : 0)) * stream->scale_row + lane % 2 * 4);
 }
 
 /* The next strip that this warp has. False: there is none that is known. */
@@ -3250,14 +3366,16 @@ static __device__ inline bool fetch_tile(Stream *stream, const Experts &e, const
 
 /* ---- x as the tensor cores want it
  *
- * bf16 weights meet numbers of bf16, others numbers of f16: each stretch of a row that meets one tile is scaled by a power of
- * two, which makes its largest value about 2^14, and sums are scaled back.
+ * bf16 weights, and e4m3 with the scales of blocks of 32 in them, meet numbers of bf16, others numbers of f16: each stretch of a
+ * row that meets one tile is scaled by a power of two, which makes its largest value about 2^14, and sums are scaled back.
  */
+
+static __host__ __device__ constexpr bool meets_bf16(DType D) { return D == DTYPE_BF16 || D == BLOCKS_OF_32; }
 
 /* The eights of a row in a tile are dealt out to four threads, as many after each other as 16 bytes of weights hold of e4m3, and
  * one at a time of other types. Where is that one, the i-th of thread t: i * 4 + t. */
 static __device__ inline int eight_place(DType D, int eight) {
-    return D == DTYPE_F8_E4M3 ? eight / 8 * 8 + eight % 2 * 4 + eight / 2 % 4 : eight;
+    return is_e4m3(D) ? eight / 8 * 8 + eight % 2 * 4 + eight / 2 % 4 : eight;
 }
 
 /* Eight values, which have been rounded to pairs of neighbours, in the order in which halves_of_e2m1 gives the weights. */
@@ -3313,11 +3431,12 @@ static __device__ void stage_rows(const Experts &e, const ExpertMemory &m, uint8
             const float4 a = __ldcg(from), b = __ldcg(from + 1);
             v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
         }
-        if (D != DTYPE_BF16)
+        if (!meets_bf16(D))
             *(float *)(to + slot * stride + x_scales(e, cols) + tile * (int)sizeof(float)) = scale_values(v, 1 << bits);
         const int place = (tile * terms << bits) + eight_place(D, eight & ((1 << bits) - 1));
         for (int term = 0; term < terms; term++) {
-            const uint4 eight_values = D == DTYPE_BF16 ? take_term<DTYPE_BF16>(v) : take_term<DTYPE_F16>(v);
+            const uint4 eight_values = D == DTYPE_BF16   ? take_term<DTYPE_BF16>(v)
+                                       : D == BLOCKS_OF_32 ? take_term<BLOCKS_OF_32>(v) : take_term<DTYPE_F16>(v);
             *(uint4 *)(to + slot * stride + (place + (term << bits)) * 16) =
                 D == DTYPE_F4_E2M1 ? order_for_e2m1(eight_values) : eight_values;
         }
@@ -3330,7 +3449,8 @@ static __device__ void stage_rows(const Experts &e, const ExpertMemory &m, uint8
  * row. Of others: twice 16 bytes, each from either row. */
 struct Tile {
     uint32_t word[16];
-    uint2 scale[2];             /* e4m3: the first has the floats of both rows. e2m1: each its exponents */
+    uint2 scale[2];             /* e4m3: the first has the floats of both rows. BLOCKS_OF_32: each the factors of its 16 bytes.
+                                 * e2m1: each its exponents */
 };
 
 static __device__ inline void load_tile(Tile *tile, const uint8_t *slot, DType D) {
@@ -3347,6 +3467,9 @@ static __device__ inline void load_tile(Tile *tile, const uint8_t *slot, DType D
         for (int i = 0; i < 2; i++) tile->scale[i] = ((const uint2 *)scales)[g + 8 * i];
     } else {
         if (D == DTYPE_F8_E4M3) tile->scale[0] = *(const uint2 *)scales;
+        const float *blocks = (const float *)scales + lane % 4 / 2;
+        for (int i = 0; i < 2 && D == BLOCKS_OF_32; i++)
+            tile->scale[i] = make_uint2(e4m3_factor(blocks[4 * i]), e4m3_factor(blocks[4 * i + 2]));
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int place = (lane % 4 ^ swizzled(g)) * 16 ^ i / 2 * 64;
@@ -3387,6 +3510,11 @@ template <DType D> static __device__ inline uint4 widen_words(const Tile &tile, 
         const uint32_t *words = tile.word + (part / 2 * 2 + half) * 4 + part % 2 * 2;
         const uint2 low = halves_of_e4m3(words[0]), high = halves_of_e4m3(words[1]);
         return make_uint4(low.x, low.y, high.x, high.y);
+    } else if constexpr (D == BLOCKS_OF_32) {
+        const uint32_t *words = tile.word + (part / 2 * 2 + half) * 4 + part % 2 * 2,
+                       factor = part < 2 ? tile.scale[half].x : tile.scale[half].y;
+        const uint2 low = widen_four(words[0], factor), high = widen_four(words[1], factor);
+        return make_uint4(low.x, low.y, high.x, high.y);
     } else {
         const uint32_t *words = tile.word + (part * 2 + half) * 4;
         return make_uint4(words[0], words[1], words[2], words[3]);
@@ -3403,7 +3531,7 @@ static __device__ inline float e2m1_scale(uint32_t exponents, int i) {
 template <DType D, int TERMS>
 static __device__ inline void multiply_tile(float total[4], const Tile &tile, const uint8_t *x, const float undo[2]) {
     constexpr int parts = 1 << part_bits(D);
-    constexpr DType with = D == DTYPE_BF16 ? DTYPE_BF16 : DTYPE_F16;
+    constexpr DType with = meets_bf16(D) ? DTYPE_BF16 : DTYPE_F16;
     float sum[4] = {}, block[4] = {};
     float *into = D == DTYPE_BF16 ? total : D == DTYPE_F4_E2M1 ? block : sum;
 #pragma unroll
@@ -3427,7 +3555,8 @@ static __device__ inline void multiply_tile(float total[4], const Tile &tile, co
     for (int i = 0; i < 4; i++) {
         const float scale = D == DTYPE_F8_E4M3 ? __uint_as_float(i < 2 ? tile.scale[0].x : tile.scale[0].y)
                                                : D == DTYPE_F4_E2M1 ? E2M1_REPAIR : 1;
-        if (D != DTYPE_BF16) total[i] = fmaf(scale * undo[i % 2], sum[i], total[i]);
+        if (D == BLOCKS_OF_32) total[i] = fmaf(undo_shift(D), sum[i], total[i]);
+        else if (D != DTYPE_BF16) total[i] = fmaf(scale * undo[i % 2], sum[i], total[i]);
     }
 }
 
@@ -3452,6 +3581,9 @@ static __device__ inline void multiply_segment(float total[4], const uint8_t *ro
         commit_copies();
         const uint8_t *of_tile = x + (i * terms << (part_bits(D) + 6));
         const float undo[2] = {((const float *)undo_first)[i], ((const float *)undo_second)[i]};    /* of bf16: anything */
+        if (D == BLOCKS_OF_32 && terms == 1) multiply_tile<BLOCKS_OF_32, 1>(total, tile, of_tile, undo);
+        else if (D == BLOCKS_OF_32) multiply_tile<BLOCKS_OF_32, 2>(total, tile, of_tile, undo);
+        else
         if (D == DTYPE_F8_E4M3 && terms == 1) multiply_tile<DTYPE_F8_E4M3, 1>(total, tile, of_tile, undo);
         else if (D == DTYPE_F8_E4M3) multiply_tile<DTYPE_F8_E4M3, 2>(total, tile, of_tile, undo);
         else if (D == DTYPE_F4_E2M1) multiply_tile<DTYPE_F4_E2M1, 1>(total, tile, of_tile, undo);
@@ -3467,11 +3599,13 @@ static __device__ void multiply_exactly(float total[4], const Experts &e, const 
     const int cols = down ? e.inter : e.hidden, rows = down ? e.hidden : e.inter, lane = lane_id(),
               high = down ? TILE_ROWS : TILE_ROWS / 2, order = m.works[work].begin, last = count_of(m, work) - 1,
               which = down ? DOWN : lane % TILE_ROWS < 8 ? GATE : UP;
-    const DType stored = (work < m.plan->shared_works ? e.shared[which] : e.table[which][0]).dtype;
+    const Matrix &any = work < m.plan->shared_works ? e.shared[which] : e.table[which][0];
+    const DType stored = any.dtype;
+    const int block = scale_block(&any);
     const Chosen &chosen = m.chosen[m.works[work].chosen];
     const int row = min(strip * high + lane % high, rows - 1);
     const uint8_t *data = chosen.data[which] + (size_t)row * weight_bytes(stored, (size_t)cols);
-    const float *scale = (const float *)chosen.scale[which] + row / SCALE_BLOCK * divide_up(cols, SCALE_BLOCK), *x[4];
+    const float *scale = (const float *)chosen.scale[which] + row / block * divide_up(cols, block), *x[4];
     const uint8_t *exponents = (const uint8_t *)chosen.scale[which] + row * divide_up(cols, EXPONENT_BLOCK);
     for (int c = 0; c < 4; c++) {
         const int pick = m.order[order + min(lane / 16 * 4 + c, last)];
@@ -3481,7 +3615,7 @@ static __device__ void multiply_exactly(float total[4], const Experts &e, const 
 #pragma unroll 1
         for (int k = begin; k < min(begin + SEGMENT, cols); k++) {
             float weight = load_stored(data, (size_t)k, stored);
-            if (stored == DTYPE_F8_E4M3) weight *= scale[k / SCALE_BLOCK];
+            if (stored == DTYPE_F8_E4M3) weight *= scale[k / block];
             if (stored == DTYPE_F4_E2M1) weight *= widen_e8m0(exponents[k / EXPONENT_BLOCK]);
             for (int c = 0; c < 4; c++) total[c] = fmaf(weight, __ldcg(x[c] + k), total[c]);
         }
@@ -3520,15 +3654,15 @@ static __device__ inline float add_segments(const float *sums, int segments, int
     return sum;
 }
 
-/* gated = silu(gate x) * up x for the columns that wait. */
+/* gated = silu(gate x) * up x for the columns that wait, or of what a limit leaves of them. */
 static __device__ void add_gate_up(const Experts &e, const ExpertMemory &m, int columns) {
     const int segments = segments_of(e, false);
 #pragma unroll 1
     for (int i = (int)threadIdx.x; i < columns * 8; i += EXPERT_THREADS) {
         const int column = i / 8, r = i % 8, out = m.strip[column] * 8 + r, pick = m.pick[column];
         if (out >= e.inter) continue;
-        e.gated[gated_row(e, pick) + (size_t)out] =
-            silu(add_segments(m.sums, segments, column, r)) * add_segments(m.sums, segments, column, 8 + r);
+        e.gated[gated_row(e, pick) + (size_t)out] = gate_up(add_segments(m.sums, segments, column, r),
+                                                            add_segments(m.sums, segments, column, 8 + r), e.limit);
     }
 }
 
@@ -3556,7 +3690,7 @@ static __device__ void add_down(const Experts &e, const ExpertMemory &m, int col
 #pragma unroll 1
     for (int i = (int)threadIdx.x; i < columns * TILE_ROWS; i += EXPERT_THREADS) {
         const int c = i / TILE_ROWS, r = i % TILE_ROWS, pick = m.pick[c];
-        const float weight = is_shared(e, pick) ? 1 : e.weights[row_of(pick) * e.per_token + number_of(pick)];
+        const float weight = is_shared(e, pick) || e.rounds ? 1 : e.weights[row_of(pick) * e.per_token + number_of(pick)];
         m.down_sums[c * segments * TILE_ROWS + r] = weight * add_segments(m.down_sums, segments, c, r);
     }
     link_columns(m, columns);
@@ -3708,6 +3842,20 @@ static __device__ inline void multiply_down(Stream *stream, int *slot, const Exp
     add_down(e, m, used);
 }
 
+/* Under --qat gated is rounded before down meets it, and an expert's weight is in it by then. */
+static __device__ void round_gated(const Experts &e) {
+    const int groups = divide_up(e.inter, e.rounding.group), all = e.n_rows * e.slots * groups;
+    for (int i = (int)blockIdx.x * EXPERT_WARPS + warp_id(); i < all; i += (int)gridDim.x * EXPERT_WARPS) {
+        const int vector = i / groups, number = vector % e.slots, first = i % groups * e.rounding.group,
+                  count = min(e.rounding.group, e.inter - first);
+        float *v = e.gated + (size_t)vector * (size_t)e.inter + first;
+        const float weight = number < e.per_token ? e.weights[vector / e.slots * e.per_token + number] : 1;
+        for (int j = lane_id(); j < count; j += 32) v[j] = __ldcg(v + j) * weight;
+        round_group(v, count, e.rounding);
+    }
+    wait_for_all_blocks();
+}
+
 static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const __grid_constant__ Experts e) {
     extern __shared__ __align__(128) uint8_t expert_shared[];
     ExpertMemory m = expert_memory(e, expert_shared);
@@ -3732,14 +3880,15 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const
     }
     multiply_gate_up(&stream, &slot, e, m);
     wait_for_all_blocks();      /* they have written all of gated */
+    if (e.rounds) round_gated(e);
     let_next_start();
     multiply_down(&stream, &slot, e, m);
 }
 
 /* How an expert's matrices are multiplied. */
 static DType streamed_type(const Matrix *gate, const Matrix *up, const Matrix *down) {
-    const bool same = gate->dtype == up->dtype && up->dtype == down->dtype;
-    return same && rows_aligned(gate->dtype, gate->cols) && rows_aligned(down->dtype, down->cols) ? gate->dtype : EXACT;
+    const DType format = streamed_format(*gate, 0);
+    return format == streamed_format(*up, 0) && format == streamed_format(*down, 0) ? format : EXACT;
 }
 
 /* Cuts up a block's shared memory: as many rows of x beside a tile as there are, and as many stages as there is room for, where
@@ -3773,7 +3922,7 @@ static size_t lay_out_experts(Experts *e) {
 /* As in products: two for 16-bit weights, and for e4m3 where a row meets few. e2m1 is the type of large experts. */
 static int count_terms(DType dtype, const Experts &e) {
     if (dtype == DTYPE_BF16 || dtype == DTYPE_F16) return 2;
-    return dtype == DTYPE_F8_E4M3 && (size_t)e.slots * (size_t)e.inter * (size_t)e.hidden <= TWO_TERMS_MOST ? 2 : 1;
+    return is_e4m3(dtype) && (size_t)e.slots * (size_t)e.inter * (size_t)e.hidden <= TWO_TERMS_MOST ? 2 : 1;
 }
 
 /* As many segments as there are columns for, or the next lower power of two. */
@@ -3796,35 +3945,51 @@ static void launch_experts(Experts e) {
     launch_early(experts_kernel, dim3((unsigned)blocks), EXPERT_THREADS, shared, 1, e);
 }
 
+/* Under --qat the inputs of matrices of eight and four bits are rounded, those of others are not. */
+static bool rounds_inputs(const Config *config, DType dtype) {
+    return config->qat && (dtype == DTYPE_F8_E4M3 || dtype == DTYPE_F4_E2M1);
+}
+
 /* The shared expert runs with the others where its matrices have their shape, and by itself before them where not. As many rows
  * at a time as the lists hold. */
 static void experts(float *y, const float *x, const int *picks, const float *weights, int n_rows, const LayerWeights *layer,
                     const Config *config, float *scratch) {
     const int per_token = config->num_experts_per_tok, hidden = config->hidden_size, inter = config->moe_intermediate_size;
-    const Matrix gate = {.dtype = layer->expert_dtype, .cols = hidden}, down = {.dtype = layer->expert_dtype, .cols = inter};
+    const Matrix gate = {.dtype = layer->expert_dtype, .cols = hidden, .block = config->weight_block},
+                 down = {.dtype = layer->expert_dtype, .cols = inter, .block = config->weight_block};
+    const RowFormat rounding = {.dtype = KV_F8, .group = config->weight_block, .scales = SCALES_E8M0};
+    const bool rounds = rounds_inputs(config, layer->expert_dtype),
+               shared_rounds = layer->gate_proj.rows ? rounds_inputs(config, layer->gate_proj.dtype) : rounds;
+    float *rounded = scratch + (size_t)n_rows * (size_t)((per_token + 1) * inter);
     const DType dtype = streamed_type(&gate, &gate, &down),
                 shared_dtype = streamed_type(&layer->gate_proj, &layer->up_proj, &layer->down_proj);
-    const bool merged = layer->gate_proj.rows == inter && (dtype == EXACT) == (shared_dtype == EXACT);
+    const bool merged = layer->gate_proj.rows == inter && (dtype == EXACT) == (shared_dtype == EXACT) && rounds == shared_rounds;
     const int slots = per_token + merged, experts = config->n_routed_experts + merged;
     const int most = min(MAX_LISTED / slots, MAX_MASKS / experts / (int)sizeof(uint32_t) * 32);
+    if (rounds || shared_rounds) {
+        copy_rows(rounded, (size_t)hidden, x, (size_t)hidden, n_rows, hidden, 1);
+        round_rows(rounded, (size_t)hidden, n_rows, hidden, &rounding);
+    }
     if (layer->gate_proj.rows && !merged) {
         const size_t inner = (size_t)layer->gate_proj.rows;
         float *up = scratch + (size_t)n_rows * inner;
         const Projection of_x[] = {{scratch, inner, &layer->gate_proj}, {up, inner, &layer->up_proj}},
                          down_proj = {y, (size_t)hidden, &layer->down_proj};
-        linear(of_x, 2, x, (size_t)hidden, n_rows);
-        swiglu(scratch, scratch, up, (size_t)n_rows * inner);
+        linear(of_x, 2, shared_rounds ? rounded : x, (size_t)hidden, n_rows);
+        limited_swiglu(scratch, scratch, up, (size_t)n_rows * inner, config->swiglu_limit);
+        if (shared_rounds) round_rows(scratch, inner, n_rows, (int)inner, &rounding);
         linear(&down_proj, 1, scratch, inner, n_rows);
     }
     for (int first = 0, n; first < n_rows; first += n) {
         n = min(n_rows - first, most);
         const size_t row = (size_t)first;
-        const float *in = x + row * (size_t)hidden;
+        const float *in = (rounds ? rounded : x) + row * (size_t)hidden;
         launch_experts({.table = {layer->expert_gate, layer->expert_up, layer->expert_down},
                         .shared = {layer->gate_proj, layer->up_proj, layer->down_proj}, .picks = picks + row * (size_t)per_token,
                         .x = in, .weights = weights + row * (size_t)per_token, .gated = scratch, .y = y + row * (size_t)hidden,
                         .n_rows = n, .experts = config->n_routed_experts, .per_token = per_token, .hidden = hidden,
-                        .inter = inter, .slots = slots, .aligned = floats_aligned(in, (size_t)hidden),
+                        .inter = inter, .limit = config->swiglu_limit, .rounds = rounds, .rounding = rounding,
+                        .slots = slots, .aligned = floats_aligned(in, (size_t)hidden),
                         .many = false,
                         .dtype = {dtype, merged ? shared_dtype : dtype}, .terms = {}, .segment_bits = {}, .columns = 0,
                         .gated_rows = 0, .most_chosen = min(n * per_token, config->n_routed_experts) + merged, .stages = 0,
@@ -3844,11 +4009,20 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
  * rows and page tables having been there before the pass's first kernel, since they are read while kernels in front still run.
  */
 
-/* Bytes before the plain values of a row. */
+static __host__ __device__ inline bool has_codes(const RowFormat &format) {
+    return format.dtype == KV_F8 || format.dtype == KV_F4;
+}
+
+/* Bytes of the quantised values themselves, behind which codes have their scales; and before the plain values of a row. */
+static __host__ __device__ inline int value_bytes(const RowFormat &format) {
+    const int n = format.quantised;
+    return format.dtype == KV_F32 ? 4 * n : format.dtype == KV_BF16 ? 2 * n : format.dtype == KV_F8 ? n : divide_up(n, 2);
+}
+
+static __host__ __device__ inline int scale_size(const RowFormat &format) { return format.scales == SCALES_F32 ? 4 : 1; }
+
 static __host__ __device__ inline int quantised_bytes(const RowFormat &format) {
-    if (format.dtype == KV_F32) return 4 * format.quantised;
-    if (format.dtype == KV_BF16) return 2 * format.quantised;
-    return format.quantised + 4 * divide_up(format.quantised, format.group);
+    return value_bytes(format) + (has_codes(format) ? scale_size(format) * divide_up(format.quantised, format.group) : 0);
 }
 
 /* Little-endian bits of n bytes anywhere: an odd number of e4m3 values leaves what follows them unaligned. */
@@ -3858,14 +4032,23 @@ static __device__ inline uint32_t load_bytes(const uint8_t *data, int n) {
     return bits;
 }
 
+static __device__ inline float widen_e4m3(uint8_t code) { return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3))); }
+
+/* The scale of that group of a row's codes. */
+static __device__ inline float cached_scale(const uint8_t *row, const RowFormat &format, int group) {
+    const uint8_t *scale = row + value_bytes(format) + scale_size(format) * group;
+    if (format.scales == SCALES_F32) return __uint_as_float(load_bytes(scale, 4));
+    return format.scales == SCALES_E8M0 ? widen_e8m0(*scale) : widen_e4m3(*scale);
+}
+
 /* Value i of a cached row, the quantised ones first. */
 static __device__ inline float cached_value(const uint8_t *row, const RowFormat &format, int i) {
     if (format.dtype == KV_F32) return ((const float *)row)[i];
     if (format.dtype == KV_BF16) return __bfloat162float(((const __nv_bfloat16 *)row)[i]);
     if (i >= format.quantised)
         return __uint_as_float(load_bytes(row + quantised_bytes(format) + 2 * (i - format.quantised), 2) << 16);
-    float scale = __uint_as_float(load_bytes(row + format.quantised + 4 * (i / format.group), 4));
-    return __half2float(__half(__nv_cvt_fp8_to_halfraw(row[i], __NV_E4M3))) * scale;
+    const float code = format.dtype == KV_F8 ? widen_e4m3(row[i]) : widen_e2m1((uint32_t)row[i / 2] >> i % 2 * 4);
+    return code * cached_scale(row, format, i / format.group);
 }
 
 /* ---- writing rows; the bits are the C twin's */
@@ -3895,27 +4078,54 @@ static __device__ void narrow_values(uint8_t *__restrict__ out, const float *__r
     }
 }
 
-/* One group of e4m3 values and its scale, by one warp. */
-static __device__ void narrow_group(uint8_t *__restrict__ out, uint8_t *__restrict__ scales, const float *__restrict__ x, int n) {
-    const int lane = (int)threadIdx.x % 32;
+/* To the nearest e2m1, ties to the even code, saturating at 6. */
+static __device__ inline uint8_t narrow_e2m1(float x) {
+    const float m = fabsf(x);
+    const int code = (m > 0.25f) + (m >= 0.75f) + (m > 1.25f) + (m >= 1.75f) + (m > 2.5f) + (m >= 3.5f) + (m > 5);
+    return (uint8_t)(code | (__float_as_uint(x) >> 31 ? 8 : 0));
+}
+
+/* The scale of a group of codes with that largest value. A scale of 0 would make 0 / 0, so each kind has a least one. */
+static __device__ inline float group_scale(float largest, const RowFormat &format) {
+    const bool eight = format.dtype == KV_F8;
+    const float top = eight ? 448 : 6;
+    if (format.scales == SCALES_F32) return largest > top * FLT_MIN ? largest / top : 1;
+    if (format.scales == SCALES_E4M3) return widen_e4m3(narrow_e4m3(fmaxf(largest, top * 0x1p-9f) / top));
+    const float least = eight ? 1e-4f : top * 0x1p-126f, wanted = fmaxf(largest, least) * (1 / top);
+    if (!is_finite(wanted)) return 1;
+    return __uint_as_float((__float_as_uint(wanted) + 0x7fffff) & 0x7f800000);      /* up to a power of two */
+}
+
+/* The largest of a group's n values, by one warp. */
+static __device__ inline float group_maximum(const float *__restrict__ x, int n) {
     float largest = 0;
 #pragma unroll 4
-    for (int i = lane; i < n; i += 32) largest = fmaxf(largest, fabsf(x[i]));
-    largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));    /* none is negative */
-    const float scale = largest > 448 * FLT_MIN ? largest / 448 : 1;        /* a scale of 0 would make 0 / 0 */
+    for (int i = (int)threadIdx.x % 32; i < n; i += 32) largest = fmaxf(largest, fabsf(x[i]));
+    return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));       /* none is negative */
+}
+
+/* One group of codes and its scale, by one warp. Two neighbours of e2m1 share a byte, and so a group. */
+static __device__ void narrow_group(uint8_t *__restrict__ out, uint8_t *__restrict__ scales, const float *__restrict__ x, int n,
+                                    const RowFormat &format) {
+    const int lane = (int)threadIdx.x % 32;
+    const float scale = group_scale(group_maximum(x, n), format);
 #pragma unroll 4
-    for (int i = lane; i < n; i += 32) out[i] = narrow_e4m3(x[i] / scale);
-    if (lane < 4) scales[lane] = (uint8_t)(__float_as_uint(scale) >> 8 * lane);
+    for (int i = lane; format.dtype == KV_F8 && i < n; i += 32) out[i] = narrow_e4m3(x[i] / scale);
+    for (int i = 2 * lane; format.dtype == KV_F4 && i < n; i += 64)
+        out[i / 2] = (uint8_t)(narrow_e2m1(x[i] / scale) | (i + 1 < n ? narrow_e2m1(x[i + 1] / scale) << 4 : 0));
+    if (format.scales == SCALES_F32 && lane < 4) scales[lane] = (uint8_t)(__float_as_uint(scale) >> 8 * lane);
+    if (format.scales != SCALES_F32 && lane == 0)
+        *scales = format.scales == SCALES_E4M3 ? narrow_e4m3(scale) : (uint8_t)(__float_as_uint(scale) >> 23);
 }
 
 /* By a whole block. */
 static __device__ void store_row(uint8_t *row, const RowFormat &format, const float *quantised, const float *plain) {
     narrow_values(row + quantised_bytes(format), plain, format.plain, format.dtype == KV_F32);
-    if (format.dtype != KV_F8) return narrow_values(row, quantised, format.quantised, format.dtype == KV_F32);
+    if (!has_codes(format)) return narrow_values(row, quantised, format.quantised, format.dtype == KV_F32);
     for (int group = (int)threadIdx.x / 32; group * format.group < format.quantised; group += (int)blockDim.x / 32) {
-        int first = group * format.group;
-        narrow_group(row + first, row + format.quantised + 4 * group, quantised + first,
-                     min(format.group, format.quantised - first));
+        const int first = group * format.group;
+        narrow_group(row + (format.dtype == KV_F8 ? first : first / 2), row + value_bytes(format) + scale_size(format) * group,
+                     quantised + first, min(format.group, format.quantised - first), format);
     }
 }
 
@@ -3923,7 +4133,9 @@ static __device__ void store_row(uint8_t *row, const RowFormat &format, const fl
 static __global__ void store_rows_kernel(uint8_t *base, RowFormat format, const DeviceRow *ids, const float *a, size_t a_stride,
                                          const float *b, size_t b_stride) {
     begin_kernel();
-    store_row(base + (size_t)ids[blockIdx.x].id * format.stride, format, a + blockIdx.x * a_stride, b + blockIdx.x * b_stride);
+    const int id = ids[blockIdx.x].id;
+    if (id < 0) return;
+    store_row(base + (size_t)id * format.stride, format, a + blockIdx.x * a_stride, b + blockIdx.x * b_stride);
 }
 
 static void store_rows(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, const float *a, size_t a_stride,
@@ -4895,6 +5107,7 @@ enum {
     LATENT_PARTS = 4,           /* of the sum in a score, and of the values: a warp takes one, for 16 heads */
     LATENT_PITCH = LATENT_WIDTH + 8,        /* bf16 from row to row in shared memory: eight rows fall into different banks */
     SCORE_PITCH = TILE_KEYS + 4, WEIGHT_PITCH = TILE_KEYS + 8,
+    HOPPER_KEYS = 64,           /* keys of a tile of hopper_kernel and weigh_lists_kernel */
 };
 
 static float *partials;         /* [PARTIAL_FLOATS] device: of a row, head and chunk: maximum, sum, values */
@@ -4953,6 +5166,9 @@ struct SelectedKeys {
     __device__ ListSpan span(int) const { return {0, length}; }
     __device__ int bound() const { return capacity; }
     __device__ int start(int) const { return 0; }
+    static const int WIDTH = LATENT_WIDTH;
+    __device__ int tiles() const { return divide_up(length, HOPPER_KEYS); }
+    __device__ int keys_in(int tile) const { return length - tile * HOPPER_KEYS; }
     __device__ const uint8_t *row(int s) const { return row_at(pool, format.stride, locations[s]); }
     __device__ float at(const uint8_t *row, int, int i) const { return cached_value(row, format, i); }
 };
@@ -5077,6 +5293,51 @@ struct BlockKeys {
     }
 };
 
+/* DeepSeek-V4: the last positions of a session up to the row's own, then rows of a pool. A head's sink is one more logit. */
+struct WindowKeys {
+    Trail trail;                /* of(r): its ring is the session's */
+    RowFormat trail_format, format;
+    RowPool pool;
+    const DeviceRow *locations; /* [rows, capacity], of(r): [capacity]; or NULL: rows of the pool from first_id on */
+    const int *count;           /* NULL: none */
+    const Row *rows;            /* of the pass; the launch's first is number first_row of these */
+    const float *sinks;         /* [heads] */
+    int first_row, window, capacity;
+    int position, session, length, seen, first_id;  /* of(r): keys, and how many of them are the window's */
+    static const bool shared = true;
+    static const int first = 0, WIDTH = LATENT;
+    __device__ WindowKeys of(int i) const {
+        WindowKeys own = *this;
+        own.rows += first_row + i;
+        own.first_row = first_row + i;
+        own.position = own.rows->position, own.session = own.rows->session;
+        own.trail.ring += (size_t)own.session * trail.length * trail.stride;
+        own.seen = min(own.position + 1, window);
+        own.length = own.seen + (count ? count[first_row + i] : 0);
+        own.first_id = own.session * capacity;
+        if (locations) own.locations += (size_t)(first_row + i) * capacity;
+        return own;
+    }
+    /* Key s of the window, and of the pool. */
+    __device__ const uint8_t *window_row(int s) const {
+        const int back = seen - 1 - s;
+        if (back <= first_row && rows[-back].session == session) return trail.pass + (size_t)(first_row - back) * trail.stride;
+        return trail.ring + (size_t)((position - back) % trail.length) * trail.stride;
+    }
+    __device__ const uint8_t *pool_row(int s) const {
+        return row_at(pool, format.stride, locations ? locations[s] : DeviceRow{first_id + s});
+    }
+    __device__ int start(int) const { return 0; }
+    __device__ const uint8_t *row(int s) const { return s < seen ? window_row(s) : pool_row(s - seen); }
+    __device__ float at(const uint8_t *row, int s, int i) const { return cached_value(row, s < seen ? trail_format : format, i); }
+    /* Tiles of HOPPER_KEYS, the window's first: each is of one format. */
+    __device__ int window_tiles() const { return divide_up(seen, HOPPER_KEYS); }
+    __device__ int tiles() const { return window_tiles() + divide_up(length - seen, HOPPER_KEYS); }
+    __device__ int keys_in(int tile) const {
+        return tile < window_tiles() ? seen - tile * HOPPER_KEYS : length - seen - (tile - window_tiles()) * HOPPER_KEYS;
+    }
+};
+
 /* What merge_kernel needs to know of lists that were gone through. Some are described in host memory, which is far. */
 static __device__ int list_lengths[MAX_PASS_ROWS * MAX_BLOCK];
 
@@ -5134,6 +5395,8 @@ template <typename Keys> static __global__ void attend_kernel(Keys lists, Attend
     for (int chunk = blockIdx.z; chunk * SPLIT_KEYS < length; chunk += gridDim.z) {
         const int end = min(keys.length, (chunk + 1) * SPLIT_KEYS);
         float maximum = -FLT_MAX, sum = 0, total[LANE_VALUES] = {0};
+        if constexpr (std::is_same_v<Keys, WindowKeys>)
+            if (chunk == 0 && works) maximum = keys.sinks[head], sum = 1;
         for (int begin = chunk * SPLIT_KEYS; begin < end; begin += TILE_KEYS) {
             const int n = min(end - begin, (int)TILE_KEYS);
             __syncthreads();
@@ -6051,7 +6314,6 @@ static __global__ void __launch_bounds__(32 * WIDE_WARPS, 1) long_runs(Keys list
  * for both. Few rows: blocks that share a list weigh its tiles, and others add up some of the values for some of the heads. */
 
 enum {
-    HOPPER_KEYS = 64,           /* keys of a tile */
     COLUMN_BLOCK = 64 * 128,    /* bytes of 64 columns of a tile or of the queries: 64 rows of 128 bytes, swizzled */
     HOPPER_TILE = LATENT_WIDTH / 64 * COLUMN_BLOCK,
     CONSUMERS = 256, PRODUCERS = 256,       /* threads */
@@ -6062,6 +6324,9 @@ enum {
     HALF_READY,                 /* and among the producers */
     RESULT_PITCH = LATENT * 4 + 16,         /* bytes from head to head of a result in shared memory: in other banks */
 };
+
+/* How a row of DeepSeek-V4 lies, of 512 values. */
+enum RowKind { ROW_BF16, ROW_E4M3, ROW_E4M3_PLAIN, ROW_E2M1, ROW_OTHER };
 
 /* How a tile joins those before it: what they are multiplied by, and what it is. */
 struct Joining { float before, own; };
@@ -6074,14 +6339,38 @@ struct HopperShared {
     uint64_t full[2], empty[2];             /* barriers of the tiles */
 };
 
-/* What a thread block does: tiles of one row's list, for up to 64 heads. */
-struct LatentTask {
-    SelectedKeys keys;          /* the row's */
-    const float *q;             /* [n_heads, LATENT_WIDTH] */
-    float *z;                   /* [n_heads, LATENT] the result */
-    int n_heads, begin, end, tiles;
-    float scale;
+/* The last `turned` values of a result are rotated back by a row's angle: keys that are values too come with their rotation. */
+struct TurnBack {
+    const float *cosine, *sine; /* [rows, turned / 2]; of(r): [turned / 2] */
+    int turned;
+    __device__ TurnBack of(int r) const {
+        return {cosine + (size_t)r * (size_t)(turned / 2), sine + (size_t)r * (size_t)(turned / 2), turned};
+    }
+    /* Values `column` and its neighbour of `width`. */
+    __device__ float2 apply(float2 pair, int column, int width) const {
+        const int i = (column - (width - turned)) / 2;
+        if (column < width - turned) return pair;
+        const float c = cosine[i], s = sine[i];
+        return make_float2(__fmaf_rn(pair.x, c, __fmul_rn(pair.y, s)), __fmaf_rn(pair.y, c, -__fmul_rn(pair.x, s)));
+    }
 };
+
+/* What a thread block does: tiles of one row's list, from tile `first` on, for up to 64 heads. */
+template <typename Lists> struct LatentTask {
+    Lists keys;                 /* the row's */
+    const float *q;             /* [n_heads, Lists::WIDTH] */
+    float *z;                   /* [n_heads, LATENT] the result */
+    int n_heads, first_head, first, tiles;
+    float scale;
+    TurnBack turn;
+};
+
+/* What a head has before its first tile: nothing, or its sink. A thread has one of four sums of it. */
+template <typename Lists> static __device__ float2 first_sum(const Lists &keys, int head, bool there, int quarter, float scale) {
+    if constexpr (std::is_same_v<Lists, WindowKeys>)
+        if (there) return make_float2(keys.sinks[head] / scale, quarter ? 0 : 1);
+    return make_float2(-FLT_MAX, 0);
+}
 
 static __device__ float fast_exp2(float x) {
     float y;
@@ -6194,9 +6483,9 @@ static __device__ void give_half(uint8_t *tile, uint64_t *full) {
 /* ---- bringing rows: half a tile at a time, a row by eight lanes. Of a pair's tile, a block brings the half of its rank. */
 
 /* The thread's row of step `step`; behind the end, where weights are 0, the last one again. */
-template <bool PAIR> static __device__ DeviceRow row_of_step(const LatentTask &task, int step) {
+template <bool PAIR> static __device__ DeviceRow row_of_step(const LatentTask<SelectedKeys> &task, int step) {
     const int half = PAIR ? 2 * step + pair_rank() : step, key = threadIdx.x % PRODUCERS / 8;
-    return task.keys.locations[min(task.begin + half * HALF_KEYS + key, task.end - 1)];
+    return task.keys.locations[min(task.first * HOPPER_KEYS + half * HALF_KEYS + key, task.keys.length - 1)];
 }
 
 static __device__ const uint8_t *latent_row(const SelectedKeys &keys, DeviceRow row) {
@@ -6221,7 +6510,7 @@ static __device__ uint4 load_piece(const uint8_t *from) {
 }
 
 /* Brings bf16 rows: copies that tell the barrier themselves. */
-static __device__ void bring_bf16(HopperShared *shared, const LatentTask &task) {
+static __device__ void bring_bf16(HopperShared *shared, const LatentTask<SelectedKeys> &task) {
     const int piece = threadIdx.x % 8;
     DeviceRow next = row_of_step<false>(task, 0);
     for (int step = 0; step < 2 * task.tiles; step++) {
@@ -6241,7 +6530,7 @@ static __device__ void bring_bf16(HopperShared *shared, const LatentTask &task) 
 
 /* Brings fp8 rows. A row's lanes take its pieces of 16 values in turns, and eight of its plain columns each; those of the next
  * step are on their way while this one's are widened, and those after them on their way to the L2 cache. */
-template <bool PAIR> static __device__ void bring_fp8(HopperShared *shared, const LatentTask &task) {
+template <bool PAIR> static __device__ void bring_fp8(HopperShared *shared, const LatentTask<SelectedKeys> &task) {
     enum { PIECES = LATENT / 16 / 8, STEPS = PAIR ? 1 : 2 };
     const int lane = threadIdx.x % 8, second = lane / 4;        /* which half of a piece goes first, for the banks */
     const uint8_t *row = latent_row(task.keys, row_of_step<PAIR>(task, 0));
@@ -6283,12 +6572,126 @@ template <bool PAIR> static __device__ void bring_fp8(HopperShared *shared, cons
     }
 }
 
+/* ---- rows of DeepSeek-V4, of 512 values: window and pool may differ in how these lie */
+
+/* The codes that a thread has of a row: 8 of each 64, with the scales of all of the row's. The last 64 values of ROW_E4M3_PLAIN
+ * are bf16 and begin at an odd byte: 16 bytes of theirs lie in two aligned pieces. */
+template <int KIND> struct RowPiece {
+    static const int CODES = KIND == ROW_E4M3_PLAIN ? 7 : 8;
+    uint2 codes[CODES];
+    uint4 scales[KIND == ROW_E2M1 ? 2 : 1], plain[KIND == ROW_E4M3_PLAIN ? 2 : 1];
+
+    __device__ void load(const uint8_t *row, int lane) {
+#pragma unroll
+        for (int b = 0; b < CODES; b++)
+            if constexpr (KIND == ROW_E2M1)
+                asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(codes[b].x) : "l"(row + b * 32 + lane * 4));
+            else
+                asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                             : "=r"(codes[b].x), "=r"(codes[b].y) : "l"(row + b * 64 + lane * 8));
+        scales[0] = load_piece(row + (KIND == ROW_E2M1 ? LATENT / 2 : CODES * 64));
+        if constexpr (KIND == ROW_E2M1) scales[1] = load_piece(row + LATENT / 2 + 16);
+        if constexpr (KIND == ROW_E4M3_PLAIN) {
+            plain[0] = load_piece(row + CODES * 64 + lane * 16);
+            plain[1] = load_piece(row + CODES * 64 + lane * 16 + 16);
+        }
+    }
+
+    /* Byte i of the scales; i % 4 may be known late. */
+    __device__ uint32_t scale_byte(int i) const {
+        const uint4 &four = scales[KIND == ROW_E2M1 ? i / 16 : 0];
+        const uint32_t word = i / 4 % 4 == 0 ? four.x : i / 4 % 4 == 1 ? four.y : i / 4 % 4 == 2 ? four.z : four.w;
+        return word >> 8 * (i % 4) & 0xff;
+    }
+
+    /* The eight values of block b of 64. */
+    __device__ uint4 widened(int b, int lane) const {
+        if (b == CODES) {                           /* bytes 7 to 22 of the two pieces */
+            const uint4 &p = plain[0], &q = plain[KIND == ROW_E4M3_PLAIN];
+            return make_uint4(__byte_perm(p.y, p.z, 0x6543), __byte_perm(p.z, p.w, 0x6543), __byte_perm(p.w, q.x, 0x6543),
+                              __byte_perm(q.x, q.y, 0x6543));
+        }
+        if constexpr (KIND == ROW_E2M1) {           /* 2^126 repairs the exponent; the scale has four bits, so all is exact */
+            const uint32_t scale = pair_bf16(widen_e4m3(scale_byte(4 * b + lane / 2)), 0) * 0x10001;
+            const uint4 apart = widen_eight(codes[b].x, 0x7e807e80);
+            const uint32_t a = multiply_pair(apart.x, scale), c = multiply_pair(apart.y, scale),
+                           d = multiply_pair(apart.z, scale), e = multiply_pair(apart.w, scale);
+            return make_uint4(__byte_perm(a, c, 0x5410), __byte_perm(d, e, 0x5410), __byte_perm(a, c, 0x7632),
+                              __byte_perm(d, e, 0x7632));
+        } else {
+            const int group = KIND == ROW_E4M3 ? 2 * b + lane / 4 : b;
+            return widen_eight(codes[b < CODES ? b : 0], widen_e8m0(scale_byte(group)));
+        }
+    }
+};
+
+/* Brings `tiles` tiles of the window or of the pool, the block's from number `turn` on. */
+template <int KIND, typename Source>
+static __device__ void bring_rows(HopperShared *shared, Source row_of, int bytes, int turn, int tiles) {
+    const int lane = threadIdx.x % 8, slot = threadIdx.x % PRODUCERS / 8;
+    auto row_of_step = [&](int step) { return row_of(min(step, 2 * tiles - 1) * HALF_KEYS + slot); };
+    auto fetch = [&](const uint8_t *row) {          /* it will be wanted soon: into the L2 cache */
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(row), "r"((bytes + 15) / 16 * 16) : "memory");
+    };
+    RowPiece<KIND> piece;
+    const uint8_t *row = row_of_step(0), *next = row_of_step(1);
+    if (tiles <= 0) return;
+    if constexpr (KIND != ROW_BF16) piece.load(row, lane);
+    for (int step = 1; step < STEPS_AHEAD && lane == 0; step++) fetch(row_of_step(step));
+    for (int step = 0; step < 2 * tiles; step++) {
+        const int t = turn + step / 2, key = step % 2 * HALF_KEYS + slot;
+        uint8_t *tile = shared->tiles[t % 2];
+        if (lane == 0) fetch(row_of_step(step + STEPS_AHEAD));
+        const uint8_t *later = row_of_step(step + 2);
+        if (t > 1 && step % 2 == 0) wait_at(&shared->empty[t % 2], t / 2 - 1);
+        if constexpr (KIND == ROW_BF16) {
+#pragma unroll
+            for (int b = 0; b < LATENT / 64; b++)
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                             :: "r"(shared_address(place_of(tile + b * COLUMN_BLOCK, key, lane))), "l"(row + b * 128 + lane * 16)
+                             : "memory");
+            if (step % 2) arrive_with_copies(&shared->full[t % 2]);
+        } else {
+#pragma unroll
+            for (int b = 0; b < LATENT / 64; b++) *(uint4 *)place_of(tile + b * COLUMN_BLOCK, key, lane) = piece.widened(b, lane);
+            piece.load(next, lane);
+            if (step % 2) {
+                show_to_products();
+                arrive_at(&shared->full[t % 2]);
+            }
+        }
+        row = next, next = later;
+    }
+    if constexpr (KIND == ROW_BF16) asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+template <typename Source>
+static __device__ void bring_kind(HopperShared *shared, const RowFormat &format, Source row_of, int turn, int tiles) {
+    const int bytes = (int)format.bytes;
+    if (format.dtype == KV_BF16) bring_rows<ROW_BF16>(shared, row_of, bytes, turn, tiles);
+    else if (format.dtype == KV_F4) bring_rows<ROW_E2M1>(shared, row_of, bytes, turn, tiles);
+    else if (format.plain) bring_rows<ROW_E4M3_PLAIN>(shared, row_of, bytes, turn, tiles);
+    else bring_rows<ROW_E4M3>(shared, row_of, bytes, turn, tiles);
+}
+
+/* The block's tiles, the window's first. Behind the end of a list, where weights are 0, comes its last row again. */
+static __device__ void bring_windows(HopperShared *shared, const LatentTask<WindowKeys> &task) {
+    const WindowKeys &keys = task.keys;
+    const int own = max(min(keys.window_tiles() - task.first, task.tiles), 0),
+              from = max(task.first - keys.window_tiles(), 0) * HOPPER_KEYS, at = task.first * HOPPER_KEYS;
+    if (own) bring_kind(shared, keys.trail_format, [&](int s) { return keys.window_row(min(at + s, keys.seen - 1)); }, 0, own);
+    if (own < task.tiles)
+        bring_kind(shared, keys.format, [&](int s) { return keys.pool_row(min(from + s, keys.length - keys.seen - 1)); }, own,
+                   task.tiles - own);
+}
+
 /* By the consumers: the queries as bf16; heads that there are not are zeros. */
-static __device__ void load_query(HopperShared *shared, const LatentTask &task) {
+template <typename Lists> static __device__ void load_query(HopperShared *shared, const LatentTask<Lists> &task) {
+    const int width = Lists::WIDTH;
 #pragma unroll 12
-    for (int i = threadIdx.x; i < LATENT_HEADS * LATENT_WIDTH / 4; i += CONSUMERS) {
-        const int head = i / (LATENT_WIDTH / 4), j = i % (LATENT_WIDTH / 4) * 4;
-        const float4 four = head < task.n_heads ? *(const float4 *)(task.q + head * LATENT_WIDTH + j) : make_float4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < LATENT_HEADS * width / 4; i += CONSUMERS) {
+        const int head = i / (width / 4), j = i % (width / 4) * 4;
+        const float4 four = head < task.n_heads ? *(const float4 *)(task.q + head * width + j) : make_float4(0, 0, 0, 0);
         *(uint2 *)(shared->query + j / 64 * COLUMN_BLOCK + head * 128 + (j / 8 % 8 ^ head % 8) * 16 + j % 8 * 2) =
             make_uint2(pair_bf16(four.x, four.y), pair_bf16(four.z, four.w));
     }
@@ -6304,13 +6707,13 @@ template <bool PAIR> static __device__ void release_tile(HopperShared *shared, i
 }
 
 /* Starts scores [64 heads, 64 keys] of a tile. */
-static __device__ void start_scores(float (&scores)[32], HopperShared *shared, int tile) {
+template <int WIDTH> static __device__ void start_scores(float (&scores)[32], HopperShared *shared, int tile) {
     const uint32_t query = shared_address(shared->query), keys = shared_address(shared->tiles[tile % 2]);
     wait_at(&shared->full[tile % 2], tile / 2);
     show_to_products();
     begin_products();
 #pragma unroll
-    for (int k = 0; k < LATENT_WIDTH / 16; k++) {
+    for (int k = 0; k < WIDTH / 16; k++) {
         const uint32_t at = k / 4 * COLUMN_BLOCK + k % 4 * 32;
         multiply_scores(scores, matrix_at(query + at, 0), matrix_at(keys + at, 0), k > 0);
     }
@@ -6386,16 +6789,23 @@ static __device__ Softmax weigh_scores(uint32_t (&weights)[16], float (&scores)[
 }
 
 /* Writes the result, once nobody needs the tiles any more: gathered in their place, so that whole rows go to memory. */
-static __device__ void put_result(const float (&total)[128], HopperShared *shared, const LatentTask &task) {
-    const int lane = threadIdx.x % 32, head = threadIdx.x % 128 / 32 * 16 + lane / 4;
+template <typename Lists>
+static __device__ void put_result(const float (&total)[128], HopperShared *shared, const LatentTask<Lists> &task) {
+    const int lane = threadIdx.x % 32, head = threadIdx.x % 128 / 32 * 16 + lane / 4,
+              column = threadIdx.x / 128 * LATENT / 2 + lane % 4 * 2;
     consumers_wait(RESULT_READY);
     const float above = 1 / shared->sum[head], below = 1 / shared->sum[head + 8];
-    float *row = (float *)(shared->tiles[0] + head * RESULT_PITCH) + threadIdx.x / 128 * LATENT / 2 + lane % 4 * 2,
-          *lower = row + 8 * RESULT_PITCH / 4;
+    float *row = (float *)(shared->tiles[0] + head * RESULT_PITCH) + column, *lower = row + 8 * RESULT_PITCH / 4;
 #pragma unroll
     for (int i = 0; i < 32; i++) {
-        *(float2 *)(row + i * 8) = make_float2(total[4 * i] * above, total[4 * i + 1] * above);
-        *(float2 *)(lower + i * 8) = make_float2(total[4 * i + 2] * below, total[4 * i + 3] * below);
+        float2 upper_pair = make_float2(total[4 * i] * above, total[4 * i + 1] * above),
+               lower_pair = make_float2(total[4 * i + 2] * below, total[4 * i + 3] * below);
+        if constexpr (std::is_same_v<Lists, WindowKeys>) {
+            upper_pair = task.turn.apply(upper_pair, column + i * 8, LATENT);
+            lower_pair = task.turn.apply(lower_pair, column + i * 8, LATENT);
+        }
+        *(float2 *)(row + i * 8) = upper_pair;
+        *(float2 *)(lower + i * 8) = lower_pair;
     }
     show_to_products();
     consumers_wait(RESULT_READY);
@@ -6408,19 +6818,24 @@ static __device__ void put_result(const float (&total)[128], HopperShared *share
 
 /* The warpgroup that scores and weighs tiles, and adds up the first half of the values. The last tile is scored twice, since a
  * branch around products would make each of them wait. */
-template <bool PAIR> static __device__ void score_tiles(HopperShared *shared, const LatentTask &task) {
+template <bool PAIR, typename Lists> static __device__ void score_tiles(HopperShared *shared, const LatentTask<Lists> &task) {
     const int thread = threadIdx.x, head = thread / 32 * 16 + thread % 32 / 4;
     float scores[32], total[128];
     uint32_t weights[16];
-    Softmax softmax = {{-FLT_MAX, -FLT_MAX}, {0, 0}};
+    Softmax softmax;
+    for (int below = 0; below < 2; below++) {
+        const int own = head + 8 * below;
+        const float2 first = first_sum(task.keys, task.first_head + own, own < task.n_heads, thread % 4, task.scale);
+        softmax.maximum[below] = first.x, softmax.sum[below] = first.y;
+    }
 #pragma unroll
     for (int i = 0; i < 128; i++) total[i] = 0;
-    start_scores(scores, shared, 0);
+    start_scores<Lists::WIDTH>(scores, shared, 0);
     wait_for_products<0>();
     take_products(scores);
     for (int t = 0; t < task.tiles; t++) {
         const float scale = task.scale * LOG2_E;
-        const Softmax own = weigh_scores(weights, scores, task.end - task.begin - t * HOPPER_KEYS, scale);
+        const Softmax own = weigh_scores(weights, scores, task.keys.keys_in(task.first + t), scale);
         Joining joining[2];
         for (int below = 0; below < 2; below++) {
             joining[below] = join_maximum(&softmax.maximum[below], own.maximum[below], scale);
@@ -6433,7 +6848,7 @@ template <bool PAIR> static __device__ void score_tiles(HopperShared *shared, co
         consumers_tell(WEIGHTS_READY);
         add_tile(total, scores, weights, shared, t, joining);
         release_tile<PAIR>(shared, t);
-        start_scores(scores, shared, min(t + 1, task.tiles - 1));
+        start_scores<Lists::WIDTH>(scores, shared, min(t + 1, task.tiles - 1));
         wait_for_products<0>();
         take_products(scores);
     }
@@ -6448,7 +6863,7 @@ template <bool PAIR> static __device__ void score_tiles(HopperShared *shared, co
 }
 
 /* The warpgroup that adds up the other half. */
-template <bool PAIR> static __device__ void add_tiles(HopperShared *shared, const LatentTask &task) {
+template <bool PAIR, typename Lists> static __device__ void add_tiles(HopperShared *shared, const LatentTask<Lists> &task) {
     const int thread = threadIdx.x % 128, head = thread / 32 * 16 + thread % 32 / 4;
     float total[128], sums[32];
     uint32_t weights[16];
@@ -6471,18 +6886,19 @@ template <bool PAIR> static __device__ void add_tiles(HopperShared *shared, cons
 
 
 /* Grid: groups of 64 heads, of which two make a pair, and rows. */
-template <bool FP8, bool PAIR>
+template <typename Lists, bool FP8, bool PAIR>
 static __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1)
-hopper_kernel(SelectedKeys lists, float *z, const float *q, int heads, float scale) {
+hopper_kernel(const __grid_constant__ Lists lists, float *z, const float *q, int heads, float scale, TurnBack turn) {
     begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t hopper_shared[];
     HopperShared *shared = (HopperShared *)hopper_shared;
     const int first_head = blockIdx.x * LATENT_HEADS, group = threadIdx.x / 128;
     const size_t row_head = (size_t)blockIdx.y * heads + first_head;
-    LatentTask task = {.keys = lists.of(blockIdx.y), .q = q + row_head * LATENT_WIDTH, .z = z + row_head * LATENT,
-                       .n_heads = min(heads - first_head, (int)LATENT_HEADS), .begin = 0, .end = 0, .tiles = 0, .scale = scale};
-    task.end = task.keys.length, task.tiles = divide_up(task.end, HOPPER_KEYS);
+    LatentTask<Lists> task = {.keys = lists.of(blockIdx.y), .q = q + row_head * Lists::WIDTH, .z = z + row_head * LATENT,
+                              .n_heads = min(heads - first_head, (int)LATENT_HEADS), .first_head = first_head, .first = 0,
+                              .tiles = 0, .scale = scale, .turn = turn.of(blockIdx.y)};
+    task.tiles = task.keys.tiles();
     if (!task.tiles) {          /* a sum over nothing, divided by 0 */
         for (int i = threadIdx.x; i < task.n_heads * LATENT; i += blockDim.x) task.z[i] = __int_as_float(0x7fffffff);
         return;
@@ -6496,7 +6912,8 @@ hopper_kernel(SelectedKeys lists, float *z, const float *q, int heads, float sca
     else __syncthreads();
     if (group >= CONSUMERS / 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"((int)PRODUCER_REGISTERS));
-        if constexpr (FP8) bring_fp8<PAIR>(shared, task);
+        if constexpr (std::is_same_v<Lists, WindowKeys>) bring_windows(shared, task);
+        else if constexpr (FP8) bring_fp8<PAIR>(shared, task);
         else bring_bf16(shared, task);
     } else if (group == 0) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"((int)CONSUMER_REGISTERS));
@@ -6542,17 +6959,18 @@ struct Weighed {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 /* By one warpgroup: the weights of the block's tiles, of which the first is tile `first` of the list, go to scratch. */
-static __device__ void leave_weights(HopperShared *shared, const LatentTask &task, const Weighed &to, int first) {
+template <typename Lists>
+static __device__ void leave_weights(HopperShared *shared, const LatentTask<Lists> &task, const Weighed &to) {
     const int lane = threadIdx.x % 32, head = lane / 4;
     float scores[32];
     uint32_t weights[16];
     for (int t = 0; t < task.tiles; t++) {
-        WeighedTile *tile = to.tile_of(blockIdx.x, blockIdx.y * LIST_GROUPS + threadIdx.x / 32, first + t);
-        start_scores(scores, shared, t);
+        WeighedTile *tile = to.tile_of(blockIdx.x, blockIdx.y * LIST_GROUPS + threadIdx.x / 32, task.first + t);
+        start_scores<Lists::WIDTH>(scores, shared, t);
         wait_for_products<0>();
         take_products(scores);
         release_tile<false>(shared, t);
-        const Softmax own = weigh_scores(weights, scores, task.end - task.begin - t * HOPPER_KEYS, task.scale * LOG2_E);
+        const Softmax own = weigh_scores(weights, scores, task.keys.keys_in(task.first + t), task.scale * LOG2_E);
 #pragma unroll
         for (int k = 0; k < KEY_STEPS; k++) tile->weights[k][lane] = *(const uint4 *)(weights + 4 * k);
 #pragma unroll
@@ -6564,10 +6982,11 @@ static __device__ void leave_weights(HopperShared *shared, const LatentTask &tas
 }
 
 /* By another: the values of the tiles. */
-static __device__ void leave_values(HopperShared *shared, const LatentTask &task, const Weighed &to, int first) {
+template <typename Lists>
+static __device__ void leave_values(HopperShared *shared, const LatentTask<Lists> &task, const Weighed &to) {
     const int lane = threadIdx.x % 32;
     for (int t = 0; t < task.tiles; t++) {
-        TileValues *values = to.values_of(blockIdx.x, first + t);
+        TileValues *values = to.values_of(blockIdx.x, task.first + t);
         wait_at(&shared->full[t % 2], t / 2);
 #pragma unroll 8
         for (int i = threadIdx.x % 128 / 32; i < VALUE_PAIRS * KEY_STEPS; i += 4) {
@@ -6584,21 +7003,21 @@ static __device__ void leave_values(HopperShared *shared, const LatentTask &task
 #endif
 
 /* Grid: rows, groups of 64 heads, groups of `each` tiles. */
-template <bool FP8>
+template <typename Lists, bool FP8>
 static __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1)
-weigh_lists_kernel(SelectedKeys lists, Weighed to, const float *q, int heads, float scale, int each) {
+weigh_lists_kernel(const __grid_constant__ Lists lists, Weighed to, const float *q, int heads, float scale, int each) {
     begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t hopper_shared[];
     HopperShared *shared = (HopperShared *)hopper_shared;
     const int first_head = blockIdx.y * LATENT_HEADS, group = threadIdx.x / 128;
     const bool leaves = blockIdx.y == 0;            /* the values too, which all heads share */
-    LatentTask task = {.keys = lists.of(blockIdx.x), .q = q + ((size_t)blockIdx.x * heads + first_head) * LATENT_WIDTH, .z = NULL,
-                       .n_heads = min(heads - first_head, (int)LATENT_HEADS), .begin = (int)blockIdx.z * each * HOPPER_KEYS,
-                       .end = 0, .tiles = 0, .scale = scale};
-    task.end = min(task.keys.length, task.begin + each * HOPPER_KEYS);
-    task.tiles = divide_up(task.end - task.begin, HOPPER_KEYS);
-    if (task.begin >= task.end) return;
+    LatentTask<Lists> task = {.keys = lists.of(blockIdx.x),
+                              .q = q + ((size_t)blockIdx.x * heads + first_head) * Lists::WIDTH, .z = NULL,
+                              .n_heads = min(heads - first_head, (int)LATENT_HEADS), .first_head = first_head,
+                              .first = (int)blockIdx.z * each, .tiles = 0, .scale = scale, .turn = {}};
+    task.tiles = min(task.keys.tiles() - task.first, each);
+    if (task.tiles <= 0) return;
     if (!threadIdx.x) {
         for (int i = 0; i < 2; i++)
             start_barrier(&shared->full[i], PRODUCERS), start_barrier(&shared->empty[i], leaves ? CONSUMERS / 32 : 4);
@@ -6606,13 +7025,14 @@ weigh_lists_kernel(SelectedKeys lists, Weighed to, const float *q, int heads, fl
     }
     __syncthreads();
     if (group >= CONSUMERS / 128) {
-        if constexpr (FP8) bring_fp8<false>(shared, task);
+        if constexpr (std::is_same_v<Lists, WindowKeys>) bring_windows(shared, task);
+        else if constexpr (FP8) bring_fp8<false>(shared, task);
         else bring_bf16(shared, task);
         return;
     }
     load_query(shared, task);
-    if (group == 0) leave_weights(shared, task, to, blockIdx.z * each);
-    else if (leaves) leave_values(shared, task, to, blockIdx.z * each);
+    if (group == 0) leave_weights(shared, task, to);
+    else if (leaves) leave_values(shared, task, to);
 #endif
 }
 
@@ -6685,17 +7105,20 @@ template <int GROUPS, int COLUMNS> struct Adding {
 };
 
 /* Grid: rows, groups of heads, groups of columns. */
-template <int GROUPS, int COLUMNS>
+template <typename Lists, int GROUPS, int COLUMNS>
 static __global__ void __launch_bounds__(ADDERS)
-add_lists_kernel(const int *count, float *z, Weighed from, int heads, float scale) {
+add_lists_kernel(const __grid_constant__ Lists lists, float *z, Weighed from, int heads, float scale, TurnBack turn) {
     begin_kernel();
     typedef Adding<GROUPS, COLUMNS> A;
     extern __shared__ __align__(128) uint8_t add_shared[];
     typename A::Shared *shared = (typename A::Shared *)add_shared;
     A adding;
-    adding.from = from, adding.tiles = divide_up(count[blockIdx.x], HOPPER_KEYS);
-    const int lane = threadIdx.x % 32, tiles = adding.tiles, summer = (int)threadIdx.x - A::SUMMERS;
-    float maximum = -FLT_MAX, sum = 0;
+    const Lists keys = lists.of(blockIdx.x);
+    adding.from = from, adding.tiles = keys.tiles();
+    const int lane = threadIdx.x % 32, tiles = adding.tiles, summer = (int)threadIdx.x - A::SUMMERS,
+              own_head = blockIdx.y * A::HEADS + (summer < 0 ? threadIdx.x / A::TILES : summer / 4);
+    const float2 before = first_sum(keys, own_head, own_head < heads, summer % 4, scale);
+    float maximum = before.x, sum = before.y;
     float4 total[A::OWN];
 #pragma unroll
     for (int i = 0; i < A::OWN; i++) total[i] = make_float4(0, 0, 0, 0);
@@ -6742,8 +7165,15 @@ add_lists_kernel(const int *count, float *z, Weighed from, int heads, float scal
         const float above = 1 / shared->sum[head], below = 1 / shared->sum[head + 8];
         float *out = z + ((size_t)blockIdx.x * heads + first) * LATENT + blockIdx.z * COLUMNS + item / 32 % (COLUMNS / 8) * 8
                      + lane % 4 * 2;
-        if (first < heads) *(float2 *)out = make_float2(total[i].x * above, total[i].y * above);
-        if (first + 8 < heads) *(float2 *)(out + 8 * LATENT) = make_float2(total[i].z * below, total[i].w * below);
+        float2 upper_pair = make_float2(total[i].x * above, total[i].y * above),
+               lower_pair = make_float2(total[i].z * below, total[i].w * below);
+        if constexpr (std::is_same_v<Lists, WindowKeys>) {
+            const int column = blockIdx.z * COLUMNS + item / 32 % (COLUMNS / 8) * 8 + lane % 4 * 2;
+            upper_pair = turn.of(blockIdx.x).apply(upper_pair, column, LATENT);
+            lower_pair = turn.of(blockIdx.x).apply(lower_pair, column, LATENT);
+        }
+        if (first < heads) *(float2 *)out = upper_pair;
+        if (first + 8 < heads) *(float2 *)(out + 8 * LATENT) = lower_pair;
     }
 }
 
@@ -6821,45 +7251,57 @@ static bool suits_tiles(const RowFormat *format, int heads, int kv_heads, int di
            && (format->dtype == KV_BF16 || (format->group % dim == 0 && format->quantised % 16 == 0));
 }
 
-template <int GROUPS, int COLUMNS>
-static void add_lists(float *z, const SelectedKeys &keys, const Weighed &weighed, int n_rows, int heads, float scale) {
+template <int GROUPS, int COLUMNS, typename Lists>
+static void add_lists(float *z, const Lists &keys, const Weighed &weighed, int n_rows, int heads, float scale,
+                      const TurnBack &turn) {
     const size_t shared = sizeof(typename Adding<GROUPS, COLUMNS>::Shared);
-    allow_shared(add_lists_kernel<GROUPS, COLUMNS>, shared);
-    launch(add_lists_kernel<GROUPS, COLUMNS>, dim3(n_rows, divide_up(heads, 16 * GROUPS), LATENT / COLUMNS), ADDERS, shared,
-           keys.count, z, weighed, heads, scale);
+    const auto kernel = add_lists_kernel<Lists, GROUPS, COLUMNS>;
+    allow_shared(kernel, shared);
+    launch(kernel, dim3(n_rows, divide_up(heads, 16 * GROUPS), LATENT / COLUMNS), ADDERS, shared, keys, z, weighed, heads, scale,
+           turn);
 }
 
 /* The lists of few rows are weighed by as many blocks as there is room for, and added up by many. */
-static void attend_apart(float *z, const float *q, const SelectedKeys &keys, const Weighed &weighed, int n_rows, int heads,
-                         float scale) {
+template <typename Lists>
+static void attend_apart(float *z, const float *q, const Lists &keys, const Weighed &weighed, int n_rows, int heads, float scale,
+                         const TurnBack &turn) {
     const int lists = n_rows * weighed.groups / LIST_GROUPS, room = gpu.multiprocessors / lists,
               each = divide_up(weighed.n_tiles, room > 1 ? room : 1);
-    auto weigh = keys.format.dtype == KV_F8 ? weigh_lists_kernel<true> : weigh_lists_kernel<false>;
+    auto weigh = weigh_lists_kernel<Lists, false>;
+    if constexpr (std::is_same_v<Lists, SelectedKeys>)
+        if (keys.format.dtype == KV_F8) weigh = weigh_lists_kernel<Lists, true>;
     allow_shared(weigh, sizeof(HopperShared));
     launch(weigh, dim3(n_rows, lists / n_rows, divide_up(weighed.n_tiles, each)), CONSUMERS + PRODUCERS, sizeof(HopperShared),
            keys, weighed, q, heads, scale, each);
     /* fewer heads and columns make more blocks, which read more */
-    if (lists <= 2) add_lists<1, 32>(z, keys, weighed, n_rows, heads, scale);
-    else if (lists <= 4) add_lists<2, 32>(z, keys, weighed, n_rows, heads, scale);
-    else if (lists <= 8) add_lists<2, 64>(z, keys, weighed, n_rows, heads, scale);
-    else add_lists<4, 64>(z, keys, weighed, n_rows, heads, scale);
+    if (lists <= 2) add_lists<1, 32>(z, keys, weighed, n_rows, heads, scale, turn);
+    else if (lists <= 4) add_lists<2, 32>(z, keys, weighed, n_rows, heads, scale, turn);
+    else if (lists <= 8) add_lists<2, 64>(z, keys, weighed, n_rows, heads, scale, turn);
+    else add_lists<4, 64>(z, keys, weighed, n_rows, heads, scale, turn);
 }
 
 /* A row's bits are the same whichever way is taken. */
-static void attend_on_hopper(float *z, const float *q, const SelectedKeys &keys, int n_rows, int heads, float scale) {
-    const int lists = n_rows * divide_up(heads, LATENT_HEADS), tiles = divide_up(keys.capacity, HOPPER_KEYS);
-    const bool fp8 = keys.format.dtype == KV_F8, pair = fp8 && lists / n_rows % 2 == 0;
+template <typename Lists>
+static void attend_on_hopper(float *z, const float *q, const Lists &keys, int tiles, int n_rows, int heads, float scale,
+                             const TurnBack &turn) {
+    const int lists = n_rows * divide_up(heads, LATENT_HEADS);
+    const bool fp8 = keys.format.dtype == KV_F8;
+    bool pair = false;
     const size_t values = (size_t)n_rows * tiles * sizeof(TileValues),
                  weights = (size_t)lists * LIST_GROUPS * tiles * sizeof(WeighedTile);
     if (lists <= FEW_LISTS && values + weights <= PARTIAL_FLOATS * sizeof(float)) {
         TileValues *scratch = (TileValues *)partials;
         return attend_apart(z, q, keys, {scratch, (WeighedTile *)(scratch + n_rows * tiles), tiles, lists / n_rows * LIST_GROUPS},
-                            n_rows, heads, scale);
+                            n_rows, heads, scale, turn);
     }
-    auto kernel = pair ? hopper_kernel<true, true> : fp8 ? hopper_kernel<true, false> : hopper_kernel<false, false>;
+    auto kernel = hopper_kernel<Lists, false, false>;
+    if constexpr (std::is_same_v<Lists, SelectedKeys>) {
+        pair = fp8 && lists / n_rows % 2 == 0;
+        if (fp8) kernel = pair ? hopper_kernel<Lists, true, true> : hopper_kernel<Lists, true, false>;
+    }
     allow_shared(kernel, sizeof(HopperShared));
     launch_early(kernel, dim3(lists / n_rows, n_rows), CONSUMERS + PRODUCERS, sizeof(HopperShared), pair ? 2 : 1, keys, z, q,
-                 heads, scale);
+                 heads, scale, turn);
 }
 
 static void sparse_attention(float *z, const float *q, const RowPool *pool, const RowFormat *format, const DeviceRow *locations,
@@ -6873,7 +7315,8 @@ static void sparse_attention(float *z, const float *q, const RowPool *pool, cons
     if (format->quantised == 128 && format->plain == 32 && suits_tiles(format, heads, 1, 128))
         return format->dtype == KV_F8 ? attend_tiles<SelectedKeys, 160, 128, true>(keys, a, n_rows, capacity)
                                       : attend_tiles<SelectedKeys, 160, 128, false>(keys, a, n_rows, capacity);
-    if (latent && gpu.major == 9) return attend_on_hopper(z, q, keys, n_rows, heads, scale);
+    if (latent && gpu.major == 9)
+        return attend_on_hopper(z, q, keys, divide_up(capacity, HOPPER_KEYS), n_rows, heads, scale, {});
     if (!latent || heads % 16) return attend(keys, a, format->quantised + format->plain, format->quantised, capacity);
     attend_in_groups(keys, z, n_rows, heads, LATENT, capacity, [&](int first, int n, int chunks) {
         auto kernel = format->dtype == KV_F8 ? latent_kernel<true> : latent_kernel<false>;
@@ -6882,6 +7325,50 @@ static void sparse_attention(float *z, const float *q, const RowPool *pool, cons
         launch(kernel, dim3(n, divide_up(heads, LATENT_HEADS), chunks), LATENT_THREADS, bytes, keys, partials, q, first, heads,
                scale, chunks);
     });
+}
+
+static RowKind row_kind(const RowFormat &format) {
+    if (format.quantised + format.plain != LATENT) return ROW_OTHER;
+    if (format.dtype == KV_BF16) return ROW_BF16;
+    if (format.dtype == KV_F8 && format.scales == SCALES_E8M0 && format.plain == 0 && format.group == 32) return ROW_E4M3;
+    if (format.dtype == KV_F8 && format.scales == SCALES_E8M0 && format.plain == TAIL && format.group == 64) return ROW_E4M3_PLAIN;
+    if (format.dtype == KV_F4 && format.scales == SCALES_E4M3 && format.plain == 0 && format.group == 16) return ROW_E2M1;
+    return ROW_OTHER;
+}
+
+/* A thread takes a pair of a head. Grid: groups of pairs, rows. */
+static __global__ void turn_back_kernel(float *y, int heads, int width, TurnBack turn) {
+    begin_kernel();
+    const int half = turn.turned / 2, pair = (int)thread_index(), column = width - turn.turned + pair % half * 2;
+    if (pair >= heads * half) return;
+    float *at = y + ((size_t)blockIdx.y * heads + pair / half) * width + column;
+    const float2 turned = turn.of(blockIdx.y).apply(make_float2(at[0], at[1]), column, width);
+    at[0] = turned.x, at[1] = turned.y;
+}
+
+static void window_attention(float *y, const float *q, const Trail *trail, const RowFormat *trail_format, int window,
+                             const RowPool *pool, const RowFormat *format, const DeviceRow *locations, const int *count,
+                             int capacity, const Row *rows, int begin, int end, int heads, const float *sinks, float scale,
+                             int turned, const float *cosine, const float *sine) {
+    const int n_rows = end - begin, width = format->quantised + format->plain;
+    const size_t first = (size_t)begin * (size_t)(heads * width), angle = (size_t)begin * (size_t)(turned / 2);
+    if (n_rows <= 0) return;
+    WindowKeys keys = {.trail = *trail, .trail_format = *trail_format, .format = *format, .pool = {}, .locations = locations,
+                       .count = count, .rows = rows, .sinks = sinks, .first_row = begin, .window = window, .capacity = capacity,
+                       .position = 0, .session = 0, .length = 0, .seen = 0, .first_id = 0};
+    if (pool) keys.pool = *pool;
+    y += first, q += first;
+    const TurnBack turn = {cosine + angle, sine + angle, turned};
+    if (gpu.major == 9 && row_kind(*trail_format) != ROW_OTHER && (!count || row_kind(*format) != ROW_OTHER)) {
+        const int tiles = divide_up(window, HOPPER_KEYS) + (count ? divide_up(capacity, HOPPER_KEYS) : 0);
+        return attend_on_hopper(y, q, keys, tiles, n_rows, heads, scale, turn);
+    }
+    const Attend a = {.y = y, .parts = NULL, .q = q, .first_row = 0, .n_rows = n_rows, .heads = heads, .kv_heads = 1, .chunks = 1,
+                      .scale = scale};
+    attend(keys, a, width, width, window + (count ? capacity : 0));
+    if (turned < 2) return;
+    launch(turn_back_kernel, dim3((unsigned)divide_up(heads * (turned / 2), THREADS), (unsigned)n_rows), THREADS, 0, y, heads,
+           width, turn);
 }
 
 static void dense_attention(float *y, const float *q, const RowPool *pool, const RowFormat *format, const DevicePage *pages,
@@ -6911,6 +7398,443 @@ static void block_attention(float *y, const float *q, const float *kv, const uin
     if (tiles && head_dim == 128) attend_tiles<BlockKeys, 128, 128, false>(keys, a, most, longest);
     else if (tiles && head_dim == 64) attend_tiles<BlockKeys, 64, 64, false>(keys, a, most, longest);
     else attend(keys, a, head_dim, head_dim, longest);
+}
+
+/* =====================================================================================================================
+ * DeepSeek-V4
+ *
+ *     mix_streams -> streams_kernel -> stage_streams (what the last sublayer adds), sum_mixes, make_mixes, collapse
+ *
+ * Owns: parallel residual streams, Engram's gate, and what --qat rounds. From one sublayer to the next is one launch: streams of a
+ * row are divided among the blocks of a cluster by columns, and of what they send each other, the row's products with the f32
+ * matrix of the mixes and the sum of squares of its norm, all add up the same in the order of the blocks.
+ */
+
+enum {
+    STREAM_THREADS = 256, STREAM_WARPS = STREAM_THREADS / 32,
+    MIX_GROUP = 24,                 /* mixes that a thread adds up at a time, and one sum of squares: all there are of 4 streams */
+    MAX_MIXES = (2 + MAX_STREAMS) * MAX_STREAMS,
+    SHARING_ROWS = 4,               /* rows of a cluster, where there are many */
+    SINKHORN_WARP = STREAM_WARPS - 1,
+};
+
+struct Streams {
+    float *y, *streams;
+    const float *branch, *leaving;
+    float *mixes;
+    Matrix fn;                      /* no rows: no mixes are made */
+    const float *base, *scale, *entering, *norm;
+    int n_rows, mult, hidden, n_mixes, iterations;
+    int fours;                      /* of columns of a block */
+    float norm_eps, eps;
+    PassReport *report;
+    int place;
+};
+
+/* A block's shared memory; behind it float4 [ROWS, mult, fours] of the streams. */
+template <int ROWS> struct StreamShared {
+    RowSum squares[ROWS];                           /* of what enters the sublayer */
+    float of_warp[ROWS][STREAM_WARPS][MAX_MIXES + 1];
+    float of_block[MAX_SPLIT][ROWS][MAX_MIXES + 1]; /* products, and behind them the sum of squares */
+    uint64_t arrived;
+    float mixes[ROWS][MAX_MIXES], entering[ROWS][MAX_STREAMS];
+};
+
+static __device__ inline float sigmoid(float x) { return 1 / (1 + expf(-x)); }
+
+static __device__ inline float dot(float4 a, float4 b) { return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, a.w * b.w))); }
+
+static __device__ inline float4 add_scaled(float scale, float4 v, float4 sum) {
+    return make_float4(fmaf(scale, v.x, sum.x), fmaf(scale, v.y, sum.y), fmaf(scale, v.z, sum.z), fmaf(scale, v.w, sum.w));
+}
+
+/* Four neighbouring columns from `at` on of all streams of a row, with what the last sublayer adds to them. */
+static __device__ inline void take_streams(float4 (&x)[MAX_STREAMS], const Streams &p, int row, int at) {
+    const int left = p.hidden - at, all = (2 + p.mult) * p.mult;
+    float *streams = p.streams + (size_t)row * (size_t)(p.mult * p.hidden) + at;
+    float4 before[MAX_STREAMS], added = {};
+#pragma unroll
+    for (int j = 0; j < MAX_STREAMS; j++)
+        if (j < p.mult) x[j] = load_four(streams + (size_t)j * (size_t)p.hidden, left);
+    if (!p.branch) return;
+    added = load_four(p.branch + (size_t)row * (size_t)p.hidden + at, left);
+    const float *post = p.leaving + (size_t)row * (size_t)all + p.mult, *matrix = post + p.mult;
+#pragma unroll
+    for (int j = 0; j < MAX_STREAMS; j++) before[j] = x[j];
+#pragma unroll
+    for (int k = 0; k < MAX_STREAMS; k++) {
+        if (k >= p.mult) break;
+        x[k] = add_scaled(post[k], added, make_float4(0, 0, 0, 0));
+#pragma unroll
+        for (int j = 0; j < MAX_STREAMS; j++)
+            if (j < p.mult) x[k] = add_scaled(matrix[j * p.mult + k], before[j], x[k]);
+        store_four(streams + (size_t)k * (size_t)p.hidden, x[k], left);
+        if (left > 0 && !is_finite(x[k])) report_bad(p.report, p.place, row);
+    }
+}
+
+/* The block's columns, from `begin` on, of so many rows into shared memory. */
+static __device__ void stage_streams(float4 *staged, const Streams &p, int first, int rows, int begin) {
+    for (int i = (int)threadIdx.x; i < rows * p.fours; i += STREAM_THREADS) {
+        const int r = i / p.fours, c = i % p.fours;
+        float4 x[MAX_STREAMS];
+        take_streams(x, p, first + r, begin + 4 * c);
+#pragma unroll
+        for (int j = 0; j < MAX_STREAMS; j++)
+            if (j < p.mult) staged[(r * p.mult + j) * p.fours + c] = x[j];
+    }
+}
+
+/* Four neighbouring weights, mostly f32. */
+static __device__ inline float4 load_mix_weights(const Matrix &fn, size_t at, int left) {
+    if (fn.dtype == DTYPE_F32) return load_four((const float *)fn.data + at, left);
+    float v[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i] = i < left ? load_stored(fn.data, at + (size_t)i, fn.dtype) : 0;
+    return make_float4(v[0], v[1], v[2], v[3]);
+}
+
+/* Of 32 sums of each lane, lane l has the l-th over all lanes. */
+static __device__ inline float sum_of_lane(float (&sums)[32]) {
+#pragma unroll
+    for (int half = 16; half; half /= 2) {
+        const bool upper = lane_id() & half;
+#pragma unroll
+        for (int i = 0; i < half; i++) {
+            const float given = upper ? sums[i] : sums[i + half], kept = upper ? sums[i + half] : sums[i];
+            sums[i] = kept + __shfl_xor_sync(~0u, given, half);
+        }
+    }
+    return sums[0];
+}
+
+/* What the block's columns add to the products of its rows with fn, and to the sums of their squares. */
+template <int ROWS>
+static __device__ void sum_mixes(StreamShared<ROWS> *shared, const float4 *staged, const Streams &p, int rows, int begin) {
+    const int items = p.mult * p.fours, lane = lane_id();
+    for (int group = 0; group < p.fn.rows; group += MIX_GROUP) {
+        float sums[ROWS][32] = {};
+        for (int i = (int)threadIdx.x; i < items; i += STREAM_THREADS) {
+            const int column = begin + i % p.fours * 4;
+            const size_t at = (size_t)(i / p.fours * p.hidden + column);
+            float4 x[ROWS];
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                x[r] = r < rows ? staged[r * items + i] : make_float4(0, 0, 0, 0);
+                sums[r][MIX_GROUP] += sum_squares(x[r]);
+            }
+#pragma unroll
+            for (int o = 0; o < MIX_GROUP; o++) {
+                const size_t row = (size_t)min(group + o, p.fn.rows - 1);
+                const float4 w = load_mix_weights(p.fn, row * (size_t)p.fn.cols + at, p.hidden - column);
+#pragma unroll
+                for (int r = 0; r < ROWS; r++) sums[r][o] += dot(x[r], w);
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            const float sum = sum_of_lane(sums[r]);
+            const int place = lane == MIX_GROUP ? p.fn.rows : group + lane;
+            if (lane <= MIX_GROUP && place <= p.fn.rows) shared->of_warp[r][warp_id()][place] = sum;
+        }
+    }
+}
+
+/* Every block gets every block's sums. */
+template <int ROWS> static __device__ void exchange_mixes(StreamShared<ROWS> *shared, const Streams &p, int rows) {
+    const int each = p.fn.rows + 1;
+    __syncthreads();
+    for (int i = (int)threadIdx.x; i < rows * each; i += STREAM_THREADS) {
+        const int r = i / each, place = i % each;
+        float sum = 0;
+#pragma unroll
+        for (int w = 0; w < STREAM_WARPS; w++) sum += shared->of_warp[r][w][place];
+        for (int rank = 0; rank < cluster_size(); rank++)
+            cluster_send(&shared->of_block[cluster_rank()][r][place], &shared->arrived, rank, sum);
+    }
+    wait_at(&shared->arrived, 0);
+}
+
+/* By a warp: a row's mixes as they are before Sinkhorn's iteration. */
+template <int ROWS> static __device__ void make_mixes(StreamShared<ROWS> *shared, const Streams &p, int r) {
+    float squares = 0;
+    for (int rank = 0; rank < cluster_size(); rank++) squares += shared->of_block[rank][r][p.fn.rows];
+    const float norm = 1 / sqrtf(squares / (float)p.fn.cols + p.norm_eps);
+    for (int i = lane_id(); i < p.fn.rows; i += 32) {
+        float sum = 0;
+        for (int rank = 0; rank < cluster_size(); rank++) sum += shared->of_block[rank][r][i];
+        const float mix = sum * norm * p.scale[i < p.mult ? 0 : i < 2 * p.mult ? 1 : 2] + p.base[i];
+        shared->mixes[r][i] = i < p.mult ? sigmoid(mix) + p.eps : i < 2 * p.mult ? 2 * sigmoid(mix) : mix;
+    }
+}
+
+/* Towards the nearest doubly stochastic matrix (Sinkhorn and Knopp 1967): the first step's rows are a softmax. By one thread:
+ * others would have to wait for each other 40 times. */
+template <int N> static __device__ void sinkhorn(float *matrix, int n, int iterations, float eps) {
+    float m[N][N];
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        if (j >= n) break;
+        float largest = -INFINITY, total = 0;
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            if (k < n) largest = fmaxf(largest, m[j][k] = matrix[j * n + k]);
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            if (k < n) total += m[j][k] = expf(m[j][k] - largest);
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            if (k < n) m[j][k] = m[j][k] / total + eps;
+    }
+#pragma unroll 1
+    for (int step = 1; step < 2 * iterations || step == 1; step++) {            /* columns and rows in turns */
+        float total[N];
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            total[j] = eps;
+#pragma unroll
+            for (int k = 0; k < N; k++)
+                if (j < n && k < n) total[j] += step % 2 ? m[k][j] : m[j][k];
+            total[j] = __frcp_rn(total[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < N; j++)
+#pragma unroll
+            for (int k = 0; k < N; k++) m[j][k] *= step % 2 ? total[k] : total[j];
+    }
+#pragma unroll
+    for (int j = 0; j < N; j++)
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            if (j < n && k < n) matrix[j * n + k] = m[j][k];
+}
+
+/* By a warp of the first block: a row's mixes, finished, to where the sublayer's end finds them. */
+template <int ROWS> static __device__ void put_mixes(StreamShared<ROWS> *shared, const Streams &p, int row, int r) {
+    float *own = shared->mixes[r], *matrix = own + 2 * p.mult;
+    if (p.fn.rows > p.mult && lane_id() == 0) {
+        if (p.mult == 4) sinkhorn<4>(matrix, 4, p.iterations, p.eps);
+        else sinkhorn<MAX_STREAMS>(matrix, p.mult, p.iterations, p.eps);
+    }
+    __syncwarp();
+    for (int i = lane_id(); i < p.fn.rows; i += 32) p.mixes[(size_t)row * (size_t)p.fn.rows + (size_t)i] = own[i];
+}
+
+/* Four columns of what enters the sublayer. */
+static __device__ inline float4 collapse(const float4 *staged, const float *entering, int mult, int fours, int c) {
+    float4 sum = add_scaled(entering[0], staged[c], make_float4(0, 0, 0, 0));
+    for (int j = 1; j < mult; j++) sum = add_scaled(entering[j], staged[j * fours + c], sum);
+    return sum;
+}
+
+/* What enters the sublayer, normed. Meanwhile the first block's last warp finishes the mixes. */
+template <int ROWS>
+static __device__ void enter_sublayer(StreamShared<ROWS> *shared, const float4 *staged, const Streams &p, int first, int rows,
+                                      int begin) {
+    for (int r = 0; r < rows; r++) {
+        const float4 *x = staged + r * p.mult * p.fours;
+        float sum = 0;
+        for (int c = (int)threadIdx.x; c < p.fours; c += STREAM_THREADS)
+            sum += sum_squares(collapse(x, shared->entering[r], p.mult, p.fours, c));
+        send_sum(shared->squares[r], sum);
+    }
+    if (cluster_rank() == 0 && warp_id() == SINKHORN_WARP && p.fn.rows)
+        for (int r = 0; r < rows; r++) put_mixes(shared, p, first + r, r);
+    for (int r = 0; r < rows; r++) {
+        const float4 *x = staged + r * p.mult * p.fours;
+        const float scale = 1 / sqrtf(take_sum(shared->squares[r]) / (float)p.hidden + p.norm_eps);
+        for (int c = (int)threadIdx.x; c < p.fours; c += STREAM_THREADS) {
+            const int at = begin + 4 * c;
+            store_four(p.y + (size_t)(first + r) * (size_t)p.hidden + at,
+                       weighted(collapse(x, shared->entering[r], p.mult, p.fours, c), scale,
+                                load_four(p.norm + at, p.hidden - at)), p.hidden - at);
+        }
+    }
+}
+
+/* The block's weights on their way to the L2 cache, before the kernel in front has ended. */
+static __device__ void prefetch_mix_weights(const Streams &p, int begin) {
+    const int line = 32, lines = divide_up(4 * p.fours, line), columns = min(4 * p.fours, p.hidden - begin);
+    for (int i = (int)threadIdx.x; i < p.fn.rows * p.mult * lines && p.fn.dtype == DTYPE_F32; i += STREAM_THREADS) {
+        const int at = i % lines * line, vector = i / lines;
+        if (at < columns)
+            asm volatile("prefetch.global.L2 [%0];" :: "l"((const float *)p.fn.data + (size_t)vector * (size_t)p.hidden + begin + at));
+    }
+}
+
+/* Grid: clusters, of ROWS rows each. */
+template <int ROWS>
+static __global__ void __launch_bounds__(STREAM_THREADS) streams_kernel(const __grid_constant__ Streams p) {
+    extern __shared__ __align__(16) uint8_t stream_shared[];
+    StreamShared<ROWS> *shared = (StreamShared<ROWS> *)stream_shared;
+    float4 *staged = (float4 *)(stream_shared + (sizeof *shared + 15) / 16 * 16);
+    let_next_start();
+    const int first = (int)blockIdx.x / cluster_size() * ROWS, rows = min(ROWS, p.n_rows - first),
+              begin = cluster_rank() * 4 * p.fours;
+    if (first == 0) prefetch_mix_weights(p, begin);
+    if (p.y && threadIdx.x == 0) {
+        cluster_open(&shared->arrived, cluster_size() * rows * (p.fn.rows + 1));
+        for (int r = 0; r < rows; r++) cluster_open(&shared->squares[r].arrived, cluster_size() * STREAM_WARPS);
+    }
+    cluster_arrive();
+    wait_for_previous();
+    for (int i = (int)threadIdx.x; i < rows * p.mult && p.y && p.entering != p.mixes; i += STREAM_THREADS)
+        shared->entering[i / p.mult][i % p.mult] = p.entering[(size_t)(first + i / p.mult) * (size_t)p.n_mixes + i % p.mult];
+    stage_streams(staged, p, first, rows, begin);
+    __syncthreads();
+    cluster_wait();                                 /* all blocks' barriers are open */
+    if (!p.y) return;
+    if (p.fn.rows) {
+        sum_mixes(shared, staged, p, rows, begin);
+        exchange_mixes(shared, p, rows);
+        if (warp_id() < rows) make_mixes(shared, p, warp_id());
+        __syncthreads();
+        for (int i = (int)threadIdx.x; i < rows * p.mult && p.entering == p.mixes; i += STREAM_THREADS)
+            shared->entering[i / p.mult][i % p.mult] = shared->mixes[i / p.mult][i % p.mult];
+        __syncthreads();
+    }
+    enter_sublayer(shared, staged, p, first, rows, begin);
+}
+
+template <int ROWS> static void launch_streams(const Streams &streams, int split) {
+    const size_t bytes = (sizeof(StreamShared<ROWS>) + 15) / 16 * 16
+                         + (size_t)(ROWS * streams.mult * streams.fours) * sizeof(float4);
+    allow_shared(streams_kernel<ROWS>, bytes);
+    launch_early(streams_kernel<ROWS>, dim3((unsigned)(divide_up(streams.n_rows, ROWS) * split)), STREAM_THREADS, bytes, split,
+                 streams);
+}
+
+static void mix_streams(float *y, float *streams, const float *branch, const float *leaving, float *mixes,
+                        const HyperWeights *weights, const float *entering, const float *norm, int n_rows, const Config *config,
+                        PassReport *report, int place) {
+    const int split = gpu.major >= 9 ? MAX_SPLIT : 1, mult = config->hc_mult;
+    if (n_rows <= 0) return;
+    Streams p = {.y = y, .streams = streams, .branch = branch, .leaving = leaving, .mixes = mixes, .fn = {}, .base = NULL,
+                 .scale = NULL, .entering = entering, .norm = norm, .n_rows = n_rows, .mult = mult, .hidden = config->hidden_size,
+                 .n_mixes = (2 + mult) * mult, .iterations = config->hc_sinkhorn_iters,
+                 .fours = divide_up(config->hidden_size, 4 * split), .norm_eps = config->rms_norm_eps, .eps = config->hc_eps,
+                 .report = report, .place = place};
+    if (weights) p.fn = weights->fn, p.base = weights->base, p.scale = weights->scale, p.n_mixes = weights->fn.rows;
+    if (n_rows <= 8 * SHARING_ROWS) launch_streams<1>(p, split);
+    else launch_streams<SHARING_ROWS>(p, split);
+}
+
+static __global__ void first_stream_kernel(float *mixes, int n, int n_mixes) {
+    begin_kernel();
+    const int i = (int)thread_index();
+    if (i < n) mixes[i] = i % n_mixes == 0;
+}
+
+static void first_stream(float *mixes, int n_rows, const Config *config) {
+    const int n_mixes = (2 + config->hc_mult) * config->hc_mult, n = n_rows * n_mixes;
+    if (n <= 0) return;
+    launch(first_stream_kernel, blocks_for((size_t)n), THREADS, 0, mixes, n, n_mixes);
+}
+
+/* ---- Engram */
+
+/* A block takes a stream of a row. */
+static __global__ void add_engram_kernel(float *streams, const float *kv, const float *q_weight, const float *k_weight, int mult,
+                                         int hidden, float eps) {
+    __shared__ float of_warp[3][32];
+    const int k = (int)blockIdx.x, row = (int)blockIdx.y;
+    const size_t width = (size_t)hidden;
+    const float *keys = kv + (size_t)row * (size_t)(mult + 1) * width, *key = keys + (size_t)k * width,
+                *value = keys + (size_t)mult * width;
+    float *x = streams + (size_t)(row * mult + k) * width, met = 0, x_squares = 0, key_squares = 0;
+    q_weight += (size_t)k * width, k_weight += (size_t)k * width;
+    begin_kernel();
+#pragma unroll 4
+    for (int i = (int)threadIdx.x; i < hidden; i += (int)blockDim.x) {
+        met = fmaf(x[i] * (q_weight[i] * k_weight[i]), key[i], met);
+        x_squares += x[i] * x[i];
+        key_squares += key[i] * key[i];
+    }
+    met = block_sum(of_warp[0], met);
+    x_squares = block_sum(of_warp[1], x_squares), key_squares = block_sum(of_warp[2], key_squares);
+    met /= sqrtf(x_squares / (float)hidden + eps) * sqrtf(key_squares / (float)hidden + eps) * sqrtf((float)hidden);
+    const float gate = isnan(met) ? met : sigmoid(copysignf(sqrtf(fmaxf(fabsf(met), 1e-6f)), met));
+#pragma unroll 4
+    for (int i = (int)threadIdx.x; i < hidden; i += (int)blockDim.x) x[i] = fmaf(gate, value[i], x[i]);
+}
+
+static void add_engram(float *streams, const float *kv, const EngramWeights *engram, int n_rows, const Config *config) {
+    if (n_rows <= 0) return;
+    launch(add_engram_kernel, dim3((unsigned)config->hc_mult, (unsigned)n_rows), 512, 0, streams, kv, engram->q_weight,
+           engram->k_weight, config->hc_mult, config->hidden_size, config->rms_norm_eps);
+}
+
+/* ---- vectors of queries */
+
+/* A warp takes a vector. */
+static __global__ void norm_each_kernel(float *x, int n, int dim, float eps) {
+    begin_kernel();
+    const int vector = (int)(thread_index() / 32), lane = lane_id();
+    if (vector >= n) return;
+    float *v = x + (size_t)vector * (size_t)dim, sum = 0;
+#pragma unroll 4
+    for (int j = 4 * lane; j < dim; j += 128) sum += sum_squares(load_four(v + j, dim - j));
+    const float scale = 1 / sqrtf(warp_sum(sum) / (float)dim + eps);
+#pragma unroll 4
+    for (int j = 4 * lane; j < dim; j += 128)
+        store_four(v + j, weighted(load_four(v + j, dim - j), scale, make_float4(1, 1, 1, 1)), dim - j);
+}
+
+static void norm_each(float *x, int n, int dim, float eps) {
+    if (n <= 0) return;
+    launch(norm_each_kernel, blocks_for((size_t)n * 32), THREADS, 0, x, n, dim, eps);
+}
+
+/* A block takes a vector, in shared memory. */
+static __global__ void hadamard_kernel(float *x, int dim) {
+    extern __shared__ float vector[];
+    begin_kernel();
+    float *v = x + (size_t)blockIdx.x * (size_t)dim;
+    const float scale = 1 / sqrtf((float)dim);
+    for (int i = (int)threadIdx.x; i < dim; i += (int)blockDim.x) vector[i] = v[i];
+    for (int half = 1; half < dim; half *= 2) {
+        __syncthreads();
+        for (int i = (int)threadIdx.x; i < dim / 2; i += (int)blockDim.x) {
+            const int at = i / half * 2 * half + i % half;
+            const float a = vector[at], b = vector[at + half];
+            vector[at] = a + b, vector[at + half] = a - b;
+        }
+    }
+    __syncthreads();
+    for (int i = (int)threadIdx.x; i < dim; i += (int)blockDim.x) v[i] = vector[i] * scale;
+}
+
+static void hadamard(float *x, int n, int dim) {
+    if (n <= 0) return;
+    launch(hadamard_kernel, (unsigned)n, (unsigned)min(max(dim / 2, 32), 512), (size_t)dim * sizeof(float), x, dim);
+}
+
+/* ---- rounding: the bits are the C twin's */
+
+/* What x becomes as a code times its scale; a NaN stays. */
+static __device__ inline float round_value(float x, float scale, bool eight) {
+    if (isnan(x)) return x;
+    return (eight ? widen_e4m3(narrow_e4m3(x / scale)) : widen_e2m1(narrow_e2m1(x / scale))) * scale;
+}
+
+/* By a warp. */
+static __device__ void round_group(float *v, int n, const RowFormat &format) {
+    const float scale = group_scale(group_maximum(v, n), format);
+#pragma unroll 4
+    for (int i = lane_id(); i < n; i += 32) v[i] = round_value(v[i], scale, format.dtype == KV_F8);
+}
+
+static __global__ void round_rows_kernel(float *x, size_t stride, int n_rows, int dim, RowFormat format) {
+    begin_kernel();
+    const int groups = divide_up(dim, format.group), at = (int)(thread_index() / 32), first = at % groups * format.group;
+    if (at < n_rows * groups)
+        round_group(x + (size_t)(at / groups) * stride + first, min(format.group, dim - first), format);
+}
+
+static void round_rows(float *x, size_t stride, int n_rows, int dim, const RowFormat *format) {
+    const size_t groups = (size_t)n_rows * (size_t)divide_up(dim, format->group);
+    if (n_rows <= 0 || dim <= 0) return;
+    launch(round_rows_kernel, blocks_for(groups * 32), THREADS, 0, x, stride, n_rows, dim, *format);
 }
 
 /* =====================================================================================================================
@@ -8513,6 +9437,15 @@ extern "C" const Backend cuda_backend = {
     .resolve = resolve,
     .fetch_rows = fetch_rows,
     .await_rows = await_rows,
+    .round_rows = round_rows,
+    .hadamard = hadamard,
+    .norm_each = norm_each,
+    .mix_streams = mix_streams,
+    .first_stream = first_stream,
+    .add_engram = add_engram,
+    .window_attention = window_attention,
+    .grouped_linear = grouped_linear,
+    .route_softplus = route_softplus,
     .forget_hot = forget_hot,
     .start_copy = start_copy,
     .finish_copy = finish_copy,

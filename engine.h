@@ -1157,18 +1157,17 @@ struct Backend {
     /* DeepSeek-V4's, the next ones. rms_norm() of each of n vectors of `dim`, without a weight, in place. */
     void (*norm_each)(float *x, int n, int dim, float eps);
 
-    /* Hyper-connections (mHC). mixes: [rows, mixes], in: fn x of all streams; out: hc_mult weights by which the streams enter,
-     * and, where there are more mixes than those, hc_mult by which the streams take what is added, and the hc_mult x hc_mult
-     * matrix that mixes the streams, made doubly stochastic by hc_sinkhorn_iters rounds of Sinkhorn's iteration. streams:
-     * [rows, hc_mult, hidden]. */
-    void (*hyper_weights)(float *mixes, const float *streams, const HyperWeights *weights, int n_rows, const Config *config);
-
-    /* y[r] = sum_j pre[j] streams[r, j], pre the first of the row's n_mixes mixes. */
-    void (*hyper_collapse)(float *y, const float *streams, const float *mixes, int n_mixes, int n_rows, const Config *config);
-
-    /* streams[r, k] = post[k] branch[r] + sum_j mix[j, k] streams[r, j]; what comes out is looked at as check_finite() does. */
-    void (*hyper_expand)(float *streams, const float *branch, const float *mixes, int n_rows, const Config *config,
-                         PassReport *report, int place);
+    /* Hyper-connections (mHC), from one sublayer to the next. A row's mixes are hc_mult weights by which its streams enter a
+     * sublayer, then hc_mult by which they take what it adds, then the hc_mult x hc_mult matrix that mixes them. First streams
+     * [rows, hc_mult, hidden] take up what the last sublayer has added: streams[r, k] = post[k] branch[r] + sum_j mix[j, k]
+     * streams[r, j], by the mixes `leaving`; what comes out is looked at as check_finite() does. branch NULL: nothing. y
+     * NULL: that is all. Then, unless weights is NULL, mixes [rows, fn's rows] are made of the streams, the matrix doubly
+     * stochastic by hc_sinkhorn_iters rounds of Sinkhorn's iteration; where fn has but hc_mult rows they are the first ones alone.
+     * And y[r] = sum_j pre[j] streams[r, j] by the mixes `entering`, of as many, which may be those just made, and is normed as
+     * by rms_norm(). */
+    void (*mix_streams)(float *y, float *streams, const float *branch, const float *leaving, float *mixes,
+                        const HyperWeights *weights, const float *entering, const float *norm, int n_rows, const Config *config,
+                        PassReport *report, int place);
 
     /* Where the compressed row of that group's source lies that each row of the pass completes, and its index key; -1: it
      * completes none. */
@@ -1398,7 +1397,7 @@ typedef struct State {          /* [rows] stands for max_rows; everything lies i
     int *expert_picks;          /* [rows, num_experts_per_tok] */
     float *expert_weights;      /* [rows, num_experts_per_tok] f32 */
     float *expert_scratch;      /* [rows, the larger of 2 * (hidden_size + an expert's width, the shared one's too) and
-                                 * (num_experts_per_tok + 1) * moe_intermediate_size] f32 */
+                                 * (num_experts_per_tok + 1) * moe_intermediate_size, under --qat with a hidden_size more] f32 */
     float *cosine, *sine;       /* [rows, rope dim / 2] f32 */
     float *inverse_frequency;   /* [rope dim / 2] f32 */
     DeviceRow *kv_rows, *index_rows;    /* [rows] where each row of the pass is stored */

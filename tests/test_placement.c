@@ -204,11 +204,12 @@ static void faulty_add_norm(float *y, float *x, const float *branch, const float
     add_norm(y, x, branch, weight, n, dim, eps, report, place);
 }
 
-static void faulty_hyper_expand(float *streams, const float *branch, const float *mixes, int n_rows, const Config *config,
-                                PassReport *report, int place) {
-    for (int r = 0; fault.armed && fault.at == fault.layer && r < n_rows; r++)
+static void faulty_mix_streams(float *y, float *streams, const float *branch, const float *leaving, float *mixes,
+                               const HyperWeights *weights, const float *entering, const float *norm, int n_rows,
+                               const Config *config, PassReport *report, int place) {
+    for (int r = 0; branch && fault.armed && fault.at == fault.layer && r < n_rows; r++)
         if (fault.rows[r].session == fault.session) streams[(size_t)(r * config->hc_mult * config->hidden_size)] = NAN;
-    hyper_expand(streams, branch, mixes, n_rows, config, report, place);
+    mix_streams(y, streams, branch, leaving, mixes, weights, entering, norm, n_rows, config, report, place);
 }
 
 static void faulty_store_index_keys(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *k, int dim,
@@ -233,7 +234,7 @@ static void arm_fault(const Engine *engine, int session) {
 static void prepare_faults(Engine *engine) {
     faulty_backend = c_backend;
     faulty_backend.add_norm = faulty_add_norm;
-    faulty_backend.hyper_expand = faulty_hyper_expand;
+    faulty_backend.mix_streams = faulty_mix_streams;
     faulty_backend.store_index_keys = faulty_store_index_keys;
     engine->backend = &faulty_backend;
     engine->probe = (Probe){.entering = fault_entering};
