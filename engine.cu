@@ -3844,11 +3844,20 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
  * rows and page tables having been there before the pass's first kernel, since they are read while kernels in front still run.
  */
 
-/* Bytes before the plain values of a row. */
+static __host__ __device__ inline bool has_codes(const RowFormat &format) {
+    return format.dtype == KV_F8 || format.dtype == KV_F4;
+}
+
+/* Bytes of the quantised values themselves, behind which codes have their scales; and before the plain values of a row. */
+static __host__ __device__ inline int value_bytes(const RowFormat &format) {
+    const int n = format.quantised;
+    return format.dtype == KV_F32 ? 4 * n : format.dtype == KV_BF16 ? 2 * n : format.dtype == KV_F8 ? n : divide_up(n, 2);
+}
+
+static __host__ __device__ inline int scale_size(const RowFormat &format) { return format.scales == SCALES_F32 ? 4 : 1; }
+
 static __host__ __device__ inline int quantised_bytes(const RowFormat &format) {
-    if (format.dtype == KV_F32) return 4 * format.quantised;
-    if (format.dtype == KV_BF16) return 2 * format.quantised;
-    return format.quantised + 4 * divide_up(format.quantised, format.group);
+    return value_bytes(format) + (has_codes(format) ? scale_size(format) * divide_up(format.quantised, format.group) : 0);
 }
 
 /* Little-endian bits of n bytes anywhere: an odd number of e4m3 values leaves what follows them unaligned. */
@@ -3858,14 +3867,23 @@ static __device__ inline uint32_t load_bytes(const uint8_t *data, int n) {
     return bits;
 }
 
+static __device__ inline float widen_e4m3(uint8_t code) { return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3))); }
+
+/* The scale of that group of a row's codes. */
+static __device__ inline float cached_scale(const uint8_t *row, const RowFormat &format, int group) {
+    const uint8_t *scale = row + value_bytes(format) + scale_size(format) * group;
+    if (format.scales == SCALES_F32) return __uint_as_float(load_bytes(scale, 4));
+    return format.scales == SCALES_E8M0 ? widen_e8m0(*scale) : widen_e4m3(*scale);
+}
+
 /* Value i of a cached row, the quantised ones first. */
 static __device__ inline float cached_value(const uint8_t *row, const RowFormat &format, int i) {
     if (format.dtype == KV_F32) return ((const float *)row)[i];
     if (format.dtype == KV_BF16) return __bfloat162float(((const __nv_bfloat16 *)row)[i]);
     if (i >= format.quantised)
         return __uint_as_float(load_bytes(row + quantised_bytes(format) + 2 * (i - format.quantised), 2) << 16);
-    float scale = __uint_as_float(load_bytes(row + format.quantised + 4 * (i / format.group), 4));
-    return __half2float(__half(__nv_cvt_fp8_to_halfraw(row[i], __NV_E4M3))) * scale;
+    const float code = format.dtype == KV_F8 ? widen_e4m3(row[i]) : widen_e2m1((uint32_t)row[i / 2] >> i % 2 * 4);
+    return code * cached_scale(row, format, i / format.group);
 }
 
 /* ---- writing rows; the bits are the C twin's */
@@ -3895,27 +3913,54 @@ static __device__ void narrow_values(uint8_t *__restrict__ out, const float *__r
     }
 }
 
-/* One group of e4m3 values and its scale, by one warp. */
-static __device__ void narrow_group(uint8_t *__restrict__ out, uint8_t *__restrict__ scales, const float *__restrict__ x, int n) {
-    const int lane = (int)threadIdx.x % 32;
+/* To the nearest e2m1, ties to the even code, saturating at 6. */
+static __device__ inline uint8_t narrow_e2m1(float x) {
+    const float m = fabsf(x);
+    const int code = (m > 0.25f) + (m >= 0.75f) + (m > 1.25f) + (m >= 1.75f) + (m > 2.5f) + (m >= 3.5f) + (m > 5);
+    return (uint8_t)(code | (__float_as_uint(x) >> 31 ? 8 : 0));
+}
+
+/* The scale of a group of codes with that largest value. A scale of 0 would make 0 / 0, so each kind has a least one. */
+static __device__ inline float group_scale(float largest, const RowFormat &format) {
+    const bool eight = format.dtype == KV_F8;
+    const float top = eight ? 448 : 6;
+    if (format.scales == SCALES_F32) return largest > top * FLT_MIN ? largest / top : 1;
+    if (format.scales == SCALES_E4M3) return widen_e4m3(narrow_e4m3(fmaxf(largest, top * 0x1p-9f) / top));
+    const float least = eight ? 1e-4f : top * 0x1p-126f, wanted = fmaxf(largest, least) * (1 / top);
+    if (!is_finite(wanted)) return 1;
+    return __uint_as_float((__float_as_uint(wanted) + 0x7fffff) & 0x7f800000);      /* up to a power of two */
+}
+
+/* The largest of a group's n values, by one warp. */
+static __device__ inline float group_maximum(const float *__restrict__ x, int n) {
     float largest = 0;
 #pragma unroll 4
-    for (int i = lane; i < n; i += 32) largest = fmaxf(largest, fabsf(x[i]));
-    largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));    /* none is negative */
-    const float scale = largest > 448 * FLT_MIN ? largest / 448 : 1;        /* a scale of 0 would make 0 / 0 */
+    for (int i = (int)threadIdx.x % 32; i < n; i += 32) largest = fmaxf(largest, fabsf(x[i]));
+    return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));       /* none is negative */
+}
+
+/* One group of codes and its scale, by one warp. Two neighbours of e2m1 share a byte, and so a group. */
+static __device__ void narrow_group(uint8_t *__restrict__ out, uint8_t *__restrict__ scales, const float *__restrict__ x, int n,
+                                    const RowFormat &format) {
+    const int lane = (int)threadIdx.x % 32;
+    const float scale = group_scale(group_maximum(x, n), format);
 #pragma unroll 4
-    for (int i = lane; i < n; i += 32) out[i] = narrow_e4m3(x[i] / scale);
-    if (lane < 4) scales[lane] = (uint8_t)(__float_as_uint(scale) >> 8 * lane);
+    for (int i = lane; format.dtype == KV_F8 && i < n; i += 32) out[i] = narrow_e4m3(x[i] / scale);
+    for (int i = 2 * lane; format.dtype == KV_F4 && i < n; i += 64)
+        out[i / 2] = (uint8_t)(narrow_e2m1(x[i] / scale) | (i + 1 < n ? narrow_e2m1(x[i + 1] / scale) << 4 : 0));
+    if (format.scales == SCALES_F32 && lane < 4) scales[lane] = (uint8_t)(__float_as_uint(scale) >> 8 * lane);
+    if (format.scales != SCALES_F32 && lane == 0)
+        *scales = format.scales == SCALES_E4M3 ? narrow_e4m3(scale) : (uint8_t)(__float_as_uint(scale) >> 23);
 }
 
 /* By a whole block. */
 static __device__ void store_row(uint8_t *row, const RowFormat &format, const float *quantised, const float *plain) {
     narrow_values(row + quantised_bytes(format), plain, format.plain, format.dtype == KV_F32);
-    if (format.dtype != KV_F8) return narrow_values(row, quantised, format.quantised, format.dtype == KV_F32);
+    if (!has_codes(format)) return narrow_values(row, quantised, format.quantised, format.dtype == KV_F32);
     for (int group = (int)threadIdx.x / 32; group * format.group < format.quantised; group += (int)blockDim.x / 32) {
-        int first = group * format.group;
-        narrow_group(row + first, row + format.quantised + 4 * group, quantised + first,
-                     min(format.group, format.quantised - first));
+        const int first = group * format.group;
+        narrow_group(row + (format.dtype == KV_F8 ? first : first / 2), row + value_bytes(format) + scale_size(format) * group,
+                     quantised + first, min(format.group, format.quantised - first), format);
     }
 }
 
@@ -3923,7 +3968,9 @@ static __device__ void store_row(uint8_t *row, const RowFormat &format, const fl
 static __global__ void store_rows_kernel(uint8_t *base, RowFormat format, const DeviceRow *ids, const float *a, size_t a_stride,
                                          const float *b, size_t b_stride) {
     begin_kernel();
-    store_row(base + (size_t)ids[blockIdx.x].id * format.stride, format, a + blockIdx.x * a_stride, b + blockIdx.x * b_stride);
+    const int id = ids[blockIdx.x].id;
+    if (id < 0) return;
+    store_row(base + (size_t)id * format.stride, format, a + blockIdx.x * a_stride, b + blockIdx.x * b_stride);
 }
 
 static void store_rows(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, const float *a, size_t a_stride,
