@@ -426,30 +426,28 @@ static cudaEvent_t *copy_event(const Cache *cache, const Transfer *transfer) {
     return event;
 }
 
-/* The same rows of all sources (or of all groups' index keys) in one strided copy each. */
-static void copy_pages(uint8_t *device, size_t device_pitch, uint8_t *host, size_t host_pitch, size_t stride, int device_page,
-                       int host_page, int height, const Transfer *transfer) {
-    const size_t width = (size_t)transfer->count * stride;
-    device += ((size_t)device_page * PAGE_ROWS + (size_t)transfer->first) * stride;
-    host += ((size_t)host_page * PAGE_ROWS + (size_t)transfer->first) * stride;
-    for (int i = 0; i < height; i++) {
-        uint8_t *on_device = device + (size_t)i * device_pitch, *on_host = host + (size_t)i * host_pitch;
-        CUDA(cudaMemcpyAsync(transfer->to_host ? on_host : on_device, transfer->to_host ? on_device : on_host, width,
-                             transfer->to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice, transit.pages));
-    }
+/* The rows of one source, or index keys of one group, that a copy is of. Where rows hold more positions only those that are
+ * complete: the last group may still be open. */
+static void copy_run(uint8_t *device, uint8_t *host, size_t stride, int device_page, int host_page, int stretch,
+                     const Transfer *transfer) {
+    const size_t rows = (size_t)(PAGE_ROWS / stretch), first = (size_t)(transfer->first / stretch),
+                 count = (size_t)((transfer->first + transfer->count) / stretch) - first;
+    device += ((size_t)device_page * rows + first) * stride;
+    host += ((size_t)host_page * rows + first) * stride;
+    if (!count) return;
+    CUDA(cudaMemcpyAsync(transfer->to_host ? host : device, transfer->to_host ? device : host, count * stride,
+                         transfer->to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice, transit.pages));
 }
 
 static void start_copy(Cache *cache, const Transfer *transfer) {
     CUDA(cudaEventRecord(transit.passes, gpu.stream));
     CUDA(cudaStreamWaitEvent(transit.pages, transit.passes, 0));
-    const size_t stride = cache->format.stride, index_stride = cache->index_format.stride;
-    const size_t page_rows = PAGE_ROWS, host_rows = (size_t)cache->host_pages.n_pages * page_rows;
-    if (!no_page(transfer->device))
-        copy_pages(cache->device, (size_t)cache->device_pages.n_pages * page_rows * stride, cache->host, host_rows * stride,
-                   stride, transfer->device.id, transfer->host.id, cache->sources, transfer);
-    if (!no_page(transfer->index))
-        copy_pages(cache->index_keys, (size_t)cache->index_pages.n_pages * page_rows * index_stride, cache->host_index,
-                   host_rows * index_stride, index_stride, transfer->index.id, transfer->host.id, cache->groups, transfer);
+    for (int i = 0; i < cache->sources && !no_page(transfer->device); i++)
+        copy_run(source_rows(cache, (SourceId){i}), host_source_rows(cache, (SourceId){i}), cache->format.stride,
+                 transfer->device.id, transfer->host.id, stretch_of(cache, i), transfer);
+    for (int g = 0; g < cache->groups && !no_page(transfer->index); g++)
+        copy_run(group_index_keys(cache, g), host_group_index_keys(cache, g), cache->index_format.stride, transfer->index.id,
+                 transfer->host.id, stretch_of(cache, g), transfer);
     CUDA(cudaEventRecord(*copy_event(cache, transfer), transit.pages));
 }
 
@@ -4851,7 +4849,7 @@ static bool is_e4m3(const RowFormat &format) { return format.dtype == KV_F8 && f
 /* Whether the tensor cores can take the keys: whole 16 bytes of bf16, or of e4m3 with one scale. */
 static bool suits_tensor_cores(const IndexShape &shape) {
     const RowFormat &format = shape.format;
-    if (format.dtype == KV_F32 || shape.head_dim > SCORE_WIDTH || shape.columns > SCORE_COLUMNS) return false;
+    if (format.dtype == KV_F32 || format.dtype == KV_F4 || shape.head_dim > SCORE_WIDTH || shape.columns > SCORE_COLUMNS) return false;
     if (!is_e4m3(format)) return shape.head_dim % 8 == 0;
     return shape.head_dim % 16 == 0 && format.quantised == shape.head_dim && format.group >= shape.head_dim;
 }
@@ -7089,23 +7087,36 @@ static __device__ uint64_t find_cut(KeyBins *bins, int n, int shift, Key key, We
 typedef struct Resolver {
     CacheTables seen;
     HotTables slots;
-    int group, groups, context_pages, hot_pages, tail_ring, hot_rows, staging_rows;
+    int group, groups, context_pages, hot_pages, tail_ring, staging_rows;
+    int page_shift;             /* 1 << page_shift rows of the group to a page */
+    int hot_rows, all_hot_rows; /* of the group; of the finest one, which tables have room for */
     int32_t first_staged;       /* device rows from here on are staging's */
     bool scan;                  /* LOOKUP_SCAN */
     int range;                  /* rows that the bitmap holds at once, a multiple of QUAD */
 } Resolver;
 
 static Resolver resolver_of(const Cache *cache, int group) {
+    const int rows = page_rows(cache, group);       /* 64 or 32 */
     return (Resolver){cache->seen, cache->slots, group, cache->groups, cache->context_pages, cache->hot_pages, cache->tail_ring,
-                      cache->hot_rows, cache->staging_rows, cache->device_pages.n_pages * PAGE_ROWS,
-                      cache->lookup == LOOKUP_SCAN, 0};
+                      cache->staging_rows, __builtin_ctz((unsigned)rows), cache->hot_rows / stretch_of(cache, group),
+                      cache->hot_rows, cache->device_pages.n_pages * rows, cache->lookup == LOOKUP_SCAN, 0};
 }
 
-/* The device page that holds a position's row without any search, or 0. */
-static __device__ int direct_page(const Resolver &cache, int session, int position, int tail_base) {
-    const int page = position / PAGE_ROWS;
-    return position >= tail_base ? cache.seen.tail[session * cache.tail_ring + (page & (cache.tail_ring - 1))].id
-                                 : cache.seen.ready[(size_t)session * cache.context_pages + page].id;
+/* Row `row` of a session, or slot of its hot cache, in the page that holds it. */
+static __device__ int row_in_page(const Resolver &cache, int page, int row) {
+    return page << cache.page_shift | (row & ((1 << cache.page_shift) - 1));
+}
+
+/* The first row of the group that a session's tail holds. */
+static __device__ int tail_begin(const Resolver &cache, int session) {
+    return cache.seen.tail_base[session] / PAGE_ROWS << cache.page_shift;
+}
+
+/* The device page that holds a row without any search, or 0. */
+static __device__ int direct_page(const Resolver &cache, int session, int row, int tail_base) {
+    const int page = row >> cache.page_shift;
+    return row >= tail_base ? cache.seen.tail[session * cache.tail_ring + (page & (cache.tail_ring - 1))].id
+                            : cache.seen.ready[(size_t)session * cache.context_pages + page].id;
 }
 
 /* One session's queries while they are resolved together. */
@@ -7149,8 +7160,8 @@ typedef struct Missing {
     int *before;                /* [range / 32] entries of the plan in front of the word's */
 } Missing;
 
-static __device__ DeviceRow hot_location(const ResolveShared *shared, int slot) {
-    return (DeviceRow){shared->hot[slot / PAGE_ROWS].id * PAGE_ROWS + slot % PAGE_ROWS};
+static __device__ DeviceRow hot_location(const Resolver &cache, const ResolveShared *shared, int slot) {
+    return (DeviceRow){row_in_page(cache, shared->hot[slot >> cache.page_shift].id, slot)};
 }
 
 /* What stands in place of a location until it is known: the row that is sought, or which entry of the plan brings it. */
@@ -7184,10 +7195,10 @@ static __device__ void look_up(const Resolver &cache, const Search &search, Reso
         for (int u = 0; u < IN_FLIGHT; u++) {
             DeviceRow location = {NOWHERE};
             if (page[u]) {
-                location.id = page[u] * PAGE_ROWS + position[u] % PAGE_ROWS;
+                location.id = row_in_page(cache, page[u], position[u]);
                 tail += position[u] >= search.tail_base, optional += position[u] < search.tail_base;
             } else if (slot[u] >= 0) {
-                location = hot_location(shared, slot[u]);
+                location = hot_location(cache, shared, slot[u]);
                 search.hot.stamp[slot[u]] = search.now;
                 hot++;
             } else if (position[u] >= 0) {
@@ -7241,7 +7252,7 @@ static __device__ int entry_of(const Missing &missing, int row) {
     return bits & own ? missing.before[row / 32] + __popc(bits & (own - 1)) : -1;
 }
 
-/* Lists the bitmap's rows behind `listed` entries, a word a thread; returns how many there are then. Each warp has a part of the
+/* Lists the bitmap's rows behind `listed` entries, a word, which is of one page, a thread; returns how many there are then. Each warp has a part of the
  * words, and knows where its entries begin when all have counted theirs. to holds the rows themselves. */
 static __device__ int list_bits(const Resolver &cache, const Search &search, ResolveShared *shared, const Missing &missing,
                                 int base, int rows, int listed) {
@@ -7256,7 +7267,7 @@ static __device__ int list_bits(const Resolver &cache, const Search &search, Res
     for (int first = begin; first < end; first += WARP) {
         const int word = first + lane, row = base + 32 * word;
         const uint32_t bits = word < end ? missing.bits[word] : 0;
-        const int64_t page = bits ? pages[row / PAGE_ROWS].id : 0;
+        const int page = bits ? pages[row >> cache.page_shift].id : 0;
         int sum = __popc(bits);
         for (int step = 1; step < WARP; step *= 2) {
             const int other = __shfl_up_sync(~0u, sum, step);
@@ -7266,7 +7277,7 @@ static __device__ int list_bits(const Resolver &cache, const Search &search, Res
         if (word < end) missing.before[word] = entry;
         for (uint32_t left = bits; left; left &= left - 1, entry++) {
             const int here = row + __ffs(left) - 1;
-            search.from[entry].id = page * PAGE_ROWS + here % PAGE_ROWS;
+            search.from[entry].id = ((int64_t)page << cache.page_shift) + (here & ((1 << cache.page_shift) - 1));
             search.to[entry].id = here;
         }
         at += __shfl_sync(~0u, sum, WARP - 1);
@@ -7412,7 +7423,7 @@ static __device__ int take_victims(const Resolver &cache, const Search &search, 
             search.hot.tag[slot] = row[u];
             search.hot.stamp[slot] = search.now;
             search.hot.slot_of[row[u]] = (uint16_t)(slot + 1);
-            search.to[entry[u]] = hot_location(shared, slot);
+            search.to[entry[u]] = hot_location(cache, shared, slot);
         }
     }
     return beyond;
@@ -7420,7 +7431,7 @@ static __device__ int take_victims(const Resolver &cache, const Search &search, 
 
 /* Where sought rows come to lie: where the plan brings them, and what a scan has found has a slot by now. The first `beyond` of
  * the plan are staged, from device row `staged` on. */
-static __device__ void locate_sought(const Search &search, ResolveShared *shared, const Missing &missing,
+static __device__ void locate_sought(const Resolver &cache, const Search &search, ResolveShared *shared, const Missing &missing,
                                      DeviceRow held[IN_FLIGHT], int beyond, int staged) {
     int hot = 0, host = 0;
 #pragma unroll 1
@@ -7431,7 +7442,7 @@ static __device__ void locate_sought(const Search &search, ResolveShared *shared
         if (row < 0) return;
         int entry = planned_entry(location);
         if (entry < 0 && row >= shared->base) entry = entry_of(missing, row - shared->base);
-        location = entry >= 0 ? search.to[entry] : hot_location(shared, search.hot.slot_of[row] - 1);
+        location = entry >= 0 ? search.to[entry] : hot_location(cache, shared, search.hot.slot_of[row] - 1);
         hot += entry < 0, host += entry >= 0;
     });
     count_picked(shared, TIER_HOT, hot), count_picked(shared, TIER_HOST, host);
@@ -7455,7 +7466,7 @@ static __device__ int place_missing(const Resolver &cache, const Search &search,
     const int beyond = n ? take_victims(cache, search, shared, n) : 0;
     const int staging = beyond ? staging_before(rows, begin, end, row) : 0;
     __syncthreads();
-    locate_sought(search, shared, missing, held, beyond, cache.first_staged + staging * cache.staging_rows);
+    locate_sought(cache, search, shared, missing, held, beyond, cache.first_staged + staging * cache.staging_rows);
     if (threadIdx.x == 0 && n) atomicAdd(&report->fetched, n);
     if (threadIdx.x == 0 && beyond) atomicAdd(&report->staged, beyond);
     __syncthreads();
@@ -7480,9 +7491,9 @@ static __global__ void __launch_bounds__(1024) resolve_blocks(Resolver cache, Se
 #pragma unroll
     for (int i = 1; i < QUERY_BLOCK; i++) n += row + i < end && rows[row + i].session == session;
     const size_t state = (size_t)session * cache.groups + cache.group;
-    const HotCache hot = {cache.slots.tag + state * cache.hot_rows, cache.slots.stamp + state * cache.hot_rows,
+    const HotCache hot = {cache.slots.tag + state * cache.all_hot_rows, cache.slots.stamp + state * cache.all_hot_rows,
                           cache.slots.slot_of + state * cache.context_pages * PAGE_ROWS, cache.slots.clock + state};
-    const Search search = {session, cache.seen.tail_base[session], n * selection.capacity, selection.ids + at, locations + at,
+    const Search search = {session, tail_begin(cache, session), n * selection.capacity, selection.ids + at, locations + at,
                            plan.from + at, plan.to + at, hot, *hot.clock + 1};
     const Missing missing = {(uint32_t *)bitmap, (int *)((uint32_t *)bitmap + cache.range / 32)};
 #pragma unroll 1
@@ -7508,9 +7519,9 @@ static __global__ void locate_resident(Resolver cache, Selection selection, cons
     const int row = begin + blockIdx.y, session = rows[row].session, i = blockIdx.x * blockDim.x + threadIdx.x;
     const size_t at = (size_t)row * selection.capacity;
     const int position = i < selection.capacity && session >= 0 ? selection.ids[at + i] : -1;
-    const int tail_base = session >= 0 ? cache.seen.tail_base[session] : 0;
+    const int tail_base = session >= 0 ? tail_begin(cache, session) : 0;
     const int page = position >= 0 ? direct_page(cache, session, position, tail_base) : 0;
-    if (i < selection.capacity) locations[at + i].id = page ? page * PAGE_ROWS + position % PAGE_ROWS : NOWHERE;
+    if (i < selection.capacity) locations[at + i].id = page ? row_in_page(cache, page, position) : NOWHERE;
     const int tail = __syncthreads_count(page && position >= tail_base), found = __syncthreads_count(page != 0);
     if (threadIdx.x) return;
     if (tail) atomicAdd(&report->picked[TIER_TAIL], tail);
