@@ -825,6 +825,7 @@ static void read_engram_config(Config *config, Fields *fields) {
     }
     free(marks);
     if (!ids || !cJSON_GetArraySize(ids)) return;
+    if (cJSON_GetArraySize(ids) > MAX_ENGRAMS) field_failed(fields, "engram_layer_ids", ids, "at most 16 layers");
     config->engram_order = read_int(fields, "engram_max_ngram_size", 2, MAX_NGRAM, REQUIRED);
     config->engram_n_heads = read_int(fields, "engram_n_heads", 1, MAX_ENGRAM_HEADS, REQUIRED);
     config->engram_head_dim = read_int(fields, "engram_head_dim", 1, MAX_ROW_WIDTH, REQUIRED);
@@ -1644,6 +1645,7 @@ static size_t lay_out_tables(CacheTables *tables, const Cache *cache, Arena *are
 
 /* What DeepSeek-V4's layers keep on the device: the rings and passes of their trails, and heavily compressed rows. */
 static void lay_out_trails(Cache *cache, Arena *arena) {
+    cache->seen_trails = carve(arena, (size_t)cache->trail_layers, TRAILS, sizeof *cache->seen_trails);
     for (int i = 0; i < cache->trail_layers * TRAILS; i++) {
         Trail *trail = &cache->trails[i];
         trail->ring = carve(arena, (size_t)cache->sessions * (size_t)trail->length, trail->stride, 1);
@@ -2169,6 +2171,7 @@ static void start_cache(Cache *cache) {
     cache->missing = allocate_zeroed((size_t)cache->staging_rows, sizeof(int32_t));
     cache->places = allocate_zeroed((size_t)cache->staging_rows, sizeof(int32_t));
     cache->victims = allocate_zeroed((size_t)cache->hot_rows, sizeof(int32_t));
+    cache->backend->upload(cache->seen_trails, cache->trails, (size_t)(cache->trail_layers * TRAILS) * sizeof *cache->trails);
     for (int s = 0; s < cache->sessions; s++) cache->backend->forget_hot(cache, s);
 }
 
@@ -3490,9 +3493,9 @@ static void index_groups(Engine *engine, int i, int source, int n) {
     compress_rows(engine, &cache->trails[i * TRAILS + TRAIL_INDEX_GROUP], &engine->weights.layers[i].index_compressor, keys,
                   &cache->index_format, state->index_rows, dim, true, index_rounding(config), n, i * CHECKED_PARTS + INDEX_KEY);
     weigh_index_heads(engine, i, n);
-    engine->backend->index_select(&state->selection, state->index_q, state->index_weights, keys, &cache->index_format,
-                                  cache->seen.index, cache->context_pages, heads, dim, state->group_rows, n,
-                                  state->index_scratch, state->scratch_rows);
+    engine->backend->select_groups(&state->selection, state->index_q, state->index_weights, keys, &cache->index_format,
+                                   cache->seen.index, cache->context_pages, PAGE_ROWS, heads, dim, state->group_rows, n,
+                                   state->index_scratch, state->scratch_rows, NULL, 0, 0, false);
 }
 
 /* Rows [begin, end) attend to their windows and to rows of the pool, in a layer of either rope. */

@@ -1,7 +1,7 @@
 /* engine.cu: the operations of engine.h on an NVIDIA GPU, the twin of backend.c.
  *
- *     the device . instructions . activations . products . mixture of experts . cached rows and index selection . attention .
- *     selection by keys . the hierarchy's operations . sampling and acceptance . drafters' operations
+ *     the device . instructions . activations . products . mixture of experts . cached rows and index selection . trails and
+ *     compressed rows . attention . selection by keys . the hierarchy's operations . sampling and acceptance . drafters' operations
  *
  * Every operation only puts work on one stream, so they run in the order in which they are called and nobody waits until the
  * pipeline asks for a result. Pointers are the device's, or name host memory that the device reads over the link (MEMORY_HOST).
@@ -108,6 +108,7 @@ static void launch(void (*kernel)(Parameters...), dim3 grid, unsigned threads, s
 /* ---- memory and copies */
 
 enum {
+    PARTIAL_FLOATS = 48 << 20,  /* of what an operation leaves for its last kernel: rows run in groups that fit */
     UPLOAD_BYTES = 8 << 20,     /* pinned memory that uploads pass through */
     WEIGHT_CHUNK = 512 << 20,   /* bytes taken at a time for weights */
     WEIGHT_ALIGNMENT = 256,
@@ -130,6 +131,8 @@ static struct Transit {         /* between the pipeline's memory and the device'
     size_t chunk_bytes, chunk_used;         /* of the last of them */
 } transit;
 
+static float *partials;         /* [PARTIAL_FLOATS] device: of attention by row, head and chunk: maximum, sum, values */
+
 struct Move { uint8_t *to; const uint8_t *from; size_t bytes; };
 
 static struct Movers {          /* threads that bring weights to the device while the pipeline binds the next */
@@ -143,6 +146,7 @@ static struct Movers {          /* threads that bring weights to the device whil
     bool leaving;               /* as soon as nothing is left */
 } movers = {{}, 0, 0, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, {}, 0, 0, 0, false};
 
+static void forget_gathers(void);
 static bool attention_start(Error *error);
 static bool hierarchy_start(Error *error);
 static bool speculation_start(Error *error);
@@ -388,6 +392,8 @@ __global__ void make_weights_kernel(void *to, size_t count, float low, float ste
         const float value = fmaf((float)(hash & 0xffff), step, low);
         if (dtype == DTYPE_F32) ((float *)to)[i] = value;
         else if (dtype == DTYPE_BF16) ((__nv_bfloat16 *)to)[i] = __float2bfloat16_rn(value);
+        else if (dtype == DTYPE_I8) ((uint8_t *)to)[i] = (uint8_t)hash;
+        else if (dtype == DTYPE_F8_E8M0) ((uint8_t *)to)[i] = (uint8_t)(__float_as_uint(value) >> 23);
         else ((__nv_fp8_e4m3 *)to)[i] = __nv_fp8_e4m3(value);
     }
 }
@@ -396,9 +402,11 @@ static const void *make_weights(void *space, DType dtype, size_t count, float lo
     (void)space;
     uint8_t *to = place_weights(count * dtype_size(dtype), error);
     if (!to || !count) return to;
-    auto kernel = dtype == DTYPE_F32    ? make_weights_kernel<DTYPE_F32>
-                  : dtype == DTYPE_BF16 ? make_weights_kernel<DTYPE_BF16>
-                                        : make_weights_kernel<DTYPE_F8_E4M3>;
+    auto kernel = dtype == DTYPE_F32       ? make_weights_kernel<DTYPE_F32>
+                  : dtype == DTYPE_BF16    ? make_weights_kernel<DTYPE_BF16>
+                  : dtype == DTYPE_I8      ? make_weights_kernel<DTYPE_I8>
+                  : dtype == DTYPE_F8_E8M0 ? make_weights_kernel<DTYPE_F8_E8M0>
+                                           : make_weights_kernel<DTYPE_F8_E4M3>;
     launch(kernel, (unsigned)((count + 1023) / 1024), 256, 0, to, count, low, (high - low) / 65536, seed);
     return to;
 }
@@ -406,6 +414,7 @@ static const void *make_weights(void *space, DType dtype, size_t count, float lo
 static void release_weights(void) {
     wait_for_all();
     forget_works();                                 /* they name what is about to go */
+    forget_gathers();
     for (int i = 0; i < transit.n_chunks; i++) CUDA(cudaFree(transit.chunks[i]));
     transit.n_chunks = 0;
     transit.chunk_bytes = transit.chunk_used = 0;
@@ -3839,7 +3848,8 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
  * steps more over what is left, and collects the positions in ascending order. A score is the work of one warp in a fixed order,
  * and the selection is exact integer work, so neither depends on how a launch is split. Relies on: rows of a session follow each
  * other, strides of whole 16 bytes, and each index_scores being followed by its select_top, which leaves the counts zero; and on
- * rows and page tables having been there before the pass's first kernel, since they are read while kernels in front still run.
+ * page tables having been there before the pass's first kernel, since they are read while kernels in front still run; rows too,
+ * but where the pass makes them itself.
  */
 
 static __host__ __device__ inline bool has_codes(const RowFormat &format) {
@@ -3949,6 +3959,15 @@ static __device__ void narrow_group(uint8_t *__restrict__ out, uint8_t *__restri
     if (format.scales == SCALES_F32 && lane < 4) scales[lane] = (uint8_t)(__float_as_uint(scale) >> 8 * lane);
     if (format.scales != SCALES_F32 && lane == 0)
         *scales = format.scales == SCALES_E4M3 ? narrow_e4m3(scale) : (uint8_t)(__float_as_uint(scale) >> 23);
+}
+
+/* What a group would be after a stay in such a row, in place, by one warp. */
+static __device__ inline void round_group(float *x, int n, const RowFormat &format) {
+    const float scale = group_scale(group_maximum(x, n), format);
+    for (int i = (int)threadIdx.x % 32; i < n; i += 32) {
+        const float code = x[i] / scale, value = format.dtype == KV_F8 ? widen_e4m3(narrow_e4m3(code)) : widen_e2m1(narrow_e2m1(code));
+        if (x[i] == x[i]) x[i] = value * scale;
+    }
 }
 
 /* By a whole block. */
@@ -4087,12 +4106,26 @@ enum {
     BINS = 2048,                    /* of the first 11 bits of a score's sortable key */
 };
 
+/* Of each row's rows the ones that are in some blocks of neighbours, a bit for each block. */
+struct Blocks {
+    uint32_t *bits;                 /* [rows, words]; NULL: all */
+    int words, size;
+
+    __device__ bool have(int row, int s) const {
+        const int block = s / size;
+        return bits[(size_t)row * words + block / 32] >> block % 32 & 1;
+    }
+};
+
 struct IndexShape {
     RowFormat format;
     int context_pages, heads, head_dim, capacity;
     int columns;                    /* of a query row: its heads, and zeros that fill them up */
     int together;                   /* query rows that share one read of the keys */
     float scale;
+    int page_rows;                  /* PAGE_ROWS, or half of that: then a page of scores is two of keys */
+    bool rows_made;                 /* the pass itself makes the rows */
+    Blocks blocks;                  /* outside of them nothing counts */
 };
 
 /* Which query rows share a read, and how the reads are laid end to end. Each block makes it for itself. */
@@ -4185,7 +4218,7 @@ static __device__ int part_begin(const ScorePlan &plan, int n_rows, int block) {
     return at - begin <= near ? begin : plan.ends[r] - at <= near ? plan.ends[r] : at;
 }
 
-struct ScoreRead {                  /* a block's part of one read */
+struct ScoreRead {                  /* a block's part of one read; its pages are PAGE_ROWS keys, in one page of the pool or in two */
     const uint8_t *keys;
     const DevicePage *table;        /* of the session */
     int at, stop;                   /* pages of the session */
@@ -4195,15 +4228,26 @@ struct ScoreRead {                  /* a block's part of one read */
     int context;
     const int *last;                /* [members] */
     int *bins;                      /* [members][BINS] in shared memory */
+    Blocks blocks;                  /* of the first member */
 
     __device__ const uint8_t *page(int id, const IndexShape &shape) const {
-        return keys + (size_t)id * PAGE_ROWS * shape.format.stride;
+        return keys + (size_t)id * shape.page_rows * shape.format.stride;
     }
-    __device__ int id(int page) const { return page < stop ? table[page].id : 0; }
+
+    /* The pages of the pool that hold a page of scores; page 0 of the pool where there is none, which may be read too. */
+    __device__ int2 ids(int page, const IndexShape &shape) const {
+        if (page >= stop) return {0, 0};
+        if (shape.page_rows == PAGE_ROWS) return {table[page].id, 0};
+        return {table[2 * page].id, 2 * page + 1 < shape.context_pages ? table[2 * page + 1].id : 0};
+    }
 
     /* Score of key `s` for member `row`. */
     __device__ void put(int row, int s, float score) const {
         if (row >= members || s > last[row]) return;
+        if (blocks.bits && !blocks.have(row, s)) {
+            scores[row * context + s] = __uint_as_float(0x7fffffff);        /* no number: below everything, and counted nowhere */
+            return;
+        }
         scores[row * context + s] = score;
         atomicAdd(&bins[row * BINS + (int)(sortable(score) >> 21)], 1);
     }
@@ -4234,16 +4278,20 @@ struct KeyRing {                    /* a warpgroup's */
     static __device__ void open(uint64_t *barrier) { start_barrier(barrier, COPIERS); }
 #if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
     static constexpr int COPIERS = 1;
-    __device__ void begin(int turn, const uint8_t *page) const {
+    __device__ void begin(int turn, const ScoreRead &read, int2 ids, const IndexShape &shape) const {
         if (threadIdx.x % 128) return;
+        const int part = shape.page_rows * (int)shape.format.stride;
         expect_bytes(arrived + turn, bytes);
-        start_bulk_copy(place(turn), page, bytes, arrived + turn);
+        start_bulk_copy(place(turn), read.page(ids.x, shape), part, arrived + turn);
+        if (part < bytes) start_bulk_copy(place(turn) + part, read.page(ids.y, shape), part, arrived + turn);
     }
 #else
     static constexpr int COPIERS = 128;
-    __device__ void begin(int turn, const uint8_t *page) const {
+    __device__ void begin(int turn, const ScoreRead &read, int2 ids, const IndexShape &shape) const {
+        const int part = shape.page_rows * (int)shape.format.stride;
         for (int at = (int)threadIdx.x % 128 * 16; at < bytes; at += 128 * 16)
-            start_copy_to_shared(place(turn) + at, page + at, true);
+            start_copy_to_shared(place(turn) + at,
+                                 at < part ? read.page(ids.x, shape) + at : read.page(ids.y, shape) + at - part, true);
         arrive_with_copies(arrived + turn);
     }
 #endif
@@ -4459,15 +4507,15 @@ static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float 
     if (threadIdx.x % 128 == 0)
         for (int turn = 0; turn < ring.depth; turn++) KeyRing::open(ring.arrived + turn);
     show_to_products();
-    int ids[MAX_DEPTH], id = read.id(first + ring.depth * GROUPS);
+    int2 ids[MAX_DEPTH], coming = read.ids(first + ring.depth * GROUPS, shape);
 #pragma unroll
-    for (int turn = 0; turn < MAX_DEPTH; turn++) ids[turn] = read.id(first + turn * GROUPS);
+    for (int turn = 0; turn < MAX_DEPTH; turn++) ids[turn] = read.ids(first + turn * GROUPS, shape);
     __syncthreads();
     wait_for_previous();
     stage_queries<TILES, F8>(queries, weights, read, shape, [&] {
 #pragma unroll
         for (int turn = 0; turn < MAX_DEPTH; turn++)
-            if (turn < ring.depth && first + turn * GROUPS < read.stop) ring.begin(turn, read.page(ids[turn], shape));
+            if (turn < ring.depth && first + turn * GROUPS < read.stop) ring.begin(turn, read, ids[turn], shape);
     });
     show_to_products();
     __syncthreads();
@@ -4477,8 +4525,8 @@ static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float 
         take_keys(keys, ring.place(turn), shape);
         group_barrier();
         const int next = page + ring.depth * GROUPS;
-        if (next < read.stop) ring.begin(turn, read.page(id, shape));
-        id = read.id(next + GROUPS);
+        if (next < read.stop) ring.begin(turn, read, coming, shape);
+        coming = read.ids(next + GROUPS, shape);
         score_page<TILES, F8, COLUMNS>(read, page, keys, queries, weights, shape);
         if (++turn == ring.depth) turn = 0, round++;
     }
@@ -4489,7 +4537,9 @@ static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float 
 static __device__ void score_plainly(const ScoreRead &read, const IndexShape &shape) {
     for (int tile = 2 * read.at + (int)threadIdx.x / 32; tile < 2 * read.stop; tile += SCORE_THREADS / 32) {
         const int s = 32 * tile + (int)threadIdx.x % 32;
-        const uint8_t *key = read.page(read.id(tile / 2), shape) + (size_t)(s % PAGE_ROWS) * shape.format.stride;
+        const int2 ids = read.ids(tile / 2, shape);
+        const uint8_t *key = read.page(s % PAGE_ROWS < shape.page_rows ? ids.x : ids.y, shape)
+                             + (size_t)(s % shape.page_rows) * shape.format.stride;
         const float *q = read.q, *head_weights = read.head_weights;
         for (int row = 0; row < read.members; row++, q += shape.heads * shape.head_dim, head_weights += shape.heads) {
             float total = 0;
@@ -4527,8 +4577,9 @@ index_scores(float *scores, const float *q, const float *head_weights, const uin
     extern __shared__ uint4 queries[];
     __shared__ ScorePlan plan;
     __shared__ uint64_t arrived[SCORE_THREADS / 128][MAX_DEPTH];
-    const int context = shape.context_pages * PAGE_ROWS;
+    const int context = shape.context_pages * shape.page_rows;
     let_next_start();                               /* select_top takes its place where this leaves room, and waits */
+    if (shape.rows_made) wait_for_previous();
     make_plan(plan, rows, n_rows, shape);
     const int end = uniform(part_begin(plan, n_rows, (int)blockIdx.x + 1));
     for (int at = uniform(part_begin(plan, n_rows, (int)blockIdx.x)), stop; at < end; at = stop) {
@@ -4540,7 +4591,9 @@ index_scores(float *scores, const float *q, const float *head_weights, const uin
         int *bins = (int *)(weights + batches * 8 * SCORE_TILES);
         const ScoreRead read = {keys, pages + (size_t)plan.session[r] * shape.context_pages, at - begin, stop - begin, members,
                                 q + (size_t)r * shape.heads * shape.head_dim, head_weights + (size_t)r * shape.heads,
-                                scores + (size_t)r * context, context, plan.last + r, bins};
+                                scores + (size_t)r * context, context, plan.last + r, bins,
+                                {shape.blocks.bits ? shape.blocks.bits + (size_t)r * shape.blocks.words : NULL,
+                                 shape.blocks.words, shape.blocks.size}};
         for (int i = (int)threadIdx.x; i < members * BINS; i += SCORE_THREADS) bins[i] = 0;
         if constexpr (TILES) {
             const int page_bytes = PAGE_ROWS * (int)shape.format.stride, group = uniform((int)threadIdx.x / 128);
@@ -4661,10 +4714,12 @@ static __device__ inline void load_scores(float4 (&x)[4], const Candidates &list
     }
 }
 
-/* Lists what is in the bin or above, as scores for the time being. next: the first scores. */
+/* Lists what is in the bin or above, as scores for the time being. next: the first scores. What is no number is below all bins
+ * whose lowest score is one. */
 static __device__ void list_candidates(Candidates &list, int bin, float4 (&next)[4]) {
     const int lane = (int)threadIdx.x % 32;
     const float lowest = lowest_score(bin);
+    const bool all_taken = lowest != lowest;
     int n = 0;
     for (int base = list.first; base < list.last; base += 4 * SELECT_STEP) {
         const float4 x[4] = {next[0], next[1], next[2], next[3]};
@@ -4676,7 +4731,7 @@ static __device__ void list_candidates(Candidates &list, int bin, float4 (&next)
             const int left = list.last - base - SELECT_STEP * j - 4 * lane;
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                if (i < left && !(score[i] < lowest)) taken |= 1u << (4 * j + i), counts += 1u << 8 * j;
+                if (i < left && (score[i] >= lowest || all_taken)) taken |= 1u << (4 * j + i), counts += 1u << 8 * j;
         }
         const uint32_t until = (uint32_t)warp_prefix_sum((int)counts), all = __shfl_sync(~0u, until, 31), before = until - counts;
 #pragma unroll
@@ -4781,8 +4836,17 @@ static __device__ int2 count_before(SelectShared &shared, int2 count) {
     return {(int)__reduce_add_sync(~0u, (unsigned)above), (int)__reduce_add_sync(~0u, (unsigned)equal)};
 }
 
+/* What there is to select from: of row r the first rows[r].position / each + 1 of its scores. */
+struct Scored {
+    const float *scores;            /* [rows, stride] */
+    size_t stride;
+    const Row *rows;
+    int each;                       /* positions to a score */
+    bool rows_made;                 /* the pass itself makes the rows */
+};
+
 static __global__ void __launch_bounds__(SELECT_THREADS, 2)
-select_top(int *ids, int *counts, int capacity, const float *scores, size_t context, const Row *rows) {
+select_top(int *ids, int *counts, int capacity, Scored from) {
     extern __shared__ uint32_t lists[];
     __shared__ SelectShared shared;
     const int split = cluster_size(), rank = cluster_rank(), r = (int)blockIdx.x / split;
@@ -4790,7 +4854,8 @@ select_top(int *ids, int *counts, int capacity, const float *scores, size_t cont
     let_next_start();
     for (int i = thread; i < 3 * BINS; i += SELECT_THREADS) shared.mine[i] = 0;     /* and `all` behind it */
     cluster_arrive();
-    const int visible = rows[r].position + 1, k = min(visible, capacity);
+    if (from.rows_made) wait_for_previous();
+    const int visible = (from.rows[r].position + from.each) / from.each, k = min(visible, capacity);
     ids += (size_t)r * capacity;
     cluster_wait();
     wait_for_previous();
@@ -4802,7 +4867,7 @@ select_top(int *ids, int *counts, int capacity, const float *scores, size_t cont
     const int part = divide_up(visible, split * SELECT_WARPS * SELECT_STEP) * SELECT_STEP;
     const int first = min((rank * SELECT_WARPS + warp) * part, visible);
     uint16_t *places = (uint16_t *)(lists + SELECT_WARPS * LIST_LENGTH) + warp * LIST_LENGTH;
-    Candidates list = {scores + r * context, lists + warp * LIST_LENGTH, places, first, min(first + part, visible), 0, true};
+    Candidates list = {from.scores + r * from.stride, lists + warp * LIST_LENGTH, places, first, min(first + part, visible), 0, true};
     const uint32_t threshold = find_threshold(shared, list, score_bins[r], k);
     const int2 before = count_before(shared, count_candidates(list, threshold));
     collect(ids, list, threshold, shared.wanted, before);
@@ -4833,15 +4898,15 @@ static int largest_split(void) {
 }
 
 /* Blocks of a row: as many as keep the processors busy; more than eight where each still has much to do. */
-static void launch_select(int *ids, int *counts, int capacity, const float *scores, int context, const Row *rows, int n_rows) {
+static void launch_select(int *ids, int *counts, int capacity, const Scored &from, int n_rows) {
+    const int context = (int)from.stride;
     CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeMaxDynamicSharedMemorySize, LIST_BYTES));
     if (gpu.major >= 9) CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     int split = 1;
     while (context > SELECT_SPAN && 2 * split <= largest_split() && 2 * split * n_rows <= gpu.multiprocessors &&
            (split < LEAST_SPLIT || context > split * (split < 8 ? SELECT_SPAN : WIDE_SPAN)))
         split *= 2;
-    launch_early(select_top, dim3((unsigned)(split * n_rows)), SELECT_THREADS, LIST_BYTES, split, ids, counts, capacity, scores,
-                 (size_t)context, rows);
+    launch_early(select_top, dim3((unsigned)(split * n_rows)), SELECT_THREADS, LIST_BYTES, split, ids, counts, capacity, from);
 }
 
 static bool is_e4m3(const RowFormat &format) { return format.dtype == KV_F8 && format.quantised; }
@@ -4882,8 +4947,9 @@ static void launch_scores(float *scores, const float *q, const float *head_weigh
                           const Row *rows, int n_rows, IndexShape shape) {
     const int groups = SCORE_THREADS / 128, fixed = (int)sizeof(ScorePlan) + groups * MAX_DEPTH * (int)sizeof(uint64_t),
               all_room = (int)gpu.shared_per_block - divide_up(fixed, 1024) * 1024; /* the compiler may align what is fixed */
-    const int blocks = min(gpu.multiprocessors, divide_up(n_rows * shape.context_pages, LEAST_PAGES));
-    const int pages_of_group = divide_up(divide_up(n_rows * shape.context_pages, blocks), groups);
+    const int score_pages = n_rows * divide_up(shape.context_pages * shape.page_rows, PAGE_ROWS);
+    const int blocks = min(gpu.multiprocessors, divide_up(score_pages, LEAST_PAGES));
+    const int pages_of_group = divide_up(divide_up(score_pages, blocks), groups);
     shape.columns = columns_of(shape.heads);
     shape.together = min(min(n_rows, SHARED_QUERIES), max(SCORE_COLUMNS / shape.columns, 1));
     while (shape.together > 1 && room_of_read(shape) > all_room) shape.together--;
@@ -4897,19 +4963,466 @@ static void launch_scores(float *scores, const float *q, const float *head_weigh
                  n_rows, shape, room);
 }
 
+/* ---- blocks of neighbours */
+
+enum { BLOCK_SPAN = 2048 };         /* of them, that a thread block looks at */
+
+/* The best score of each of a row's blocks, of the newest infinity, and counts of their first bits; where none of them will be
+ * left out, or the row's scores were not needed, nothing. */
+static __global__ void __launch_bounds__(THREADS)
+best_of_blocks(float *best, size_t stride, Scored from, int capacity, int size, int topk) {
+    begin_kernel();
+    __shared__ int bins[BINS];
+    const int r = (int)blockIdx.y, visible = from.rows[r].position + 1, n = divide_up(visible, size),
+              begin = (int)blockIdx.x * BLOCK_SPAN, end = min(n, begin + BLOCK_SPAN);
+    const float *scores = from.scores + r * from.stride;
+    if (visible <= capacity || n <= topk || begin >= end) return;
+    for (int i = (int)threadIdx.x; i < BINS; i += THREADS) bins[i] = 0;
+    __syncthreads();
+    for (int b = begin + (int)threadIdx.x; b < end; b += THREADS) {
+        float top = scores[b * size];
+        for (int i = b * size + 1; i < min((b + 1) * size, visible); i++) top = scores[i] > top ? scores[i] : top;
+        if (b == n - 1) top = INFINITY;
+        best[r * stride + b] = top;
+        atomicAdd(&bins[sortable(top) >> 21], 1);
+    }
+    __syncthreads();
+    for (int i = (int)threadIdx.x; i < BINS; i += THREADS)
+        if (bins[i]) atomicAdd(&score_bins[r][i], bins[i]);
+}
+
+/* A thread block sets the bits of one row's blocks. */
+static __global__ void mark_blocks(Blocks blocks, const int *ids, const int *counts, int topk, const Row *rows, int capacity) {
+    begin_kernel();
+    const int r = (int)blockIdx.x, visible = rows[r].position + 1, words = divide_up(divide_up(visible, blocks.size), 64) * 2;
+    uint32_t *bits = blocks.bits + (size_t)r * blocks.words;
+    if (visible <= capacity) return;
+    for (int i = (int)threadIdx.x; i < words; i += (int)blockDim.x) bits[i] = 0;
+    __syncthreads();
+    for (int i = (int)threadIdx.x; i < counts[r]; i += (int)blockDim.x) {
+        const int block = ids[(size_t)r * topk + i];
+        atomicOr(&bits[block / 32], 1u << block % 32);
+    }
+}
+
+/* Each row's best topk blocks; scratch: of each row the best of all blocks, then topk ids and how many they are. */
+static void keep_blocks(const Blocks &blocks, int topk, const Scored &from, int n_rows, int capacity, float *scratch) {
+    const int n_blocks = divide_up((int)from.stride, blocks.size), stride = divide_up(n_blocks, 4) * 4;
+    int *ids = (int *)(scratch + (size_t)n_rows * stride), *counts = ids + (size_t)n_rows * topk;
+    launch(best_of_blocks, dim3((unsigned)divide_up(n_blocks, BLOCK_SPAN), (unsigned)n_rows), THREADS, 0, scratch, (size_t)stride,
+           from, capacity, blocks.size, topk);
+    launch_select(ids, counts, topk, {scratch, (size_t)stride, from.rows, blocks.size, from.rows_made}, n_rows);
+    launch(mark_blocks, (unsigned)n_rows, THREADS, 0, blocks, ids, counts, topk, from.rows, capacity);
+}
+
+static void select_rows(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
+                        const DevicePage *pages, const Row *rows, int n_rows, float *scratch, int scratch_rows, IndexShape shape,
+                        int topk_blocks, bool keeps) {
+    const int context = shape.context_pages * shape.page_rows, capacity = selection->capacity;
+    const Blocks blocks = shape.blocks;
+    const size_t of_row = keeps ? (size_t)divide_up(context, blocks.size) + 4 + (size_t)topk_blocks + 1 : 1;
+    if (keeps) shape.blocks.bits = NULL;            /* this selection is from all rows */
+    for (int begin = 0, n; begin < n_rows; begin += n) {
+        n = min(min(n_rows - begin, scratch_rows), min((int)SCORE_ROWS, (int)(PARTIAL_FLOATS / of_row)));
+        const Scored from = {scratch, (size_t)context, rows + begin, 1, shape.rows_made};
+        if (blocks.bits && !keeps) shape.blocks.bits = blocks.bits + (size_t)begin * blocks.words;
+        if (capacity < context)
+            launch_scores(scratch, q + (size_t)begin * shape.heads * shape.head_dim, head_weights + (size_t)begin * shape.heads,
+                          keys, pages, rows + begin, n, shape);
+        launch_select(selection->ids + (size_t)begin * capacity, selection->count + begin, capacity, from, n);
+        if (keeps && capacity < context)
+            keep_blocks({blocks.bits + (size_t)begin * blocks.words, blocks.words, blocks.size}, topk_blocks, from, n, capacity,
+                        partials);
+    }
+}
+
 static void index_select(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
                          const RowFormat *format, const DevicePage *pages, int context_pages, int heads, int head_dim,
                          const Row *rows, int n_rows, float *scratch, int scratch_rows) {
-    const int context = context_pages * PAGE_ROWS, capacity = selection->capacity;
-    const IndexShape shape = {*format, context_pages, heads, head_dim, capacity, 0, 0, 1 / sqrtf((float)head_dim * (float)heads)};
-    for (int begin = 0, n; begin < n_rows; begin += n) {
-        n = min(min(n_rows - begin, scratch_rows), SCORE_ROWS);
-        if (capacity < context)
-            launch_scores(scratch, q + (size_t)begin * heads * head_dim, head_weights + (size_t)begin * heads, keys, pages,
-                          rows + begin, n, shape);
-        launch_select(selection->ids + (size_t)begin * capacity, selection->count + begin, capacity, scratch, context,
-                      rows + begin, n);
+    const float scale = 1 / sqrtf((float)head_dim * (float)heads);
+    select_rows(selection, q, head_weights, keys, pages, rows, n_rows, scratch, scratch_rows,
+                {*format, context_pages, heads, head_dim, selection->capacity, 0, 0, scale, PAGE_ROWS, false, {}}, 0, false);
+}
+
+static void select_groups(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
+                          const RowFormat *format, const DevicePage *pages, int context_pages, int page_rows, int heads,
+                          int head_dim, const Row *rows, int n_rows, float *scratch, int scratch_rows, uint64_t *blocks,
+                          int block_size, int topk_blocks, bool keeps) {
+    const float scale = 1 / sqrtf((float)head_dim * (float)heads);
+    const int words = blocks ? divide_up(divide_up(context_pages * page_rows, block_size), 64) * 2 : 0;
+    select_rows(selection, q, head_weights, keys, pages, rows, n_rows, scratch, scratch_rows,
+                {*format, context_pages, heads, head_dim, selection->capacity, 0, 0, scale, page_rows, true,
+                 {(uint32_t *)blocks, words, block_size}}, topk_blocks, blocks && keeps);
+}
+
+/* =====================================================================================================================
+ * Trails and compressed rows (DeepSeek-V4)
+ *
+ * Owns: what layers keep of a session's last positions, where the rows of groups lie, and what makes them. A group's row is
+ * computed from its positions' values in their order, wherever those lie, so that it has the same bits however the prompt was cut
+ * into passes. And Engram's rows: the tables stay in the checkpoint's mapping, which the device does not reach. A kernel names
+ * rows, the host gathers them in pinned memory while the layers in front still run, and the layer reads them there.
+ */
+
+/* The row of an earlier position, or the row's own, of the same session as row r of the pass. */
+static __device__ inline uint8_t *trail_row(const Trail &trail, const Row *rows, int r, int position) {
+    const int at = r - (rows[r].position - position), session = rows[r].session;
+    if (at >= 0 && rows[at].session == session) return trail.pass + (size_t)at * trail.stride;
+    return trail.ring + ((size_t)session * (size_t)trail.length + (size_t)(position % trail.length)) * trail.stride;
+}
+
+static __global__ void locate_groups_kernel(DeviceRow *kv_rows, DeviceRow *index_rows, TableView view, int ratio, int page_rows,
+                                            const Row *rows, int n_rows) {
+    begin_kernel();
+    const int r = (int)thread_index();
+    if (r >= n_rows) return;
+    const int session = rows[r].session, row = rows[r].position / ratio, page = row / page_rows, within = row % page_rows;
+    const bool complete = (rows[r].position + 1) % ratio == 0;
+    const int tail = view.tail[session * view.tail_ring + (page & (view.tail_ring - 1))].id;
+    kv_rows[r].id = complete ? tail * page_rows + within : -1;
+    index_rows[r].id = complete ? view.index[(size_t)session * view.context_pages + page].id * page_rows + within : -1;
+}
+
+static void locate_groups(DeviceRow *kv_rows, DeviceRow *index_rows, const Cache *cache, int group, const Row *rows, int n_rows) {
+    if (n_rows <= 0) return;
+    const TableView view = {cache->seen.tail, cache->seen.index, cache->tail_ring, cache->context_pages};
+    launch(locate_groups_kernel, blocks_for((size_t)n_rows), THREADS, 0, kv_rows, index_rows, view,
+           cache->ratio * stretch_of(cache, group), page_rows(cache, group), rows, n_rows);
+}
+
+static __global__ void see_groups_kernel(Row *newest, int *count, Row *first, const Row *rows, int n_rows, int ratio) {
+    begin_kernel();
+    const int r = (int)thread_index();
+    if (r >= n_rows) return;
+    const Row row = rows[r];
+    const int seen = (row.position + 1) / ratio;
+    if (newest) newest[r] = {row.session, seen - 1, row.token};
+    if (count) count[r] = seen;
+    if (first) first[r] = {row.session, row.position + 1 - ratio, row.token};
+}
+
+static void see_groups(Row *newest, int *count, Row *first, const Row *rows, int n_rows, int ratio) {
+    if (n_rows <= 0) return;
+    launch(see_groups_kernel, blocks_for((size_t)n_rows), THREADS, 0, newest, count, first, rows, n_rows, ratio);
+}
+
+static __global__ void locate_heavy_kernel(DeviceRow *kv_rows, int heavy_rows, const Row *rows, int n_rows, int ratio) {
+    begin_kernel();
+    const int r = (int)thread_index();
+    if (r >= n_rows) return;
+    const bool complete = (rows[r].position + 1) % ratio == 0;
+    kv_rows[r].id = complete ? rows[r].session * heavy_rows + rows[r].position / ratio : -1;
+}
+
+static void locate_heavy(DeviceRow *kv_rows, const Cache *cache, const Row *rows, int n_rows, int ratio) {
+    if (n_rows <= 0) return;
+    launch(locate_heavy_kernel, blocks_for((size_t)n_rows), THREADS, 0, kv_rows, cache->heavy_rows, rows, n_rows, ratio);
+}
+
+/* ---- trails */
+
+/* A block takes a part of one trail's rows, in pieces of 16 bytes, or of 4 where rows are no whole 16. */
+template <typename Piece> static __device__ void keep_rows(const Trail &trail, int session, int first, int from, int to) {
+    const int begin = max(from, to - trail.length), pieces = (int)(trail.stride / sizeof(Piece)), n = (to - begin) * pieces;
+    for (int i = (int)(blockIdx.y * blockDim.x + threadIdx.x); i < n; i += (int)(gridDim.y * blockDim.x)) {
+        const int p = begin + i / pieces;
+        const size_t place = (size_t)session * (size_t)trail.length + (size_t)(p % trail.length);
+        ((Piece *)(trail.ring + place * trail.stride))[i % pieces] =
+            ((const Piece *)(trail.pass + (size_t)(first + p - from) * trail.stride))[i % pieces];
     }
+}
+
+static __global__ void keep_trails_kernel(const Trail *trails, int session, int first, int from, int to) {
+    begin_kernel();
+    const Trail trail = trails[blockIdx.x];
+    if (!trail.length) return;
+    if (trail.stride % sizeof(uint4)) keep_rows<uint32_t>(trail, session, first, from, to);
+    else keep_rows<uint4>(trail, session, first, from, to);
+}
+
+static void keep_trails(const Cache *cache, int session, int first, int from, int to) {
+    enum { ROWS = 16, MOST = 8 };                   /* of a block; blocks to a trail */
+    if (from >= to) return;
+    launch(keep_trails_kernel, dim3((unsigned)(cache->trail_layers * TRAILS), (unsigned)min(divide_up(to - from, ROWS), (int)MOST)),
+           THREADS, 0, cache->seen_trails, session, first, from, to);
+}
+
+/* ---- rows of groups */
+
+/* What makes a row of the positions of a group. */
+struct Grouping {
+    Trail trail;                    /* rows of [2, width] f32, values | gates */
+    const Row *rows;
+    const float *ape, *norm;        /* [ratio, width] or NULL, [dim] */
+    int ratio, dim;
+    bool overlapping;               /* width is 2 * dim, else dim */
+    float eps;
+};
+
+static Grouping grouping_of(const Trail *trail, const Row *rows, const CompressorWeights *weights, int ratio, int dim,
+                            bool overlapping, float eps) {
+    return {.trail = *trail, .rows = rows, .ape = weights->ape, .norm = weights->norm, .ratio = ratio, .dim = dim,
+            .overlapping = overlapping, .eps = eps};
+}
+
+/* Of one slot of a group: where its values and gates stand, and what is added to the gates. */
+struct GroupSlot {
+    const float *values, *gates, *ape;
+    __device__ float gate(int c) const { return gates[c] + (ape ? ape[c] : 0); }
+};
+
+enum { MAX_SLOTS = 2 * MAX_RATIO };
+
+/* The slots of the group that ends at row r, oldest first; of overlapping groups those of the one before come first, if there is
+ * one. By a whole block. Returns how many there are. */
+static __device__ int list_slots(GroupSlot *slots, const Grouping &p, int r) {
+    const int width = p.overlapping ? 2 * p.dim : p.dim, first = p.rows[r].position + 1 - p.ratio,
+              before = p.overlapping && first ? p.ratio : 0, n = before + p.ratio;
+    for (int i = (int)threadIdx.x; i < n; i += (int)blockDim.x) {
+        const float *raw = (const float *)trail_row(p.trail, p.rows, r, first + i - before);
+        const int half = i < before ? 0 : width - p.dim, place = i < before ? i : i - before;
+        slots[i] = {raw + half, raw + width + half, p.ape ? p.ape + place * width + half : NULL};
+    }
+    __syncthreads();
+    return n;
+}
+
+/* The row of the group that ends at row r of the pass, in shared memory: channel by channel a softmax over the slots' gates weighs
+ * their values; normed. By a whole block. */
+static __device__ void pool_group(float *row, const Grouping &p, int r) {
+    __shared__ GroupSlot slots[MAX_SLOTS];
+    __shared__ float of_warp[32];
+    const int n = list_slots(slots, p, r);
+    float squares = 0;
+    for (int c = (int)threadIdx.x; c < p.dim; c += (int)blockDim.x) {
+        float largest = -INFINITY, total = 0, sum = 0;
+#pragma unroll 8
+        for (int i = 0; i < n; i++) largest = fmaxf(largest, slots[i].gate(c));
+#pragma unroll 8
+        for (int i = 0; i < n; i++) {
+            const float weight = expf(slots[i].gate(c) - largest);
+            total += weight;
+            sum = fmaf(weight, slots[i].values[c], sum);
+        }
+        row[c] = sum / total;
+        squares += row[c] * row[c];
+    }
+    const float scale = 1 / sqrtf(block_sum(of_warp, squares) / (float)p.dim + p.eps);
+    for (int c = (int)threadIdx.x; c < p.dim; c += (int)blockDim.x) row[c] = row[c] * scale * p.norm[c];
+    __syncthreads();
+}
+
+static unsigned channel_threads(int dim) { return (unsigned)min(divide_up(dim, 32) * 32, 1024); }
+
+/* The orthonormal Hadamard transform of dim = 2^k values in shared memory, by a whole block. */
+static __device__ void transform_row(float *row, int dim) {
+    for (int half = 1; half < dim; half *= 2) {
+        for (int i = (int)threadIdx.x; i < dim / 2; i += (int)blockDim.x) {
+            const int a = i / half * 2 * half + i % half;
+            const float x = row[a], y = row[a + half];
+            row[a] = x + y, row[a + half] = x - y;
+        }
+        __syncthreads();
+    }
+    for (int i = (int)threadIdx.x; i < dim; i += (int)blockDim.x) row[i] *= 1 / sqrtf((float)dim);
+    __syncthreads();
+}
+
+struct GroupRows {
+    Grouping group;
+    uint8_t *base;
+    RowFormat format, rounding;
+    const DeviceRow *ids;
+    int turned;
+    const float *inverse_frequency;
+    bool rounds;
+    PassReport *report;
+    int place;
+};
+
+/* A block takes a row of the pass, and is done where no group ends. */
+static __global__ void compress_kernel(const __grid_constant__ GroupRows p) {
+    begin_kernel();
+    extern __shared__ __align__(16) float row[];
+    const int r = (int)blockIdx.x, dim = p.group.dim, id = p.ids[r].id, thread = (int)threadIdx.x;
+    if (id < 0) return;
+    pool_group(row, p.group, r);
+    const int first = p.group.rows[r].position + 1 - p.group.ratio;
+    for (int i = thread; i < p.turned / 2; i += (int)blockDim.x) {
+        const float angle = (float)first * p.inverse_frequency[i];
+        rotate(row + dim - p.turned + 2 * i, 1, cosf(angle), sinf(angle));
+    }
+    __syncthreads();
+    if (p.rounds && p.rounding.dtype == KV_F4) transform_row(row, dim);
+    for (int group = thread / 32; p.rounds && group * p.rounding.group < p.rounding.quantised; group += (int)blockDim.x / 32)
+        round_group(row + group * p.rounding.group, min(p.rounding.group, p.rounding.quantised - group * p.rounding.group),
+                    p.rounding);
+    __syncthreads();
+    for (int c = thread; c < dim; c += (int)blockDim.x)
+        if (!is_finite(row[c])) report_bad(p.report, p.place, r);
+    store_row(p.base + (size_t)id * p.format.stride, p.format, row, row + p.format.quantised);
+}
+
+static void compress(uint8_t *base, const RowFormat *format, const DeviceRow *ids, const Trail *trail, const Row *rows, int n_rows,
+                     const CompressorWeights *weights, int ratio, int dim, bool overlapping, int turned,
+                     const float *inverse_frequency, float eps, const RowFormat *rounding, PassReport *report, int place) {
+    if (n_rows <= 0) return;
+    launch(compress_kernel, (unsigned)n_rows, channel_threads(dim), (size_t)dim * sizeof(float),
+           {.group = grouping_of(trail, rows, weights, ratio, dim, overlapping, eps), .base = base, .format = *format,
+            .rounding = rounding ? *rounding : *format, .ids = ids, .turned = turned, .inverse_frequency = inverse_frequency,
+            .rounds = rounding != NULL, .report = report, .place = place});
+}
+
+static __global__ void pool_groups_kernel(float *y, const __grid_constant__ Grouping p) {
+    begin_kernel();
+    extern __shared__ __align__(16) float row[];
+    const int r = (int)blockIdx.x;
+    const bool complete = (p.rows[r].position + 1) % p.ratio == 0;
+    if (complete) pool_group(row, p, r);
+    for (int c = (int)threadIdx.x; c < p.dim; c += (int)blockDim.x) y[(size_t)r * (size_t)p.dim + c] = complete ? row[c] : 0;
+}
+
+static void pool_groups(float *y, const Trail *trail, const Row *rows, int n_rows, const CompressorWeights *weights, int ratio,
+                        int dim, float eps) {
+    if (n_rows <= 0) return;
+    launch(pool_groups_kernel, (unsigned)n_rows, channel_threads(dim), (size_t)dim * sizeof(float), y,
+           grouping_of(trail, rows, weights, ratio, dim, false, eps));
+}
+
+/* ---- Engram */
+
+static __global__ void note_tokens_kernel(Trail trail, const Row *rows, int n_rows) {
+    begin_kernel();
+    const int r = (int)thread_index();
+    if (r < n_rows) *(int *)(trail.pass + (size_t)r * trail.stride) = rows[r].token;
+}
+
+static void note_tokens(const Trail *trail, const Row *rows, int n_rows) {
+    if (n_rows <= 0) return;
+    launch(note_tokens_kernel, blocks_for((size_t)n_rows), THREADS, 0, *trail, rows, n_rows);
+}
+
+/* A table's rows on their way to the device. */
+static struct Gather {
+    const EngramWeights *engram;    /* NULL: the place is free */
+    size_t row_bytes, scale_bytes, stride;
+    int64_t *ids;                   /* pinned: how many rows, and [MAX_PASS_ROWS * columns] which */
+    uint8_t *rows;                  /* pinned: [MAX_PASS_ROWS * columns] rows of `stride`, codes and then scales */
+    cudaEvent_t asked, there;
+} gathers[MAX_ENGRAMS];
+
+static cudaStream_t gathering;      /* names rows and waits for the host, beside the passes */
+
+static int engram_columns(const Config *config) { return (config->engram_order - 1) * config->engram_n_heads; }
+
+/* Its memory is taken with the first pass, which no graph records. */
+static Gather *gather_of(const EngramWeights *engram, const Config *config) {
+    Gather *gather = gathers;
+    while (gather->engram && gather->engram != engram) gather++;
+    if (gather->engram) return gather;
+    const size_t dim = (size_t)config->engram_head_dim, most = (size_t)MAX_PASS_ROWS * (size_t)engram_columns(config);
+    gather->engram = engram;
+    gather->row_bytes = stored_bytes(engram->dtype, dim);
+    gather->scale_bytes = engram->exponents ? (dim + EXPONENT_BLOCK - 1) / EXPONENT_BLOCK : 0;
+    gather->stride = (gather->row_bytes + gather->scale_bytes + sizeof(uint4) - 1) / sizeof(uint4) * sizeof(uint4);
+    if (!gathering) CUDA(cudaStreamCreateWithFlags(&gathering, cudaStreamNonBlocking));
+    CUDA(cudaEventCreateWithFlags(&gather->asked, cudaEventDisableTiming));
+    CUDA(cudaEventCreateWithFlags(&gather->there, cudaEventDisableTiming));
+    CUDA(cudaHostAlloc(&gather->ids, (1 + most) * sizeof(int64_t), cudaHostAllocDefault));
+    CUDA(cudaHostAlloc(&gather->rows, most * gather->stride, cudaHostAllocDefault));
+    return gather;
+}
+
+/* With the weights, when nothing runs. */
+static void forget_gathers(void) {
+    for (Gather *gather = gathers; gather < gathers + MAX_ENGRAMS && gather->engram; gather++) {
+        CUDA(cudaEventDestroy(gather->asked)), CUDA(cudaEventDestroy(gather->there));
+        CUDA(cudaFreeHost(gather->ids)), CUDA(cudaFreeHost(gather->rows));
+        *gather = {};
+    }
+}
+
+/* Which rows of the table the tokens up to each row name: a thread takes a column of a row. */
+static __global__ void name_rows_kernel(int64_t *ids, const __grid_constant__ EngramWeights engram, const int *token_map,
+                                        Trail trail, const Row *rows, int n, int columns, int heads, int padding) {
+    const int i = (int)thread_index(), r = i / columns, column = i % columns;
+    if (i == 0) ids[0] = n;
+    if (i >= n) return;
+    uint64_t hash = 0;
+    for (int back = 0; back <= column / heads + 1; back++) {
+        const int position = rows[r].position - back;
+        const int token = position < 0 ? padding : *(const int *)trail_row(trail, rows, r, position);
+        hash ^= (uint64_t)token_map[token] * engram.multipliers[back];
+    }
+    ids[1 + i] = engram.offsets[column] + (int64_t)(hash % (uint64_t)engram.primes[column]);
+}
+
+/* On a thread of the driver's. All pages are asked for before the first is waited for: they may come from a disk. */
+static void CUDART_CB gather_rows(void *user) {
+    const Gather *gather = (const Gather *)user;
+    const EngramWeights *engram = gather->engram;
+    const int n = (int)gather->ids[0];
+    const size_t page = 4096;
+#pragma omp parallel num_threads(min(MOVERS, divide_up(n, 64)))
+    {
+#pragma omp for
+        for (int i = 0; i < n; i++) {
+            const uintptr_t at = (uintptr_t)(engram->table + (size_t)gather->ids[1 + i] * gather->row_bytes), first = at / page * page;
+            madvise((void *)first, at + gather->row_bytes - first, MADV_WILLNEED);
+        }
+#pragma omp for
+        for (int i = 0; i < n; i++) {
+            const size_t id = (size_t)gather->ids[1 + i];
+            uint8_t *row = gather->rows + (size_t)i * gather->stride;
+            memcpy(row, engram->table + id * gather->row_bytes, gather->row_bytes);
+            if (gather->scale_bytes)
+                memcpy(row + gather->row_bytes, engram->exponents + id * gather->scale_bytes, gather->scale_bytes);
+        }
+    }
+}
+
+static void prefetch_engram(const EngramWeights *engram, const int *token_map, const Trail *trail, const Row *rows, int n_rows,
+                            const Config *config) {
+    const int columns = engram_columns(config), n = n_rows * columns;
+    if (n <= 0) return;
+    Gather *gather = gather_of(engram, config);
+    CUDA(cudaEventRecord(gather->asked, gpu.stream));
+    CUDA(cudaStreamWaitEvent(gathering, gather->asked, 0));
+    name_rows_kernel<<<blocks_for((size_t)n), THREADS, 0, gathering>>>(gather->ids, *engram, token_map, *trail, rows, n, columns,
+                                                                       config->engram_n_heads, config->engram_pad_token_id);
+    CUDA(cudaGetLastError());
+    CUDA(cudaLaunchHostFunc(gathering, gather_rows, gather));
+    CUDA(cudaEventRecord(gather->there, gathering));
+}
+
+/* A warp takes a row of the table, over the link in pieces of 16 bytes. */
+static __global__ void widen_engram_kernel(float *y, const uint8_t *rows, size_t row_bytes, size_t stride, DType dtype, bool scaled,
+                                           int dim, int n) {
+    extern __shared__ uint4 table_rows[];
+    const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, i = (int)(blockIdx.x * (blockDim.x / 32)) + warp;
+    const int pieces = (int)(stride / sizeof(uint4));
+    uint4 *own = table_rows + warp * pieces;
+    if (i >= n) return;
+    for (int piece = lane; piece < pieces; piece += 32) own[piece] = ((const uint4 *)(rows + (size_t)i * stride))[piece];
+    __syncwarp();
+    const uint8_t *row = (const uint8_t *)own;
+    for (int j = lane; j < dim; j += 32) {
+        const float value = load_stored(row, (size_t)j, dtype);
+        y[(size_t)i * (size_t)dim + j] = scaled ? value * widen_e8m0(row[row_bytes + (size_t)(j / EXPONENT_BLOCK)]) : value;
+    }
+}
+
+static void read_engram(float *y, const EngramWeights *engram, const int *token_map, const Trail *trail, const Row *rows,
+                        int n_rows, const Config *config) {
+    (void)token_map, (void)trail, (void)rows;       /* they have been asked for */
+    enum { WARPS = 8 };
+    const int n = n_rows * engram_columns(config);
+    if (n <= 0) return;
+    const Gather *gather = gather_of(engram, config);
+    CUDA(cudaStreamWaitEvent(gpu.stream, gather->there, 0));
+    widen_engram_kernel<<<divide_up(n, WARPS), 32 * WARPS, WARPS * gather->stride, gpu.stream>>>(
+        y, gather->rows, gather->row_bytes, gather->stride, engram->dtype, gather->scale_bytes > 0, config->engram_head_dim, n);
+    CUDA(cudaGetLastError());
 }
 
 /* =====================================================================================================================
@@ -4932,7 +5445,6 @@ enum {
     TILE_KEYS = 32,             /* keys in shared memory at a time */
     ATTEND_WARPS = 8,           /* heads that a thread block of attend_kernel works on */
     LANE_VALUES = MAX_ROW_WIDTH / 32,
-    PARTIAL_FLOATS = 48 << 20,  /* of what chunks leave: rows run in groups that fit */
     LATENT = 512, TAIL = 64, LATENT_WIDTH = LATENT + TAIL,
     LATENT_TILES = LATENT / 4 / 8,          /* of eight values, in a warp's part */
     LATENT_HEADS = 64,          /* heads that a thread block of latent_kernel works on */
@@ -4941,8 +5453,6 @@ enum {
     LATENT_PITCH = LATENT_WIDTH + 8,        /* bf16 from row to row in shared memory: eight rows fall into different banks */
     SCORE_PITCH = TILE_KEYS + 4, WEIGHT_PITCH = TILE_KEYS + 8,
 };
-
-static float *partials;         /* [PARTIAL_FLOATS] device: of a row, head and chunk: maximum, sum, values */
 
 static bool attention_start(Error *error) {
     partials = (float *)take((size_t)PARTIAL_FLOATS * sizeof(float), MEMORY_DEVICE, error);
@@ -8571,6 +9081,16 @@ extern "C" const Backend cuda_backend = {
     .resolve = resolve,
     .fetch_rows = fetch_rows,
     .await_rows = await_rows,
+    .locate_groups = locate_groups,
+    .see_groups = see_groups,
+    .locate_heavy = locate_heavy,
+    .compress = compress,
+    .pool_groups = pool_groups,
+    .select_groups = select_groups,
+    .note_tokens = note_tokens,
+    .prefetch_engram = prefetch_engram,
+    .read_engram = read_engram,
+    .keep_trails = keep_trails,
     .forget_hot = forget_hot,
     .start_copy = start_copy,
     .finish_copy = finish_copy,
