@@ -4256,17 +4256,19 @@ struct ScoreRead {                  /* a block's part of one read; its pages are
 /* ---- on the tensor cores: keys, 64 to a warpgroup and 16 to a warp, times the heads of all query rows of the read
  *
  * Which values of a sum an instruction gets from which lane does not matter as long as keys and queries agree. So a lane takes 16
- * neighbouring bytes of a key, 8 values or 16, and feeds four of them to one instruction and the next four to the next. e4m3 is
- * widened to bf16, which holds it exactly; the key's scale multiplies the finished score. Each warpgroup has a ring of pages on
- * their way into shared memory: from Hopper on one thread asks for all of a page, before that each for its part.
+ * neighbouring bytes of a key, 8 values or 16 or 32, and feeds four of them to one instruction and the next four to the next; of
+ * e2m1 from eight neighbours 0, 4, 1, 5 and then the others. Codes are widened to bf16, which holds them exactly; the scale of an
+ * e4m3 key multiplies the finished score, and those of e2m1, one for each lane's part, the values. Each warpgroup has a ring of
+ * pages on their way into shared memory: from Hopper on one thread asks for all of a page, before that each for its part.
  */
 
-/* A lane's part of two keys of the page, lane / 4 and 8 behind it in its warp's 16, and the scale of one: 8 behind for odd lanes.
- */
-template <bool F8> struct KeyPart {
-    static constexpr int CHUNKS = F8 ? 2 : 4;
+/* A lane's part of two keys of the page, lane / 4 and 8 behind it in its warp's 16; the scale of one's score: 8 behind for odd
+ * lanes; and of e2m1 what both keys' values are multiplied by. */
+template <KvDtype KEYS> struct KeyPart {
+    static constexpr int CHUNKS = KEYS == KV_F4 ? 1 : KEYS == KV_F8 ? 2 : 4;
     uint4 part[2][CHUNKS];
     float scale;
+    uint32_t factor[2];
 };
 
 struct KeyRing {                    /* a warpgroup's */
@@ -4307,14 +4309,22 @@ static __device__ inline void group_barrier(void) {
 }
 
 /* Neighbouring rows whose bytes lie in the same banks are read in another order of their parts. */
-template <bool F8> static __device__ inline void take_keys(KeyPart<F8> &keys, const uint8_t *page, const IndexShape &shape) {
-    constexpr int CHUNKS = KeyPart<F8>::CHUNKS;
+template <KvDtype KEYS> static __device__ inline void take_keys(KeyPart<KEYS> &keys, const uint8_t *page, const IndexShape &shape) {
+    constexpr int CHUNKS = KeyPart<KEYS>::CHUNKS;
     const int lane = (int)threadIdx.x % 32, first = (int)threadIdx.x / 32 % 4 * 16 + lane / 4, stride = (int)shape.format.stride;
-    const int bytes = F8 ? shape.head_dim : 2 * shape.head_dim, swap = stride / 64 % 2 ? 0 : lane / 4 % 2;
+    const int bytes = KEYS == KV_F4 ? shape.head_dim / 2 : KEYS == KV_F8 ? shape.head_dim : 2 * shape.head_dim;
+    const int swap = stride / 64 % 2 ? 0 : lane / 4 % 2;
+#pragma unroll
+    for (int i = 0; KEYS == KV_F4 && i < 2; i++) {
+        const uint8_t *key = page + (first + 8 * i) * stride;
+        const bool there = lane % 4 * 16 < bytes;
+        keys.part[i][0] = there ? *(const uint4 *)(key + lane % 4 * 16) : make_uint4(0, 0, 0, 0);
+        keys.factor[i] = e2m1_factor(there ? *(const uint32_t *)(key + bytes) : 0);
+    }
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
+        for (int chunk = 0; chunk + 1 < CHUNKS; chunk += 2) {
             const uint8_t *key = page + (first + 8 * i) * stride + lane % 4 * 16;
             const int at = 64 * (chunk + swap), other = 64 * (chunk + 1 - swap), width = bytes - lane % 4 * 16;
             const uint4 x = at < width ? *(const uint4 *)(key + at) : make_uint4(0, 0, 0, 0);
@@ -4322,7 +4332,9 @@ template <bool F8> static __device__ inline void take_keys(KeyPart<F8> &keys, co
             keys.part[i][chunk] = swap ? y : x;
             keys.part[i][chunk + 1] = swap ? x : y;
         }
-    keys.scale = F8 ? *(const float *)(page + (first + lane % 2 * 8) * stride + bytes) : 1;
+    keys.scale = KEYS == KV_F8   ? *(const float *)(page + (first + lane % 2 * 8) * stride + bytes)
+                 : KEYS == KV_F4 ? __uint_as_float((127 + E2M1_SHIFT) << 23)
+                                 : 1;
 }
 
 /* Two e4m3 values as bf16. */
@@ -4334,25 +4346,34 @@ static __device__ inline uint32_t widen_pair(uint32_t pair) {
 }
 
 /* What each instruction takes of the keys. */
-template <bool F8> static __device__ inline void widen_keys(uint32_t (&a)[SCORE_STEPS][4], const KeyPart<F8> &keys) {
+template <KvDtype KEYS> static __device__ inline void widen_keys(uint32_t (&a)[SCORE_STEPS][4], const KeyPart<KEYS> &keys) {
 #pragma unroll
-    for (int step = 0; step < SCORE_STEPS; step++)
+    for (int step = 0; KEYS == KV_F4 && step < SCORE_STEPS; step += 2)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const uint4 &part = keys.part[i][F8 ? step / 4 : step / 2];
+            const uint4 &part = keys.part[i][0];
+            const uint4 wide = widen_eight(step < 4 ? step ? part.y : part.x : step == 4 ? part.z : part.w, keys.factor[i]);
+            a[step][i] = wide.x, a[step][i + 2] = wide.y, a[step + 1][i] = wide.z, a[step + 1][i + 2] = wide.w;
+        }
+#pragma unroll
+    for (int step = 0; KEYS != KV_F4 && step < SCORE_STEPS; step++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint4 &part = keys.part[i][KEYS == KV_F8 ? step / 4 : step / 2];
             const uint32_t words[4] = {part.x, part.y, part.z, part.w};
-            a[step][i] = F8 ? widen_pair(words[step % 4] & 0xffff) : words[step % 2 * 2];
-            a[step][i + 2] = F8 ? widen_pair(words[step % 4] >> 16) : words[step % 2 * 2 + 1];
+            a[step][i] = KEYS == KV_F8 ? widen_pair(words[step % 4] & 0xffff) : words[step % 2 * 2];
+            a[step][i + 2] = KEYS == KV_F8 ? widen_pair(words[step % 4] >> 16) : words[step % 2 * 2 + 1];
         }
 }
 
 /* The queries of a read in shared memory, bf16: batches of 64 columns, in them for each step, for each eight columns, 8 x 8
  * values twice. Column `head` of a row is its head, or zeros; what lies behind the last row counts for nobody. The weights
  * follow, scaled. begin_pages is called when the first queries are on their way, so that they do not come behind all pages. */
-template <int TILES, bool F8, typename Begin>
+template <int TILES, KvDtype KEYS, typename Begin>
 static __device__ void stage_queries(uint4 *queries, float *weights, const ScoreRead &read, const IndexShape &shape,
                                      Begin begin_pages) {
-    constexpr int OF = F8 ? 4 : 2, AHEAD = 8, PARTS = SCORE_WIDTH / 4;      /* OF: steps that a lane's 16 bytes go to */
+    constexpr int OF = KEYS == KV_F4 ? 8 : KEYS == KV_F8 ? 4 : 2;           /* steps that a lane's 16 bytes go to */
+    constexpr int AHEAD = 8, PARTS = SCORE_WIDTH / 4;
     const int of_row = TILES < SCORE_TILES ? 8 * TILES : shape.columns, columns = read.members * of_row;
     const int thread = (int)threadIdx.x;
     const int weighed = thread < columns ? thread % of_row : shape.heads;
@@ -4365,8 +4386,12 @@ static __device__ void stage_queries(uint4 *queries, float *weights, const Score
             if (i >= columns * PARTS) break;
             const int row = i / PARTS / of_row, head = i / PARTS % of_row;
             x[j] = {0, 0, 0, 0};
-            if (head < shape.heads && 4 * part < shape.head_dim)
-                x[j] = *(const float4 *)(read.q + ((size_t)row * shape.heads + head) * shape.head_dim + 4 * part);
+            if (head >= shape.heads || 4 * part >= shape.head_dim) continue;
+            const float *q = read.q + ((size_t)row * shape.heads + head) * shape.head_dim;
+            if constexpr (KEYS == KV_F4) {
+                const float2 *pairs = (const float2 *)(q + part / 2 * 8 + part % 2 * 2);
+                x[j] = {pairs[0].x, pairs[2].x, pairs[0].y, pairs[2].y};
+            } else x[j] = *(const float4 *)(q + 4 * part);
         }
         if (first == thread) begin_pages();
 #pragma unroll
@@ -4469,8 +4494,8 @@ static __device__ inline float sum_lanes(float a, float b, float c, float d) {
 }
 
 /* Scores of a page, COLUMNS after the other. A row has TILES tiles of columns, or 8 and then more batches. */
-template <int TILES, bool F8, int COLUMNS>
-static __device__ inline void score_page(const ScoreRead &read, int page, const KeyPart<F8> &keys, const uint4 *queries,
+template <int TILES, KvDtype KEYS, int COLUMNS>
+static __device__ inline void score_page(const ScoreRead &read, int page, const KeyPart<KEYS> &keys, const uint4 *queries,
                                          const float *weights, const IndexShape &shape) {
     constexpr int ROWS = COLUMNS / (8 * TILES);     /* of a batch */
     const int lane = (int)threadIdx.x % 32, s = page * PAGE_ROWS + (int)threadIdx.x / 32 % 4 * 16 + lane / 4 + lane % 2 * 8;
@@ -4499,7 +4524,7 @@ static __device__ inline void score_page(const ScoreRead &read, int page, const 
 }
 
 /* The warpgroups take pages in turn.  */
-template <int TILES, bool F8, int COLUMNS>
+template <int TILES, KvDtype KEYS, int COLUMNS>
 static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float *weights, const KeyRing &ring,
                                    const IndexShape &shape) {
     constexpr int GROUPS = SCORE_THREADS / 128;
@@ -4512,7 +4537,7 @@ static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float 
     for (int turn = 0; turn < MAX_DEPTH; turn++) ids[turn] = read.ids(first + turn * GROUPS, shape);
     __syncthreads();
     wait_for_previous();
-    stage_queries<TILES, F8>(queries, weights, read, shape, [&] {
+    stage_queries<TILES, KEYS>(queries, weights, read, shape, [&] {
 #pragma unroll
         for (int turn = 0; turn < MAX_DEPTH; turn++)
             if (turn < ring.depth && first + turn * GROUPS < read.stop) ring.begin(turn, read, ids[turn], shape);
@@ -4520,14 +4545,14 @@ static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float 
     show_to_products();
     __syncthreads();
     for (int page = first, turn = 0, round = 0; page < read.stop; page += GROUPS) {
-        KeyPart<F8> keys;
+        KeyPart<KEYS> keys;
         ring.await(turn, round);
         take_keys(keys, ring.place(turn), shape);
         group_barrier();
         const int next = page + ring.depth * GROUPS;
         if (next < read.stop) ring.begin(turn, read, coming, shape);
         coming = read.ids(next + GROUPS, shape);
-        score_page<TILES, F8, COLUMNS>(read, page, keys, queries, weights, shape);
+        score_page<TILES, KEYS, COLUMNS>(read, page, keys, queries, weights, shape);
         if (++turn == ring.depth) turn = 0, round++;
     }
 }
@@ -4571,7 +4596,7 @@ static __device__ void add_bins(const int *bins, int first_row, int members) {
 /* Every block takes a part of all pages, which may span several reads. scores: [n_rows, context]; those behind a row's own
  * position are not written. TILES: of 8 columns to a row's heads; 0: not on the tensor cores. room: bytes of shared memory for
  * what a read needs there: queries, weights, counts, and pages on their way in the rest. */
-template <int TILES, bool F8> static __global__ void __launch_bounds__(SCORE_THREADS, 1)
+template <int TILES, KvDtype KEYS> static __global__ void __launch_bounds__(SCORE_THREADS, 1)
 index_scores(float *scores, const float *q, const float *head_weights, const uint8_t *keys, const DevicePage *pages,
              const Row *rows, int n_rows, const __grid_constant__ IndexShape shape, int room) {
     extern __shared__ uint4 queries[];
@@ -4602,9 +4627,9 @@ index_scores(float *scores, const float *q, const float *head_weights, const uin
             const int depth = max(1, min(min(MAX_DEPTH, COMING_BYTES / page_bytes), left / page_bytes / (SCORE_THREADS / 128)));
             const KeyRing ring = {places + group * depth * page_bytes, arrived[group], depth, page_bytes};
             if constexpr (TILES < SCORE_TILES)
-                if (8 * TILES * members <= 32) score_pages<TILES, F8, 32>(read, queries, weights, ring, shape);
-                else score_pages<TILES, F8, 64>(read, queries, weights, ring, shape);
-            else score_pages<TILES, F8, 64>(read, queries, weights, ring, shape);
+                if (8 * TILES * members <= 32) score_pages<TILES, KEYS, 32>(read, queries, weights, ring, shape);
+                else score_pages<TILES, KEYS, 64>(read, queries, weights, ring, shape);
+            else score_pages<TILES, KEYS, 64>(read, queries, weights, ring, shape);
         } else {
             __syncthreads();
             wait_for_previous();
@@ -4909,14 +4934,18 @@ static void launch_select(int *ids, int *counts, int capacity, const Scored &fro
     launch_early(select_top, dim3((unsigned)(split * n_rows)), SELECT_THREADS, LIST_BYTES, split, ids, counts, capacity, from);
 }
 
-static bool is_e4m3(const RowFormat &format) { return format.dtype == KV_F8 && format.quantised; }
+/* How the keys lie: in a cache of e4m3 plain values are bf16. */
+static KvDtype keys_of(const RowFormat &format) { return format.dtype == KV_F8 && !format.quantised ? KV_BF16 : format.dtype; }
 
-/* Whether the tensor cores can take the keys: whole 16 bytes of bf16, or of e4m3 with one scale. */
+/* Whether the tensor cores can take the keys: whole 16 bytes of bf16, of e4m3 with one scale, or of e2m1 with a scale for each. */
 static bool suits_tensor_cores(const IndexShape &shape) {
     const RowFormat &format = shape.format;
-    if (format.dtype == KV_F32 || format.dtype == KV_F4 || shape.head_dim > SCORE_WIDTH || shape.columns > SCORE_COLUMNS) return false;
-    if (!is_e4m3(format)) return shape.head_dim % 8 == 0;
-    return shape.head_dim % 16 == 0 && format.quantised == shape.head_dim && format.group >= shape.head_dim;
+    const KvDtype keys = keys_of(format);
+    if (keys == KV_F32 || shape.head_dim > SCORE_WIDTH || shape.columns > SCORE_COLUMNS) return false;
+    if (keys == KV_BF16) return shape.head_dim % 8 == 0;
+    if (format.quantised != shape.head_dim || shape.head_dim % (keys == KV_F4 ? EXPONENT_BLOCK : 16)) return false;
+    return keys == KV_F4 ? format.group == EXPONENT_BLOCK && format.scales == SCALES_E8M0
+                         : format.group >= shape.head_dim && format.scales == SCALES_F32;
 }
 
 /* Bytes of shared memory for the longest read, with a page to each warpgroup. */
@@ -4928,11 +4957,11 @@ static int room_of_read(const IndexShape &shape) {
 }
 
 /* The kernel for the tiles of a row's heads, and for the keys' format. */
-template <bool F8> static auto scores_kernel(int columns) {
-    return columns == 8    ? index_scores<1, F8>
-           : columns == 16 ? index_scores<2, F8>
-           : columns == 32 ? index_scores<4, F8>
-                           : index_scores<8, F8>;
+template <KvDtype KEYS> static auto scores_kernel(int columns) {
+    return columns == 8    ? index_scores<1, KEYS>
+           : columns == 16 ? index_scores<2, KEYS>
+           : columns == 32 ? index_scores<4, KEYS>
+                           : index_scores<8, KEYS>;
 }
 
 /* Columns of a row: 8, 16, 32 or whole 64. */
@@ -4955,9 +4984,11 @@ static void launch_scores(float *scores, const float *q, const float *head_weigh
     while (shape.together > 1 && room_of_read(shape) > all_room) shape.together--;
     const bool tensor = suits_tensor_cores(shape) && room_of_read(shape) <= all_room;
     const int room = pages_of_group < LONG_PART ? min(room_of_read(shape), all_room) : all_room;
-    auto kernel = !tensor                  ? index_scores<0, false>
-                  : is_e4m3(shape.format) ? scores_kernel<true>(shape.columns)
-                                           : scores_kernel<false>(shape.columns);
+    const KvDtype format = keys_of(shape.format);
+    auto kernel = !tensor            ? index_scores<0, KV_F32>
+                  : format == KV_F8 ? scores_kernel<KV_F8>(shape.columns)
+                  : format == KV_F4 ? scores_kernel<KV_F4>(shape.columns)
+                                     : scores_kernel<KV_BF16>(shape.columns);
     CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room));
     launch_early(kernel, dim3((unsigned)blocks), SCORE_THREADS, (size_t)room, 1, scores, q, head_weights, keys, pages, rows,
                  n_rows, shape, room);
