@@ -2147,7 +2147,7 @@ void print_plan(FILE *out, const Engine *engine) {
                 required_pages(cache), (double)cache->host_bytes / 1e6);
     fprintf(out, "; activations %.1f MB; %s, %d threads\n", (double)engine->state.bytes / 1e6, engine->backend->name,
             omp_get_max_threads());
-    if (engine->checkpoint.dummy && engine->config.engram_order)
+    if (engine->checkpoint.dummy && engram_vocab(&engine->config, true) < engine->config.engram_vocab_size)
         fprintf(out, "tide: Engram's tables of --dummy have %" PRId64 " rows a hash, not %" PRId64 "\n",
                 engram_vocab(&engine->config, true), engine->config.engram_vocab_size);
     const DraftConfig *draft = &engine->drafter.config;
