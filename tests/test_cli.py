@@ -1458,13 +1458,13 @@ def test_bench_decode():
     """Whole steps and their operations, for each family; what cannot be measured is refused."""
     out = os.path.join(HOME, "decoded")
     os.mkdir(out)
-    for family in ("qwen3-a", "glm_moe_dsa-a", "deepseek_v32-c"):
+    for family, rows in (("qwen3-a", 320), ("glm_moe_dsa-a", 320), ("deepseek_v32-c", 320), ("deepseek_v4-c", 256), ("deepseek_v41-c", 320)):
         shape = os.path.join(HOME, "shape-" + family)
         os.mkdir(shape)
         config = json.loads(read(os.path.join(ROOT, "tests", "fixtures", family, "config.json"))) | {"max_position_embeddings": 1024}
         write(shape + "/config.json", json.dumps(config))
         result = run("bench", "decode", "-m", shape, "--dummy", "-c", "576", "--slots", "8", "--device", "cpu", "-o", out)
-        check(result.code == 0 and b" 8 x 320 rows" in result.out and b"\n32 x" not in result.out, "batches of 1 and 8", result.out, result.err)
+        check(result.code == 0 and b" 8 x %d rows" % rows in result.out and b"\n32 x" not in result.out, "batches of 1 and 8", result.out, result.err)
         check(b"\nrms_norm " in result.out and b"\nlinear " in result.out, "where the time goes", result.out)
         equal(read(out + "/decode.csv").count(b"\n"), 3, "decode.csv")
     result = run("bench", "decode", "-m", shape, "--dummy", "-c", "300", "--slots", "1", "--device", "cpu", "-o", out)

@@ -2807,6 +2807,28 @@ static float *run_ids(Engine *engine, const int32_t *ids, int first, int n, int 
     return logits;
 }
 
+/* The same in passes of one to three rows, behind which run up to three that are not what comes next: they are never committed. */
+static float *run_rejecting(Engine *engine, const int32_t *ids, int n, Error *error) {
+    const size_t vocab = (size_t)engine->config.vocab_size;
+    float *logits = malloc((size_t)n * vocab * sizeof *logits);
+    for (int begin = 0, count, turn = 0; begin < n; begin += count, turn++) {
+        cache_step(&engine->cache);
+        count = n - begin < turn % 3 + 1 ? n - begin : turn % 3 + 1;
+        const int room = cache_room(&engine->cache, 0, count + turn % 4);
+        count = count < room ? count : room;
+        Row rows[QUERY_BLOCK];
+        int finals[QUERY_BLOCK];
+        for (int r = 0; r < room; r++) {
+            const int token = r < count ? ids[begin + r] : (7 * turn + 5 * r) % engine->config.vocab_size;
+            rows[r] = (Row){0, begin + r, token}, finals[r] = r;
+        }
+        if (!forward(engine, rows, room, error) || !head(engine, rows, finals, count, error)) return free(logits), NULL;
+        engine->backend->copy_bytes(logits + (size_t)begin * vocab, engine->state.logits, (size_t)count * vocab * sizeof(float));
+        cache_commit(&engine->cache, 0, begin + count);
+    }
+    return logits;
+}
+
 static bool open_on_gpu(Engine *engine, const char *directory, int context, KvDtype dtype, KvMode mode) {
     EngineOptions options = {.backend = &cuda_backend, .model = directory, .sessions = 1, .context = context, .kv_dtype = dtype,
                              .kv_mode = mode};
@@ -2876,6 +2898,40 @@ static void take_route(int *picks, float *weights, const float *logits, const fl
     cuda_backend.upload(weights, made->weights, bytes);
 }
 
+static void remember_groups(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
+                            const RowFormat *format, const DevicePage *pages, int context_pages, int page_rows, int heads,
+                            int head_dim, const Row *rows, int n_rows, float *scratch, int scratch_rows, uint64_t *blocks,
+                            int block_size, int topk_blocks, bool keeps) {
+    c_backend.select_groups(selection, q, head_weights, keys, format, pages, context_pages, page_rows, heads, head_dim, rows,
+                            n_rows, scratch, scratch_rows, blocks, block_size, topk_blocks, keeps);
+    Decision made = {copied_ints(selection->ids, (size_t)(n_rows * selection->capacity)),
+                     copied_ints(selection->count, (size_t)n_rows), NULL};
+    decisions.all[decisions.n++] = made;
+}
+
+static void take_groups(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
+                        const RowFormat *format, const DevicePage *pages, int context_pages, int page_rows, int heads, int head_dim,
+                        const Row *rows, int n_rows, float *scratch, int scratch_rows, uint64_t *blocks, int block_size,
+                        int topk_blocks, bool keeps) {
+    (void)page_rows, (void)blocks, (void)block_size, (void)topk_blocks, (void)keeps;
+    take_selection(selection, q, head_weights, keys, format, pages, context_pages, heads, head_dim, rows, n_rows, scratch,
+                   scratch_rows);
+}
+
+static void remember_softplus(int *picks, float *weights, const float *logits, const float *bias, const int *table,
+                              const Row *rows, int n_rows, const Config *config) {
+    const size_t n = (size_t)(n_rows * config->num_experts_per_tok);
+    c_backend.route_softplus(picks, weights, logits, bias, table, rows, n_rows, config);
+    Decision made = {copied_ints(picks, n), NULL, (float *)copied_ints(weights, n)};
+    decisions.all[decisions.n++] = made;
+}
+
+static void take_softplus(int *picks, float *weights, const float *logits, const float *bias, const int *table, const Row *rows,
+                          int n_rows, const Config *config) {
+    (void)table, (void)rows;
+    take_route(picks, weights, logits, bias, n_rows, config);
+}
+
 /* The prompt in small passes, with that backend's choice of operations. NULL: it failed. The caller frees the logits. */
 static float *run_deciding(const char *directory, const Backend *opened, const Backend *used, const int32_t *ids, int n) {
     EngineOptions options = {.backend = opened, .model = directory, .sessions = 1, .context = n + 8, .kv_dtype = KV_F32,
@@ -2900,7 +2956,9 @@ static void compare_with_golden(const char *directory, const float *freely, cons
     Error error;
     cuda_backend.start(&(DeviceOptions){.no_graph = true}, &error);     /* a kept work would not ask for decisions again */
     remembering.index_select = remember_selection, remembering.route = remember_route;
+    remembering.select_groups = remember_groups, remembering.route_softplus = remember_softplus;
     taking.index_select = take_selection, taking.route = take_route;
+    taking.select_groups = take_groups, taking.route_softplus = take_softplus;
     decisions.n = 0;
     float *exact = run_deciding(directory, &c_backend, &remembering, ids, n);
     decisions.next = 0;
@@ -2918,6 +2976,37 @@ static void compare_with_golden(const char *directory, const float *freely, cons
     cuda_backend.start(&(DeviceOptions){0}, &error);
 }
 
+/* A session of the first half of the prompt is taken out of the cache, whole pages, rows of the last and what its layers look back
+ * to, and goes on in another engine: the other half's logits are the same bits. */
+static void check_moved(const char *directory, const int32_t *ids, int n, KvDtype dtype, KvMode mode, const float *whole) {
+    const int half = n / 2 + 1;
+    uint8_t *pages[64], *trails = NULL;
+    Engine engine;
+    Error error;
+    for (int turn = 0; turn < 2; turn++) {
+        if (!open_on_gpu(&engine, directory, n + 8, dtype, mode)) return;
+        Cache *cache = &engine.cache;
+        const int rows = half / cache->ratio, n_pages = (rows + PAGE_ROWS - 1) / PAGE_ROWS;
+        const size_t vocab = (size_t)engine.config.vocab_size;
+        for (int page = 0; page < n_pages && turn; page++) {
+            const int left = rows - page * PAGE_ROWS;
+            cache_append_page(cache, 0, pages[page], left < PAGE_ROWS ? left : PAGE_ROWS);
+            free(pages[page]);
+        }
+        if (turn && cache->trail_layers) cache_append_trails(cache, 0, half, trails);
+        float *logits = run_ids(&engine, ids, turn * half, turn ? n - half : half, 7, &error);
+        CHECK(logits && !memcmp(logits, whole + (size_t)(turn * half) * vocab,
+                                (size_t)(turn ? n - half : half) * vocab * sizeof *logits),
+              "%s: rows %d, %s: the same bits %s", directory, dtype, kv_mode_names[mode], turn ? "in another engine" : "at first");
+        free(logits);
+        for (int page = 0; page < n_pages && !turn; page++)
+            cache_read_page(cache, 0, page, pages[page] = malloc(page_image_bytes(cache)));
+        if (!turn) cache_read_trails(cache, 0, half, trails = malloc(trail_image_bytes(cache, half) + 1));
+        engine_close(&engine);
+    }
+    free(trails);
+}
+
 /* The prompt of a fixture in one pass is near the references' logits; in other passes it has the same bits. */
 static void test_fixture(const char *directory) {
     Checkpoint golden = {0};
@@ -2928,15 +3017,15 @@ static void test_fixture(const char *directory) {
     CHECK(ok, "%s", error.text);
     if (!ok) return;
     const Tensor *ids = checkpoint_find(&golden, "input_ids"), *wanted = checkpoint_find(&golden, "logits");
-    const int n = (int)ids->shape[0];
-    for (int kind = 0; kind < 3; kind++) {
-        static const KvDtype dtypes[] = {KV_F32, KV_BF16, KV_F8};
+    const int n = (int)ids->shape[0], kinds = strstr(directory, "deepseek_v4") ? KV_F4 : KV_F8;
+    for (int kind = KV_F32; kind <= kinds; kind++) {
         float *whole = NULL;
-        for (int way = 0; way < 6; way++) {
-            static const int most[] = {MAX_PASS_ROWS, 1, 7, 3, 8, 5};
-            KvMode mode = way < 3 ? MODE_RESIDENT : way == 5 ? MODE_ADAPTIVE : MODE_HISPARSE;
-            if (!open_on_gpu(&engine, directory, n + 8, dtypes[kind], mode)) break;
-            float *logits = run_ids(&engine, (const int32_t *)ids->data, 0, n, most[way], &error);
+        for (int way = 0; way < 8; way++) {
+            static const int most[] = {MAX_PASS_ROWS, 1, 7, 3, 8, 5, 0, 0};         /* 0: with rows that are rejected */
+            KvMode mode = way < 3 ? MODE_RESIDENT : way == 5 || way == 6 ? MODE_ADAPTIVE : MODE_HISPARSE;
+            if (!open_on_gpu(&engine, directory, n + 8, (KvDtype)kind, mode)) break;
+            float *logits = most[way] ? run_ids(&engine, (const int32_t *)ids->data, 0, n, most[way], &error)
+                                      : run_rejecting(&engine, (const int32_t *)ids->data, n, &error);
             const size_t size = (size_t)n * (size_t)engine.config.vocab_size;
             CHECK(logits, "%s: %s", directory, error.text);
             if (logits && !way && !kind)
@@ -2949,6 +3038,8 @@ static void test_fixture(const char *directory) {
             else free(logits);
             engine_close(&engine);
         }
+        for (int mode = MODE_RESIDENT; mode < MODES && whole; mode++)
+            check_moved(directory, (const int32_t *)ids->data, n, (KvDtype)kind, (KvMode)mode, whole);
         free(whole);
     }
     checkpoint_close(&golden);
@@ -2960,7 +3051,8 @@ static void test_fixtures(void) {
     for (struct dirent *entry; listing && (entry = readdir(listing));) {
         char directory[PATH_MAX], path[PATH_MAX];
         bool family = !strncmp(entry->d_name, "qwen3-", 6) || !strncmp(entry->d_name, "glm_moe_dsa-", 12)
-                      || !strncmp(entry->d_name, "deepseek_v32-", 13);
+                      || !strncmp(entry->d_name, "deepseek_v32-", 13)
+                      || (cuda_backend.window_attention && !strncmp(entry->d_name, "deepseek_v4", 11));
         if (family && !access(join(path, join(directory, parent, entry->d_name), "golden.safetensors"), R_OK))
             test_fixture(directory);
     }
