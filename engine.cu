@@ -3962,7 +3962,7 @@ static __device__ void narrow_group(uint8_t *__restrict__ out, uint8_t *__restri
 }
 
 /* What a group would be after a stay in such a row, in place, by one warp. */
-static __device__ inline void round_group(float *x, int n, const RowFormat &format) {
+static __device__ void round_group(float *x, int n, const RowFormat &format) {
     const float scale = group_scale(group_maximum(x, n), format);
     for (int i = (int)threadIdx.x % 32; i < n; i += 32) {
         const float code = x[i] / scale, value = format.dtype == KV_F8 ? widen_e4m3(narrow_e4m3(code)) : widen_e2m1(narrow_e2m1(code));
