@@ -2364,7 +2364,7 @@ static void check_engram(DType dtype, int dim, int order, int heads) {
     free_kept();
 }
 
-static void test_engram(void) {
+static void test_read_engram(void) {
     check_engram(DTYPE_F8_E4M3, 256, 4, 8);
     check_engram(DTYPE_F8_E4M3, 40, 3, 2);
     check_engram(DTYPE_BF16, 24, 2, 1);
@@ -3322,7 +3322,7 @@ int main(int argc, char **argv) {
     RUN(test_stretched_copies);
     RUN(test_locate_groups);
     RUN(test_trails);
-    RUN(test_engram);
+    RUN(test_read_engram);
     RUN(test_accept);
     RUN(test_candidates);
     RUN(test_predict_lengths);
