@@ -4106,15 +4106,13 @@ enum {
     BINS = 2048,                    /* of the first 11 bits of a score's sortable key */
 };
 
-/* Of each row's rows the ones that are in some blocks of neighbours, a bit for each block. */
-struct Blocks {
-    uint32_t *bits;                 /* [rows, words]; NULL: all */
-    int words, size;
+/* Blocks of neighbours that are all there is of a row's keys: what counts positions then counts theirs, one behind the other. */
+struct Kept {
+    const int *blocks;              /* [rows, most] ascending; NULL: all there are */
+    int most, size;                 /* blocks of a row; keys of a block */
 
-    __device__ bool have(int row, int s) const {
-        const int block = s / size;
-        return bits[(size_t)row * words + block / 32] >> block % 32 & 1;
-    }
+    __device__ Kept of(int r) const { return {blocks ? blocks + (size_t)r * most : NULL, most, size}; }
+    __device__ int position(int i) const { return blocks ? blocks[i / size] * size + i % size : i; }
 };
 
 struct IndexShape {
@@ -4124,8 +4122,9 @@ struct IndexShape {
     int together;                   /* query rows that share one read of the keys */
     float scale;
     int page_rows;                  /* PAGE_ROWS, or half of that: then a page of scores is two of keys */
+    int context;                    /* scores of a row, at most */
     bool rows_made;                 /* the pass itself makes the rows */
-    Blocks blocks;                  /* outside of them nothing counts */
+    Kept kept;
 };
 
 /* Which query rows share a read, and how the reads are laid end to end. Each block makes it for itself. */
@@ -4228,7 +4227,7 @@ struct ScoreRead {                  /* a block's part of one read; its pages are
     int context;
     const int *last;                /* [members] */
     int *bins;                      /* [members][BINS] in shared memory */
-    Blocks blocks;                  /* of the first member */
+    Kept kept;                      /* of the first member, which then is the only one */
 
     __device__ const uint8_t *page(int id, const IndexShape &shape) const {
         return keys + (size_t)id * shape.page_rows * shape.format.stride;
@@ -4236,18 +4235,19 @@ struct ScoreRead {                  /* a block's part of one read; its pages are
 
     /* The pages of the pool that hold a page of scores; page 0 of the pool where there is none, which may be read too. */
     __device__ int2 ids(int page, const IndexShape &shape) const {
-        if (page >= stop) return {0, 0};
+        if (page >= stop || kept.blocks) return {0, 0};
         if (shape.page_rows == PAGE_ROWS) return {table[page].id, 0};
         return {table[2 * page].id, 2 * page + 1 < shape.context_pages ? table[2 * page + 1].id : 0};
+    }
+
+    __device__ const uint8_t *key(int s, const IndexShape &shape) const {
+        const int position = kept.position(s);
+        return page(table[position / shape.page_rows].id, shape) + (size_t)(position % shape.page_rows) * shape.format.stride;
     }
 
     /* Score of key `s` for member `row`. */
     __device__ void put(int row, int s, float score) const {
         if (row >= members || s > last[row]) return;
-        if (blocks.bits && !blocks.have(row, s)) {
-            scores[row * context + s] = __uint_as_float(0x7fffffff);        /* no number: below everything, and counted nowhere */
-            return;
-        }
         scores[row * context + s] = score;
         atomicAdd(&bins[row * BINS + (int)(sortable(score) >> 21)], 1);
     }
@@ -4275,12 +4275,23 @@ struct KeyRing {                    /* a warpgroup's */
     uint8_t *places;                /* [depth] pages */
     uint64_t *arrived;              /* [depth] barriers: a page is complete */
     int depth, bytes;               /* of a page */
+    bool gathers;                   /* its keys lie in blocks here and there: each thread asks for its part */
 
     __device__ uint8_t *place(int turn) const { return places + turn * bytes; }
-    static __device__ void open(uint64_t *barrier) { start_barrier(barrier, COPIERS); }
+    __device__ void open(int turn) const { start_barrier(arrived + turn, gathers ? 128 : COPIERS); }
+    __device__ void gather(int turn, const ScoreRead &read, int page, const IndexShape &shape) const {
+        const int pieces = (int)shape.format.stride / 16;
+        for (int i = (int)threadIdx.x % 128; i < PAGE_ROWS * pieces; i += 128) {
+            const int s = page * PAGE_ROWS + i / pieces;
+            const bool there = s <= read.last[0];
+            start_copy_to_shared(place(turn) + 16 * i, read.key(there ? s : 0, shape) + i % pieces * 16, there);
+        }
+        arrive_with_copies(arrived + turn);
+    }
 #if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
     static constexpr int COPIERS = 1;
-    __device__ void begin(int turn, const ScoreRead &read, int2 ids, const IndexShape &shape) const {
+    __device__ void begin(int turn, const ScoreRead &read, int page, int2 ids, const IndexShape &shape) const {
+        if (gathers) return gather(turn, read, page, shape);
         if (threadIdx.x % 128) return;
         const int part = shape.page_rows * (int)shape.format.stride;
         expect_bytes(arrived + turn, bytes);
@@ -4289,7 +4300,8 @@ struct KeyRing {                    /* a warpgroup's */
     }
 #else
     static constexpr int COPIERS = 128;
-    __device__ void begin(int turn, const ScoreRead &read, int2 ids, const IndexShape &shape) const {
+    __device__ void begin(int turn, const ScoreRead &read, int page, int2 ids, const IndexShape &shape) const {
+        if (gathers) return gather(turn, read, page, shape);
         const int part = shape.page_rows * (int)shape.format.stride;
         for (int at = (int)threadIdx.x % 128 * 16; at < bytes; at += 128 * 16)
             start_copy_to_shared(place(turn) + at,
@@ -4530,7 +4542,7 @@ static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float 
     constexpr int GROUPS = SCORE_THREADS / 128;
     const int first = read.at + uniform((int)threadIdx.x / 128);
     if (threadIdx.x % 128 == 0)
-        for (int turn = 0; turn < ring.depth; turn++) KeyRing::open(ring.arrived + turn);
+        for (int turn = 0; turn < ring.depth; turn++) ring.open(turn);
     show_to_products();
     int2 ids[MAX_DEPTH], coming = read.ids(first + ring.depth * GROUPS, shape);
 #pragma unroll
@@ -4540,7 +4552,8 @@ static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float 
     stage_queries<TILES, KEYS>(queries, weights, read, shape, [&] {
 #pragma unroll
         for (int turn = 0; turn < MAX_DEPTH; turn++)
-            if (turn < ring.depth && first + turn * GROUPS < read.stop) ring.begin(turn, read, ids[turn], shape);
+            if (turn < ring.depth && first + turn * GROUPS < read.stop)
+                ring.begin(turn, read, first + turn * GROUPS, ids[turn], shape);
     });
     show_to_products();
     __syncthreads();
@@ -4550,7 +4563,7 @@ static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float 
         take_keys(keys, ring.place(turn), shape);
         group_barrier();
         const int next = page + ring.depth * GROUPS;
-        if (next < read.stop) ring.begin(turn, read, coming, shape);
+        if (next < read.stop) ring.begin(turn, read, next, coming, shape);
         coming = read.ids(next + GROUPS, shape);
         score_page<TILES, KEYS, COLUMNS>(read, page, keys, queries, weights, shape);
         if (++turn == ring.depth) turn = 0, round++;
@@ -4562,9 +4575,7 @@ static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float 
 static __device__ void score_plainly(const ScoreRead &read, const IndexShape &shape) {
     for (int tile = 2 * read.at + (int)threadIdx.x / 32; tile < 2 * read.stop; tile += SCORE_THREADS / 32) {
         const int s = 32 * tile + (int)threadIdx.x % 32;
-        const int2 ids = read.ids(tile / 2, shape);
-        const uint8_t *key = read.page(s % PAGE_ROWS < shape.page_rows ? ids.x : ids.y, shape)
-                             + (size_t)(s % shape.page_rows) * shape.format.stride;
+        const uint8_t *key = read.key(min(s, read.last[read.members - 1]), shape);
         const float *q = read.q, *head_weights = read.head_weights;
         for (int row = 0; row < read.members; row++, q += shape.heads * shape.head_dim, head_weights += shape.heads) {
             float total = 0;
@@ -4602,7 +4613,6 @@ index_scores(float *scores, const float *q, const float *head_weights, const uin
     extern __shared__ uint4 queries[];
     __shared__ ScorePlan plan;
     __shared__ uint64_t arrived[SCORE_THREADS / 128][MAX_DEPTH];
-    const int context = shape.context_pages * shape.page_rows;
     let_next_start();                               /* select_top takes its place where this leaves room, and waits */
     if (shape.rows_made) wait_for_previous();
     make_plan(plan, rows, n_rows, shape);
@@ -4616,16 +4626,14 @@ index_scores(float *scores, const float *q, const float *head_weights, const uin
         int *bins = (int *)(weights + batches * 8 * SCORE_TILES);
         const ScoreRead read = {keys, pages + (size_t)plan.session[r] * shape.context_pages, at - begin, stop - begin, members,
                                 q + (size_t)r * shape.heads * shape.head_dim, head_weights + (size_t)r * shape.heads,
-                                scores + (size_t)r * context, context, plan.last + r, bins,
-                                {shape.blocks.bits ? shape.blocks.bits + (size_t)r * shape.blocks.words : NULL,
-                                 shape.blocks.words, shape.blocks.size}};
+                                scores + (size_t)r * shape.context, shape.context, plan.last + r, bins, shape.kept.of(r)};
         for (int i = (int)threadIdx.x; i < members * BINS; i += SCORE_THREADS) bins[i] = 0;
         if constexpr (TILES) {
             const int page_bytes = PAGE_ROWS * (int)shape.format.stride, group = uniform((int)threadIdx.x / 128);
             uint8_t *places = (uint8_t *)(bins + members * BINS);
             const int left = room - (int)(places - (uint8_t *)queries);
             const int depth = max(1, min(min(MAX_DEPTH, COMING_BYTES / page_bytes), left / page_bytes / (SCORE_THREADS / 128)));
-            const KeyRing ring = {places + group * depth * page_bytes, arrived[group], depth, page_bytes};
+            const KeyRing ring = {places + group * depth * page_bytes, arrived[group], depth, page_bytes, shape.kept.blocks != NULL};
             if constexpr (TILES < SCORE_TILES)
                 if (8 * TILES * members <= 32) score_pages<TILES, KEYS, 32>(read, queries, weights, ring, shape);
                 else score_pages<TILES, KEYS, 64>(read, queries, weights, ring, shape);
@@ -4677,9 +4685,10 @@ struct Candidates {
     int first, last;                /* the warp's positions */
     int n;                          /* of the list, or positions */
     bool listed;
+    Kept kept;                      /* of the row */
 
     __device__ uint32_t key(int i) const { return i >= n ? 0 : listed ? keys[i] : sortable(scores[first + i]); }
-    __device__ int position(int i) const { return first + (listed ? places[i] : i); }
+    __device__ int position(int i) const { return kept.position(first + (listed ? places[i] : i)); }
 };
 
 /* Each thread's four bins: those behind the bins of lower threads, the highest bin first. */
@@ -4739,12 +4748,10 @@ static __device__ inline void load_scores(float4 (&x)[4], const Candidates &list
     }
 }
 
-/* Lists what is in the bin or above, as scores for the time being. next: the first scores. What is no number is below all bins
- * whose lowest score is one. */
+/* Lists what is in the bin or above, as scores for the time being. next: the first scores. */
 static __device__ void list_candidates(Candidates &list, int bin, float4 (&next)[4]) {
     const int lane = (int)threadIdx.x % 32;
     const float lowest = lowest_score(bin);
-    const bool all_taken = lowest != lowest;
     int n = 0;
     for (int base = list.first; base < list.last; base += 4 * SELECT_STEP) {
         const float4 x[4] = {next[0], next[1], next[2], next[3]};
@@ -4756,7 +4763,7 @@ static __device__ void list_candidates(Candidates &list, int bin, float4 (&next)
             const int left = list.last - base - SELECT_STEP * j - 4 * lane;
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                if (i < left && (score[i] >= lowest || all_taken)) taken |= 1u << (4 * j + i), counts += 1u << 8 * j;
+                if (i < left && !(score[i] < lowest)) taken |= 1u << (4 * j + i), counts += 1u << 8 * j;
         }
         const uint32_t until = (uint32_t)warp_prefix_sum((int)counts), all = __shfl_sync(~0u, until, 31), before = until - counts;
 #pragma unroll
@@ -4868,6 +4875,7 @@ struct Scored {
     const Row *rows;
     int each;                       /* positions to a score */
     bool rows_made;                 /* the pass itself makes the rows */
+    Kept kept;
 };
 
 static __global__ void __launch_bounds__(SELECT_THREADS, 2)
@@ -4886,13 +4894,14 @@ select_top(int *ids, int *counts, int capacity, Scored from) {
     wait_for_previous();
     if (rank == 0 && thread == 0) counts[r] = k;
     if (visible <= capacity) {                      /* while everything fits, the selection is the whole history */
-        for (int i = rank * SELECT_THREADS + thread; i < capacity; i += split * SELECT_THREADS) ids[i] = i < k ? i : -1;
+        for (int i = rank * SELECT_THREADS + thread; i < capacity; i += split * SELECT_THREADS) ids[i] = i < k ? from.kept.of(r).position(i) : -1;
         return;
     }
     const int part = divide_up(visible, split * SELECT_WARPS * SELECT_STEP) * SELECT_STEP;
     const int first = min((rank * SELECT_WARPS + warp) * part, visible);
     uint16_t *places = (uint16_t *)(lists + SELECT_WARPS * LIST_LENGTH) + warp * LIST_LENGTH;
-    Candidates list = {from.scores + r * from.stride, lists + warp * LIST_LENGTH, places, first, min(first + part, visible), 0, true};
+    Candidates list = {from.scores + r * from.stride, lists + warp * LIST_LENGTH, places, first, min(first + part, visible), 0, true,
+                       from.kept.of(r)};
     const uint32_t threshold = find_threshold(shared, list, score_bins[r], k);
     const int2 before = count_before(shared, count_candidates(list, threshold));
     collect(ids, list, threshold, shared.wanted, before);
@@ -4976,11 +4985,11 @@ static void launch_scores(float *scores, const float *q, const float *head_weigh
                           const Row *rows, int n_rows, IndexShape shape) {
     const int groups = SCORE_THREADS / 128, fixed = (int)sizeof(ScorePlan) + groups * MAX_DEPTH * (int)sizeof(uint64_t),
               all_room = (int)gpu.shared_per_block - divide_up(fixed, 1024) * 1024; /* the compiler may align what is fixed */
-    const int score_pages = n_rows * divide_up(shape.context_pages * shape.page_rows, PAGE_ROWS);
+    const int score_pages = n_rows * divide_up(shape.context, PAGE_ROWS);
     const int blocks = min(gpu.multiprocessors, divide_up(score_pages, LEAST_PAGES));
     const int pages_of_group = divide_up(divide_up(score_pages, blocks), groups);
     shape.columns = columns_of(shape.heads);
-    shape.together = min(min(n_rows, SHARED_QUERIES), max(SCORE_COLUMNS / shape.columns, 1));
+    shape.together = shape.kept.blocks ? 1 : min(min(n_rows, SHARED_QUERIES), max(SCORE_COLUMNS / shape.columns, 1));
     while (shape.together > 1 && room_of_read(shape) > all_room) shape.together--;
     const bool tensor = suits_tensor_cores(shape) && room_of_read(shape) <= all_room;
     const int room = pages_of_group < LONG_PART ? min(room_of_read(shape), all_room) : all_room;
@@ -4997,6 +5006,11 @@ static void launch_scores(float *scores, const float *q, const float *head_weigh
 /* ---- blocks of neighbours */
 
 enum { BLOCK_SPAN = 2048 };         /* of them, that a thread block looks at */
+
+struct Blocks {                     /* of each row, a bit for each: those that are kept */
+    uint32_t *bits;                 /* [rows, words]; NULL: all are */
+    int words, size;                /* size: neighbours of a block */
+};
 
 /* The best score of each of a row's blocks, of the newest infinity, and counts of their first bits; where none of them will be
  * left out, or the row's scores were not needed, nothing. */
@@ -5042,28 +5056,57 @@ static void keep_blocks(const Blocks &blocks, int topk, const Scored &from, int 
     int *ids = (int *)(scratch + (size_t)n_rows * stride), *counts = ids + (size_t)n_rows * topk;
     launch(best_of_blocks, dim3((unsigned)divide_up(n_blocks, BLOCK_SPAN), (unsigned)n_rows), THREADS, 0, scratch, (size_t)stride,
            from, capacity, blocks.size, topk);
-    launch_select(ids, counts, topk, {scratch, (size_t)stride, from.rows, blocks.size, from.rows_made}, n_rows);
+    launch_select(ids, counts, topk, {scratch, (size_t)stride, from.rows, blocks.size, from.rows_made, {}}, n_rows);
     launch(mark_blocks, (unsigned)n_rows, THREADS, 0, blocks, ids, counts, topk, from.rows, capacity);
 }
 
+/* A thread block lists the blocks that one row keeps; where the row sees no more than it selects, all. among: the row, at the place
+ * that the newest it sees has among the neighbours in those blocks. */
+static __global__ void __launch_bounds__(SELECT_THREADS)
+list_blocks(int *kept, Row *among, Blocks blocks, int topk, const Row *rows, int capacity) {
+    begin_kernel();
+    __shared__ int sums[SELECT_WARPS];
+    const int r = (int)blockIdx.x, thread = (int)threadIdx.x, warp = thread / 32, visible = rows[r].position + 1,
+              n = divide_up(visible, blocks.size), words = divide_up(n, 32), part = divide_up(words, SELECT_THREADS),
+              begin = min(thread * part, words), end = min(begin + part, words);
+    const uint32_t *bits = visible > capacity ? blocks.bits + (size_t)r * blocks.words : NULL;
+    auto word = [&](int i) { return (bits ? bits[i] : ~0u) & (32 * i + 32 > n ? (1u << n % 32) - 1 : ~0u); };
+    int own = 0, total = 0;
+    for (int i = begin; i < end; i++) own += __popc(word(i));
+    const int until = warp_prefix_sum(own);
+    if (thread % 32 == 31) sums[warp] = until;
+    __syncthreads();
+    int at = until - own;
+    for (int i = 0; i < SELECT_WARPS; i++) at += i < warp ? sums[i] : 0, total += sums[i];
+    for (int i = begin; i < end; i++)
+        for (uint32_t left = word(i); left && at < topk; left &= left - 1)
+            kept[(size_t)r * topk + at++] = 32 * i + __ffs((int)left) - 1;
+    if (thread == 0) among[r] = {rows[r].session, total ? visible - 1 - (n - total) * blocks.size : -1, rows[r].token};
+}
+
+/* blocks: NULL bits: none. keeps: they are found, else they are all there is to select from. */
 static void select_rows(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
                         const DevicePage *pages, const Row *rows, int n_rows, float *scratch, int scratch_rows, IndexShape shape,
-                        int topk_blocks, bool keeps) {
-    const int context = shape.context_pages * shape.page_rows, capacity = selection->capacity;
-    const Blocks blocks = shape.blocks;
-    const size_t of_row = keeps ? (size_t)divide_up(context, blocks.size) + 4 + (size_t)topk_blocks + 1 : 1;
-    if (keeps) shape.blocks.bits = NULL;            /* this selection is from all rows */
-    for (int begin = 0, n; begin < n_rows; begin += n) {
+                        Blocks blocks, int topk_blocks, bool keeps) {
+    const int capacity = selection->capacity;
+    const bool chooses = capacity < shape.context, within = blocks.bits && !keeps && chooses;
+    const size_t of_row = !blocks.bits ? 1 : (size_t)(topk_blocks + 4) + (keeps ? (size_t)(shape.context / blocks.size + 4) : 0);
+    if (within) shape.rows_made = true, shape.context = min(shape.context, divide_up(topk_blocks * blocks.size, 4) * 4);
+    for (int begin = 0, n; begin < n_rows; begin += n, blocks.bits += (size_t)n * blocks.words) {
         n = min(min(n_rows - begin, scratch_rows), min((int)SCORE_ROWS, (int)(PARTIAL_FLOATS / of_row)));
-        const Scored from = {scratch, (size_t)context, rows + begin, 1, shape.rows_made};
-        if (blocks.bits && !keeps) shape.blocks.bits = blocks.bits + (size_t)begin * blocks.words;
-        if (capacity < context)
+        Scored from = {scratch, (size_t)shape.context, rows + begin, 1, shape.rows_made, {}};
+        if (within) {
+            Row *among = (Row *)partials;
+            int *kept = (int *)(among + n);
+            launch(list_blocks, (unsigned)n, SELECT_THREADS, 0, kept, among, blocks, topk_blocks, from.rows, capacity);
+            from.rows = among;
+            from.kept = shape.kept = {kept, topk_blocks, blocks.size};
+        }
+        if (chooses)
             launch_scores(scratch, q + (size_t)begin * shape.heads * shape.head_dim, head_weights + (size_t)begin * shape.heads,
-                          keys, pages, rows + begin, n, shape);
+                          keys, pages, from.rows, n, shape);
         launch_select(selection->ids + (size_t)begin * capacity, selection->count + begin, capacity, from, n);
-        if (keeps && capacity < context)
-            keep_blocks({blocks.bits + (size_t)begin * blocks.words, blocks.words, blocks.size}, topk_blocks, from, n, capacity,
-                        partials);
+        if (blocks.bits && keeps && chooses) keep_blocks(blocks, topk_blocks, from, n, capacity, partials);
     }
 }
 
@@ -5072,7 +5115,8 @@ static void index_select(Selection *selection, const float *q, const float *head
                          const Row *rows, int n_rows, float *scratch, int scratch_rows) {
     const float scale = 1 / sqrtf((float)head_dim * (float)heads);
     select_rows(selection, q, head_weights, keys, pages, rows, n_rows, scratch, scratch_rows,
-                {*format, context_pages, heads, head_dim, selection->capacity, 0, 0, scale, PAGE_ROWS, false, {}}, 0, false);
+                {*format, context_pages, heads, head_dim, selection->capacity, 0, 0, scale, PAGE_ROWS, context_pages * PAGE_ROWS,
+                 false, {}}, {}, 0, false);
 }
 
 static void select_groups(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
@@ -5080,10 +5124,10 @@ static void select_groups(Selection *selection, const float *q, const float *hea
                           int head_dim, const Row *rows, int n_rows, float *scratch, int scratch_rows, uint64_t *blocks,
                           int block_size, int topk_blocks, bool keeps) {
     const float scale = 1 / sqrtf((float)head_dim * (float)heads);
-    const int words = blocks ? divide_up(divide_up(context_pages * page_rows, block_size), 64) * 2 : 0;
+    const int context = context_pages * page_rows, words = blocks ? divide_up(divide_up(context, block_size), 64) * 2 : 0;
     select_rows(selection, q, head_weights, keys, pages, rows, n_rows, scratch, scratch_rows,
-                {*format, context_pages, heads, head_dim, selection->capacity, 0, 0, scale, page_rows, true,
-                 {(uint32_t *)blocks, words, block_size}}, topk_blocks, blocks && keeps);
+                {*format, context_pages, heads, head_dim, selection->capacity, 0, 0, scale, page_rows, context, true, {}},
+                {(uint32_t *)blocks, words, block_size}, topk_blocks, keeps);
 }
 
 /* =====================================================================================================================
