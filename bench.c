@@ -3313,7 +3313,6 @@ WATCHED(select_groups, key_bytes(format, page_rows, blocks && !keeps ? topk_bloc
         selection, q, w, keys, format, pages, context_pages, page_rows, heads, dim, rows, n, scratch, scratch_rows, blocks,
         block_size, topk_blocks, keeps)
 WATCHED(first_stream, 0, (float *mixes, int n, const Config *config), mixes, n, config)
-WATCHED(norm_each, 0, (float *x, int n, int dim, float eps), x, n, dim, eps)
 WATCHED(note_tokens, 0, (const Trail *trail, const Row *rows, int n), trail, rows, n)
 WATCHED(prefetch_engram, 0,
         (const EngramWeights *engram, const int *map, const Trail *trail, const Row *rows, int n, const Config *config), engram,
@@ -3395,7 +3394,7 @@ static void watch_engine(Engine *engine) {
     MARK(locate_rows), MARK(store_rows), MARK(store_latents), MARK(store_index_keys), MARK(index_select), MARK(resolve);
     MARK(fetch_rows), MARK(absorb_query), MARK(sparse_attention), MARK(expand_value), MARK(dense_attention), MARK(swiglu);
     MARK(locate_groups), MARK(see_groups), MARK(locate_heavy), MARK(compress), MARK(pool_groups), MARK(select_groups);
-    MARK(first_stream), MARK(norm_each), MARK(note_tokens), MARK(prefetch_engram), MARK(read_engram), MARK(add_engram);
+    MARK(first_stream), MARK(note_tokens), MARK(prefetch_engram), MARK(read_engram), MARK(add_engram);
     MARK(window_attention), MARK(grouped_linear), MARK(route_softplus);
     MARK(rotate_queries), MARK(zero), MARK(move_rows), MARK(add), MARK(route), MARK(experts), MARK(check_finite);
 #undef MARK
