@@ -3294,9 +3294,10 @@ WATCHED(resolve, 0,
 WATCHED(fetch_rows, 0,
         (Cache *cache, SourceId source, const MissPlan *plan, const Row *rows, int begin, int end, int run, PassReport *report),
         cache, source, plan, rows, begin, end, run, report)
-WATCHED(locate_groups, 0, (DeviceRow *kv, DeviceRow *index, const Cache *cache, int group, const Row *rows, int n), kv, index, cache,
-        group, rows, n)
-WATCHED(see_groups, 0, (Row *newest, int *count, Row *first, const Row *rows, int n, int ratio), newest, count, first, rows, n, ratio)
+WATCHED(locate_groups, 0, (DeviceRow *kv, DeviceRow *index, const Cache *cache, int group, const Row *rows, int n), kv, index,
+        cache, group, rows, n)
+WATCHED(see_groups, 0, (Row *newest, int *count, Row *first, const Row *rows, int n, int ratio), newest, count, first, rows, n,
+        ratio)
 WATCHED(locate_heavy, 0, (DeviceRow *kv, const Cache *cache, const Row *rows, int n, int ratio), kv, cache, rows, n, ratio)
 WATCHED(compress, 0,
         (uint8_t *base, const RowFormat *format, const DeviceRow *ids, const Trail *trail, const Row *rows, int n,
@@ -3304,8 +3305,8 @@ WATCHED(compress, 0,
          const RowFormat *rounding, PassReport *report, int place),
         base, format, ids, trail, rows, n, weights, ratio, dim, overlapping, turned, f, eps, rounding, report, place)
 WATCHED(pool_groups, 0,
-        (float *y, const Trail *trail, const Row *rows, int n, const CompressorWeights *weights, int ratio, int dim, float eps), y,
-        trail, rows, n, weights, ratio, dim, eps)
+        (float *y, const Trail *trail, const Row *rows, int n, const CompressorWeights *weights, int ratio, int dim, float eps),
+        y, trail, rows, n, weights, ratio, dim, eps)
 WATCHED(select_groups, key_bytes(format, page_rows, blocks && !keeps ? topk_blocks * block_size : INT_MAX) * n,
         (Selection *selection, const float *q, const float *w, const uint8_t *keys, const RowFormat *format,
          const DevicePage *pages, int context_pages, int page_rows, int heads, int dim, const Row *rows, int n, float *scratch,
@@ -3322,12 +3323,13 @@ WATCHED(read_engram, 0,
         y, engram, map, trail, rows, n, config)
 WATCHED(add_engram, 0, (float *streams, const float *kv, const EngramWeights *engram, int n, const Config *config), streams, kv,
         engram, n, config)
-WATCHED(window_attention, seen_bytes(trail_format, window, count && locations ? capacity : 0, count && !locations) * (end - begin),
+WATCHED(window_attention,
+        seen_bytes(trail_format, window, count && locations ? capacity : 0, count && !locations) * (end - begin),
         (float *y, const float *q, const Trail *trail, const RowFormat *trail_format, int window, const RowPool *pool,
          const RowFormat *format, const DeviceRow *locations, const int *count, int capacity, const Row *rows, int begin, int end,
          int heads, const float *sinks, float scale, int turned, const float *c, const float *s),
-        y, q, trail, trail_format, window, pool, format, locations, count, capacity, rows, begin, end, heads, sinks, scale, turned,
-        c, s)
+        y, q, trail, trail_format, window, pool, format, locations, count, capacity, rows, begin, end, heads, sinks, scale,
+        turned, c, s)
 WATCHED(grouped_linear, matrix_bytes(w), (float *y, const float *x, int n, const Matrix *w, int groups), y, x, n, w, groups)
 WATCHED(route_softplus, 0,
         (int *picks, float *weights, const float *logits, const float *bias, const int *table, const Row *rows, int n,
@@ -3508,15 +3510,16 @@ static uint8_t *make_pages(const Cache *cache, int known) {
     return images;
 }
 
-/* What a session of `rows` positions has in its trails, of a model that has some: what session 0 has there now, whose positions go
- * on as they did; and heavily compressed rows, its own again and again. NULL and an error: it has too few. */
+/* What a session of `rows` positions has in its trails, of a model that has some: what session 0 has there now, whose positions
+ * go on as they did; and heavily compressed rows, its own again and again. NULL and an error: it has too few. */
 static uint8_t *make_trails(const Cache *cache, int rows, Error *error) {
     const int known = cache->session[0].committed;
     const size_t stride = cache->format.stride, layers = (size_t)cache->heavy_layers, had = (size_t)(known / cache->heavy_ratio),
                  has = (size_t)(rows / cache->heavy_ratio), rings = trail_image_bytes(cache, known) - layers * had * stride;
     if (trail_image_bytes(cache, rows) != rings + layers * has * stride || !had)
         return fail(error, "a history of %d positions is too short for this", known), NULL;
-    uint8_t *there = allocate_zeroed(rings + layers * had * stride, 1), *image = allocate_zeroed(rings + layers * has * stride, 1);
+    uint8_t *there = allocate_zeroed(rings + layers * had * stride, 1),
+            *image = allocate_zeroed(rings + layers * has * stride, 1);
     cache_read_trails(cache, 0, known, there);
     memcpy(image, there, rings);
     for (size_t layer = 0; layer < layers; layer++)

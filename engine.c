@@ -1036,7 +1036,7 @@ static const void *move_weights(Binder *binder, const void *data, size_t bytes) 
     return moved;
 }
 
-/* Under --dummy: values within `spread` of the centre, the same whenever a tensor has that name; in the memory of that backend. */
+/* Under --dummy: values within `spread` of the centre, the same whenever a tensor has that name; in that backend's memory. */
 static const void *make_up_for(Binder *binder, const Backend *backend, const char *name, DType dtype, size_t count, float centre,
                                float spread) {
     if (!binder->backend || binder->failed) return NULL;
@@ -1526,7 +1526,8 @@ static const EngramWeights *bind_engram(Binder *binder, const Config *config, co
     const Tensor *tensor = bind_tensor(binder, name, dtypes, 2, (int64_t[]){rows, dim});
     if (!tensor) return engram;
     engram->dtype = tensor->dtype;
-    engram->table = dummy ? make_up_for(binder, &c_backend, name, engram->dtype, (size_t)(rows * dim), 0, CODE_REACH) : tensor->data;
+    engram->table = dummy ? make_up_for(binder, &c_backend, name, engram->dtype, (size_t)(rows * dim), 0, CODE_REACH)
+                          : tensor->data;
     binder->weights->parameters += (size_t)(rows * dim);
     snprintf(name, sizeof name, "%sengram.embed.scale", prefix);
     if (engram->dtype == DTYPE_F8_E4M3 && (tensor = bind_tensor(binder, name, exponents, 2, (int64_t[]){rows, across})))

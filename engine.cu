@@ -1,7 +1,8 @@
 /* engine.cu: the operations of engine.h on an NVIDIA GPU, the twin of backend.c.
  *
  *     the device . instructions . activations . products . mixture of experts . cached rows and index selection . trails and
- *     compressed rows . attention . selection by keys . the hierarchy's operations . sampling and acceptance . drafters' operations
+ *     compressed rows . attention . selection by keys . the hierarchy's operations . sampling and acceptance .
+ *     drafters' operations
  *
  * Every operation only puts work on one stream, so they run in the order in which they are called and nobody waits until the
  * pipeline asks for a result. Pointers are the device's, or name host memory that the device reads over the link (MEMORY_HOST).
@@ -3965,8 +3966,9 @@ static __device__ void narrow_group(uint8_t *__restrict__ out, uint8_t *__restri
 static __device__ void round_group(float *x, int n, const RowFormat &format) {
     const float scale = group_scale(group_maximum(x, n), format);
     for (int i = (int)threadIdx.x % 32; i < n; i += 32) {
-        const float code = x[i] / scale, value = format.dtype == KV_F8 ? widen_e4m3(narrow_e4m3(code)) : widen_e2m1(narrow_e2m1(code));
-        if (x[i] == x[i]) x[i] = value * scale;
+        const float code = x[i] / scale;
+        if (x[i] == x[i])
+            x[i] = scale * (format.dtype == KV_F8 ? widen_e4m3(narrow_e4m3(code)) : widen_e2m1(narrow_e2m1(code)));
     }
 }
 
@@ -4217,7 +4219,7 @@ static __device__ int part_begin(const ScorePlan &plan, int n_rows, int block) {
     return at - begin <= near ? begin : plan.ends[r] - at <= near ? plan.ends[r] : at;
 }
 
-struct ScoreRead {                  /* a block's part of one read; its pages are PAGE_ROWS keys, in one page of the pool or in two */
+struct ScoreRead {                  /* a block's part of one read; its pages are PAGE_ROWS keys, in a page of the pool or two */
     const uint8_t *keys;
     const DevicePage *table;        /* of the session */
     int at, stop;                   /* pages of the session */
@@ -4321,7 +4323,8 @@ static __device__ inline void group_barrier(void) {
 }
 
 /* Neighbouring rows whose bytes lie in the same banks are read in another order of their parts. */
-template <KvDtype KEYS> static __device__ inline void take_keys(KeyPart<KEYS> &keys, const uint8_t *page, const IndexShape &shape) {
+template <KvDtype KEYS>
+static __device__ inline void take_keys(KeyPart<KEYS> &keys, const uint8_t *page, const IndexShape &shape) {
     constexpr int CHUNKS = KeyPart<KEYS>::CHUNKS;
     const int lane = (int)threadIdx.x % 32, first = (int)threadIdx.x / 32 % 4 * 16 + lane / 4, stride = (int)shape.format.stride;
     const int bytes = KEYS == KV_F4 ? shape.head_dim / 2 : KEYS == KV_F8 ? shape.head_dim : 2 * shape.head_dim;
@@ -4633,7 +4636,8 @@ index_scores(float *scores, const float *q, const float *head_weights, const uin
             uint8_t *places = (uint8_t *)(bins + members * BINS);
             const int left = room - (int)(places - (uint8_t *)queries);
             const int depth = max(1, min(min(MAX_DEPTH, COMING_BYTES / page_bytes), left / page_bytes / (SCORE_THREADS / 128)));
-            const KeyRing ring = {places + group * depth * page_bytes, arrived[group], depth, page_bytes, shape.kept.blocks != NULL};
+            const KeyRing ring = {places + group * depth * page_bytes, arrived[group], depth, page_bytes,
+                                  shape.kept.blocks != NULL};
             if constexpr (TILES < SCORE_TILES)
                 if (8 * TILES * members <= 32) score_pages<TILES, KEYS, 32>(read, queries, weights, ring, shape);
                 else score_pages<TILES, KEYS, 64>(read, queries, weights, ring, shape);
@@ -4894,14 +4898,16 @@ select_top(int *ids, int *counts, int capacity, Scored from) {
     wait_for_previous();
     if (rank == 0 && thread == 0) counts[r] = k;
     if (visible <= capacity) {                      /* while everything fits, the selection is the whole history */
-        for (int i = rank * SELECT_THREADS + thread; i < capacity; i += split * SELECT_THREADS) ids[i] = i < k ? from.kept.of(r).position(i) : -1;
+        const Kept kept = from.kept.of(r);
+        for (int i = rank * SELECT_THREADS + thread; i < capacity; i += split * SELECT_THREADS)
+            ids[i] = i < k ? kept.position(i) : -1;
         return;
     }
     const int part = divide_up(visible, split * SELECT_WARPS * SELECT_STEP) * SELECT_STEP;
     const int first = min((rank * SELECT_WARPS + warp) * part, visible);
     uint16_t *places = (uint16_t *)(lists + SELECT_WARPS * LIST_LENGTH) + warp * LIST_LENGTH;
-    Candidates list = {from.scores + r * from.stride, lists + warp * LIST_LENGTH, places, first, min(first + part, visible), 0, true,
-                       from.kept.of(r)};
+    Candidates list = {from.scores + r * from.stride, lists + warp * LIST_LENGTH, places, first, min(first + part, visible), 0,
+                       true, from.kept.of(r)};
     const uint32_t threshold = find_threshold(shared, list, score_bins[r], k);
     const int2 before = count_before(shared, count_candidates(list, threshold));
     collect(ids, list, threshold, shared.wanted, before);
@@ -4946,7 +4952,7 @@ static void launch_select(int *ids, int *counts, int capacity, const Scored &fro
 /* How the keys lie: in a cache of e4m3 plain values are bf16. */
 static KvDtype keys_of(const RowFormat &format) { return format.dtype == KV_F8 && !format.quantised ? KV_BF16 : format.dtype; }
 
-/* Whether the tensor cores can take the keys: whole 16 bytes of bf16, of e4m3 with one scale, or of e2m1 with a scale for each. */
+/* Whether the tensor cores can take the keys: whole 16 bytes of bf16, of e4m3 with one scale, of e2m1 with a scale for each. */
 static bool suits_tensor_cores(const IndexShape &shape) {
     const RowFormat &format = shape.format;
     const KvDtype keys = keys_of(format);
@@ -5060,8 +5066,8 @@ static void keep_blocks(const Blocks &blocks, int topk, const Scored &from, int 
     launch(mark_blocks, (unsigned)n_rows, THREADS, 0, blocks, ids, counts, topk, from.rows, capacity);
 }
 
-/* A thread block lists the blocks that one row keeps; where the row sees no more than it selects, all. among: the row, at the place
- * that the newest it sees has among the neighbours in those blocks. */
+/* A thread block lists the blocks that one row keeps; where the row sees no more than it selects, all. among: the row, at the
+ * place that the newest it sees has among the neighbours in those blocks. */
 static __global__ void __launch_bounds__(SELECT_THREADS)
 list_blocks(int *kept, Row *among, Blocks blocks, int topk, const Row *rows, int capacity) {
     begin_kernel();
@@ -5216,10 +5222,10 @@ static __global__ void keep_trails_kernel(const Trail *trails, int session, int 
 }
 
 static void keep_trails(const Cache *cache, int session, int first, int from, int to) {
-    enum { ROWS = 16, MOST = 8 };                   /* of a block; blocks to a trail */
+    const int blocks = min(divide_up(to - from, 16), 8);            /* to a trail */
     if (from >= to) return;
-    launch(keep_trails_kernel, dim3((unsigned)(cache->trail_layers * TRAILS), (unsigned)min(divide_up(to - from, ROWS), (int)MOST)),
-           THREADS, 0, cache->seen_trails, session, first, from, to);
+    launch(keep_trails_kernel, dim3((unsigned)(cache->trail_layers * TRAILS), (unsigned)blocks), THREADS, 0, cache->seen_trails,
+           session, first, from, to);
 }
 
 /* ---- rows of groups */
@@ -5262,8 +5268,8 @@ static __device__ int list_slots(GroupSlot *slots, const Grouping &p, int r) {
     return n;
 }
 
-/* The row of the group that ends at row r of the pass, in shared memory: channel by channel a softmax over the slots' gates weighs
- * their values; normed. By a whole block. */
+/* The row of the group that ends at row r of the pass, in shared memory: channel by channel a softmax over the slots' gates
+ * weighs their values; normed. By a whole block. */
 static __device__ void pool_group(float *row, const Grouping &p, int r) {
     __shared__ GroupSlot slots[MAX_SLOTS];
     __shared__ float of_warp[32];
@@ -5338,8 +5344,8 @@ static __global__ void compress_kernel(const __grid_constant__ GroupRows p) {
     store_row(p.base + (size_t)id * p.format.stride, p.format, row, row + p.format.quantised);
 }
 
-static void compress(uint8_t *base, const RowFormat *format, const DeviceRow *ids, const Trail *trail, const Row *rows, int n_rows,
-                     const CompressorWeights *weights, int ratio, int dim, bool overlapping, int turned,
+static void compress(uint8_t *base, const RowFormat *format, const DeviceRow *ids, const Trail *trail, const Row *rows,
+                     int n_rows, const CompressorWeights *weights, int ratio, int dim, bool overlapping, int turned,
                      const float *inverse_frequency, float eps, const RowFormat *rounding, PassReport *report, int place) {
     if (n_rows <= 0) return;
     launch(compress_kernel, (unsigned)n_rows, channel_threads(dim), (size_t)dim * sizeof(float),
@@ -5442,8 +5448,8 @@ static void CUDART_CB gather_rows(void *user) {
     {
 #pragma omp for
         for (int i = 0; i < n; i++) {
-            const uintptr_t at = (uintptr_t)(engram->table + (size_t)gather->ids[1 + i] * gather->row_bytes), first = at / page * page;
-            madvise((void *)first, at + gather->row_bytes - first, MADV_WILLNEED);
+            const uintptr_t at = (uintptr_t)(engram->table + (size_t)gather->ids[1 + i] * gather->row_bytes);
+            madvise((void *)(at / page * page), at % page + gather->row_bytes, MADV_WILLNEED);
         }
 #pragma omp for
         for (int i = 0; i < n; i++) {
@@ -5471,8 +5477,8 @@ static void prefetch_engram(const EngramWeights *engram, const int *token_map, c
 }
 
 /* A warp takes a row of the table, over the link in pieces of 16 bytes. */
-static __global__ void widen_engram_kernel(float *y, const uint8_t *rows, size_t row_bytes, size_t stride, DType dtype, bool scaled,
-                                           int dim, int n) {
+static __global__ void widen_engram_kernel(float *y, const uint8_t *rows, size_t row_bytes, size_t stride, DType dtype,
+                                           bool scaled, int dim, int n) {
     extern __shared__ uint4 table_rows[];
     const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, i = (int)(blockIdx.x * (blockDim.x / 32)) + warp;
     const int pieces = (int)(stride / sizeof(uint4));
@@ -7837,8 +7843,8 @@ static __device__ int entry_of(const Missing &missing, int row) {
     return bits & own ? missing.before[row / 32] + __popc(bits & (own - 1)) : -1;
 }
 
-/* Lists the bitmap's rows behind `listed` entries, a word, which is of one page, a thread; returns how many there are then. Each warp has a part of the
- * words, and knows where its entries begin when all have counted theirs. to holds the rows themselves. */
+/* Lists the bitmap's rows behind `listed` entries, a word, which is of one page, a thread; returns how many there are then. Each
+ * warp has a part of the words, and knows where its entries begin when all have counted theirs. to holds the rows themselves. */
 static __device__ int list_bits(const Resolver &cache, const Search &search, ResolveShared *shared, const Missing &missing,
                                 int base, int rows, int listed) {
     const HostPage *pages = cache.seen.host + (size_t)search.session * cache.context_pages;

@@ -1196,9 +1196,9 @@ struct Backend {
                         int dim, float eps);
 
     /* index_select() over compressed rows: rows[r], which the pass itself may make, stands at the newest that it sees, and a page
-     * has page_rows of them. blocks: [rows, ceil(context_pages * page_rows / block_size / 64)] bits; NULL: none. keeps: each row's
-     * best topk_blocks blocks, by the best score in each, and always the block of the newest, are set there. Otherwise only rows
-     * in those blocks, which hold as many as can be selected, are selected. */
+     * has page_rows of them. blocks: [rows, ceil(context_pages * page_rows / block_size / 64)] bits; NULL: none. keeps: each
+     * row's best topk_blocks blocks, by the best score in each, and always the block of the newest, are set there. Otherwise only
+     * rows in those blocks, which hold as many as can be selected, are selected. */
     void (*select_groups)(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
                           const RowFormat *format, const DevicePage *pages, int context_pages, int page_rows, int heads,
                           int head_dim, const Row *rows, int n_rows, float *scratch, int scratch_rows, uint64_t *blocks,

@@ -1224,8 +1224,8 @@ static void check_index(IndexCase test) {
 /* ---- select_groups */
 
 static size_t block_words(const IndexCase *test) {
-    return test->block_size ? ((size_t)((test->context_pages * test->page_rows + test->block_size - 1) / test->block_size) + 63) / 64
-                            : 0;
+    const int context = test->context_pages * test->page_rows, size = test->block_size;
+    return size ? ((size_t)((context + size - 1) / size) + 63) / 64 : 0;
 }
 
 /* Rows [begin, begin + n) of select_groups on the GPU, among given blocks, which it may set; scratch poisoned. */
@@ -1270,7 +1270,8 @@ static void check_group_part(const IndexCase *test, const Selection *wanted, con
             same_blocks &= !memcmp(blocks + r * words, wanted_blocks + r * words, (size_t)((used + 63) / 64) * sizeof *blocks);
     }
     CHECK(same && same_blocks,
-          "select_groups: %d heads of %d, %d pages of %d, %d of them, dtype %d, blocks %d x %d%s: rows %d .. %d of %d, %d at a time%s",
+          "select_groups: %d heads of %d, %d pages of %d, %d of them, dtype %d, blocks %d x %d%s: rows %d .. %d of %d, %d at a "
+          "time%s",
           test->heads, test->dim, test->context_pages, test->page_rows, test->capacity, (int)test->dtype, test->topk_blocks,
           test->block_size, keeps ? ", kept" : "", begin, begin + n, test->n_rows, scratch_rows, same ? ": the blocks" : "");
     free_result(&part), free(blocks);
@@ -1284,7 +1285,8 @@ static void check_groups(IndexCase test) {
     cuda_backend.copy_bytes(test.device_rows, test.rows, (size_t)test.n_rows * sizeof *test.rows);
     const int n = test.n_rows;
     const size_t context = (size_t)(test.context_pages * test.page_rows), words = block_words(&test);
-    Selection wanted = {malloc((size_t)(n * test.capacity + 1) * sizeof(int)), malloc((size_t)(n + 1) * sizeof(int)), test.capacity};
+    Selection wanted = {malloc((size_t)(n * test.capacity + 1) * sizeof(int)), malloc((size_t)(n + 1) * sizeof(int)),
+                        test.capacity};
     float *scratch = malloc((size_t)(n + 1) * context * sizeof *scratch);
     uint64_t *blocks = calloc((size_t)n * words + 1, sizeof *blocks), *before = calloc((size_t)n * words + 1, sizeof *before);
     for (int keeps = 1; keeps >= 0; keeps--) {
@@ -2210,8 +2212,8 @@ static uint8_t *run_trail(const TrailCase *test, const Backend *backend, const f
             const int s = list[r].session, position = list[r].position;
             const bool complete = (position + 1) % test->ratio == 0;
             id_list[r].id = complete ? s * of_session + position / test->ratio : -1;
-            backend->copy_bytes(trail.pass + (size_t)r * stride, (const uint8_t *)raw + (size_t)(s * test->positions + position) * stride,
-                                stride);
+            backend->copy_bytes(trail.pass + (size_t)r * stride,
+                                (const uint8_t *)raw + (size_t)(s * test->positions + position) * stride, stride);
         }
         backend->copy_bytes(rows, list, sizeof list), backend->copy_bytes(ids, id_list, sizeof id_list);
         if (test->pools) {
@@ -2252,7 +2254,8 @@ static float code_value(const uint8_t *row, const RowFormat *format, int i) {
                       : format->dtype == KV_F8   ? n
                                                  : (n + 1) / 2;
     const bool coded = format->dtype == KV_F8 || format->dtype == KV_F4;
-    const uint8_t *plain = row + codes + (coded ? size * ((n + format->group - 1) / format->group) : 0), packed = row[i / 2] >> i % 2 * 4;
+    const uint8_t *plain = row + codes + (coded ? size * ((n + format->group - 1) / format->group) : 0),
+                  packed = row[i / 2] >> i % 2 * 4;
     if (format->dtype == KV_F32) return widen(row + 4 * i, DTYPE_F32);
     if (i >= n) return widen(plain + 2 * (i - n), DTYPE_BF16);
     if (!coded) return widen(row + 2 * i, DTYPE_BF16);
@@ -2295,8 +2298,8 @@ static void check_trail(const TrailCase *test) {
             whole = made;
             continue;
         }
-        CHECK(!memcmp(made, whole, bytes), "rows of %d positions, %d wide%s: the same bits in passes of %d", test->ratio, test->dim,
-              test->overlapping ? ", overlapping" : "", most[way]);
+        CHECK(!memcmp(made, whole, bytes), "rows of %d positions, %d wide%s: the same bits in passes of %d", test->ratio,
+              test->dim, test->overlapping ? ", overlapping" : "", most[way]);
         free(made);
     }
     free(raw), free(ape), free(norm), free(wanted), free(whole);
@@ -2306,7 +2309,8 @@ static void check_trail(const TrailCase *test) {
 static void test_trails(void) {
     const RowFormat wide = row_format(KV_F32, 512, 0, 64), plain = row_format(KV_BF16, 448, 64, 64),
                     coded = scaled_row_format(KV_F8, 448, 64, 64, SCALES_E8M0), small = row_format(KV_F32, 0, 24, 64),
-                    packed = scaled_row_format(KV_F4, 128, 0, 32, SCALES_E8M0), of_rows = scaled_row_format(KV_F8, 448, 0, 64, SCALES_E8M0);
+                    packed = scaled_row_format(KV_F4, 128, 0, 32, SCALES_E8M0),
+                    of_rows = scaled_row_format(KV_F8, 448, 0, 64, SCALES_E8M0);
     const TrailCase cases[] = {
         {4, 512, 64, 70, true, false, wide, NULL, false},       {128, 512, 64, 300, false, false, wide, NULL, false},
         {4, 512, 64, 50, true, false, coded, &of_rows, false},  {128, 512, 64, 260, false, false, plain, NULL, false},
@@ -2807,7 +2811,7 @@ static float *run_ids(Engine *engine, const int32_t *ids, int first, int n, int 
     return logits;
 }
 
-/* The same in passes of one to three rows, behind which run up to three that are not what comes next: they are never committed. */
+/* The same in passes of one to three rows, behind which run up to three that are not what comes next, and never committed. */
 static float *run_rejecting(Engine *engine, const int32_t *ids, int n, Error *error) {
     const size_t vocab = (size_t)engine->config.vocab_size;
     float *logits = malloc((size_t)n * vocab * sizeof *logits);
@@ -2910,9 +2914,9 @@ static void remember_groups(Selection *selection, const float *q, const float *h
 }
 
 static void take_groups(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
-                        const RowFormat *format, const DevicePage *pages, int context_pages, int page_rows, int heads, int head_dim,
-                        const Row *rows, int n_rows, float *scratch, int scratch_rows, uint64_t *blocks, int block_size,
-                        int topk_blocks, bool keeps) {
+                        const RowFormat *format, const DevicePage *pages, int context_pages, int page_rows, int heads,
+                        int head_dim, const Row *rows, int n_rows, float *scratch, int scratch_rows, uint64_t *blocks,
+                        int block_size, int topk_blocks, bool keeps) {
     (void)page_rows, (void)blocks, (void)block_size, (void)topk_blocks, (void)keeps;
     take_selection(selection, q, head_weights, keys, format, pages, context_pages, heads, head_dim, rows, n_rows, scratch,
                    scratch_rows);
@@ -2976,8 +2980,8 @@ static void compare_with_golden(const char *directory, const float *freely, cons
     cuda_backend.start(&(DeviceOptions){0}, &error);
 }
 
-/* A session of the first half of the prompt is taken out of the cache, whole pages, rows of the last and what its layers look back
- * to, and goes on in another engine: the other half's logits are the same bits. */
+/* A session of the first half of the prompt is taken out of the cache, whole pages, rows of the last and what its layers look
+ * back to, and goes on in another engine: the other half's logits are the same bits. */
 static void check_moved(const char *directory, const int32_t *ids, int n, KvDtype dtype, KvMode mode, const float *whole) {
     const int half = n / 2 + 1;
     uint8_t *pages[64], *trails = NULL;
@@ -2997,7 +3001,8 @@ static void check_moved(const char *directory, const int32_t *ids, int n, KvDtyp
         float *logits = run_ids(&engine, ids, turn * half, turn ? n - half : half, 7, &error);
         CHECK(logits && !memcmp(logits, whole + (size_t)(turn * half) * vocab,
                                 (size_t)(turn ? n - half : half) * vocab * sizeof *logits),
-              "%s: rows %d, %s: the same bits %s", directory, dtype, kv_mode_names[mode], turn ? "in another engine" : "at first");
+              "%s: rows %d, %s: the same bits %s", directory, dtype, kv_mode_names[mode],
+              turn ? "in another engine" : "at first");
         free(logits);
         for (int page = 0; page < n_pages && !turn; page++)
             cache_read_page(cache, 0, page, pages[page] = malloc(page_image_bytes(cache)));
@@ -3291,7 +3296,12 @@ static void test_make_weights(void) {
 }
 
 static const char *only;        /* a part of the names of the tests that run; NULL: all */
-#define RUN(test) (only && !strstr(#test, only) ? 0 : (test(), printf(#test ": %d passed, %d failed so far\n", checks_passed, checks_failed)))
+#define RUN(test)                                                                                                               \
+    do {                                                                                                                        \
+        if (only && !strstr(#test, only)) break;                                                                                \
+        test();                                                                                                                 \
+        printf(#test ": %d passed, %d failed so far\n", checks_passed, checks_failed);                                          \
+    } while (0)
 
 /* test_gpu: everything but the soak; test_gpu NAME: the tests that have this in their names; test_gpu soak ROUNDS. */
 int main(int argc, char **argv) {
