@@ -3227,9 +3227,24 @@ static void note_operation(const char *name, double bytes) {
 }
 
 static double matrix_bytes(const Matrix *w) {
-    double scales = w->scale ? 4.0 * ((w->rows + SCALE_BLOCK - 1) / SCALE_BLOCK) * w->scale_cols : 0;
+    const int block = w->block ? w->block : SCALE_BLOCK;
+    double scales = w->scale ? 4.0 * ((w->rows + block - 1) / block) * w->scale_cols : 0;
     if (w->exponents) scales = (double)w->rows * w->scale_cols;
     return (double)w->rows * (double)stored_bytes(w->dtype, (size_t)w->cols) + scales;
+}
+
+/* Rows of a source that a session's query sees, whose pages have so many of them. */
+static double seen_rows(int page_rows) { return floor(watch.positions * (double)page_rows / page_positions(watch.cache)); }
+
+/* Of the index keys that a query of DeepSeek-V4 meets, `most` at most. */
+static double key_bytes(const RowFormat *format, int page_rows, int most) {
+    return (double)format->bytes * fmin(seen_rows(page_rows), most);
+}
+
+/* Of its window and of `selected` rows, or of all heavily compressed ones. */
+static double seen_bytes(const RowFormat *of_window, int window, int selected, bool heavy) {
+    const double rows = heavy ? floor((double)watch.positions / watch.cache->heavy_ratio) : fmin(selected, seen_rows(PAGE_ROWS));
+    return (double)of_window->bytes * fmin(window, watch.positions) + (double)watch.cache->format.bytes * rows;
 }
 
 /* One operation that is called as it is and then noted: its name, the bytes it must read, its parameters and its arguments. */
@@ -3279,6 +3294,47 @@ WATCHED(resolve, 0,
 WATCHED(fetch_rows, 0,
         (Cache *cache, SourceId source, const MissPlan *plan, const Row *rows, int begin, int end, int run, PassReport *report),
         cache, source, plan, rows, begin, end, run, report)
+WATCHED(locate_groups, 0, (DeviceRow *kv, DeviceRow *index, const Cache *cache, int group, const Row *rows, int n), kv, index,
+        cache, group, rows, n)
+WATCHED(see_groups, 0, (Row *newest, int *count, Row *first, const Row *rows, int n, int ratio), newest, count, first, rows, n,
+        ratio)
+WATCHED(locate_heavy, 0, (DeviceRow *kv, const Cache *cache, const Row *rows, int n, int ratio), kv, cache, rows, n, ratio)
+WATCHED(compress, 0,
+        (uint8_t *base, const RowFormat *format, const DeviceRow *ids, const Trail *trail, const Row *rows, int n,
+         const CompressorWeights *weights, int ratio, int dim, bool overlapping, int turned, const float *f, float eps,
+         const RowFormat *rounding, PassReport *report, int place),
+        base, format, ids, trail, rows, n, weights, ratio, dim, overlapping, turned, f, eps, rounding, report, place)
+WATCHED(pool_groups, 0,
+        (float *y, const Trail *trail, const Row *rows, int n, const CompressorWeights *weights, int ratio, int dim, float eps),
+        y, trail, rows, n, weights, ratio, dim, eps)
+WATCHED(select_groups, key_bytes(format, page_rows, blocks && !keeps ? topk_blocks * block_size : INT_MAX) * n,
+        (Selection *selection, const float *q, const float *w, const uint8_t *keys, const RowFormat *format,
+         const DevicePage *pages, int context_pages, int page_rows, int heads, int dim, const Row *rows, int n, float *scratch,
+         int scratch_rows, uint64_t *blocks, int block_size, int topk_blocks, bool keeps),
+        selection, q, w, keys, format, pages, context_pages, page_rows, heads, dim, rows, n, scratch, scratch_rows, blocks,
+        block_size, topk_blocks, keeps)
+WATCHED(first_stream, 0, (float *mixes, int n, const Config *config), mixes, n, config)
+WATCHED(note_tokens, 0, (const Trail *trail, const Row *rows, int n), trail, rows, n)
+WATCHED(prefetch_engram, 0,
+        (const EngramWeights *engram, const int *map, const Trail *trail, const Row *rows, int n, const Config *config), engram,
+        map, trail, rows, n, config)
+WATCHED(read_engram, 0,
+        (float *y, const EngramWeights *engram, const int *map, const Trail *trail, const Row *rows, int n, const Config *config),
+        y, engram, map, trail, rows, n, config)
+WATCHED(add_engram, 0, (float *streams, const float *kv, const EngramWeights *engram, int n, const Config *config), streams, kv,
+        engram, n, config)
+WATCHED(window_attention,
+        seen_bytes(trail_format, window, count && locations ? capacity : 0, count && !locations) * (end - begin),
+        (float *y, const float *q, const Trail *trail, const RowFormat *trail_format, int window, const RowPool *pool,
+         const RowFormat *format, const DeviceRow *locations, const int *count, int capacity, const Row *rows, int begin, int end,
+         int heads, const float *sinks, float scale, int turned, const float *c, const float *s),
+        y, q, trail, trail_format, window, pool, format, locations, count, capacity, rows, begin, end, heads, sinks, scale,
+        turned, c, s)
+WATCHED(grouped_linear, matrix_bytes(w), (float *y, const float *x, int n, const Matrix *w, int groups), y, x, n, w, groups)
+WATCHED(route_softplus, 0,
+        (int *picks, float *weights, const float *logits, const float *bias, const int *table, const Row *rows, int n,
+         const Config *config),
+        picks, weights, logits, bias, table, rows, n, config)
 WATCHED(absorb_query, matrix_bytes(w) * config->qk_nope_head_dim / (config->qk_nope_head_dim + config->v_head_dim),
         (float *y, const float *q, int n, const Matrix *w, const Config *config), y, q, n, w, config)
 WATCHED(sparse_attention, watch.row_bytes * fmin(capacity, watch.positions) * n,
@@ -3339,6 +3395,9 @@ static void watch_engine(Engine *engine) {
     MARK(begin_work), MARK(embed), MARK(rms_norm), MARK(add_norm), MARK(norm_heads), MARK(linear), MARK(rotations);
     MARK(locate_rows), MARK(store_rows), MARK(store_latents), MARK(store_index_keys), MARK(index_select), MARK(resolve);
     MARK(fetch_rows), MARK(absorb_query), MARK(sparse_attention), MARK(expand_value), MARK(dense_attention), MARK(swiglu);
+    MARK(locate_groups), MARK(see_groups), MARK(locate_heavy), MARK(compress), MARK(pool_groups), MARK(select_groups);
+    MARK(first_stream), MARK(note_tokens), MARK(prefetch_engram), MARK(read_engram), MARK(add_engram);
+    MARK(window_attention), MARK(grouped_linear), MARK(route_softplus);
     MARK(rotate_queries), MARK(zero), MARK(move_rows), MARK(add), MARK(route), MARK(experts), MARK(check_finite);
 #undef MARK
     watch.cache = &engine->cache;
@@ -3451,6 +3510,25 @@ static uint8_t *make_pages(const Cache *cache, int known) {
     return images;
 }
 
+/* What a session of `rows` positions has in its trails, of a model that has some: what session 0 has there now, whose positions
+ * go on as they did; and heavily compressed rows, its own again and again. NULL and an error: it has too few. */
+static uint8_t *make_trails(const Cache *cache, int rows, Error *error) {
+    const int known = cache->session[0].committed;
+    const size_t stride = cache->format.stride, layers = (size_t)cache->heavy_layers, had = (size_t)(known / cache->heavy_ratio),
+                 has = (size_t)(rows / cache->heavy_ratio), rings = trail_image_bytes(cache, known) - layers * had * stride;
+    if (trail_image_bytes(cache, rows) != rings + layers * has * stride || !had)
+        return fail(error, "a history of %d positions is too short for this", known), NULL;
+    uint8_t *there = allocate_zeroed(rings + layers * had * stride, 1),
+            *image = allocate_zeroed(rings + layers * has * stride, 1);
+    cache_read_trails(cache, 0, known, there);
+    memcpy(image, there, rings);
+    for (size_t layer = 0; layer < layers; layer++)
+        for (size_t i = 0; i < has; i++)
+            memcpy(image + rings + (layer * has + i) * stride, there + rings + (layer * had + i % had) * stride, stride);
+    free(there);
+    return image;
+}
+
 /* Every session has `rows` rows of history, and an id behind them. */
 static bool fill_histories(Decode *decode, Error *error) {
     Engine *engine = &decode->runner.engine;
@@ -3465,14 +3543,18 @@ static bool fill_histories(Decode *decode, Error *error) {
         if (!cache_admit(cache, s, NULL, 0, cache->context, &cached)) return fail(error, "session %d found no room", s);
     }
     ok = run_seed_rows(decode, error);
-    uint8_t *images = ok ? make_pages(cache, cache->session[0].committed / PAGE_ROWS) : NULL;
+    const int positions = page_positions(cache);
+    uint8_t *images = ok ? make_pages(cache, cache->session[0].committed / positions) : NULL,
+            *trails = ok && cache->trail_layers ? make_trails(cache, decode->rows, error) : NULL;
+    ok = ok && (trails || !cache->trail_layers);
     for (int s = 0; s < decode->n && ok; s++) {
-        for (int page = cache->session[s].committed / PAGE_ROWS; page < decode->rows / PAGE_ROWS; page++)
+        for (int page = cache->session[s].committed / positions; page < decode->rows / positions; page++)
             cache_append_page(cache, s, images + (size_t)((page + 7 * s) % DECODE_PAGES) * page_image_bytes(cache), PAGE_ROWS);
+        if (trails) cache_append_trails(cache, s, decode->rows, trails);
         decode->sessions[s].cached = decode->rows;
         session_begin(&decode->sessions[s], engine);
     }
-    free(images);
+    free(images), free(trails);
     return ok;
 }
 
@@ -3498,15 +3580,14 @@ static bool decode_open(Decode *decode, EngineOptions options, int asked, Error 
     decode->runner.tokenizer = NULL;                /* nothing ends a session */
     engine->config.n_eos = 0;
     decode->n = options.sessions;
-    decode->rows = (engine->cache.context - DECODE_ROOM) / PAGE_ROWS * PAGE_ROWS;
+    const int whole = page_positions(&engine->cache);
+    decode->rows = (engine->cache.context - DECODE_ROOM) / whole * whole;
     decode->sessions = allocate_zeroed((size_t)decode->n, sizeof(Session));
     decode->list = allocate_zeroed((size_t)decode->n, sizeof(Session *));
     decode->picks = allocate_zeroed(MAX_PASS_ROWS, (size_t)engine->config.num_experts_per_tok * sizeof(int));
-    bool ok = !engine->cache.trail_layers
-              || fail(error, "%s: %s's steps are not measured so far", options.model, engine->config.model_type);
-    ok = ok && (decode->rows >= PAGE_ROWS
-                || fail(error, "%s: a context of %d is too short for this: wanted %d or more", options.model,
-                        engine->cache.context, DECODE_ROOM + PAGE_ROWS));
+    bool ok = decode->rows >= whole
+              || fail(error, "%s: a context of %d is too short for this: wanted %d or more", options.model, engine->cache.context,
+                      DECODE_ROOM + whole);
     ok = ok && fill_histories(decode, error);
     if (!ok) decode_close(decode);
     return ok;
@@ -3517,7 +3598,7 @@ static void count_picks(void *user, int layer, const float *hidden, const Row *r
     Decode *decode = user;
     const Engine *engine = &decode->runner.engine;
     (void)hidden, (void)rows;
-    if (!layer || !engine->config.mlp_sparse || !engine->config.mlp_sparse[layer - 1]) return;
+    if (!layer || !engine->weights.layers[layer - 1].expert_gate) return;
     bool taken[MAX_EXPERTS] = {false};
     const int all = n * engine->config.num_experts_per_tok;
     engine->backend->copy_bytes(decode->picks, engine->state.expert_picks, (size_t)all * sizeof(int));
@@ -3546,18 +3627,40 @@ static bool bare_step(Decode *decode, int n, Error *error) {
 /* Bytes that a step of n sessions must read, in parts. */
 typedef struct StepBytes { double weights, experts, head, keys, rows; } StepBytes;
 
+/* Index keys and rows of DeepSeek-V4's layers, windows among them. */
+static void count_groups(StepBytes *bytes, const Engine *engine, int n) {
+    const Config *config = &engine->config;
+    const Cache *cache = &engine->cache;
+    bytes->keys = bytes->rows = 0;
+    for (int i = 0; i < config->num_hidden_layers; i++) {
+        const bool heavy = config->compression && config->compression[i] == COMPRESSION_HEAVY,
+                   reads = config->compression ? config->compression[i] == COMPRESSION_SPARSE : config->source[i] >= 0;
+        const int rows = !reads ? 0 : config->compression ? PAGE_ROWS : page_rows(cache, config->source[i]),
+                  first = config->compression ? -1 : config->candidate_source_layer_id,
+                  most = first >= 0 && i > first ? config->candidate_topk_blocks * config->candidate_block_size : INT_MAX;
+        if (selects_rows(config, i)) bytes->keys += n * key_bytes(&cache->index_format, rows, most);
+        bytes->rows += n * seen_bytes(&cache->window_format, config->sliding_window, reads ? cache->index_topk : 0, heavy);
+    }
+}
+
 static StepBytes step_bytes(const Decode *decode, int n) {
     const Engine *engine = &decode->runner.engine;
     const Config *config = &engine->config;
     const Cache *cache = &engine->cache;
     StepBytes bytes = {.head = matrix_bytes(&engine->weights.lm_head)};
     double seen = decode->rows + 1, selected = cache->groups ? fmin(seen, cache->index_topk) : seen;
+    bytes.keys = (double)n * cache->groups * seen * (double)cache->index_format.bytes;
+    bytes.rows = (double)n * cache->sources * selected * (double)cache->format.bytes;
+    if (cache->trail_layers) count_groups(&bytes, engine, n);
     for (int i = 0; i < config->num_hidden_layers; i++) {
         const LayerWeights *layer = &engine->weights.layers[i];
+        if (layer->engram) bytes.weights += matrix_bytes(&layer->engram->wkv);
         const Matrix *all[] = {
             &layer->q_proj,    &layer->k_proj,    &layer->v_proj,       &layer->q_a_proj,   &layer->q_b_proj,
             &layer->kv_a_proj, &layer->kv_b_proj, &layer->indexer_wq_b, &layer->indexer_wk, &layer->indexer_weights_proj,
-            &layer->o_proj,    &layer->router};
+            &layer->o_proj,    &layer->router,    &layer->wkv,          &layer->o_a_proj,   &layer->attention_hyper.fn,
+            &layer->mlp_hyper.fn,                 &layer->compressor.wkv,                   &layer->compressor.wgate,
+            &layer->index_compressor.wkv,         &layer->index_compressor.wgate};
         const Matrix *dense[] = {&layer->gate_proj, &layer->up_proj, &layer->down_proj};    /* or the shared expert */
         for (size_t j = 0; j < sizeof all / sizeof *all; j++)
             if (all[j]->rows) bytes.weights += matrix_bytes(all[j]);
@@ -3568,8 +3671,6 @@ static StepBytes step_bytes(const Decode *decode, int n) {
         engine->backend->copy_bytes(&gate, layer->expert_gate, sizeof gate);
         bytes.experts += 3 * matrix_bytes(&gate) * (double)decode->picked / (double)decode->passes;
     }
-    bytes.keys = (double)n * cache->groups * seen * (double)cache->index_format.bytes;
-    bytes.rows = (double)n * cache->sources * selected * (double)cache->format.bytes;
     return bytes;
 }
 

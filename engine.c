@@ -825,6 +825,7 @@ static void read_engram_config(Config *config, Fields *fields) {
     }
     free(marks);
     if (!ids || !cJSON_GetArraySize(ids)) return;
+    if (cJSON_GetArraySize(ids) > MAX_ENGRAMS) field_failed(fields, "engram_layer_ids", ids, "at most 16 layers");
     config->engram_order = read_int(fields, "engram_max_ngram_size", 2, MAX_NGRAM, REQUIRED);
     config->engram_n_heads = read_int(fields, "engram_n_heads", 1, MAX_ENGRAM_HEADS, REQUIRED);
     config->engram_head_dim = read_int(fields, "engram_head_dim", 1, MAX_ROW_WIDTH, REQUIRED);
@@ -1035,16 +1036,20 @@ static const void *move_weights(Binder *binder, const void *data, size_t bytes) 
     return moved;
 }
 
-/* Under --dummy: values within `spread` of the centre, the same whenever a tensor has that name. */
-static const void *make_up(Binder *binder, const char *name, DType dtype, size_t count, float centre, float spread) {
-    const Backend *backend = binder->backend;
-    if (!backend || binder->failed) return NULL;
+/* Under --dummy: values within `spread` of the centre, the same whenever a tensor has that name; in that backend's memory. */
+static const void *make_up_for(Binder *binder, const Backend *backend, const char *name, DType dtype, size_t count, float centre,
+                               float spread) {
+    if (!binder->backend || binder->failed) return NULL;
     void *space = backend->shares_memory ? allocate_zeroed(count, dtype_size(dtype)) : NULL;
     if (space) arrput(binder->weights->owned, space);
     const void *made = backend->make_weights(space, dtype, count, centre - spread, centre + spread,
                                              XXH3_64bits(name, strlen(name)), binder->error);
     binder->failed = !made;
     return made;
+}
+
+static const void *make_up(Binder *binder, const char *name, DType dtype, size_t count, float centre, float spread) {
+    return make_up_for(binder, binder->backend, name, dtype, count, centre, spread);
 }
 
 /* How far evenly spread weights lie from zero for their products with values of variance 1 to have variance 1 again; e4m3 codes
@@ -1504,33 +1509,38 @@ static int64_t make_hashes(EngramWeights *engram, const Config *config, int laye
     return rows;
 }
 
+/* Rows that a hash of an Engram table under --dummy has at most: the published ones have 16 million, 200 GB in all. */
+enum { DUMMY_ENGRAM_ROWS = 4096 };
+
+static int64_t engram_vocab(const Config *config, bool dummy) {
+    return dummy && config->engram_vocab_size > DUMMY_ENGRAM_ROWS ? DUMMY_ENGRAM_ROWS : config->engram_vocab_size;
+}
+
 /* One layer's table, which stays where it is mapped, and what it is joined by. */
 static const EngramWeights *bind_engram(Binder *binder, const Config *config, const char *prefix, int layer, int64_t *prime) {
     static const DType dtypes[] = {DTYPE_F8_E4M3, DTYPE_F32, DTYPE_F16, DTYPE_BF16, DTYPE_UNKNOWN},
                        exponents[] = {DTYPE_F8_E8M0, DTYPE_UNKNOWN};
     const int dim = config->engram_head_dim, columns = (config->engram_order - 1) * config->engram_n_heads, mult = config->hc_mult;
-    const int64_t rows = config->engram_rows[layer], shape[] = {rows, dim};
+    const bool dummy = binder->checkpoint->dummy;
     EngramWeights *engram = allocate_zeroed(1, sizeof *engram);
     arrput(binder->weights->owned, engram);
-    const int64_t reached = make_hashes(engram, config, layer, prime);
+    const int64_t reached = make_hashes(engram, config, layer, prime), rows = dummy ? reached : config->engram_rows[layer],
+                  across = (dim + EXPONENT_BLOCK - 1) / EXPONENT_BLOCK;
     char name[256];
     if (reached != rows && !binder->failed)
         binder->failed = !fail(binder->error, "%s: engram_num_embeddings of layer %d: found %" PRId64 ", wanted %" PRId64
                                ", which its hashes reach", binder->checkpoint->directory, layer, rows, reached);
-    if (binder->checkpoint->dummy && binder->backend && !binder->failed)
-        binder->failed = !fail(binder->error, "%s: --dummy makes no Engram tables: take --layers %d or fewer",
-                               binder->checkpoint->directory, layer);
     snprintf(name, sizeof name, "%sengram.embed.weight", prefix);
-    const Tensor *tensor = bind_tensor(binder, name, dtypes, 2, shape);
+    const Tensor *tensor = bind_tensor(binder, name, dtypes, 2, (int64_t[]){rows, dim});
     if (!tensor) return engram;
-    engram->table = tensor->data;
     engram->dtype = tensor->dtype;
+    engram->table = dummy ? make_up_for(binder, &c_backend, name, engram->dtype, (size_t)(rows * dim), 0, CODE_REACH)
+                          : tensor->data;
     binder->weights->parameters += (size_t)(rows * dim);
     snprintf(name, sizeof name, "%sengram.embed.scale", prefix);
-    if (engram->dtype == DTYPE_F8_E4M3) {
-        tensor = bind_tensor(binder, name, exponents, 2, (int64_t[]){rows, (dim + EXPONENT_BLOCK - 1) / EXPONENT_BLOCK});
-        if (tensor) engram->exponents = tensor->data;
-    }
+    if (engram->dtype == DTYPE_F8_E4M3 && (tensor = bind_tensor(binder, name, exponents, 2, (int64_t[]){rows, across})))
+        engram->exponents = dummy ? make_up_for(binder, &c_backend, name, DTYPE_F8_E8M0, (size_t)(rows * across), 0x1p-7f, 0)
+                                  : tensor->data;
     engram->wkv = bind_scaled_matrix(binder, prefix, "engram.wkv", (mult + 1) * config->hidden_size, columns * dim);
     snprintf(name, sizeof name, "%sengram.q_weight", prefix);
     engram->q_weight = bind_floats(binder, name, 2, (int64_t[]){mult, config->hidden_size});
@@ -1548,10 +1558,11 @@ static const int *bind_token_map(Binder *binder, const Config *config) {
         binder->failed = !fail(binder->error, "%s: tensor %s: found neither it nor engram.safetensors, which "
                                "weights/engram_map.py makes from the tokenizer", binder->checkpoint->directory, name);
     const Tensor *tensor = bind_tensor(binder, name, integers, 1, (int64_t[]){config->vocab_size});
-    if (!tensor || binder->checkpoint->dummy) return NULL;
+    if (!tensor) return NULL;
     int *map = allocate_zeroed(n, sizeof *map);
     arrput(binder->weights->owned, map);
-    memcpy(map, tensor->data, n * sizeof *map);
+    if (!binder->checkpoint->dummy) memcpy(map, tensor->data, n * sizeof *map);
+    for (size_t i = 0; i < n && binder->checkpoint->dummy; i++) map[i] = (int)(i % (size_t)config->engram_compressed_vocab_size);
     for (size_t i = 0; i < n && !binder->failed; i++)
         if (map[i] < 0 || map[i] >= config->engram_compressed_vocab_size)
             binder->failed = !fail(binder->error, "%s: tensor %s: found %d for token %zu, wanted ids below "
@@ -1563,7 +1574,7 @@ static const int *bind_token_map(Binder *binder, const Config *config) {
 static void bind_v41(Binder *binder, const Config *config) {
     Weights *weights = binder->weights;
     const int hidden = config->hidden_size;
-    int64_t prime = config->engram_vocab_size - 1;
+    int64_t prime = engram_vocab(config, binder->checkpoint->dummy) - 1;
     bool engrams = false;
     char prefix[64];
     weights->embed_tokens = bind_named_matrix(binder, "embed.weight", float_dtypes, config->vocab_size, hidden);
@@ -1652,6 +1663,7 @@ static size_t lay_out_tables(CacheTables *tables, const Cache *cache, Arena *are
 
 /* What DeepSeek-V4's layers keep on the device: the rings and passes of their trails, and heavily compressed rows. */
 static void lay_out_trails(Cache *cache, Arena *arena) {
+    cache->seen_trails = carve(arena, (size_t)cache->trail_layers, TRAILS, sizeof *cache->seen_trails);
     for (int i = 0; i < cache->trail_layers * TRAILS; i++) {
         Trail *trail = &cache->trails[i];
         trail->ring = carve(arena, (size_t)cache->sessions * (size_t)trail->length, trail->stride, 1);
@@ -1853,8 +1865,10 @@ enum { CACHED_GROUP = 64, WINDOW_GROUP = 32, SOURCE_GROUP = 16 };
 
 /* Index keys of both: fp4 or as they are. */
 static RowFormat group_key_format(const Config *config, KvDtype dtype) {
-    if (dtype == KV_F4) return scaled_row_format(KV_F4, config->index_head_dim, 0, EXPONENT_BLOCK, SCALES_E8M0);
-    return row_format(dtype == KV_F32 ? KV_F32 : KV_BF16, 0, config->index_head_dim, 128);
+    RowFormat format = dtype == KV_F4 ? scaled_row_format(KV_F4, config->index_head_dim, 0, EXPONENT_BLOCK, SCALES_E8M0)
+                                      : row_format(dtype == KV_F32 ? KV_F32 : KV_BF16, 0, config->index_head_dim, 128);
+    format.stride = (format.bytes + 15) / 16 * 16;  /* as in index_row_format() */
+    return format;
 }
 
 /* Of DeepSeek-V4: every sparse layer is a source and a group of its own, whose rows each hold sparse_ratio positions. Windows,
@@ -2086,6 +2100,19 @@ bool plan_memory(Engine *engine, const EngineOptions *options, Error *error) {
            || fail(error, "%s: the memory plan overflows", options->model);
 }
 
+/* Bytes of Engram's tables, which no backend moves. */
+static size_t engram_bytes(const Engine *engine) {
+    size_t bytes = 0;
+    for (int i = 0; i < engine->config.num_hidden_layers && engine->config.engram_rows; i++)
+        for (int scale = 0; scale < 2; scale++) {
+            char name[64];
+            snprintf(name, sizeof name, "layers.%d.engram.embed.%s", i, scale ? "scale" : "weight");
+            const Tensor *tensor = engine->config.engram_rows[i] ? checkpoint_find(&engine->checkpoint, name) : NULL;
+            bytes += tensor ? tensor->size : 0;
+        }
+    return bytes;
+}
+
 /* Whether the plan fits: the operations' memory, weights included where they are moved there, and the host's. */
 bool check_memory(const Engine *engine, Error *error) {
     const Backend *backend = engine->backend;
@@ -2093,7 +2120,7 @@ bool check_memory(const Engine *engine, Error *error) {
     const DraftState *draft = &engine->drafter.state;
     size_t device = cache->bytes + engine->state.bytes + draft->bytes, host = cache->host_bytes + draft->host_bytes,
            available = backend->available(MEMORY_DEVICE), weights = 0;
-    if (!backend->shares_memory || engine->checkpoint.dummy) weights += engine->weight_bytes;
+    if (!backend->shares_memory || engine->checkpoint.dummy) weights += engine->weight_bytes - engram_bytes(engine);
     if (!backend->shares_memory) weights += checkpoint_bytes(&engine->drafter.checkpoint);
     if (weights > available)
         return fail(error, "%s: the weights of %d layers need %zu MB, %zu MB more than the free memory of %zu MB%s",
@@ -2130,6 +2157,9 @@ void print_plan(FILE *out, const Engine *engine) {
                 required_pages(cache), (double)cache->host_bytes / 1e6);
     fprintf(out, "; activations %.1f MB; %s, %d threads\n", (double)engine->state.bytes / 1e6, engine->backend->name,
             omp_get_max_threads());
+    if (engine->checkpoint.dummy && engram_vocab(&engine->config, true) < engine->config.engram_vocab_size)
+        fprintf(out, "tide: Engram's tables of --dummy have %" PRId64 " rows a hash, not %" PRId64 "\n",
+                engram_vocab(&engine->config, true), engine->config.engram_vocab_size);
     const DraftConfig *draft = &engine->drafter.config;
     if (draft->architecture) {
         size_t size = checkpoint_bytes(&engine->drafter.checkpoint);
@@ -2178,6 +2208,7 @@ static void start_cache(Cache *cache) {
     cache->missing = allocate_zeroed((size_t)cache->staging_rows, sizeof(int32_t));
     cache->places = allocate_zeroed((size_t)cache->staging_rows, sizeof(int32_t));
     cache->victims = allocate_zeroed((size_t)cache->hot_rows, sizeof(int32_t));
+    cache->backend->upload(cache->seen_trails, cache->trails, (size_t)(cache->trail_layers * TRAILS) * sizeof *cache->trails);
     for (int s = 0; s < cache->sessions; s++) cache->backend->forget_hot(cache, s);
 }
 
@@ -3515,9 +3546,9 @@ static void index_groups(Engine *engine, int i, int source, int n) {
     compress_rows(engine, &cache->trails[i * TRAILS + TRAIL_INDEX_GROUP], &engine->weights.layers[i].index_compressor, keys,
                   &cache->index_format, state->index_rows, dim, true, index_rounding(config), n, i * CHECKED_PARTS + INDEX_KEY);
     weigh_index_heads(engine, i, n);
-    engine->backend->index_select(&state->selection, state->index_q, state->index_weights, keys, &cache->index_format,
-                                  cache->seen.index, cache->context_pages, heads, dim, state->group_rows, n,
-                                  state->index_scratch, state->scratch_rows);
+    engine->backend->select_groups(&state->selection, state->index_q, state->index_weights, keys, &cache->index_format,
+                                   cache->seen.index, cache->context_pages, PAGE_ROWS, heads, dim, state->group_rows, n,
+                                   state->index_scratch, state->scratch_rows, NULL, 0, 0, false);
 }
 
 /* Rows [begin, end) attend to their windows and to rows of the pool, in a layer of either rope. */

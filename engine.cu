@@ -1,7 +1,8 @@
 /* engine.cu: the operations of engine.h on an NVIDIA GPU, the twin of backend.c.
  *
- *     the device . instructions . activations . products . mixture of experts . cached rows and index selection . attention .
- *     DeepSeek-V4 . selection by keys . the hierarchy's operations . sampling and acceptance . drafters' operations
+ *     the device . instructions . activations . products . mixture of experts . cached rows and index selection . trails and
+ *     compressed rows . attention . DeepSeek-V4 . selection by keys . the hierarchy's operations . sampling and acceptance .
+ *     drafters' operations
  *
  * Every operation only puts work on one stream, so they run in the order in which they are called and nobody waits until the
  * pipeline asks for a result. Pointers are the device's, or name host memory that the device reads over the link (MEMORY_HOST).
@@ -108,6 +109,7 @@ static void launch(void (*kernel)(Parameters...), dim3 grid, unsigned threads, s
 /* ---- memory and copies */
 
 enum {
+    PARTIAL_FLOATS = 48 << 20,  /* of what an operation leaves for its last kernel: rows run in groups that fit */
     UPLOAD_BYTES = 8 << 20,     /* pinned memory that uploads pass through */
     WEIGHT_CHUNK = 512 << 20,   /* bytes taken at a time for weights */
     WEIGHT_ALIGNMENT = 256,
@@ -130,6 +132,8 @@ static struct Transit {         /* between the pipeline's memory and the device'
     size_t chunk_bytes, chunk_used;         /* of the last of them */
 } transit;
 
+static float *partials;         /* [PARTIAL_FLOATS] device: of attention by row, head and chunk: maximum, sum, values */
+
 struct Move { uint8_t *to; const uint8_t *from; size_t bytes; };
 
 static struct Movers {          /* threads that bring weights to the device while the pipeline binds the next */
@@ -143,6 +147,7 @@ static struct Movers {          /* threads that bring weights to the device whil
     bool leaving;               /* as soon as nothing is left */
 } movers = {{}, 0, 0, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, {}, 0, 0, 0, false};
 
+static void forget_gathers(void);
 static bool attention_start(Error *error);
 static bool hierarchy_start(Error *error);
 static bool speculation_start(Error *error);
@@ -388,6 +393,8 @@ __global__ void make_weights_kernel(void *to, size_t count, float low, float ste
         const float value = fmaf((float)(hash & 0xffff), step, low);
         if (dtype == DTYPE_F32) ((float *)to)[i] = value;
         else if (dtype == DTYPE_BF16) ((__nv_bfloat16 *)to)[i] = __float2bfloat16_rn(value);
+        else if (dtype == DTYPE_I8) ((uint8_t *)to)[i] = (uint8_t)hash;
+        else if (dtype == DTYPE_F8_E8M0) ((uint8_t *)to)[i] = (uint8_t)(__float_as_uint(value) >> 23);
         else ((__nv_fp8_e4m3 *)to)[i] = __nv_fp8_e4m3(value);
     }
 }
@@ -396,9 +403,11 @@ static const void *make_weights(void *space, DType dtype, size_t count, float lo
     (void)space;
     uint8_t *to = place_weights(count * dtype_size(dtype), error);
     if (!to || !count) return to;
-    auto kernel = dtype == DTYPE_F32    ? make_weights_kernel<DTYPE_F32>
-                  : dtype == DTYPE_BF16 ? make_weights_kernel<DTYPE_BF16>
-                                        : make_weights_kernel<DTYPE_F8_E4M3>;
+    auto kernel = dtype == DTYPE_F32       ? make_weights_kernel<DTYPE_F32>
+                  : dtype == DTYPE_BF16    ? make_weights_kernel<DTYPE_BF16>
+                  : dtype == DTYPE_I8      ? make_weights_kernel<DTYPE_I8>
+                  : dtype == DTYPE_F8_E8M0 ? make_weights_kernel<DTYPE_F8_E8M0>
+                                           : make_weights_kernel<DTYPE_F8_E4M3>;
     launch(kernel, (unsigned)((count + 1023) / 1024), 256, 0, to, count, low, (high - low) / 65536, seed);
     return to;
 }
@@ -406,6 +415,7 @@ static const void *make_weights(void *space, DType dtype, size_t count, float lo
 static void release_weights(void) {
     wait_for_all();
     forget_works();                                 /* they name what is about to go */
+    forget_gathers();
     for (int i = 0; i < transit.n_chunks; i++) CUDA(cudaFree(transit.chunks[i]));
     transit.n_chunks = 0;
     transit.chunk_bytes = transit.chunk_used = 0;
@@ -426,30 +436,28 @@ static cudaEvent_t *copy_event(const Cache *cache, const Transfer *transfer) {
     return event;
 }
 
-/* The same rows of all sources (or of all groups' index keys) in one strided copy each. */
-static void copy_pages(uint8_t *device, size_t device_pitch, uint8_t *host, size_t host_pitch, size_t stride, int device_page,
-                       int host_page, int height, const Transfer *transfer) {
-    const size_t width = (size_t)transfer->count * stride;
-    device += ((size_t)device_page * PAGE_ROWS + (size_t)transfer->first) * stride;
-    host += ((size_t)host_page * PAGE_ROWS + (size_t)transfer->first) * stride;
-    for (int i = 0; i < height; i++) {
-        uint8_t *on_device = device + (size_t)i * device_pitch, *on_host = host + (size_t)i * host_pitch;
-        CUDA(cudaMemcpyAsync(transfer->to_host ? on_host : on_device, transfer->to_host ? on_device : on_host, width,
-                             transfer->to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice, transit.pages));
-    }
+/* The rows of one source, or index keys of one group, that a copy is of. Where rows hold more positions only those that are
+ * complete: the last group may still be open. */
+static void copy_run(uint8_t *device, uint8_t *host, size_t stride, int device_page, int host_page, int stretch,
+                     const Transfer *transfer) {
+    const size_t rows = (size_t)(PAGE_ROWS / stretch), first = (size_t)(transfer->first / stretch),
+                 count = (size_t)((transfer->first + transfer->count) / stretch) - first;
+    device += ((size_t)device_page * rows + first) * stride;
+    host += ((size_t)host_page * rows + first) * stride;
+    if (!count) return;
+    CUDA(cudaMemcpyAsync(transfer->to_host ? host : device, transfer->to_host ? device : host, count * stride,
+                         transfer->to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice, transit.pages));
 }
 
 static void start_copy(Cache *cache, const Transfer *transfer) {
     CUDA(cudaEventRecord(transit.passes, gpu.stream));
     CUDA(cudaStreamWaitEvent(transit.pages, transit.passes, 0));
-    const size_t stride = cache->format.stride, index_stride = cache->index_format.stride;
-    const size_t page_rows = PAGE_ROWS, host_rows = (size_t)cache->host_pages.n_pages * page_rows;
-    if (!no_page(transfer->device))
-        copy_pages(cache->device, (size_t)cache->device_pages.n_pages * page_rows * stride, cache->host, host_rows * stride,
-                   stride, transfer->device.id, transfer->host.id, cache->sources, transfer);
-    if (!no_page(transfer->index))
-        copy_pages(cache->index_keys, (size_t)cache->index_pages.n_pages * page_rows * index_stride, cache->host_index,
-                   host_rows * index_stride, index_stride, transfer->index.id, transfer->host.id, cache->groups, transfer);
+    for (int i = 0; i < cache->sources && !no_page(transfer->device); i++)
+        copy_run(source_rows(cache, (SourceId){i}), host_source_rows(cache, (SourceId){i}), cache->format.stride,
+                 transfer->device.id, transfer->host.id, stretch_of(cache, i), transfer);
+    for (int g = 0; g < cache->groups && !no_page(transfer->index); g++)
+        copy_run(group_index_keys(cache, g), host_group_index_keys(cache, g), cache->index_format.stride, transfer->index.id,
+                 transfer->host.id, stretch_of(cache, g), transfer);
     CUDA(cudaEventRecord(*copy_event(cache, transfer), transit.pages));
 }
 
@@ -4006,7 +4014,8 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
  * steps more over what is left, and collects the positions in ascending order. A score is the work of one warp in a fixed order,
  * and the selection is exact integer work, so neither depends on how a launch is split. Relies on: rows of a session follow each
  * other, strides of whole 16 bytes, and each index_scores being followed by its select_top, which leaves the counts zero; and on
- * rows and page tables having been there before the pass's first kernel, since they are read while kernels in front still run.
+ * page tables having been there before the pass's first kernel, since they are read while kernels in front still run; rows too,
+ * but where the pass makes them itself.
  */
 
 static __host__ __device__ inline bool has_codes(const RowFormat &format) {
@@ -4254,12 +4263,25 @@ enum {
     BINS = 2048,                    /* of the first 11 bits of a score's sortable key */
 };
 
+/* Blocks of neighbours that are all there is of a row's keys: what counts positions then counts theirs, one behind the other. */
+struct Kept {
+    const int *blocks;              /* [rows, most] ascending; NULL: all there are */
+    int most, size;                 /* blocks of a row; keys of a block */
+
+    __device__ Kept of(int r) const { return {blocks ? blocks + (size_t)r * most : NULL, most, size}; }
+    __device__ int position(int i) const { return blocks ? blocks[i / size] * size + i % size : i; }
+};
+
 struct IndexShape {
     RowFormat format;
     int context_pages, heads, head_dim, capacity;
     int columns;                    /* of a query row: its heads, and zeros that fill them up */
     int together;                   /* query rows that share one read of the keys */
     float scale;
+    int page_rows;                  /* PAGE_ROWS, or half of that: then a page of scores is two of keys */
+    int context;                    /* scores of a row, at most */
+    bool rows_made;                 /* the pass itself makes the rows */
+    Kept kept;
 };
 
 /* Which query rows share a read, and how the reads are laid end to end. Each block makes it for itself. */
@@ -4352,7 +4374,7 @@ static __device__ int part_begin(const ScorePlan &plan, int n_rows, int block) {
     return at - begin <= near ? begin : plan.ends[r] - at <= near ? plan.ends[r] : at;
 }
 
-struct ScoreRead {                  /* a block's part of one read */
+struct ScoreRead {                  /* a block's part of one read; its pages are PAGE_ROWS keys, in a page of the pool or two */
     const uint8_t *keys;
     const DevicePage *table;        /* of the session */
     int at, stop;                   /* pages of the session */
@@ -4362,11 +4384,23 @@ struct ScoreRead {                  /* a block's part of one read */
     int context;
     const int *last;                /* [members] */
     int *bins;                      /* [members][BINS] in shared memory */
+    Kept kept;                      /* of the first member, which then is the only one */
 
     __device__ const uint8_t *page(int id, const IndexShape &shape) const {
-        return keys + (size_t)id * PAGE_ROWS * shape.format.stride;
+        return keys + (size_t)id * shape.page_rows * shape.format.stride;
     }
-    __device__ int id(int page) const { return page < stop ? table[page].id : 0; }
+
+    /* The pages of the pool that hold a page of scores; page 0 of the pool where there is none, which may be read too. */
+    __device__ int2 ids(int page, const IndexShape &shape) const {
+        if (page >= stop || kept.blocks) return {0, 0};
+        if (shape.page_rows == PAGE_ROWS) return {table[page].id, 0};
+        return {table[2 * page].id, 2 * page + 1 < shape.context_pages ? table[2 * page + 1].id : 0};
+    }
+
+    __device__ const uint8_t *key(int s, const IndexShape &shape) const {
+        const int position = kept.position(s);
+        return page(table[position / shape.page_rows].id, shape) + (size_t)(position % shape.page_rows) * shape.format.stride;
+    }
 
     /* Score of key `s` for member `row`. */
     __device__ void put(int row, int s, float score) const {
@@ -4379,38 +4413,56 @@ struct ScoreRead {                  /* a block's part of one read */
 /* ---- on the tensor cores: keys, 64 to a warpgroup and 16 to a warp, times the heads of all query rows of the read
  *
  * Which values of a sum an instruction gets from which lane does not matter as long as keys and queries agree. So a lane takes 16
- * neighbouring bytes of a key, 8 values or 16, and feeds four of them to one instruction and the next four to the next. e4m3 is
- * widened to bf16, which holds it exactly; the key's scale multiplies the finished score. Each warpgroup has a ring of pages on
- * their way into shared memory: from Hopper on one thread asks for all of a page, before that each for its part.
+ * neighbouring bytes of a key, 8 values or 16 or 32, and feeds four of them to one instruction and the next four to the next; of
+ * e2m1 from eight neighbours 0, 4, 1, 5 and then the others. Codes are widened to bf16, which holds them exactly; the scale of an
+ * e4m3 key multiplies the finished score, and those of e2m1, one for each lane's part, the values. Each warpgroup has a ring of
+ * pages on their way into shared memory: from Hopper on one thread asks for all of a page, before that each for its part.
  */
 
-/* A lane's part of two keys of the page, lane / 4 and 8 behind it in its warp's 16, and the scale of one: 8 behind for odd lanes.
- */
-template <bool F8> struct KeyPart {
-    static constexpr int CHUNKS = F8 ? 2 : 4;
+/* A lane's part of two keys of the page, lane / 4 and 8 behind it in its warp's 16; the scale of one's score: 8 behind for odd
+ * lanes; and of e2m1 what both keys' values are multiplied by. */
+template <KvDtype KEYS> struct KeyPart {
+    static constexpr int CHUNKS = KEYS == KV_F4 ? 1 : KEYS == KV_F8 ? 2 : 4;
     uint4 part[2][CHUNKS];
     float scale;
+    uint32_t factor[2];
 };
 
 struct KeyRing {                    /* a warpgroup's */
     uint8_t *places;                /* [depth] pages */
     uint64_t *arrived;              /* [depth] barriers: a page is complete */
     int depth, bytes;               /* of a page */
+    bool gathers;                   /* its keys lie in blocks here and there: each thread asks for its part */
 
     __device__ uint8_t *place(int turn) const { return places + turn * bytes; }
-    static __device__ void open(uint64_t *barrier) { start_barrier(barrier, COPIERS); }
+    __device__ void open(int turn) const { start_barrier(arrived + turn, gathers ? 128 : COPIERS); }
+    __device__ void gather(int turn, const ScoreRead &read, int page, const IndexShape &shape) const {
+        const int pieces = (int)shape.format.stride / 16;
+        for (int i = (int)threadIdx.x % 128; i < PAGE_ROWS * pieces; i += 128) {
+            const int s = page * PAGE_ROWS + i / pieces;
+            const bool there = s <= read.last[0];
+            start_copy_to_shared(place(turn) + 16 * i, read.key(there ? s : 0, shape) + i % pieces * 16, there);
+        }
+        arrive_with_copies(arrived + turn);
+    }
 #if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
     static constexpr int COPIERS = 1;
-    __device__ void begin(int turn, const uint8_t *page) const {
+    __device__ void begin(int turn, const ScoreRead &read, int page, int2 ids, const IndexShape &shape) const {
+        if (gathers) return gather(turn, read, page, shape);
         if (threadIdx.x % 128) return;
+        const int part = shape.page_rows * (int)shape.format.stride;
         expect_bytes(arrived + turn, bytes);
-        start_bulk_copy(place(turn), page, bytes, arrived + turn);
+        start_bulk_copy(place(turn), read.page(ids.x, shape), part, arrived + turn);
+        if (part < bytes) start_bulk_copy(place(turn) + part, read.page(ids.y, shape), part, arrived + turn);
     }
 #else
     static constexpr int COPIERS = 128;
-    __device__ void begin(int turn, const uint8_t *page) const {
+    __device__ void begin(int turn, const ScoreRead &read, int page, int2 ids, const IndexShape &shape) const {
+        if (gathers) return gather(turn, read, page, shape);
+        const int part = shape.page_rows * (int)shape.format.stride;
         for (int at = (int)threadIdx.x % 128 * 16; at < bytes; at += 128 * 16)
-            start_copy_to_shared(place(turn) + at, page + at, true);
+            start_copy_to_shared(place(turn) + at,
+                                 at < part ? read.page(ids.x, shape) + at : read.page(ids.y, shape) + at - part, true);
         arrive_with_copies(arrived + turn);
     }
 #endif
@@ -4426,14 +4478,23 @@ static __device__ inline void group_barrier(void) {
 }
 
 /* Neighbouring rows whose bytes lie in the same banks are read in another order of their parts. */
-template <bool F8> static __device__ inline void take_keys(KeyPart<F8> &keys, const uint8_t *page, const IndexShape &shape) {
-    constexpr int CHUNKS = KeyPart<F8>::CHUNKS;
+template <KvDtype KEYS>
+static __device__ inline void take_keys(KeyPart<KEYS> &keys, const uint8_t *page, const IndexShape &shape) {
+    constexpr int CHUNKS = KeyPart<KEYS>::CHUNKS;
     const int lane = (int)threadIdx.x % 32, first = (int)threadIdx.x / 32 % 4 * 16 + lane / 4, stride = (int)shape.format.stride;
-    const int bytes = F8 ? shape.head_dim : 2 * shape.head_dim, swap = stride / 64 % 2 ? 0 : lane / 4 % 2;
+    const int bytes = KEYS == KV_F4 ? shape.head_dim / 2 : KEYS == KV_F8 ? shape.head_dim : 2 * shape.head_dim;
+    const int swap = stride / 64 % 2 ? 0 : lane / 4 % 2;
+#pragma unroll
+    for (int i = 0; KEYS == KV_F4 && i < 2; i++) {
+        const uint8_t *key = page + (first + 8 * i) * stride;
+        const bool there = lane % 4 * 16 < bytes;
+        keys.part[i][0] = there ? *(const uint4 *)(key + lane % 4 * 16) : make_uint4(0, 0, 0, 0);
+        keys.factor[i] = e2m1_factor(there ? *(const uint32_t *)(key + bytes) : 0);
+    }
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
+        for (int chunk = 0; chunk + 1 < CHUNKS; chunk += 2) {
             const uint8_t *key = page + (first + 8 * i) * stride + lane % 4 * 16;
             const int at = 64 * (chunk + swap), other = 64 * (chunk + 1 - swap), width = bytes - lane % 4 * 16;
             const uint4 x = at < width ? *(const uint4 *)(key + at) : make_uint4(0, 0, 0, 0);
@@ -4441,7 +4502,9 @@ template <bool F8> static __device__ inline void take_keys(KeyPart<F8> &keys, co
             keys.part[i][chunk] = swap ? y : x;
             keys.part[i][chunk + 1] = swap ? x : y;
         }
-    keys.scale = F8 ? *(const float *)(page + (first + lane % 2 * 8) * stride + bytes) : 1;
+    keys.scale = KEYS == KV_F8   ? *(const float *)(page + (first + lane % 2 * 8) * stride + bytes)
+                 : KEYS == KV_F4 ? __uint_as_float((127 + E2M1_SHIFT) << 23)
+                                 : 1;
 }
 
 /* Two e4m3 values as bf16. */
@@ -4453,25 +4516,34 @@ static __device__ inline uint32_t widen_pair(uint32_t pair) {
 }
 
 /* What each instruction takes of the keys. */
-template <bool F8> static __device__ inline void widen_keys(uint32_t (&a)[SCORE_STEPS][4], const KeyPart<F8> &keys) {
+template <KvDtype KEYS> static __device__ inline void widen_keys(uint32_t (&a)[SCORE_STEPS][4], const KeyPart<KEYS> &keys) {
 #pragma unroll
-    for (int step = 0; step < SCORE_STEPS; step++)
+    for (int step = 0; KEYS == KV_F4 && step < SCORE_STEPS; step += 2)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const uint4 &part = keys.part[i][F8 ? step / 4 : step / 2];
+            const uint4 &part = keys.part[i][0];
+            const uint4 wide = widen_eight(step < 4 ? step ? part.y : part.x : step == 4 ? part.z : part.w, keys.factor[i]);
+            a[step][i] = wide.x, a[step][i + 2] = wide.y, a[step + 1][i] = wide.z, a[step + 1][i + 2] = wide.w;
+        }
+#pragma unroll
+    for (int step = 0; KEYS != KV_F4 && step < SCORE_STEPS; step++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint4 &part = keys.part[i][KEYS == KV_F8 ? step / 4 : step / 2];
             const uint32_t words[4] = {part.x, part.y, part.z, part.w};
-            a[step][i] = F8 ? widen_pair(words[step % 4] & 0xffff) : words[step % 2 * 2];
-            a[step][i + 2] = F8 ? widen_pair(words[step % 4] >> 16) : words[step % 2 * 2 + 1];
+            a[step][i] = KEYS == KV_F8 ? widen_pair(words[step % 4] & 0xffff) : words[step % 2 * 2];
+            a[step][i + 2] = KEYS == KV_F8 ? widen_pair(words[step % 4] >> 16) : words[step % 2 * 2 + 1];
         }
 }
 
 /* The queries of a read in shared memory, bf16: batches of 64 columns, in them for each step, for each eight columns, 8 x 8
  * values twice. Column `head` of a row is its head, or zeros; what lies behind the last row counts for nobody. The weights
  * follow, scaled. begin_pages is called when the first queries are on their way, so that they do not come behind all pages. */
-template <int TILES, bool F8, typename Begin>
+template <int TILES, KvDtype KEYS, typename Begin>
 static __device__ void stage_queries(uint4 *queries, float *weights, const ScoreRead &read, const IndexShape &shape,
                                      Begin begin_pages) {
-    constexpr int OF = F8 ? 4 : 2, AHEAD = 8, PARTS = SCORE_WIDTH / 4;      /* OF: steps that a lane's 16 bytes go to */
+    constexpr int OF = KEYS == KV_F4 ? 8 : KEYS == KV_F8 ? 4 : 2;           /* steps that a lane's 16 bytes go to */
+    constexpr int AHEAD = 8, PARTS = SCORE_WIDTH / 4;
     const int of_row = TILES < SCORE_TILES ? 8 * TILES : shape.columns, columns = read.members * of_row;
     const int thread = (int)threadIdx.x;
     const int weighed = thread < columns ? thread % of_row : shape.heads;
@@ -4484,8 +4556,12 @@ static __device__ void stage_queries(uint4 *queries, float *weights, const Score
             if (i >= columns * PARTS) break;
             const int row = i / PARTS / of_row, head = i / PARTS % of_row;
             x[j] = {0, 0, 0, 0};
-            if (head < shape.heads && 4 * part < shape.head_dim)
-                x[j] = *(const float4 *)(read.q + ((size_t)row * shape.heads + head) * shape.head_dim + 4 * part);
+            if (head >= shape.heads || 4 * part >= shape.head_dim) continue;
+            const float *q = read.q + ((size_t)row * shape.heads + head) * shape.head_dim;
+            if constexpr (KEYS == KV_F4) {
+                const float2 *pairs = (const float2 *)(q + part / 2 * 8 + part % 2 * 2);
+                x[j] = {pairs[0].x, pairs[2].x, pairs[0].y, pairs[2].y};
+            } else x[j] = *(const float4 *)(q + 4 * part);
         }
         if (first == thread) begin_pages();
 #pragma unroll
@@ -4588,8 +4664,8 @@ static __device__ inline float sum_lanes(float a, float b, float c, float d) {
 }
 
 /* Scores of a page, COLUMNS after the other. A row has TILES tiles of columns, or 8 and then more batches. */
-template <int TILES, bool F8, int COLUMNS>
-static __device__ inline void score_page(const ScoreRead &read, int page, const KeyPart<F8> &keys, const uint4 *queries,
+template <int TILES, KvDtype KEYS, int COLUMNS>
+static __device__ inline void score_page(const ScoreRead &read, int page, const KeyPart<KEYS> &keys, const uint4 *queries,
                                          const float *weights, const IndexShape &shape) {
     constexpr int ROWS = COLUMNS / (8 * TILES);     /* of a batch */
     const int lane = (int)threadIdx.x % 32, s = page * PAGE_ROWS + (int)threadIdx.x / 32 % 4 * 16 + lane / 4 + lane % 2 * 8;
@@ -4618,35 +4694,36 @@ static __device__ inline void score_page(const ScoreRead &read, int page, const 
 }
 
 /* The warpgroups take pages in turn.  */
-template <int TILES, bool F8, int COLUMNS>
+template <int TILES, KvDtype KEYS, int COLUMNS>
 static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float *weights, const KeyRing &ring,
                                    const IndexShape &shape) {
     constexpr int GROUPS = SCORE_THREADS / 128;
     const int first = read.at + uniform((int)threadIdx.x / 128);
     if (threadIdx.x % 128 == 0)
-        for (int turn = 0; turn < ring.depth; turn++) KeyRing::open(ring.arrived + turn);
+        for (int turn = 0; turn < ring.depth; turn++) ring.open(turn);
     show_to_products();
-    int ids[MAX_DEPTH], id = read.id(first + ring.depth * GROUPS);
+    int2 ids[MAX_DEPTH], coming = read.ids(first + ring.depth * GROUPS, shape);
 #pragma unroll
-    for (int turn = 0; turn < MAX_DEPTH; turn++) ids[turn] = read.id(first + turn * GROUPS);
+    for (int turn = 0; turn < MAX_DEPTH; turn++) ids[turn] = read.ids(first + turn * GROUPS, shape);
     __syncthreads();
     wait_for_previous();
-    stage_queries<TILES, F8>(queries, weights, read, shape, [&] {
+    stage_queries<TILES, KEYS>(queries, weights, read, shape, [&] {
 #pragma unroll
         for (int turn = 0; turn < MAX_DEPTH; turn++)
-            if (turn < ring.depth && first + turn * GROUPS < read.stop) ring.begin(turn, read.page(ids[turn], shape));
+            if (turn < ring.depth && first + turn * GROUPS < read.stop)
+                ring.begin(turn, read, first + turn * GROUPS, ids[turn], shape);
     });
     show_to_products();
     __syncthreads();
     for (int page = first, turn = 0, round = 0; page < read.stop; page += GROUPS) {
-        KeyPart<F8> keys;
+        KeyPart<KEYS> keys;
         ring.await(turn, round);
         take_keys(keys, ring.place(turn), shape);
         group_barrier();
         const int next = page + ring.depth * GROUPS;
-        if (next < read.stop) ring.begin(turn, read.page(id, shape));
-        id = read.id(next + GROUPS);
-        score_page<TILES, F8, COLUMNS>(read, page, keys, queries, weights, shape);
+        if (next < read.stop) ring.begin(turn, read, next, coming, shape);
+        coming = read.ids(next + GROUPS, shape);
+        score_page<TILES, KEYS, COLUMNS>(read, page, keys, queries, weights, shape);
         if (++turn == ring.depth) turn = 0, round++;
     }
 }
@@ -4656,7 +4733,7 @@ static __device__ void score_pages(const ScoreRead &read, uint4 *queries, float 
 static __device__ void score_plainly(const ScoreRead &read, const IndexShape &shape) {
     for (int tile = 2 * read.at + (int)threadIdx.x / 32; tile < 2 * read.stop; tile += SCORE_THREADS / 32) {
         const int s = 32 * tile + (int)threadIdx.x % 32;
-        const uint8_t *key = read.page(read.id(tile / 2), shape) + (size_t)(s % PAGE_ROWS) * shape.format.stride;
+        const uint8_t *key = read.key(min(s, read.last[read.members - 1]), shape);
         const float *q = read.q, *head_weights = read.head_weights;
         for (int row = 0; row < read.members; row++, q += shape.heads * shape.head_dim, head_weights += shape.heads) {
             float total = 0;
@@ -4688,14 +4765,14 @@ static __device__ void add_bins(const int *bins, int first_row, int members) {
 /* Every block takes a part of all pages, which may span several reads. scores: [n_rows, context]; those behind a row's own
  * position are not written. TILES: of 8 columns to a row's heads; 0: not on the tensor cores. room: bytes of shared memory for
  * what a read needs there: queries, weights, counts, and pages on their way in the rest. */
-template <int TILES, bool F8> static __global__ void __launch_bounds__(SCORE_THREADS, 1)
+template <int TILES, KvDtype KEYS> static __global__ void __launch_bounds__(SCORE_THREADS, 1)
 index_scores(float *scores, const float *q, const float *head_weights, const uint8_t *keys, const DevicePage *pages,
              const Row *rows, int n_rows, const __grid_constant__ IndexShape shape, int room) {
     extern __shared__ uint4 queries[];
     __shared__ ScorePlan plan;
     __shared__ uint64_t arrived[SCORE_THREADS / 128][MAX_DEPTH];
-    const int context = shape.context_pages * PAGE_ROWS;
     let_next_start();                               /* select_top takes its place where this leaves room, and waits */
+    if (shape.rows_made) wait_for_previous();
     make_plan(plan, rows, n_rows, shape);
     const int end = uniform(part_begin(plan, n_rows, (int)blockIdx.x + 1));
     for (int at = uniform(part_begin(plan, n_rows, (int)blockIdx.x)), stop; at < end; at = stop) {
@@ -4707,18 +4784,19 @@ index_scores(float *scores, const float *q, const float *head_weights, const uin
         int *bins = (int *)(weights + batches * 8 * SCORE_TILES);
         const ScoreRead read = {keys, pages + (size_t)plan.session[r] * shape.context_pages, at - begin, stop - begin, members,
                                 q + (size_t)r * shape.heads * shape.head_dim, head_weights + (size_t)r * shape.heads,
-                                scores + (size_t)r * context, context, plan.last + r, bins};
+                                scores + (size_t)r * shape.context, shape.context, plan.last + r, bins, shape.kept.of(r)};
         for (int i = (int)threadIdx.x; i < members * BINS; i += SCORE_THREADS) bins[i] = 0;
         if constexpr (TILES) {
             const int page_bytes = PAGE_ROWS * (int)shape.format.stride, group = uniform((int)threadIdx.x / 128);
             uint8_t *places = (uint8_t *)(bins + members * BINS);
             const int left = room - (int)(places - (uint8_t *)queries);
             const int depth = max(1, min(min(MAX_DEPTH, COMING_BYTES / page_bytes), left / page_bytes / (SCORE_THREADS / 128)));
-            const KeyRing ring = {places + group * depth * page_bytes, arrived[group], depth, page_bytes};
+            const KeyRing ring = {places + group * depth * page_bytes, arrived[group], depth, page_bytes,
+                                  shape.kept.blocks != NULL};
             if constexpr (TILES < SCORE_TILES)
-                if (8 * TILES * members <= 32) score_pages<TILES, F8, 32>(read, queries, weights, ring, shape);
-                else score_pages<TILES, F8, 64>(read, queries, weights, ring, shape);
-            else score_pages<TILES, F8, 64>(read, queries, weights, ring, shape);
+                if (8 * TILES * members <= 32) score_pages<TILES, KEYS, 32>(read, queries, weights, ring, shape);
+                else score_pages<TILES, KEYS, 64>(read, queries, weights, ring, shape);
+            else score_pages<TILES, KEYS, 64>(read, queries, weights, ring, shape);
         } else {
             __syncthreads();
             wait_for_previous();
@@ -4766,9 +4844,10 @@ struct Candidates {
     int first, last;                /* the warp's positions */
     int n;                          /* of the list, or positions */
     bool listed;
+    Kept kept;                      /* of the row */
 
     __device__ uint32_t key(int i) const { return i >= n ? 0 : listed ? keys[i] : sortable(scores[first + i]); }
-    __device__ int position(int i) const { return first + (listed ? places[i] : i); }
+    __device__ int position(int i) const { return kept.position(first + (listed ? places[i] : i)); }
 };
 
 /* Each thread's four bins: those behind the bins of lower threads, the highest bin first. */
@@ -4948,8 +5027,18 @@ static __device__ int2 count_before(SelectShared &shared, int2 count) {
     return {(int)__reduce_add_sync(~0u, (unsigned)above), (int)__reduce_add_sync(~0u, (unsigned)equal)};
 }
 
+/* What there is to select from: of row r the first rows[r].position / each + 1 of its scores. */
+struct Scored {
+    const float *scores;            /* [rows, stride] */
+    size_t stride;
+    const Row *rows;
+    int each;                       /* positions to a score */
+    bool rows_made;                 /* the pass itself makes the rows */
+    Kept kept;
+};
+
 static __global__ void __launch_bounds__(SELECT_THREADS, 2)
-select_top(int *ids, int *counts, int capacity, const float *scores, size_t context, const Row *rows) {
+select_top(int *ids, int *counts, int capacity, Scored from) {
     extern __shared__ uint32_t lists[];
     __shared__ SelectShared shared;
     const int split = cluster_size(), rank = cluster_rank(), r = (int)blockIdx.x / split;
@@ -4957,19 +5046,23 @@ select_top(int *ids, int *counts, int capacity, const float *scores, size_t cont
     let_next_start();
     for (int i = thread; i < 3 * BINS; i += SELECT_THREADS) shared.mine[i] = 0;     /* and `all` behind it */
     cluster_arrive();
-    const int visible = rows[r].position + 1, k = min(visible, capacity);
+    if (from.rows_made) wait_for_previous();
+    const int visible = (from.rows[r].position + from.each) / from.each, k = min(visible, capacity);
     ids += (size_t)r * capacity;
     cluster_wait();
     wait_for_previous();
     if (rank == 0 && thread == 0) counts[r] = k;
     if (visible <= capacity) {                      /* while everything fits, the selection is the whole history */
-        for (int i = rank * SELECT_THREADS + thread; i < capacity; i += split * SELECT_THREADS) ids[i] = i < k ? i : -1;
+        const Kept kept = from.kept.of(r);
+        for (int i = rank * SELECT_THREADS + thread; i < capacity; i += split * SELECT_THREADS)
+            ids[i] = i < k ? kept.position(i) : -1;
         return;
     }
     const int part = divide_up(visible, split * SELECT_WARPS * SELECT_STEP) * SELECT_STEP;
     const int first = min((rank * SELECT_WARPS + warp) * part, visible);
     uint16_t *places = (uint16_t *)(lists + SELECT_WARPS * LIST_LENGTH) + warp * LIST_LENGTH;
-    Candidates list = {scores + r * context, lists + warp * LIST_LENGTH, places, first, min(first + part, visible), 0, true};
+    Candidates list = {from.scores + r * from.stride, lists + warp * LIST_LENGTH, places, first, min(first + part, visible), 0,
+                       true, from.kept.of(r)};
     const uint32_t threshold = find_threshold(shared, list, score_bins[r], k);
     const int2 before = count_before(shared, count_candidates(list, threshold));
     collect(ids, list, threshold, shared.wanted, before);
@@ -5000,25 +5093,29 @@ static int largest_split(void) {
 }
 
 /* Blocks of a row: as many as keep the processors busy; more than eight where each still has much to do. */
-static void launch_select(int *ids, int *counts, int capacity, const float *scores, int context, const Row *rows, int n_rows) {
+static void launch_select(int *ids, int *counts, int capacity, const Scored &from, int n_rows) {
+    const int context = (int)from.stride;
     CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeMaxDynamicSharedMemorySize, LIST_BYTES));
     if (gpu.major >= 9) CUDA(cudaFuncSetAttribute(select_top, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     int split = 1;
     while (context > SELECT_SPAN && 2 * split <= largest_split() && 2 * split * n_rows <= gpu.multiprocessors &&
            (split < LEAST_SPLIT || context > split * (split < 8 ? SELECT_SPAN : WIDE_SPAN)))
         split *= 2;
-    launch_early(select_top, dim3((unsigned)(split * n_rows)), SELECT_THREADS, LIST_BYTES, split, ids, counts, capacity, scores,
-                 (size_t)context, rows);
+    launch_early(select_top, dim3((unsigned)(split * n_rows)), SELECT_THREADS, LIST_BYTES, split, ids, counts, capacity, from);
 }
 
-static bool is_e4m3(const RowFormat &format) { return format.dtype == KV_F8 && format.quantised; }
+/* How the keys lie: in a cache of e4m3 plain values are bf16. */
+static KvDtype keys_of(const RowFormat &format) { return format.dtype == KV_F8 && !format.quantised ? KV_BF16 : format.dtype; }
 
-/* Whether the tensor cores can take the keys: whole 16 bytes of bf16, or of e4m3 with one scale. */
+/* Whether the tensor cores can take the keys: whole 16 bytes of bf16, of e4m3 with one scale, of e2m1 with a scale for each. */
 static bool suits_tensor_cores(const IndexShape &shape) {
     const RowFormat &format = shape.format;
-    if (format.dtype == KV_F32 || shape.head_dim > SCORE_WIDTH || shape.columns > SCORE_COLUMNS) return false;
-    if (!is_e4m3(format)) return shape.head_dim % 8 == 0;
-    return shape.head_dim % 16 == 0 && format.quantised == shape.head_dim && format.group >= shape.head_dim;
+    const KvDtype keys = keys_of(format);
+    if (keys == KV_F32 || shape.head_dim > SCORE_WIDTH || shape.columns > SCORE_COLUMNS) return false;
+    if (keys == KV_BF16) return shape.head_dim % 8 == 0;
+    if (format.quantised != shape.head_dim || shape.head_dim % (keys == KV_F4 ? EXPONENT_BLOCK : 16)) return false;
+    return keys == KV_F4 ? format.group == EXPONENT_BLOCK && format.scales == SCALES_E8M0
+                         : format.group >= shape.head_dim && format.scales == SCALES_F32;
 }
 
 /* Bytes of shared memory for the longest read, with a page to each warpgroup. */
@@ -5030,11 +5127,11 @@ static int room_of_read(const IndexShape &shape) {
 }
 
 /* The kernel for the tiles of a row's heads, and for the keys' format. */
-template <bool F8> static auto scores_kernel(int columns) {
-    return columns == 8    ? index_scores<1, F8>
-           : columns == 16 ? index_scores<2, F8>
-           : columns == 32 ? index_scores<4, F8>
-                           : index_scores<8, F8>;
+template <KvDtype KEYS> static auto scores_kernel(int columns) {
+    return columns == 8    ? index_scores<1, KEYS>
+           : columns == 16 ? index_scores<2, KEYS>
+           : columns == 32 ? index_scores<4, KEYS>
+                           : index_scores<8, KEYS>;
 }
 
 /* Columns of a row: 8, 16, 32 or whole 64. */
@@ -5049,34 +5146,519 @@ static void launch_scores(float *scores, const float *q, const float *head_weigh
                           const Row *rows, int n_rows, IndexShape shape) {
     const int groups = SCORE_THREADS / 128, fixed = (int)sizeof(ScorePlan) + groups * MAX_DEPTH * (int)sizeof(uint64_t),
               all_room = (int)gpu.shared_per_block - divide_up(fixed, 1024) * 1024; /* the compiler may align what is fixed */
-    const int blocks = min(gpu.multiprocessors, divide_up(n_rows * shape.context_pages, LEAST_PAGES));
-    const int pages_of_group = divide_up(divide_up(n_rows * shape.context_pages, blocks), groups);
+    const int score_pages = n_rows * divide_up(shape.context, PAGE_ROWS);
+    const int blocks = min(gpu.multiprocessors, divide_up(score_pages, LEAST_PAGES));
+    const int pages_of_group = divide_up(divide_up(score_pages, blocks), groups);
     shape.columns = columns_of(shape.heads);
-    shape.together = min(min(n_rows, SHARED_QUERIES), max(SCORE_COLUMNS / shape.columns, 1));
+    shape.together = shape.kept.blocks ? 1 : min(min(n_rows, SHARED_QUERIES), max(SCORE_COLUMNS / shape.columns, 1));
     while (shape.together > 1 && room_of_read(shape) > all_room) shape.together--;
     const bool tensor = suits_tensor_cores(shape) && room_of_read(shape) <= all_room;
     const int room = pages_of_group < LONG_PART ? min(room_of_read(shape), all_room) : all_room;
-    auto kernel = !tensor                  ? index_scores<0, false>
-                  : is_e4m3(shape.format) ? scores_kernel<true>(shape.columns)
-                                           : scores_kernel<false>(shape.columns);
+    const KvDtype format = keys_of(shape.format);
+    auto kernel = !tensor            ? index_scores<0, KV_F32>
+                  : format == KV_F8 ? scores_kernel<KV_F8>(shape.columns)
+                  : format == KV_F4 ? scores_kernel<KV_F4>(shape.columns)
+                                     : scores_kernel<KV_BF16>(shape.columns);
     CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room));
     launch_early(kernel, dim3((unsigned)blocks), SCORE_THREADS, (size_t)room, 1, scores, q, head_weights, keys, pages, rows,
                  n_rows, shape, room);
 }
 
+/* ---- blocks of neighbours */
+
+enum { BLOCK_SPAN = 2048 };         /* of them, that a thread block looks at */
+
+struct Blocks {                     /* of each row, a bit for each: those that are kept */
+    uint32_t *bits;                 /* [rows, words]; NULL: all are */
+    int words, size;                /* size: neighbours of a block */
+};
+
+/* The best score of each of a row's blocks, of the newest infinity, and counts of their first bits; where none of them will be
+ * left out, or the row's scores were not needed, nothing. */
+static __global__ void __launch_bounds__(THREADS)
+best_of_blocks(float *best, size_t stride, Scored from, int capacity, int size, int topk) {
+    begin_kernel();
+    __shared__ int bins[BINS];
+    const int r = (int)blockIdx.y, visible = from.rows[r].position + 1, n = divide_up(visible, size),
+              begin = (int)blockIdx.x * BLOCK_SPAN, end = min(n, begin + BLOCK_SPAN);
+    const float *scores = from.scores + r * from.stride;
+    if (visible <= capacity || n <= topk || begin >= end) return;
+    for (int i = (int)threadIdx.x; i < BINS; i += THREADS) bins[i] = 0;
+    __syncthreads();
+    for (int b = begin + (int)threadIdx.x; b < end; b += THREADS) {
+        float top = scores[b * size];
+        for (int i = b * size + 1; i < min((b + 1) * size, visible); i++) top = scores[i] > top ? scores[i] : top;
+        if (b == n - 1) top = INFINITY;
+        best[r * stride + b] = top;
+        atomicAdd(&bins[sortable(top) >> 21], 1);
+    }
+    __syncthreads();
+    for (int i = (int)threadIdx.x; i < BINS; i += THREADS)
+        if (bins[i]) atomicAdd(&score_bins[r][i], bins[i]);
+}
+
+/* A thread block sets the bits of one row's blocks. */
+static __global__ void mark_blocks(Blocks blocks, const int *ids, const int *counts, int topk, const Row *rows, int capacity) {
+    begin_kernel();
+    const int r = (int)blockIdx.x, visible = rows[r].position + 1, words = divide_up(divide_up(visible, blocks.size), 64) * 2;
+    uint32_t *bits = blocks.bits + (size_t)r * blocks.words;
+    if (visible <= capacity) return;
+    for (int i = (int)threadIdx.x; i < words; i += (int)blockDim.x) bits[i] = 0;
+    __syncthreads();
+    for (int i = (int)threadIdx.x; i < counts[r]; i += (int)blockDim.x) {
+        const int block = ids[(size_t)r * topk + i];
+        atomicOr(&bits[block / 32], 1u << block % 32);
+    }
+}
+
+/* Each row's best topk blocks; scratch: of each row the best of all blocks, then topk ids and how many they are. */
+static void keep_blocks(const Blocks &blocks, int topk, const Scored &from, int n_rows, int capacity, float *scratch) {
+    const int n_blocks = divide_up((int)from.stride, blocks.size), stride = divide_up(n_blocks, 4) * 4;
+    int *ids = (int *)(scratch + (size_t)n_rows * stride), *counts = ids + (size_t)n_rows * topk;
+    launch(best_of_blocks, dim3((unsigned)divide_up(n_blocks, BLOCK_SPAN), (unsigned)n_rows), THREADS, 0, scratch, (size_t)stride,
+           from, capacity, blocks.size, topk);
+    launch_select(ids, counts, topk, {scratch, (size_t)stride, from.rows, blocks.size, from.rows_made, {}}, n_rows);
+    launch(mark_blocks, (unsigned)n_rows, THREADS, 0, blocks, ids, counts, topk, from.rows, capacity);
+}
+
+/* A thread block lists the blocks that one row keeps; where the row sees no more than it selects, all. among: the row, at the
+ * place that the newest it sees has among the neighbours in those blocks. */
+static __global__ void __launch_bounds__(SELECT_THREADS)
+list_blocks(int *kept, Row *among, Blocks blocks, int topk, const Row *rows, int capacity) {
+    begin_kernel();
+    __shared__ int sums[SELECT_WARPS];
+    const int r = (int)blockIdx.x, thread = (int)threadIdx.x, warp = thread / 32, visible = rows[r].position + 1,
+              n = divide_up(visible, blocks.size), words = divide_up(n, 32), part = divide_up(words, SELECT_THREADS),
+              begin = min(thread * part, words), end = min(begin + part, words);
+    const uint32_t *bits = visible > capacity ? blocks.bits + (size_t)r * blocks.words : NULL;
+    auto word = [&](int i) { return (bits ? bits[i] : ~0u) & (32 * i + 32 > n ? (1u << n % 32) - 1 : ~0u); };
+    int own = 0, total = 0;
+    for (int i = begin; i < end; i++) own += __popc(word(i));
+    const int until = warp_prefix_sum(own);
+    if (thread % 32 == 31) sums[warp] = until;
+    __syncthreads();
+    int at = until - own;
+    for (int i = 0; i < SELECT_WARPS; i++) at += i < warp ? sums[i] : 0, total += sums[i];
+    for (int i = begin; i < end; i++)
+        for (uint32_t left = word(i); left && at < topk; left &= left - 1)
+            kept[(size_t)r * topk + at++] = 32 * i + __ffs((int)left) - 1;
+    if (thread == 0) among[r] = {rows[r].session, total ? visible - 1 - (n - total) * blocks.size : -1, rows[r].token};
+}
+
+/* blocks: NULL bits: none. keeps: they are found, else they are all there is to select from. */
+static void select_rows(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
+                        const DevicePage *pages, const Row *rows, int n_rows, float *scratch, int scratch_rows, IndexShape shape,
+                        Blocks blocks, int topk_blocks, bool keeps) {
+    const int capacity = selection->capacity;
+    const bool chooses = capacity < shape.context, within = blocks.bits && !keeps && chooses;
+    const size_t of_row = !blocks.bits ? 1 : (size_t)(topk_blocks + 4) + (keeps ? (size_t)(shape.context / blocks.size + 4) : 0);
+    if (within) shape.rows_made = true, shape.context = min(shape.context, divide_up(topk_blocks * blocks.size, 4) * 4);
+    for (int begin = 0, n; begin < n_rows; begin += n, blocks.bits += (size_t)n * blocks.words) {
+        n = min(min(n_rows - begin, scratch_rows), min((int)SCORE_ROWS, (int)(PARTIAL_FLOATS / of_row)));
+        Scored from = {scratch, (size_t)shape.context, rows + begin, 1, shape.rows_made, {}};
+        if (within) {
+            Row *among = (Row *)partials;
+            int *kept = (int *)(among + n);
+            launch(list_blocks, (unsigned)n, SELECT_THREADS, 0, kept, among, blocks, topk_blocks, from.rows, capacity);
+            from.rows = among;
+            from.kept = shape.kept = {kept, topk_blocks, blocks.size};
+        }
+        if (chooses)
+            launch_scores(scratch, q + (size_t)begin * shape.heads * shape.head_dim, head_weights + (size_t)begin * shape.heads,
+                          keys, pages, from.rows, n, shape);
+        launch_select(selection->ids + (size_t)begin * capacity, selection->count + begin, capacity, from, n);
+        if (blocks.bits && keeps && chooses) keep_blocks(blocks, topk_blocks, from, n, capacity, partials);
+    }
+}
+
 static void index_select(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
                          const RowFormat *format, const DevicePage *pages, int context_pages, int heads, int head_dim,
                          const Row *rows, int n_rows, float *scratch, int scratch_rows) {
-    const int context = context_pages * PAGE_ROWS, capacity = selection->capacity;
-    const IndexShape shape = {*format, context_pages, heads, head_dim, capacity, 0, 0, 1 / sqrtf((float)head_dim * (float)heads)};
-    for (int begin = 0, n; begin < n_rows; begin += n) {
-        n = min(min(n_rows - begin, scratch_rows), SCORE_ROWS);
-        if (capacity < context)
-            launch_scores(scratch, q + (size_t)begin * heads * head_dim, head_weights + (size_t)begin * heads, keys, pages,
-                          rows + begin, n, shape);
-        launch_select(selection->ids + (size_t)begin * capacity, selection->count + begin, capacity, scratch, context,
-                      rows + begin, n);
+    const float scale = 1 / sqrtf((float)head_dim * (float)heads);
+    select_rows(selection, q, head_weights, keys, pages, rows, n_rows, scratch, scratch_rows,
+                {*format, context_pages, heads, head_dim, selection->capacity, 0, 0, scale, PAGE_ROWS, context_pages * PAGE_ROWS,
+                 false, {}}, {}, 0, false);
+}
+
+static void select_groups(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
+                          const RowFormat *format, const DevicePage *pages, int context_pages, int page_rows, int heads,
+                          int head_dim, const Row *rows, int n_rows, float *scratch, int scratch_rows, uint64_t *blocks,
+                          int block_size, int topk_blocks, bool keeps) {
+    const float scale = 1 / sqrtf((float)head_dim * (float)heads);
+    const int context = context_pages * page_rows, words = blocks ? divide_up(divide_up(context, block_size), 64) * 2 : 0;
+    select_rows(selection, q, head_weights, keys, pages, rows, n_rows, scratch, scratch_rows,
+                {*format, context_pages, heads, head_dim, selection->capacity, 0, 0, scale, page_rows, context, true, {}},
+                {(uint32_t *)blocks, words, block_size}, topk_blocks, keeps);
+}
+
+/* =====================================================================================================================
+ * Trails and compressed rows (DeepSeek-V4)
+ *
+ * Owns: what layers keep of a session's last positions, where the rows of groups lie, and what makes them. A group's row is
+ * computed from its positions' values in their order, wherever those lie, so that it has the same bits however the prompt was cut
+ * into passes. And Engram's rows: the tables stay in the checkpoint's mapping, which the device does not reach. A kernel names
+ * rows, the host gathers them in pinned memory while the layers in front still run, and the layer reads them there.
+ */
+
+/* The row of an earlier position, or the row's own, of the same session as row r of the pass. */
+static __device__ inline uint8_t *trail_row(const Trail &trail, const Row *rows, int r, int position) {
+    const int at = r - (rows[r].position - position), session = rows[r].session;
+    if (at >= 0 && rows[at].session == session) return trail.pass + (size_t)at * trail.stride;
+    return trail.ring + ((size_t)session * (size_t)trail.length + (size_t)(position % trail.length)) * trail.stride;
+}
+
+static __global__ void locate_groups_kernel(DeviceRow *kv_rows, DeviceRow *index_rows, TableView view, int ratio, int page_rows,
+                                            const Row *rows, int n_rows) {
+    begin_kernel();
+    const int r = (int)thread_index();
+    if (r >= n_rows) return;
+    const int session = rows[r].session, row = rows[r].position / ratio, page = row / page_rows, within = row % page_rows;
+    const bool complete = (rows[r].position + 1) % ratio == 0;
+    const int tail = view.tail[session * view.tail_ring + (page & (view.tail_ring - 1))].id;
+    kv_rows[r].id = complete ? tail * page_rows + within : -1;
+    index_rows[r].id = complete ? view.index[(size_t)session * view.context_pages + page].id * page_rows + within : -1;
+}
+
+static void locate_groups(DeviceRow *kv_rows, DeviceRow *index_rows, const Cache *cache, int group, const Row *rows, int n_rows) {
+    if (n_rows <= 0) return;
+    const TableView view = {cache->seen.tail, cache->seen.index, cache->tail_ring, cache->context_pages};
+    launch(locate_groups_kernel, blocks_for((size_t)n_rows), THREADS, 0, kv_rows, index_rows, view,
+           cache->ratio * stretch_of(cache, group), page_rows(cache, group), rows, n_rows);
+}
+
+static __global__ void see_groups_kernel(Row *newest, int *count, Row *first, const Row *rows, int n_rows, int ratio) {
+    begin_kernel();
+    const int r = (int)thread_index();
+    if (r >= n_rows) return;
+    const Row row = rows[r];
+    const int seen = (row.position + 1) / ratio;
+    if (newest) newest[r] = {row.session, seen - 1, row.token};
+    if (count) count[r] = seen;
+    if (first) first[r] = {row.session, row.position + 1 - ratio, row.token};
+}
+
+static void see_groups(Row *newest, int *count, Row *first, const Row *rows, int n_rows, int ratio) {
+    if (n_rows <= 0) return;
+    launch(see_groups_kernel, blocks_for((size_t)n_rows), THREADS, 0, newest, count, first, rows, n_rows, ratio);
+}
+
+static __global__ void locate_heavy_kernel(DeviceRow *kv_rows, int heavy_rows, const Row *rows, int n_rows, int ratio) {
+    begin_kernel();
+    const int r = (int)thread_index();
+    if (r >= n_rows) return;
+    const bool complete = (rows[r].position + 1) % ratio == 0;
+    kv_rows[r].id = complete ? rows[r].session * heavy_rows + rows[r].position / ratio : -1;
+}
+
+static void locate_heavy(DeviceRow *kv_rows, const Cache *cache, const Row *rows, int n_rows, int ratio) {
+    if (n_rows <= 0) return;
+    launch(locate_heavy_kernel, blocks_for((size_t)n_rows), THREADS, 0, kv_rows, cache->heavy_rows, rows, n_rows, ratio);
+}
+
+/* ---- trails */
+
+/* A block takes a part of one trail's rows, in pieces of 16 bytes, or of 4 where rows are no whole 16. */
+template <typename Piece> static __device__ void keep_rows(const Trail &trail, int session, int first, int from, int to) {
+    const int begin = max(from, to - trail.length), pieces = (int)(trail.stride / sizeof(Piece)), n = (to - begin) * pieces;
+    for (int i = (int)(blockIdx.y * blockDim.x + threadIdx.x); i < n; i += (int)(gridDim.y * blockDim.x)) {
+        const int p = begin + i / pieces;
+        const size_t place = (size_t)session * (size_t)trail.length + (size_t)(p % trail.length);
+        ((Piece *)(trail.ring + place * trail.stride))[i % pieces] =
+            ((const Piece *)(trail.pass + (size_t)(first + p - from) * trail.stride))[i % pieces];
     }
+}
+
+static __global__ void keep_trails_kernel(const Trail *trails, int session, int first, int from, int to) {
+    begin_kernel();
+    const Trail trail = trails[blockIdx.x];
+    if (!trail.length) return;
+    if (trail.stride % sizeof(uint4)) keep_rows<uint32_t>(trail, session, first, from, to);
+    else keep_rows<uint4>(trail, session, first, from, to);
+}
+
+static void keep_trails(const Cache *cache, int session, int first, int from, int to) {
+    const int blocks = min(divide_up(to - from, 16), 8);            /* to a trail */
+    if (from >= to) return;
+    launch(keep_trails_kernel, dim3((unsigned)(cache->trail_layers * TRAILS), (unsigned)blocks), THREADS, 0, cache->seen_trails,
+           session, first, from, to);
+}
+
+/* ---- rows of groups */
+
+/* What makes a row of the positions of a group. */
+struct Grouping {
+    Trail trail;                    /* rows of [2, width] f32, values | gates */
+    const Row *rows;
+    const float *ape, *norm;        /* [ratio, width] or NULL, [dim] */
+    int ratio, dim;
+    bool overlapping;               /* width is 2 * dim, else dim */
+    float eps;
+};
+
+static Grouping grouping_of(const Trail *trail, const Row *rows, const CompressorWeights *weights, int ratio, int dim,
+                            bool overlapping, float eps) {
+    return {.trail = *trail, .rows = rows, .ape = weights->ape, .norm = weights->norm, .ratio = ratio, .dim = dim,
+            .overlapping = overlapping, .eps = eps};
+}
+
+/* Of one slot of a group: where its values and gates stand, and what is added to the gates. */
+struct GroupSlot {
+    const float *values, *gates, *ape;
+    __device__ float gate(int c) const { return gates[c] + (ape ? ape[c] : 0); }
+};
+
+enum { MAX_SLOTS = 2 * MAX_RATIO };
+
+/* The slots of the group that ends at row r, oldest first; of overlapping groups those of the one before come first, if there is
+ * one. By a whole block. Returns how many there are. */
+static __device__ int list_slots(GroupSlot *slots, const Grouping &p, int r) {
+    const int width = p.overlapping ? 2 * p.dim : p.dim, first = p.rows[r].position + 1 - p.ratio,
+              before = p.overlapping && first ? p.ratio : 0, n = before + p.ratio;
+    for (int i = (int)threadIdx.x; i < n; i += (int)blockDim.x) {
+        const float *raw = (const float *)trail_row(p.trail, p.rows, r, first + i - before);
+        const int half = i < before ? 0 : width - p.dim, place = i < before ? i : i - before;
+        slots[i] = {raw + half, raw + width + half, p.ape ? p.ape + place * width + half : NULL};
+    }
+    __syncthreads();
+    return n;
+}
+
+/* The row of the group that ends at row r of the pass, in shared memory: channel by channel a softmax over the slots' gates
+ * weighs their values; normed. By a whole block. */
+static __device__ void pool_group(float *row, const Grouping &p, int r) {
+    __shared__ GroupSlot slots[MAX_SLOTS];
+    __shared__ float of_warp[32];
+    const int n = list_slots(slots, p, r);
+    float squares = 0;
+    for (int c = (int)threadIdx.x; c < p.dim; c += (int)blockDim.x) {
+        float largest = -INFINITY, total = 0, sum = 0;
+#pragma unroll 8
+        for (int i = 0; i < n; i++) largest = fmaxf(largest, slots[i].gate(c));
+#pragma unroll 8
+        for (int i = 0; i < n; i++) {
+            const float weight = expf(slots[i].gate(c) - largest);
+            total += weight;
+            sum = fmaf(weight, slots[i].values[c], sum);
+        }
+        row[c] = sum / total;
+        squares += row[c] * row[c];
+    }
+    const float scale = 1 / sqrtf(block_sum(of_warp, squares) / (float)p.dim + p.eps);
+    for (int c = (int)threadIdx.x; c < p.dim; c += (int)blockDim.x) row[c] = row[c] * scale * p.norm[c];
+    __syncthreads();
+}
+
+static unsigned channel_threads(int dim) { return (unsigned)min(divide_up(dim, 32) * 32, 1024); }
+
+/* The orthonormal Hadamard transform of dim = 2^k values in shared memory, by a whole block. */
+static __device__ void transform_row(float *row, int dim) {
+    for (int half = 1; half < dim; half *= 2) {
+        for (int i = (int)threadIdx.x; i < dim / 2; i += (int)blockDim.x) {
+            const int a = i / half * 2 * half + i % half;
+            const float x = row[a], y = row[a + half];
+            row[a] = x + y, row[a + half] = x - y;
+        }
+        __syncthreads();
+    }
+    for (int i = (int)threadIdx.x; i < dim; i += (int)blockDim.x) row[i] *= 1 / sqrtf((float)dim);
+    __syncthreads();
+}
+
+struct GroupRows {
+    Grouping group;
+    uint8_t *base;
+    RowFormat format, rounding;
+    const DeviceRow *ids;
+    int turned;
+    const float *inverse_frequency;
+    bool rounds;
+    PassReport *report;
+    int place;
+};
+
+/* A block takes a row of the pass, and is done where no group ends. */
+static __global__ void compress_kernel(const __grid_constant__ GroupRows p) {
+    begin_kernel();
+    extern __shared__ __align__(16) float row[];
+    const int r = (int)blockIdx.x, dim = p.group.dim, id = p.ids[r].id, thread = (int)threadIdx.x;
+    if (id < 0) return;
+    pool_group(row, p.group, r);
+    const int first = p.group.rows[r].position + 1 - p.group.ratio;
+    for (int i = thread; i < p.turned / 2; i += (int)blockDim.x) {
+        const float angle = (float)first * p.inverse_frequency[i];
+        rotate(row + dim - p.turned + 2 * i, 1, cosf(angle), sinf(angle));
+    }
+    __syncthreads();
+    if (p.rounds && p.rounding.dtype == KV_F4) transform_row(row, dim);
+    for (int group = thread / 32; p.rounds && group * p.rounding.group < p.rounding.quantised; group += (int)blockDim.x / 32)
+        round_group(row + group * p.rounding.group, min(p.rounding.group, p.rounding.quantised - group * p.rounding.group),
+                    p.rounding);
+    __syncthreads();
+    for (int c = thread; c < dim; c += (int)blockDim.x)
+        if (!is_finite(row[c])) report_bad(p.report, p.place, r);
+    store_row(p.base + (size_t)id * p.format.stride, p.format, row, row + p.format.quantised);
+}
+
+static void compress(uint8_t *base, const RowFormat *format, const DeviceRow *ids, const Trail *trail, const Row *rows,
+                     int n_rows, const CompressorWeights *weights, int ratio, int dim, bool overlapping, int turned,
+                     const float *inverse_frequency, float eps, const RowFormat *rounding, PassReport *report, int place) {
+    if (n_rows <= 0) return;
+    launch(compress_kernel, (unsigned)n_rows, channel_threads(dim), (size_t)dim * sizeof(float),
+           {.group = grouping_of(trail, rows, weights, ratio, dim, overlapping, eps), .base = base, .format = *format,
+            .rounding = rounding ? *rounding : *format, .ids = ids, .turned = turned, .inverse_frequency = inverse_frequency,
+            .rounds = rounding != NULL, .report = report, .place = place});
+}
+
+static __global__ void pool_groups_kernel(float *y, const __grid_constant__ Grouping p) {
+    begin_kernel();
+    extern __shared__ __align__(16) float row[];
+    const int r = (int)blockIdx.x;
+    const bool complete = (p.rows[r].position + 1) % p.ratio == 0;
+    if (complete) pool_group(row, p, r);
+    for (int c = (int)threadIdx.x; c < p.dim; c += (int)blockDim.x) y[(size_t)r * (size_t)p.dim + c] = complete ? row[c] : 0;
+}
+
+static void pool_groups(float *y, const Trail *trail, const Row *rows, int n_rows, const CompressorWeights *weights, int ratio,
+                        int dim, float eps) {
+    if (n_rows <= 0) return;
+    launch(pool_groups_kernel, (unsigned)n_rows, channel_threads(dim), (size_t)dim * sizeof(float), y,
+           grouping_of(trail, rows, weights, ratio, dim, false, eps));
+}
+
+/* ---- Engram */
+
+static __global__ void note_tokens_kernel(Trail trail, const Row *rows, int n_rows) {
+    begin_kernel();
+    const int r = (int)thread_index();
+    if (r < n_rows) *(int *)(trail.pass + (size_t)r * trail.stride) = rows[r].token;
+}
+
+static void note_tokens(const Trail *trail, const Row *rows, int n_rows) {
+    if (n_rows <= 0) return;
+    launch(note_tokens_kernel, blocks_for((size_t)n_rows), THREADS, 0, *trail, rows, n_rows);
+}
+
+/* A table's rows on their way to the device. */
+static struct Gather {
+    const EngramWeights *engram;    /* NULL: the place is free */
+    size_t row_bytes, scale_bytes, stride;
+    int64_t *ids;                   /* pinned: how many rows, and [MAX_PASS_ROWS * columns] which */
+    uint8_t *rows;                  /* pinned: [MAX_PASS_ROWS * columns] rows of `stride`, codes and then scales */
+    cudaEvent_t asked, there;
+} gathers[MAX_ENGRAMS];
+
+static cudaStream_t gathering;      /* names rows and waits for the host, beside the passes */
+
+static int engram_columns(const Config *config) { return (config->engram_order - 1) * config->engram_n_heads; }
+
+/* Its memory is taken with the first pass, which no graph records. */
+static Gather *gather_of(const EngramWeights *engram, const Config *config) {
+    Gather *gather = gathers;
+    while (gather->engram && gather->engram != engram) gather++;
+    if (gather->engram) return gather;
+    const size_t dim = (size_t)config->engram_head_dim, most = (size_t)MAX_PASS_ROWS * (size_t)engram_columns(config);
+    gather->engram = engram;
+    gather->row_bytes = stored_bytes(engram->dtype, dim);
+    gather->scale_bytes = engram->exponents ? (dim + EXPONENT_BLOCK - 1) / EXPONENT_BLOCK : 0;
+    gather->stride = (gather->row_bytes + gather->scale_bytes + sizeof(uint4) - 1) / sizeof(uint4) * sizeof(uint4);
+    if (!gathering) CUDA(cudaStreamCreateWithFlags(&gathering, cudaStreamNonBlocking));
+    CUDA(cudaEventCreateWithFlags(&gather->asked, cudaEventDisableTiming));
+    CUDA(cudaEventCreateWithFlags(&gather->there, cudaEventDisableTiming));
+    CUDA(cudaHostAlloc(&gather->ids, (1 + most) * sizeof(int64_t), cudaHostAllocDefault));
+    CUDA(cudaHostAlloc(&gather->rows, most * gather->stride, cudaHostAllocDefault));
+    return gather;
+}
+
+/* With the weights, when nothing runs. */
+static void forget_gathers(void) {
+    for (Gather *gather = gathers; gather < gathers + MAX_ENGRAMS && gather->engram; gather++) {
+        CUDA(cudaEventDestroy(gather->asked)), CUDA(cudaEventDestroy(gather->there));
+        CUDA(cudaFreeHost(gather->ids)), CUDA(cudaFreeHost(gather->rows));
+        *gather = {};
+    }
+}
+
+/* Which rows of the table the tokens up to each row name: a thread takes a column of a row. */
+static __global__ void name_rows_kernel(int64_t *ids, const __grid_constant__ EngramWeights engram, const int *token_map,
+                                        Trail trail, const Row *rows, int n, int columns, int heads, int padding) {
+    const int i = (int)thread_index(), r = i / columns, column = i % columns;
+    if (i == 0) ids[0] = n;
+    if (i >= n) return;
+    uint64_t hash = 0;
+    for (int back = 0; back <= column / heads + 1; back++) {
+        const int position = rows[r].position - back;
+        const int token = position < 0 ? padding : *(const int *)trail_row(trail, rows, r, position);
+        hash ^= (uint64_t)token_map[token] * engram.multipliers[back];
+    }
+    ids[1 + i] = engram.offsets[column] + (int64_t)(hash % (uint64_t)engram.primes[column]);
+}
+
+/* On a thread of the driver's. All pages are asked for before the first is waited for: they may come from a disk. */
+static void CUDART_CB gather_rows(void *user) {
+    const Gather *gather = (const Gather *)user;
+    const EngramWeights *engram = gather->engram;
+    const int n = (int)gather->ids[0];
+    const size_t page = 4096;
+#pragma omp parallel num_threads(min(MOVERS, divide_up(n, 64)))
+    {
+#pragma omp for
+        for (int i = 0; i < n; i++) {
+            const uintptr_t at = (uintptr_t)(engram->table + (size_t)gather->ids[1 + i] * gather->row_bytes);
+            madvise((void *)(at / page * page), at % page + gather->row_bytes, MADV_WILLNEED);
+        }
+#pragma omp for
+        for (int i = 0; i < n; i++) {
+            const size_t id = (size_t)gather->ids[1 + i];
+            uint8_t *row = gather->rows + (size_t)i * gather->stride;
+            memcpy(row, engram->table + id * gather->row_bytes, gather->row_bytes);
+            if (gather->scale_bytes)
+                memcpy(row + gather->row_bytes, engram->exponents + id * gather->scale_bytes, gather->scale_bytes);
+        }
+    }
+}
+
+static void prefetch_engram(const EngramWeights *engram, const int *token_map, const Trail *trail, const Row *rows, int n_rows,
+                            const Config *config) {
+    const int columns = engram_columns(config), n = n_rows * columns;
+    if (n <= 0) return;
+    Gather *gather = gather_of(engram, config);
+    CUDA(cudaEventRecord(gather->asked, gpu.stream));
+    CUDA(cudaStreamWaitEvent(gathering, gather->asked, 0));
+    name_rows_kernel<<<blocks_for((size_t)n), THREADS, 0, gathering>>>(gather->ids, *engram, token_map, *trail, rows, n, columns,
+                                                                       config->engram_n_heads, config->engram_pad_token_id);
+    CUDA(cudaGetLastError());
+    CUDA(cudaLaunchHostFunc(gathering, gather_rows, gather));
+    CUDA(cudaEventRecord(gather->there, gathering));
+}
+
+/* A warp takes a row of the table, over the link in pieces of 16 bytes. */
+static __global__ void widen_engram_kernel(float *y, const uint8_t *rows, size_t row_bytes, size_t stride, DType dtype,
+                                           bool scaled, int dim, int n) {
+    extern __shared__ uint4 table_rows[];
+    const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, i = (int)(blockIdx.x * (blockDim.x / 32)) + warp;
+    const int pieces = (int)(stride / sizeof(uint4));
+    uint4 *own = table_rows + warp * pieces;
+    if (i >= n) return;
+    for (int piece = lane; piece < pieces; piece += 32) own[piece] = ((const uint4 *)(rows + (size_t)i * stride))[piece];
+    __syncwarp();
+    const uint8_t *row = (const uint8_t *)own;
+    for (int j = lane; j < dim; j += 32) {
+        const float value = load_stored(row, (size_t)j, dtype);
+        y[(size_t)i * (size_t)dim + j] = scaled ? value * widen_e8m0(row[row_bytes + (size_t)(j / EXPONENT_BLOCK)]) : value;
+    }
+}
+
+static void read_engram(float *y, const EngramWeights *engram, const int *token_map, const Trail *trail, const Row *rows,
+                        int n_rows, const Config *config) {
+    (void)token_map, (void)trail, (void)rows;       /* they have been asked for */
+    enum { WARPS = 8 };
+    const int n = n_rows * engram_columns(config);
+    if (n <= 0) return;
+    const Gather *gather = gather_of(engram, config);
+    CUDA(cudaStreamWaitEvent(gpu.stream, gather->there, 0));
+    widen_engram_kernel<<<divide_up(n, WARPS), 32 * WARPS, WARPS * gather->stride, gpu.stream>>>(
+        y, gather->rows, gather->row_bytes, gather->stride, engram->dtype, gather->scale_bytes > 0, config->engram_head_dim, n);
+    CUDA(cudaGetLastError());
 }
 
 /* =====================================================================================================================
@@ -5099,7 +5681,6 @@ enum {
     TILE_KEYS = 32,             /* keys in shared memory at a time */
     ATTEND_WARPS = 8,           /* heads that a thread block of attend_kernel works on */
     LANE_VALUES = MAX_ROW_WIDTH / 32,
-    PARTIAL_FLOATS = 48 << 20,  /* of what chunks leave: rows run in groups that fit */
     LATENT = 512, TAIL = 64, LATENT_WIDTH = LATENT + TAIL,
     LATENT_TILES = LATENT / 4 / 8,          /* of eight values, in a warp's part */
     LATENT_HEADS = 64,          /* heads that a thread block of latent_kernel works on */
@@ -5109,8 +5690,6 @@ enum {
     SCORE_PITCH = TILE_KEYS + 4, WEIGHT_PITCH = TILE_KEYS + 8,
     HOPPER_KEYS = 64,           /* keys of a tile of hopper_kernel and weigh_lists_kernel */
 };
-
-static float *partials;         /* [PARTIAL_FLOATS] device: of a row, head and chunk: maximum, sum, values */
 
 static bool attention_start(Error *error) {
     partials = (float *)take((size_t)PARTIAL_FLOATS * sizeof(float), MEMORY_DEVICE, error);
@@ -7966,23 +8545,36 @@ static __device__ uint64_t find_cut(KeyBins *bins, int n, int shift, Key key, We
 typedef struct Resolver {
     CacheTables seen;
     HotTables slots;
-    int group, groups, context_pages, hot_pages, tail_ring, hot_rows, staging_rows;
+    int group, groups, context_pages, hot_pages, tail_ring, staging_rows;
+    int page_shift;             /* 1 << page_shift rows of the group to a page */
+    int hot_rows, all_hot_rows; /* of the group; of the finest one, which tables have room for */
     int32_t first_staged;       /* device rows from here on are staging's */
     bool scan;                  /* LOOKUP_SCAN */
     int range;                  /* rows that the bitmap holds at once, a multiple of QUAD */
 } Resolver;
 
 static Resolver resolver_of(const Cache *cache, int group) {
+    const int rows = page_rows(cache, group);       /* 64 or 32 */
     return (Resolver){cache->seen, cache->slots, group, cache->groups, cache->context_pages, cache->hot_pages, cache->tail_ring,
-                      cache->hot_rows, cache->staging_rows, cache->device_pages.n_pages * PAGE_ROWS,
-                      cache->lookup == LOOKUP_SCAN, 0};
+                      cache->staging_rows, __builtin_ctz((unsigned)rows), cache->hot_rows / stretch_of(cache, group),
+                      cache->hot_rows, cache->device_pages.n_pages * rows, cache->lookup == LOOKUP_SCAN, 0};
 }
 
-/* The device page that holds a position's row without any search, or 0. */
-static __device__ int direct_page(const Resolver &cache, int session, int position, int tail_base) {
-    const int page = position / PAGE_ROWS;
-    return position >= tail_base ? cache.seen.tail[session * cache.tail_ring + (page & (cache.tail_ring - 1))].id
-                                 : cache.seen.ready[(size_t)session * cache.context_pages + page].id;
+/* Row `row` of a session, or slot of its hot cache, in the page that holds it. */
+static __device__ int row_in_page(const Resolver &cache, int page, int row) {
+    return page << cache.page_shift | (row & ((1 << cache.page_shift) - 1));
+}
+
+/* The first row of the group that a session's tail holds. */
+static __device__ int tail_begin(const Resolver &cache, int session) {
+    return cache.seen.tail_base[session] / PAGE_ROWS << cache.page_shift;
+}
+
+/* The device page that holds a row without any search, or 0. */
+static __device__ int direct_page(const Resolver &cache, int session, int row, int tail_base) {
+    const int page = row >> cache.page_shift;
+    return row >= tail_base ? cache.seen.tail[session * cache.tail_ring + (page & (cache.tail_ring - 1))].id
+                            : cache.seen.ready[(size_t)session * cache.context_pages + page].id;
 }
 
 /* One session's queries while they are resolved together. */
@@ -8026,8 +8618,8 @@ typedef struct Missing {
     int *before;                /* [range / 32] entries of the plan in front of the word's */
 } Missing;
 
-static __device__ DeviceRow hot_location(const ResolveShared *shared, int slot) {
-    return (DeviceRow){shared->hot[slot / PAGE_ROWS].id * PAGE_ROWS + slot % PAGE_ROWS};
+static __device__ DeviceRow hot_location(const Resolver &cache, const ResolveShared *shared, int slot) {
+    return (DeviceRow){row_in_page(cache, shared->hot[slot >> cache.page_shift].id, slot)};
 }
 
 /* What stands in place of a location until it is known: the row that is sought, or which entry of the plan brings it. */
@@ -8061,10 +8653,10 @@ static __device__ void look_up(const Resolver &cache, const Search &search, Reso
         for (int u = 0; u < IN_FLIGHT; u++) {
             DeviceRow location = {NOWHERE};
             if (page[u]) {
-                location.id = page[u] * PAGE_ROWS + position[u] % PAGE_ROWS;
+                location.id = row_in_page(cache, page[u], position[u]);
                 tail += position[u] >= search.tail_base, optional += position[u] < search.tail_base;
             } else if (slot[u] >= 0) {
-                location = hot_location(shared, slot[u]);
+                location = hot_location(cache, shared, slot[u]);
                 search.hot.stamp[slot[u]] = search.now;
                 hot++;
             } else if (position[u] >= 0) {
@@ -8118,8 +8710,8 @@ static __device__ int entry_of(const Missing &missing, int row) {
     return bits & own ? missing.before[row / 32] + __popc(bits & (own - 1)) : -1;
 }
 
-/* Lists the bitmap's rows behind `listed` entries, a word a thread; returns how many there are then. Each warp has a part of the
- * words, and knows where its entries begin when all have counted theirs. to holds the rows themselves. */
+/* Lists the bitmap's rows behind `listed` entries, a word, which is of one page, a thread; returns how many there are then. Each
+ * warp has a part of the words, and knows where its entries begin when all have counted theirs. to holds the rows themselves. */
 static __device__ int list_bits(const Resolver &cache, const Search &search, ResolveShared *shared, const Missing &missing,
                                 int base, int rows, int listed) {
     const HostPage *pages = cache.seen.host + (size_t)search.session * cache.context_pages;
@@ -8133,7 +8725,7 @@ static __device__ int list_bits(const Resolver &cache, const Search &search, Res
     for (int first = begin; first < end; first += WARP) {
         const int word = first + lane, row = base + 32 * word;
         const uint32_t bits = word < end ? missing.bits[word] : 0;
-        const int64_t page = bits ? pages[row / PAGE_ROWS].id : 0;
+        const int page = bits ? pages[row >> cache.page_shift].id : 0;
         int sum = __popc(bits);
         for (int step = 1; step < WARP; step *= 2) {
             const int other = __shfl_up_sync(~0u, sum, step);
@@ -8143,7 +8735,7 @@ static __device__ int list_bits(const Resolver &cache, const Search &search, Res
         if (word < end) missing.before[word] = entry;
         for (uint32_t left = bits; left; left &= left - 1, entry++) {
             const int here = row + __ffs(left) - 1;
-            search.from[entry].id = page * PAGE_ROWS + here % PAGE_ROWS;
+            search.from[entry].id = ((int64_t)page << cache.page_shift) + (here & ((1 << cache.page_shift) - 1));
             search.to[entry].id = here;
         }
         at += __shfl_sync(~0u, sum, WARP - 1);
@@ -8289,7 +8881,7 @@ static __device__ int take_victims(const Resolver &cache, const Search &search, 
             search.hot.tag[slot] = row[u];
             search.hot.stamp[slot] = search.now;
             search.hot.slot_of[row[u]] = (uint16_t)(slot + 1);
-            search.to[entry[u]] = hot_location(shared, slot);
+            search.to[entry[u]] = hot_location(cache, shared, slot);
         }
     }
     return beyond;
@@ -8297,7 +8889,7 @@ static __device__ int take_victims(const Resolver &cache, const Search &search, 
 
 /* Where sought rows come to lie: where the plan brings them, and what a scan has found has a slot by now. The first `beyond` of
  * the plan are staged, from device row `staged` on. */
-static __device__ void locate_sought(const Search &search, ResolveShared *shared, const Missing &missing,
+static __device__ void locate_sought(const Resolver &cache, const Search &search, ResolveShared *shared, const Missing &missing,
                                      DeviceRow held[IN_FLIGHT], int beyond, int staged) {
     int hot = 0, host = 0;
 #pragma unroll 1
@@ -8308,7 +8900,7 @@ static __device__ void locate_sought(const Search &search, ResolveShared *shared
         if (row < 0) return;
         int entry = planned_entry(location);
         if (entry < 0 && row >= shared->base) entry = entry_of(missing, row - shared->base);
-        location = entry >= 0 ? search.to[entry] : hot_location(shared, search.hot.slot_of[row] - 1);
+        location = entry >= 0 ? search.to[entry] : hot_location(cache, shared, search.hot.slot_of[row] - 1);
         hot += entry < 0, host += entry >= 0;
     });
     count_picked(shared, TIER_HOT, hot), count_picked(shared, TIER_HOST, host);
@@ -8332,7 +8924,7 @@ static __device__ int place_missing(const Resolver &cache, const Search &search,
     const int beyond = n ? take_victims(cache, search, shared, n) : 0;
     const int staging = beyond ? staging_before(rows, begin, end, row) : 0;
     __syncthreads();
-    locate_sought(search, shared, missing, held, beyond, cache.first_staged + staging * cache.staging_rows);
+    locate_sought(cache, search, shared, missing, held, beyond, cache.first_staged + staging * cache.staging_rows);
     if (threadIdx.x == 0 && n) atomicAdd(&report->fetched, n);
     if (threadIdx.x == 0 && beyond) atomicAdd(&report->staged, beyond);
     __syncthreads();
@@ -8357,9 +8949,9 @@ static __global__ void __launch_bounds__(1024) resolve_blocks(Resolver cache, Se
 #pragma unroll
     for (int i = 1; i < QUERY_BLOCK; i++) n += row + i < end && rows[row + i].session == session;
     const size_t state = (size_t)session * cache.groups + cache.group;
-    const HotCache hot = {cache.slots.tag + state * cache.hot_rows, cache.slots.stamp + state * cache.hot_rows,
+    const HotCache hot = {cache.slots.tag + state * cache.all_hot_rows, cache.slots.stamp + state * cache.all_hot_rows,
                           cache.slots.slot_of + state * cache.context_pages * PAGE_ROWS, cache.slots.clock + state};
-    const Search search = {session, cache.seen.tail_base[session], n * selection.capacity, selection.ids + at, locations + at,
+    const Search search = {session, tail_begin(cache, session), n * selection.capacity, selection.ids + at, locations + at,
                            plan.from + at, plan.to + at, hot, *hot.clock + 1};
     const Missing missing = {(uint32_t *)bitmap, (int *)((uint32_t *)bitmap + cache.range / 32)};
 #pragma unroll 1
@@ -8385,9 +8977,9 @@ static __global__ void locate_resident(Resolver cache, Selection selection, cons
     const int row = begin + blockIdx.y, session = rows[row].session, i = blockIdx.x * blockDim.x + threadIdx.x;
     const size_t at = (size_t)row * selection.capacity;
     const int position = i < selection.capacity && session >= 0 ? selection.ids[at + i] : -1;
-    const int tail_base = session >= 0 ? cache.seen.tail_base[session] : 0;
+    const int tail_base = session >= 0 ? tail_begin(cache, session) : 0;
     const int page = position >= 0 ? direct_page(cache, session, position, tail_base) : 0;
-    if (i < selection.capacity) locations[at + i].id = page ? page * PAGE_ROWS + position % PAGE_ROWS : NOWHERE;
+    if (i < selection.capacity) locations[at + i].id = page ? row_in_page(cache, page, position) : NOWHERE;
     const int tail = __syncthreads_count(page && position >= tail_base), found = __syncthreads_count(page != 0);
     if (threadIdx.x) return;
     if (tail) atomicAdd(&report->picked[TIER_TAIL], tail);
@@ -9446,6 +10038,16 @@ extern "C" const Backend cuda_backend = {
     .window_attention = window_attention,
     .grouped_linear = grouped_linear,
     .route_softplus = route_softplus,
+    .locate_groups = locate_groups,
+    .see_groups = see_groups,
+    .locate_heavy = locate_heavy,
+    .compress = compress,
+    .pool_groups = pool_groups,
+    .select_groups = select_groups,
+    .note_tokens = note_tokens,
+    .prefetch_engram = prefetch_engram,
+    .read_engram = read_engram,
+    .keep_trails = keep_trails,
     .forget_hot = forget_hot,
     .start_copy = start_copy,
     .finish_copy = finish_copy,

@@ -194,7 +194,7 @@ enum {
     MAX_HEADS = 1024, MAX_EXPERTS = 4096,
     MAX_STREAMS = 8,            /* hc_mult */
     MAX_RATIO = 256,            /* positions of one compressed row */
-    MAX_NGRAM = 8, MAX_ENGRAM_HEADS = 64,
+    MAX_NGRAM = 8, MAX_ENGRAM_HEADS = 64, MAX_ENGRAMS = 16,
     MAX_BLOCKS = 1 << 16,       /* candidate_topk_blocks */
 };
 
@@ -671,7 +671,8 @@ typedef struct Cache {
     uint8_t *staging;           /* [live_sources, staging_blocks * staging_rows] rows */
     uint8_t *index_keys;        /* [groups, index pages, 64] index keys; always on the device */
     uint8_t *draft_ring;        /* [draft_layers, sessions, draft_rows] rows: position t at t mod draft_rows (eq. 10) */
-    Trail *trails;              /* [trail_layers, TRAILS]; their rows are on the device, whatever is lent */
+    Trail *trails, *seen_trails;            /* [trail_layers, TRAILS]; their rows are on the device, whatever is lent. As the
+                                 * pipeline has them, and in the operations' memory */
     uint8_t *heavy;             /* [heavy_layers, sessions, heavy_rows] rows of `format`, likewise */
     int *history;               /* MEMORY_HOST: [sessions, context + 1 + MAX_BLOCK] each session's ids, and drafts behind them */
     uint8_t *host, *host_index; /* [sources, host pages, 64] rows; [groups, host pages, 64] index keys */
@@ -1193,10 +1194,10 @@ struct Backend {
     void (*pool_groups)(float *y, const Trail *trail, const Row *rows, int n_rows, const CompressorWeights *weights, int ratio,
                         int dim, float eps);
 
-    /* index_select() over compressed rows: rows[r] stands at the newest that it sees, and a page has page_rows of them. blocks:
-     * [rows, ceil(context_pages * page_rows / block_size / 64)] bits; NULL: none. keeps: each row's best topk_blocks blocks, by
-     * the best score in each, and always the block of the newest, are set there. Otherwise only rows in those blocks are
-     * selected. */
+    /* index_select() over compressed rows: rows[r], which the pass itself may make, stands at the newest that it sees, and a page
+     * has page_rows of them. blocks: [rows, ceil(context_pages * page_rows / block_size / 64)] bits; NULL: none. keeps: each
+     * row's best topk_blocks blocks, by the best score in each, and always the block of the newest, are set there. Otherwise only
+     * rows in those blocks, which hold as many as can be selected, are selected. */
     void (*select_groups)(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
                           const RowFormat *format, const DevicePage *pages, int context_pages, int page_rows, int heads,
                           int head_dim, const Row *rows, int n_rows, float *scratch, int scratch_rows, uint64_t *blocks,

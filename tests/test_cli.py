@@ -1499,13 +1499,14 @@ def test_bench_decode():
     """Whole steps and their operations, for each family; what cannot be measured is refused."""
     out = os.path.join(HOME, "decoded")
     os.mkdir(out)
-    for family in ("qwen3-a", "glm_moe_dsa-a", "deepseek_v32-c"):
+    for family in ("qwen3-a", "glm_moe_dsa-a", "deepseek_v32-c", "deepseek_v4-c", "deepseek_v41-c"):
+        rows = 256 if family == "deepseek_v4-c" else 320            # whole pages
         shape = os.path.join(HOME, "shape-" + family)
         os.mkdir(shape)
         config = json.loads(read(os.path.join(ROOT, "tests", "fixtures", family, "config.json"))) | {"max_position_embeddings": 1024}
         write(shape + "/config.json", json.dumps(config))
         result = run("bench", "decode", "-m", shape, "--dummy", "-c", "576", "--slots", "8", "--device", "cpu", "-o", out)
-        check(result.code == 0 and b" 8 x 320 rows" in result.out and b"\n32 x" not in result.out, "batches of 1 and 8", result.out, result.err)
+        check(result.code == 0 and b" 8 x %d rows" % rows in result.out and b"\n32 x" not in result.out, "batches of 1 and 8", result.out, result.err)
         check(b"\nrms_norm " in result.out and b"\nlinear " in result.out, "where the time goes", result.out)
         equal(read(out + "/decode.csv").count(b"\n"), 3, "decode.csv")
     result = run("bench", "decode", "-m", shape, "--dummy", "-c", "300", "--slots", "1", "--device", "cpu", "-o", out)

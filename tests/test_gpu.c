@@ -979,6 +979,7 @@ static void check_stored(RowFormat format, int n_rows) {
         DeviceRow moved = ids[i];
         ids[i] = ids[j], ids[j] = moved;
     }
+    for (int i = 0; i < POOL_ROWS; i++) if (draw() % 8 == 0) ids[i].id = -1;        /* nowhere */
     uint8_t *pool = malloc(bytes);
     memset(pool, 0xff, bytes);
     void *device_pool = to_device(NULL, bytes), *device_ids = to_device(ids, sizeof ids);
@@ -1003,9 +1004,23 @@ static void test_store_rows(void) {
                 check_stored(row_format((KvDtype)kind, shapes[i][0], shapes[i][1], shapes[i][2]), n_rows);
 }
 
-/* One call of index_select: its inputs, here and on the device. */
+/* Rows with scales of one byte, and of four bits: as DeepSeek-V4 has them, and odd ones. */
+static void test_store_codes(void) {
+    static const struct { int quantised, plain, group; } shapes[] = {
+        {448, 64, 64}, {512, 0, 32}, {512, 0, 16}, {128, 0, 32}, {21, 3, 4}, {7, 2, 16}, {1, 0, 2}, {130, 64, 128}};
+    for (int kind = KV_F8; kind <= KV_F4; kind++)
+        for (int scales = SCALES_E8M0; scales <= SCALES_E4M3; scales++)
+            for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+                for (int n_rows = 0; n_rows < 150; n_rows = n_rows * 4 + 1)
+                    check_stored(scaled_row_format((KvDtype)kind, shapes[i].quantised, shapes[i].plain, shapes[i].group,
+                                                   (ScaleKind)scales), n_rows);
+}
+
+/* One call of index_select, or select_groups: its inputs, here and on the device. */
 typedef struct IndexCase {
     int heads, dim, context_pages, sessions, capacity, n_rows;
+    int page_rows;              /* 0: PAGE_ROWS, and index_select */
+    int block_size, topk_blocks;            /* 0: no blocks */
     KvDtype dtype;
     bool whole;                 /* small whole numbers, so that every sum is exact and many scores are equal */
     bool plain;                 /* F8: bf16 values as the rope part of a row has them */
@@ -1033,7 +1048,7 @@ static float *index_values(size_t n, bool whole, int low, int high) {
 
 /* Sessions in runs of up to 11 rows, at positions anywhere. */
 static void draw_index_rows(IndexCase *test) {
-    const int context = test->context_pages * PAGE_ROWS;
+    const int context = test->context_pages * (test->page_rows ? test->page_rows : PAGE_ROWS);
     for (int r = 0, session = 0; r < test->n_rows; session++) {
         int left = test->n_rows - r, run = session + 1 == test->sessions ? left : draw_between(1, left < 11 ? left : 11);
         int last = draw() % 3 == 0 ? context - 1 : draw_between(run - 1, context - 1);
@@ -1071,12 +1086,15 @@ static void store_index_keys(IndexCase *test) {
 static void index_open(IndexCase *test) {
     const int n_pages = test->sessions * test->context_pages, n_keys = (n_pages + 1) * PAGE_ROWS;
     const size_t heads = (size_t)test->heads, dim = (size_t)test->dim, n = (size_t)test->n_rows;
-    test->format = test->plain ? row_format(test->dtype, 0, test->dim, 128) : index_row_format(test->dtype, test->dim);
+    test->format = test->dtype == KV_F4 ? group_key_format(&(Config){.index_head_dim = test->dim}, KV_F4)
+                   : test->plain        ? row_format(test->dtype, 0, test->dim, 128)
+                                        : index_row_format(test->dtype, test->dim);
     test->q = index_values(n * heads * dim, test->whole, -3, 3);
     test->weights = index_values(n * heads, test->whole, -1, 3);
     test->key_values = index_values((size_t)n_keys * dim, test->whole, -3, 3);
     if (test->whole && test->dtype == KV_F8)
         for (int i = 0; i < n_keys; i++) test->key_values[(size_t)i * dim + (size_t)i % dim] = 7;
+    for (size_t i = 0; i < (size_t)n_keys * dim && test->dtype == KV_F4; i += EXPONENT_BLOCK) test->key_values[i] = 6;
     test->keys = malloc((size_t)n_keys * test->format.stride);
     store_index_keys(test);
     test->pages = malloc((size_t)n_pages * sizeof *test->pages);
@@ -1101,6 +1119,15 @@ static void index_close(IndexCase *test) {
 }
 
 static void free_result(IndexResult *result) { free(result->ids), free(result->count), free(result->scores); }
+
+/* Whether the 64 bytes behind a block of the device are still poison. */
+static bool poison_behind(const void *device, size_t bytes) {
+    uint8_t *end = from_device((const uint8_t *)device + bytes, 64);
+    bool whole = true;
+    for (int i = 0; i < 64; i++) whole &= end[i] == 0xff;
+    free(end);
+    return whole;
+}
 
 static bool poisoned(const void *data, size_t bytes) {
     for (size_t i = 0; i < bytes; i++) if (((const uint8_t *)data)[i] != 0xff) return false;
@@ -1201,6 +1228,109 @@ static void check_index(IndexCase test) {
     }
     free_result(&all);
     index_close(&test);
+}
+
+/* ---- select_groups */
+
+static size_t block_words(const IndexCase *test) {
+    const int context = test->context_pages * test->page_rows, size = test->block_size;
+    return size ? ((size_t)((context + size - 1) / size) + 63) / 64 : 0;
+}
+
+/* Rows [begin, begin + n) of select_groups on the GPU, among given blocks, which it may set; scratch poisoned. */
+static IndexResult groups_on_gpu(const IndexCase *test, int begin, int n, int scratch_rows, uint64_t *blocks, bool keeps) {
+    const size_t context = (size_t)(test->context_pages * test->page_rows), heads = (size_t)test->heads, first = (size_t)begin;
+    const size_t ids_bytes = (size_t)n * (size_t)test->capacity * sizeof(int), count_bytes = (size_t)n * sizeof(int);
+    const size_t blocks_bytes = (size_t)n * block_words(test) * sizeof(uint64_t);
+    void *ids = to_device(NULL, ids_bytes), *count = to_device(NULL, count_bytes),
+         *scratch = to_device(NULL, (size_t)scratch_rows * context * sizeof(float)),
+         *device_blocks = test->block_size ? to_device(blocks + first * block_words(test), blocks_bytes) : NULL;
+    Selection selection = {ids, count, test->capacity};
+    cuda_backend.select_groups(&selection, (float *)test->device_q + first * heads * (size_t)test->dim,
+                               (float *)test->device_weights + first * heads, test->device_keys, &test->format,
+                               test->device_pages, test->context_pages, test->page_rows, test->heads, test->dim,
+                               (Row *)test->device_rows + first, n, scratch, scratch_rows, device_blocks, test->block_size,
+                               test->topk_blocks, keeps);
+    IndexResult result = {from_device(ids, ids_bytes + 64), from_device(count, count_bytes + 64), NULL};
+    bool within = poisoned((uint8_t *)result.ids + ids_bytes, 64) && poisoned((uint8_t *)result.count + count_bytes, 64);
+    CHECK(within && poison_behind(scratch, (size_t)scratch_rows * context * sizeof(float)), "select_groups writes beyond");
+    if (device_blocks) {
+        CHECK(poison_behind(device_blocks, blocks_bytes), "select_groups writes behind its blocks");
+        cuda_backend.copy_bytes(blocks + first * block_words(test), device_blocks, blocks_bytes);
+        free_device(device_blocks);
+    }
+    free_device(ids), free_device(count), free_device(scratch);
+    return result;
+}
+
+/* All rows at once, as the C twin; and in parts, as all at once. Bits of rows that see all there is are nobody's. */
+static void check_group_part(const IndexCase *test, const Selection *wanted, const uint64_t *wanted_blocks, const uint64_t *given,
+                             int begin, int n, int scratch_rows, bool keeps) {
+    const size_t k = (size_t)test->capacity, words = block_words(test);
+    uint64_t *blocks = malloc((size_t)test->n_rows * words * sizeof *blocks + 64);
+    memcpy(blocks, given, (size_t)test->n_rows * words * sizeof *blocks);
+    IndexResult part = groups_on_gpu(test, begin, n, scratch_rows, blocks, keeps);
+    bool same = true, same_blocks = true;
+    for (int i = 0; i < n; i++) {
+        const size_t r = (size_t)(begin + i);
+        const int visible = test->rows[r].position + 1, used = words ? (visible + test->block_size - 1) / test->block_size : 0;
+        same &= part.count[i] == wanted->count[r] && !memcmp(part.ids + (size_t)i * k, wanted->ids + r * k, k * sizeof(int));
+        if (visible > test->capacity && words)
+            same_blocks &= !memcmp(blocks + r * words, wanted_blocks + r * words, (size_t)((used + 63) / 64) * sizeof *blocks);
+    }
+    CHECK(same && same_blocks,
+          "select_groups: %d heads of %d, %d pages of %d, %d of them, dtype %d, blocks %d x %d%s: rows %d .. %d of %d, %d at a "
+          "time%s",
+          test->heads, test->dim, test->context_pages, test->page_rows, test->capacity, (int)test->dtype, test->topk_blocks,
+          test->block_size, keeps ? ", kept" : "", begin, begin + n, test->n_rows, scratch_rows, same ? ": the blocks" : "");
+    free_result(&part), free(blocks);
+}
+
+/* Whole numbers, so that both twins have the same scores. First the selection that keeps blocks, then one that stays in them. */
+static void check_groups(IndexCase test) {
+    test.whole = true;
+    index_open(&test);
+    if (test.n_rows) test.rows[0].position = -1;    /* it sees no row yet */
+    cuda_backend.copy_bytes(test.device_rows, test.rows, (size_t)test.n_rows * sizeof *test.rows);
+    const int n = test.n_rows;
+    const size_t context = (size_t)(test.context_pages * test.page_rows), words = block_words(&test);
+    Selection wanted = {malloc((size_t)(n * test.capacity + 1) * sizeof(int)), malloc((size_t)(n + 1) * sizeof(int)),
+                        test.capacity};
+    float *scratch = malloc((size_t)(n + 1) * context * sizeof *scratch);
+    uint64_t *blocks = calloc((size_t)n * words + 1, sizeof *blocks), *before = calloc((size_t)n * words + 1, sizeof *before);
+    for (int keeps = 1; keeps >= 0; keeps--) {
+        memcpy(before, blocks, (size_t)n * words * sizeof *blocks);
+        c_backend.select_groups(&wanted, test.q, test.weights, test.keys, &test.format, test.pages, test.context_pages,
+                                test.page_rows, test.heads, test.dim, test.rows, n, scratch, n + 1,
+                                test.block_size ? blocks : NULL, test.block_size, test.topk_blocks, keeps);
+        check_group_part(&test, &wanted, blocks, before, 0, n, n + 1, keeps);
+        for (int r = 0; r < n && r < 6; r++) check_group_part(&test, &wanted, blocks, before, r, 1, 1, keeps);
+        if (n <= 2) continue;
+        check_group_part(&test, &wanted, blocks, before, 1, n - 1, n, keeps);
+        check_group_part(&test, &wanted, blocks, before, 0, n, 2, keeps);
+        check_group_part(&test, &wanted, blocks, before, n / 3, n / 2, 3, keeps);
+    }
+    free(wanted.ids), free(wanted.count), free(scratch), free(blocks), free(before);
+    index_close(&test);
+}
+
+static void test_select_groups(void) {
+    static const struct { int heads, dim, pages, page_rows, sessions, capacity, rows, size, topk; KvDtype dtype;
+    } cases[] = {
+        {32, 128, 40, 64, 3, 256, 9, 0, 0, KV_BF16},    {32, 128, 41, 32, 3, 256, 9, 0, 0, KV_BF16},
+        {4, 16, 7, 32, 4, 20, 17, 0, 0, KV_BF16},       {8, 32, 5, 32, 2, 33, 12, 0, 0, KV_F32},
+        {32, 128, 40, 64, 3, 256, 9, 0, 0, KV_F4},      {64, 64, 33, 32, 3, 256, 11, 0, 0, KV_F4},
+        {1, 64, 9, 64, 3, 60, 9, 0, 0, KV_F4},          {2, 32, 3, 32, 3, 20, 9, 0, 0, KV_F4},
+        {32, 128, 60, 64, 3, 256, 9, 8, 64, KV_BF16},   {32, 128, 61, 64, 3, 512, 10, 8, 70, KV_F4},
+        {4, 16, 9, 32, 4, 20, 17, 4, 7, KV_F32},        {4, 16, 9, 64, 4, 20, 17, 3, 8, KV_BF16},
+        {2, 8, 8, 64, 2, 30, 130, 1, 30, KV_BF16},      {32, 128, 700, 64, 1, 512, 2, 8, 100, KV_F4},
+        {16, 64, 300, 64, 2, 64, 5, 8, 2048, KV_F4},     {16, 64, 300, 64, 2, 64, 0, 8, 9, KV_F4},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        check_groups((IndexCase){.heads = cases[i].heads, .dim = cases[i].dim, .context_pages = cases[i].pages,
+                                 .page_rows = cases[i].page_rows, .sessions = cases[i].sessions, .capacity = cases[i].capacity,
+                                 .n_rows = cases[i].rows, .block_size = cases[i].size, .topk_blocks = cases[i].topk,
+                                 .dtype = cases[i].dtype});
 }
 
 static void test_index_select(void) {
@@ -1665,15 +1795,6 @@ static void *host_block(size_t bytes) {
 
 static void free_host(void *block) { cuda_backend.give_back(block, MEMORY_HOST); }
 
-/* Whether the 64 bytes behind a block of the device are still poison. */
-static bool poison_behind(const void *device, size_t bytes) {
-    uint8_t *end = from_device((const uint8_t *)device + bytes, 64);
-    bool whole = true;
-    for (int i = 0; i < 64; i++) whole &= end[i] == 0xff;
-    free(end);
-    return whole;
-}
-
 static bool chance(double p) { return (double)(draw() >> 11) * 0x1p-53 < p; }
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -2069,8 +2190,9 @@ static int random_pages(void *c_field, void *gpu_field, size_t n, int first, dou
 static Twins make_twins(int sessions, int context, int groups, int k, int hot_rows, Lookup lookup, double not_ready) {
     Twins t = {0};
     Cache *c = &t.c, *g = &t.gpu;
-    static int group_of[1] = {0}, member_of[1] = {0};
+    static int group_of[2] = {0, 1}, member_of[2] = {0, 0};
     c->lookup = lookup;
+    c->ratio = 1;
     c->sessions = sessions, c->context = context, c->sources = 1, c->groups = groups;
     c->group_of = group_of, c->member_of = member_of;
     c->index_topk = k, c->hot_rows = hot_rows, c->live_sources = 1;
@@ -2111,11 +2233,20 @@ static Twins make_twins(int sessions, int context, int groups, int k, int hot_ro
     return t;
 }
 
-/* Memory for the rows of the one source: only where it is small. */
+/* As in DeepSeek-V4.1: each group has a source of its own, and a row of the first is of two positions. */
+static Twins stretched(Twins t) {
+    static int stretch[] = {2, 1}, rows_before[] = {0, PAGE_ROWS / 2, PAGE_ROWS / 2 + PAGE_ROWS};
+    t.c.sources = t.gpu.sources = t.c.groups;
+    t.c.stretch = t.gpu.stretch = stretch;
+    t.c.rows_before = t.gpu.rows_before = rows_before;
+    return t;
+}
+
+/* Memory for the rows of the sources: only where it is small. */
 static void give_rows(Twins *t) {
     Cache *c = &t->c, *g = &t->gpu;
-    size_t host = (size_t)c->host_pages.n_pages * PAGE_ROWS * c->format.stride,
-           pool = (size_t)c->device_pages.n_pages * PAGE_ROWS * c->format.stride,
+    const size_t bundle = rows_before(c, c->sources) * c->format.stride;
+    size_t host = (size_t)c->host_pages.n_pages * bundle, pool = (size_t)c->device_pages.n_pages * bundle,
            staging = (size_t)c->staging_blocks * (size_t)c->staging_rows * c->format.stride;
     t->host = host_block(host);
     for (size_t i = 0; i < host; i++) t->host[i] = (uint8_t)(draw() >> 20);
@@ -2210,11 +2341,13 @@ static void check_hot_tables(const Twins *t, const char *name, int round) {
 static void twin_pass(Twins *t, const char *name, int round, int most, int favourites) {
     Cache *c = &t->c, *g = &t->gpu;
     const int k = c->index_topk, group = draw_between(0, c->groups - 1);
-    Row rows[MAX_PASS_ROWS];
+    const SourceId source = {c->stretch ? group : 0};
+    Row rows[MAX_PASS_ROWS], newest[MAX_PASS_ROWS];
     int ends[2], n = random_pass(rows, ends, c, most);
     const size_t entries = (size_t)n * (size_t)k;
     int *ids = malloc(entries * sizeof(int) + 64), counts[MAX_PASS_ROWS + 2] = {0};
-    random_selection(ids, rows, n, k, favourites);
+    for (int r = 0; r < n; r++) newest[r] = (Row){rows[r].session, (rows[r].position + 1) / stretch_of(c, group) - 1, 0};
+    random_selection(ids, newest, n, k, favourites);
     DeviceRow *locations = malloc(entries * sizeof *locations + 64);
     MissPlan plan = {malloc(entries * sizeof(HostRow) + 64), malloc(entries * sizeof(DeviceRow) + 64), counts, (int)entries};
     MissPlan device_plan = {to_device(NULL, entries * sizeof(HostRow)), to_device(NULL, entries * sizeof(DeviceRow)),
@@ -2227,8 +2360,8 @@ static void twin_pass(Twins *t, const char *name, int round, int most, int favou
         cuda_backend.resolve(g, group, &device_selection, device_rows, begin, ends[run], run, device_locations, &device_plan,
                              t->gpu_report);
         if (!c->device) continue;
-        c_backend.fetch_rows(c, (SourceId){0}, &plan, rows, begin, ends[run], run, &t->c_report);
-        cuda_backend.fetch_rows(g, (SourceId){0}, &device_plan, device_rows, begin, ends[run], run, t->gpu_report);
+        c_backend.fetch_rows(c, source, &plan, rows, begin, ends[run], run, &t->c_report);
+        cuda_backend.fetch_rows(g, source, &device_plan, device_rows, begin, ends[run], run, t->gpu_report);
     }
     CHECK(same_on_device(device_locations, locations, entries * sizeof(DeviceRow)), "%s %d: locations", name, round);
     CHECK(poison_behind(device_locations, entries * sizeof(DeviceRow)), "%s %d: behind the locations", name, round);
@@ -2239,8 +2372,8 @@ static void twin_pass(Twins *t, const char *name, int round, int most, int favou
     }
     CHECK(same_on_device(t->gpu_report, &t->c_report, sizeof t->c_report), "%s %d: the report", name, round);
     if (c->device) {
-        CHECK(same_rows(g->device, c->device, (size_t)c->device_pages.n_pages * PAGE_ROWS, &c->format), "%s %d: rows", name,
-              round);
+        CHECK(same_rows(g->device, c->device, (size_t)c->device_pages.n_pages * rows_before(c, c->sources), &c->format),
+              "%s %d: rows", name, round);
         CHECK(same_rows(g->staging, c->staging, (size_t)c->staging_blocks * (size_t)c->staging_rows, &c->format),
               "%s %d: staged rows", name, round);
     }
@@ -2272,6 +2405,13 @@ static void test_resolve(void) {
     twin_passes("small scan", make_twins(3, 300, 2, 12, 24, LOOKUP_SCAN, 0.6), 40, 8, 60, true);
     twin_passes("overflow", make_twins(4, 1000, 1, 20, 20, LOOKUP_DIRECT, 0.9), 20, 8, 300, true);
     twin_passes("overflow scan", make_twins(4, 1000, 1, 20, 21, LOOKUP_SCAN, 0.9), 20, 8, 300, true);
+    twin_passes("stretched", stretched(make_twins(3, 600, 2, 12, 24, LOOKUP_DIRECT, 0.6)), 40, 8, 60, true);
+    twin_passes("stretched scan", stretched(make_twins(3, 600, 2, 12, 24, LOOKUP_SCAN, 0.6)), 40, 8, 60, true);
+    twin_passes("stretched, odd", stretched(make_twins(4, 1900, 2, 20, 140, LOOKUP_DIRECT, 0.9)), 30, 8, 300, true);
+    twin_passes("overflow, stretched", stretched(make_twins(4, 2000, 2, 20, 40, LOOKUP_SCAN, 0.9)), 20, 8, 300, true);
+    twin_passes("resident, stretched", stretched(make_twins(3, 500, 2, 16, 0, LOOKUP_DIRECT, 0.0)), 10, 40, 60, false);
+    twin_passes("beyond the bitmap, stretched", stretched(make_twins(2, 8000000, 2, 256, 600, LOOKUP_DIRECT, 0.9)), 6, 8, 1500,
+                false);
     twin_passes("resident", make_twins(3, 500, 1, 16, 0, LOOKUP_DIRECT, 0.0), 10, 40, 60, false);
     twin_passes("large", make_twins(16, 40000, 2, 512, 1024, LOOKUP_DIRECT, 0.7), 12, 4, 2500, false);
     twin_passes("large scan", make_twins(16, 40000, 2, 512, 1024, LOOKUP_SCAN, 0.7), 6, 4, 2500, false);
@@ -2320,6 +2460,289 @@ static void test_page_copies(void) {
     free_device(busy), free_device(read), free_device(sum), free_device(source);
     free(before), free(written);
     free_twins(&t);
+}
+
+/* Copies of parts of pages, of sources whose rows hold one position or two, in both directions: the bytes are the C twin's. */
+static void test_stretched_copies(void) {
+    Twins t = stretched(make_twins(2, 300, 2, 8, 16, LOOKUP_DIRECT, 0.5));
+    Cache *c = &t.c, *g = &t.gpu;
+    c->index_format = g->index_format = index_row_format(KV_BF16, 24);
+    c->index_pages.n_pages = g->index_pages.n_pages = c->sessions * c->context_pages + 1;
+    give_rows(&t);
+    const size_t bundle = rows_before(c, 2), host = (size_t)c->host_pages.n_pages * bundle * c->format.stride,
+                 host_keys = (size_t)c->host_pages.n_pages * bundle * c->index_format.stride,
+                 keys = (size_t)c->index_pages.n_pages * bundle * c->index_format.stride,
+                 device = (size_t)c->device_pages.n_pages * bundle * c->format.stride;
+    uint8_t *values = malloc(keys > device ? keys : device);
+    for (size_t i = 0; i < keys || i < device; i++) values[i] = (uint8_t)draw();
+    memcpy(c->device, values, device), cuda_backend.copy_bytes(g->device, values, device);
+    twin_table(&c->index_keys, &g->index_keys, values, keys);
+    c->host = malloc(host), memcpy(c->host, g->host, host);         /* each twin has a host of its own */
+    c->host_index = calloc(host_keys, 1), g->host_index = host_block(host_keys), memset(g->host_index, 0, host_keys);
+    for (int round = 0; round < 60; round++) {
+        const int first = draw_between(0, PAGE_ROWS - 1), page = draw_between(1, c->index_pages.n_pages - 1);
+        Transfer transfer = {.to_host = round % 2, .first = first, .count = draw_between(1, PAGE_ROWS - first),
+                             .device = {draw_between(1, c->device_pages.n_pages - 1)},
+                             .host = {draw_between(1, c->host_pages.n_pages - 1)}, .index = {round % 3 ? page : 0}};
+        c_backend.start_copy(c, &transfer), cuda_backend.start_copy(g, &transfer);
+        CHECK(c_backend.finish_copy(c, &transfer, true) && cuda_backend.finish_copy(g, &transfer, true), "a copy ends");
+    }
+    CHECK(same_on_device(g->device, c->device, device) && same_on_device(g->index_keys, c->index_keys, keys),
+          "copies of parts of pages to the device");
+    CHECK(!memcmp(g->host, c->host, host) && !memcmp(g->host_index, c->host_index, host_keys), "and to the host");
+    free(c->host), free(c->host_index), free_host(g->host_index);
+    free(c->index_keys), free_device(g->index_keys), free(values);
+    free_twins(&t);
+}
+
+/* ---- DeepSeek-V4's rows of groups */
+
+/* Where rows of groups lie, how many are seen, for random places and ratios. */
+static void test_locate_groups(void) {
+    for (int round = 0; round < 12; round++) {
+        Twins t = make_twins(3, 700, 2, 8, 16, LOOKUP_DIRECT, 0.5);
+        if (round % 2) t = stretched(t);
+        Cache *c = &t.c, *g = &t.gpu;
+        c->ratio = g->ratio = round % 2 ? 1 : round % 3 ? 4 : 128;
+        c->heavy_rows = g->heavy_rows = 77;
+        const int n = round * 31 % 300, group = round / 2 % 2, ratio = c->ratio * stretch_of(c, group);
+        Row *rows = malloc((size_t)n * sizeof *rows + 64), *out[2] = {malloc((size_t)n * sizeof(Row) + 64), NULL};
+        for (int r = 0; r < n; r++) rows[r] = (Row){draw_between(0, 2), draw_between(0, 699), draw_between(0, 9)};
+        Row *device_rows = on_device(rows, (size_t)n * sizeof *rows);
+        DeviceRow *kv = malloc((size_t)n * sizeof *kv + 64), *index = malloc((size_t)n * sizeof *index + 64);
+        const size_t bytes = (size_t)n * sizeof(DeviceRow), row_bytes = (size_t)n * sizeof(Row);
+        void *gpu_kv = on_device(NULL, bytes), *gpu_index = on_device(NULL, bytes);
+        c_backend.locate_groups(kv, index, c, group, rows, n);
+        cuda_backend.locate_groups(gpu_kv, gpu_index, g, group, device_rows, n);
+        CHECK(same_on_device(gpu_kv, kv, bytes) && same_on_device(gpu_index, index, bytes) && poison_behind(gpu_kv, bytes)
+              && poison_behind(gpu_index, bytes), "locate_groups: ratio %d, %d rows", ratio, n);
+        c_backend.locate_heavy(kv, c, rows, n, 128);
+        cuda_backend.locate_heavy(gpu_kv, g, device_rows, n, 128);
+        CHECK(same_on_device(gpu_kv, kv, bytes) && poison_behind(gpu_kv, bytes), "locate_heavy: %d rows", n);
+        int *count = malloc((size_t)n * sizeof *count + 64), *gpu_count = on_device(NULL, bytes);
+        out[1] = malloc(row_bytes + 64);
+        Row *newest = on_device(NULL, row_bytes), *first = on_device(NULL, row_bytes);
+        c_backend.see_groups(out[0], count, out[1], rows, n, ratio);
+        cuda_backend.see_groups(newest, gpu_count, NULL, device_rows, n, ratio);
+        cuda_backend.see_groups(NULL, NULL, first, device_rows, n, ratio);
+        CHECK(same_on_device(newest, out[0], row_bytes) && same_on_device(gpu_count, count, bytes)
+              && same_on_device(first, out[1], row_bytes) && poison_behind(newest, row_bytes) && poison_behind(first, row_bytes)
+              && poison_behind(gpu_count, bytes), "see_groups: ratio %d, %d rows", ratio, n);
+        free(rows), free(out[0]), free(out[1]), free(kv), free(index), free(count);
+        free_kept();
+        free_twins(&t);
+    }
+}
+
+/* What compressors make of three sessions' positions, in passes of some size, through trails that commits keep. */
+typedef struct TrailCase {
+    int ratio, dim, turned, positions;
+    bool overlapping, pools;    /* pools: pool_groups() */
+    RowFormat format;
+    const RowFormat *rounding;
+    bool no_ape;
+} TrailCase;
+
+enum { TRAIL_SESSIONS = 3, TRAIL_PASS = 96 };
+
+/* Sessions run each by itself (together: all in one pass, as far as it holds them) in passes of at most `most` rows, of which the
+ * last ones are at times dropped, and come again. Returns the rows made, in the host's memory. */
+static uint8_t *run_trail(const TrailCase *test, const Backend *backend, const float *raw, const CompressorWeights *weights,
+                          const float *frequency, int most, bool together) {
+    const int width = test->overlapping ? 2 * test->dim : test->dim, span = test->overlapping ? 2 * test->ratio : test->ratio,
+              of_session = test->positions / test->ratio + 1;
+    const size_t stride = (size_t)(2 * width) * sizeof(float), made = (size_t)(TRAIL_SESSIONS * of_session),
+                 bytes = test->pools ? made * (size_t)test->dim * sizeof(float) : made * test->format.stride;
+    Trail trail = {.length = span + MAX_BLOCK, .stride = stride}, trails[TRAILS] = {{0}};
+    Error error;
+    trail.ring = backend->take((size_t)(TRAIL_SESSIONS * trail.length) * stride, MEMORY_DEVICE, &error);
+    trail.pass = backend->take(TRAIL_PASS * stride, MEMORY_DEVICE, &error);
+    trails[TRAIL_GROUP] = trail;
+    Cache cache = {.trails = trails, .seen_trails = backend->take(sizeof trails, MEMORY_DEVICE, &error), .trail_layers = 1};
+    backend->copy_bytes(cache.seen_trails, trails, sizeof trails);
+    Row *rows = backend->take(TRAIL_PASS * sizeof(Row), MEMORY_DEVICE, &error), list[TRAIL_PASS];
+    DeviceRow *ids = backend->take(TRAIL_PASS * sizeof(DeviceRow), MEMORY_DEVICE, &error), id_list[TRAIL_PASS];
+    uint8_t *base = backend->take(bytes, MEMORY_DEVICE, &error), *out = calloc(bytes, 1);
+    float *pooled = backend->take((size_t)(TRAIL_PASS * test->dim) * sizeof(float), MEMORY_DEVICE, &error),
+          *pooled_rows = malloc((size_t)(TRAIL_PASS * test->dim) * sizeof(float));
+    PassReport report = {.bad_row = -1, .bad_place = -1}, *seen = backend->take(sizeof report, MEMORY_DEVICE, &error);
+    backend->copy_bytes(seen, &report, sizeof report);
+    int done[TRAIL_SESSIONS] = {0};
+    for (int turn = 0; done[0] + done[1] + done[2] < TRAIL_SESSIONS * test->positions; turn++) {
+        int n = 0, first[TRAIL_SESSIONS], count[TRAIL_SESSIONS] = {0};
+        for (int s = 0; s < TRAIL_SESSIONS; s++) {
+            if (!together && s != turn % TRAIL_SESSIONS) continue;
+            const int left = test->positions - done[s], room = TRAIL_PASS / TRAIL_SESSIONS;
+            first[s] = n;
+            count[s] = left < most ? left : most;
+            if (together && count[s] > room) count[s] = room;
+            for (int i = 0; i < count[s]; i++) list[n++] = (Row){s, done[s] + i, 0};
+        }
+        for (int r = 0; r < n; r++) {
+            const int s = list[r].session, position = list[r].position;
+            const bool complete = (position + 1) % test->ratio == 0;
+            id_list[r].id = complete ? s * of_session + position / test->ratio : -1;
+            backend->copy_bytes(trail.pass + (size_t)r * stride,
+                                (const uint8_t *)raw + (size_t)(s * test->positions + position) * stride, stride);
+        }
+        backend->copy_bytes(rows, list, sizeof list), backend->copy_bytes(ids, id_list, sizeof id_list);
+        if (test->pools) {
+            backend->pool_groups(pooled, &trail, rows, n, weights, test->ratio, test->dim, 1e-6f);
+            backend->copy_bytes(pooled_rows, pooled, (size_t)(n * test->dim) * sizeof(float));
+        } else
+            backend->compress(base, &test->format, ids, &trail, rows, n, weights, test->ratio, test->dim, test->overlapping,
+                              test->turned, frequency, 1e-6f, test->rounding, seen, 5);
+        for (int r = 0; r < n && test->pools; r++) {
+            bool zero = true;
+            for (int c = 0; c < test->dim; c++) zero &= pooled_rows[r * test->dim + c] == 0;
+            CHECK(zero == (id_list[r].id < 0), "pool_groups: zeros where no group ends");
+            if (id_list[r].id >= 0)
+                memcpy(out + (size_t)(id_list[r].id * test->dim) * sizeof(float), pooled_rows + r * test->dim,
+                       (size_t)test->dim * sizeof(float));
+        }
+        for (int s = 0; s < TRAIL_SESSIONS; s++) {
+            const int dropped = count[s] > 1 && most <= MAX_BLOCK ? turn % count[s] : 0;
+            if (count[s]) backend->keep_trails(&cache, s, first[s], done[s], done[s] + count[s] - dropped);
+            done[s] += count[s] - dropped;
+        }
+    }
+    if (!test->pools) backend->copy_bytes(out, base, bytes);
+    backend->copy_bytes(&report, seen, sizeof report);
+    CHECK(report.bad_row < 0, "a finite row is no fault");
+    void *blocks[] = {trail.ring, trail.pass, cache.seen_trails, rows, ids, base, pooled, seen};
+    for (size_t i = 0; i < sizeof blocks / sizeof *blocks; i++) backend->give_back(blocks[i], MEMORY_DEVICE);
+    free(pooled_rows);
+    return out;
+}
+
+/* Value i of a row of codes, by the format's description. */
+static float code_value(const uint8_t *row, const RowFormat *format, int i) {
+    static const DType scale_dtypes[] = {[SCALES_F32] = DTYPE_F32, [SCALES_E8M0] = DTYPE_F8_E8M0, [SCALES_E4M3] = DTYPE_F8_E4M3};
+    const int n = format->quantised, size = format->scales == SCALES_F32 ? 4 : 1,
+              codes = format->dtype == KV_F32    ? 4 * n
+                      : format->dtype == KV_BF16 ? 2 * n
+                      : format->dtype == KV_F8   ? n
+                                                 : (n + 1) / 2;
+    const bool coded = format->dtype == KV_F8 || format->dtype == KV_F4;
+    const uint8_t *plain = row + codes + (coded ? size * ((n + format->group - 1) / format->group) : 0),
+                  packed = row[i / 2] >> i % 2 * 4;
+    if (format->dtype == KV_F32) return widen(row + 4 * i, DTYPE_F32);
+    if (i >= n) return widen(plain + 2 * (i - n), DTYPE_BF16);
+    if (!coded) return widen(row + 2 * i, DTYPE_BF16);
+    return (format->dtype == KV_F8 ? widen(row + i, DTYPE_F8_E4M3) : widen(&packed, DTYPE_F4_E2M1))
+           * widen(row + codes + size * (i / format->group), scale_dtypes[format->scales]);
+}
+
+static float *rows_widened(const uint8_t *rows, const TrailCase *test) {
+    const size_t n = (size_t)(TRAIL_SESSIONS * (test->positions / test->ratio + 1)), dim = (size_t)test->dim;
+    float *out = calloc(n * dim + 1, sizeof *out);
+    for (size_t i = 0; i < n; i++)
+        if (test->pools) memcpy(out + i * dim, rows + i * dim * sizeof(float), dim * sizeof(float));
+        else
+            for (size_t j = 0; j < dim; j++) out[i * dim + j] = code_value(rows + i * test->format.stride, &test->format, (int)j);
+    return out;
+}
+
+static void check_trail(const TrailCase *test) {
+    const int width = test->overlapping ? 2 * test->dim : test->dim;
+    const size_t n_raw = (size_t)(TRAIL_SESSIONS * test->positions) * (size_t)(2 * width), n_ape = (size_t)(test->ratio * width),
+                 n = (size_t)(TRAIL_SESSIONS * (test->positions / test->ratio + 1)) * (size_t)test->dim;
+    float *raw = random_floats(n_raw, 1), *ape = random_floats(n_ape, 1), *norm = random_floats((size_t)test->dim, 1),
+          frequency[MAX_ROW_WIDTH / 2];
+    for (int i = 0; i < test->turned / 2; i++) frequency[i] = powf(1e4f, -2 * (float)i / (float)test->turned);
+    const CompressorWeights weights = {.ape = test->no_ape ? NULL : ape, .norm = norm},
+                            device_weights = {.ape = test->no_ape ? NULL : on_device(ape, n_ape * sizeof *ape),
+                                              .norm = on_device(norm, (size_t)test->dim * sizeof *norm)};
+    const float *device_frequency = on_device(frequency, sizeof frequency);
+    uint8_t *wanted = run_trail(test, &c_backend, raw, &weights, frequency, 32, true), *whole = NULL;
+    for (int way = 0; way < 6; way++) {
+        static const int most[] = {TRAIL_PASS, 1, 7, 32, 1, 5};
+        uint8_t *made = run_trail(test, &cuda_backend, raw, &device_weights, device_frequency, most[way], way > 2);
+        const size_t bytes = test->pools ? n * sizeof(float)
+                                         : n / (size_t)test->dim * test->format.stride;
+        if (!way) {
+            float *values = rows_widened(made, test), *close = rows_widened(wanted, test);
+            compare(test->pools ? "pool_groups" : "compress", values, close, n,
+                    test->pools || test->format.dtype == KV_F32 ? 2e-6 : test->rounding ? 2e-2 : 5e-3);
+            free(values), free(close);
+            whole = made;
+            continue;
+        }
+        CHECK(!memcmp(made, whole, bytes), "rows of %d positions, %d wide%s: the same bits in passes of %d", test->ratio,
+              test->dim, test->overlapping ? ", overlapping" : "", most[way]);
+        free(made);
+    }
+    free(raw), free(ape), free(norm), free(wanted), free(whole);
+    free_kept();
+}
+
+static void test_trails(void) {
+    const RowFormat wide = row_format(KV_F32, 512, 0, 64), plain = row_format(KV_BF16, 448, 64, 64),
+                    coded = scaled_row_format(KV_F8, 448, 64, 64, SCALES_E8M0), small = row_format(KV_F32, 0, 24, 64),
+                    packed = scaled_row_format(KV_F4, 128, 0, 32, SCALES_E8M0),
+                    of_rows = scaled_row_format(KV_F8, 448, 0, 64, SCALES_E8M0);
+    const TrailCase cases[] = {
+        {4, 512, 64, 70, true, false, wide, NULL, false},       {128, 512, 64, 300, false, false, wide, NULL, false},
+        {4, 512, 64, 50, true, false, coded, &of_rows, false},  {128, 512, 64, 260, false, false, plain, NULL, false},
+        {4, 128, 64, 67, true, false, packed, NULL, false},     {4, 128, 64, 67, true, false, packed, &packed, false},
+        {3, 24, 8, 40, true, false, small, NULL, true},         {1, 24, 8, 20, false, false, small, NULL, false},
+        {2, 512, 0, 41, false, true, wide, NULL, true},         {5, 20, 0, 41, false, true, wide, NULL, false},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) check_trail(&cases[i]);
+}
+
+/* ---- Engram: rows of a table that stays with the host, in passes that are kept as works too */
+
+static void check_engram(DType dtype, int dim, int order, int heads) {
+    enum { TOKENS = 50, ROWS = 40, POSITIONS = 30 };
+    Config config = {.engram_order = order, .engram_n_heads = heads, .engram_head_dim = dim, .engram_pad_token_id = 3,
+                     .engram_vocab_size = 60, .engram_compressed_vocab_size = TOKENS};
+    const int columns = (order - 1) * heads;
+    EngramWeights engram = {.dtype = dtype};
+    int64_t prime = 59, table_rows = make_hashes(&engram, &config, 2, &prime);
+    Matrix table = random_matrix(dtype, (int)table_rows, dim, 0);
+    uint8_t *exponents = malloc((size_t)table_rows * (size_t)((dim + 31) / 32));
+    for (int64_t i = 0; i < table_rows * ((dim + 31) / 32); i++) exponents[i] = (uint8_t)draw_between(110, 130);
+    engram.table = table.data;
+    engram.exponents = dtype == DTYPE_F8_E4M3 ? exponents : NULL;
+    int map[TOKENS];
+    for (int i = 0; i < TOKENS; i++) map[i] = draw_between(0, TOKENS - 1);
+    const int *device_map = on_device(map, sizeof map);
+    Trail trail = {.length = order + MAX_BLOCK, .stride = sizeof(int)}, device = trail;
+    int *ring = malloc((size_t)(2 * trail.length) * sizeof(int)), pass[ROWS];
+    for (int i = 0; i < 2 * trail.length; i++) ring[i] = draw_between(0, TOKENS - 1);
+    trail.ring = (uint8_t *)ring, trail.pass = (uint8_t *)pass;
+    device.ring = on_device(ring, (size_t)(2 * trail.length) * sizeof(int)), device.pass = on_device(NULL, sizeof pass);
+    Row rows[ROWS], *device_rows = on_device(NULL, sizeof rows);
+    const size_t values = (size_t)(ROWS * columns * dim);
+    float *wanted = malloc(values * sizeof *wanted), *y = output_on_device(values);
+    for (int round = 0; round < 5; round++) {
+        const int split = draw_between(1, ROWS - 1), n = round < 4 ? ROWS : 1;
+        for (int r = 0; r < ROWS; r++)
+            rows[r] = (Row){r >= split, round + (r < split ? r : r - split), draw_between(0, TOKENS - 1)};
+        cuda_backend.copy_bytes(device_rows, rows, sizeof rows);
+        c_backend.note_tokens(&trail, rows, n);
+        c_backend.read_engram(wanted, &engram, map, &trail, rows, n, &config);
+        if (cuda_backend.begin_work(round < 4 ? (uint64_t)(size_t)y | 1 : 0) != WORK_DONE) {
+            cuda_backend.note_tokens(&device, device_rows, n);
+            cuda_backend.prefetch_engram(&engram, device_map, &device, device_rows, n, &config);
+            cuda_backend.read_engram(y, &engram, device_map, &device, device_rows, n, &config);
+            cuda_backend.end_work();
+        }
+        CHECK(same_on_device(y, wanted, (size_t)(n * columns * dim) * sizeof(float)), "Engram: type %d, %d of %d, round %d",
+              (int)dtype, columns, dim, round);
+    }
+    free(fetch_output(y, values, "read_engram"));
+    cuda_backend.release_weights();                 /* and forget the table */
+    free(wanted), free(ring), free(exponents), free_weights(&table);
+    free_kept();
+}
+
+static void test_read_engram(void) {
+    check_engram(DTYPE_F8_E4M3, 256, 4, 8);
+    check_engram(DTYPE_F8_E4M3, 40, 3, 2);
+    check_engram(DTYPE_BF16, 24, 2, 1);
+    check_engram(DTYPE_F32, 7, 5, 3);
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -2758,6 +3181,28 @@ static float *run_ids(Engine *engine, const int32_t *ids, int first, int n, int 
     return logits;
 }
 
+/* The same in passes of one to three rows, behind which run up to three that are not what comes next, and never committed. */
+static float *run_rejecting(Engine *engine, const int32_t *ids, int n, Error *error) {
+    const size_t vocab = (size_t)engine->config.vocab_size;
+    float *logits = malloc((size_t)n * vocab * sizeof *logits);
+    for (int begin = 0, count, turn = 0; begin < n; begin += count, turn++) {
+        cache_step(&engine->cache);
+        count = n - begin < turn % 3 + 1 ? n - begin : turn % 3 + 1;
+        const int room = cache_room(&engine->cache, 0, count + turn % 4);
+        count = count < room ? count : room;
+        Row rows[QUERY_BLOCK];
+        int finals[QUERY_BLOCK];
+        for (int r = 0; r < room; r++) {
+            const int token = r < count ? ids[begin + r] : (7 * turn + 5 * r) % engine->config.vocab_size;
+            rows[r] = (Row){0, begin + r, token}, finals[r] = r;
+        }
+        if (!forward(engine, rows, room, error) || !head(engine, rows, finals, count, error)) return free(logits), NULL;
+        engine->backend->copy_bytes(logits + (size_t)begin * vocab, engine->state.logits, (size_t)count * vocab * sizeof(float));
+        cache_commit(&engine->cache, 0, begin + count);
+    }
+    return logits;
+}
+
 static bool open_on_gpu(Engine *engine, const char *directory, int context, KvDtype dtype, KvMode mode) {
     EngineOptions options = {.backend = &cuda_backend, .model = directory, .sessions = 1, .context = context, .kv_dtype = dtype,
                              .kv_mode = mode};
@@ -2827,6 +3272,40 @@ static void take_route(int *picks, float *weights, const float *logits, const fl
     cuda_backend.upload(weights, made->weights, bytes);
 }
 
+static void remember_groups(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
+                            const RowFormat *format, const DevicePage *pages, int context_pages, int page_rows, int heads,
+                            int head_dim, const Row *rows, int n_rows, float *scratch, int scratch_rows, uint64_t *blocks,
+                            int block_size, int topk_blocks, bool keeps) {
+    c_backend.select_groups(selection, q, head_weights, keys, format, pages, context_pages, page_rows, heads, head_dim, rows,
+                            n_rows, scratch, scratch_rows, blocks, block_size, topk_blocks, keeps);
+    Decision made = {copied_ints(selection->ids, (size_t)(n_rows * selection->capacity)),
+                     copied_ints(selection->count, (size_t)n_rows), NULL};
+    decisions.all[decisions.n++] = made;
+}
+
+static void take_groups(Selection *selection, const float *q, const float *head_weights, const uint8_t *keys,
+                        const RowFormat *format, const DevicePage *pages, int context_pages, int page_rows, int heads,
+                        int head_dim, const Row *rows, int n_rows, float *scratch, int scratch_rows, uint64_t *blocks,
+                        int block_size, int topk_blocks, bool keeps) {
+    (void)page_rows, (void)blocks, (void)block_size, (void)topk_blocks, (void)keeps;
+    take_selection(selection, q, head_weights, keys, format, pages, context_pages, heads, head_dim, rows, n_rows, scratch,
+                   scratch_rows);
+}
+
+static void remember_softplus(int *picks, float *weights, const float *logits, const float *bias, const int *table,
+                              const Row *rows, int n_rows, const Config *config) {
+    const size_t n = (size_t)(n_rows * config->num_experts_per_tok);
+    c_backend.route_softplus(picks, weights, logits, bias, table, rows, n_rows, config);
+    Decision made = {copied_ints(picks, n), NULL, (float *)copied_ints(weights, n)};
+    decisions.all[decisions.n++] = made;
+}
+
+static void take_softplus(int *picks, float *weights, const float *logits, const float *bias, const int *table, const Row *rows,
+                          int n_rows, const Config *config) {
+    (void)table, (void)rows;
+    take_route(picks, weights, logits, bias, n_rows, config);
+}
+
 /* The prompt in small passes, with that backend's choice of operations. NULL: it failed. The caller frees the logits. */
 static float *run_deciding(const char *directory, const Backend *opened, const Backend *used, const int32_t *ids, int n) {
     EngineOptions options = {.backend = opened, .model = directory, .sessions = 1, .context = n + 8, .kv_dtype = KV_F32,
@@ -2851,7 +3330,9 @@ static void compare_with_golden(const char *directory, const float *freely, cons
     Error error;
     cuda_backend.start(&(DeviceOptions){.no_graph = true}, &error);     /* a kept work would not ask for decisions again */
     remembering.index_select = remember_selection, remembering.route = remember_route;
+    remembering.select_groups = remember_groups, remembering.route_softplus = remember_softplus;
     taking.index_select = take_selection, taking.route = take_route;
+    taking.select_groups = take_groups, taking.route_softplus = take_softplus;
     decisions.n = 0;
     float *exact = run_deciding(directory, &c_backend, &remembering, ids, n);
     decisions.next = 0;
@@ -2869,6 +3350,38 @@ static void compare_with_golden(const char *directory, const float *freely, cons
     cuda_backend.start(&(DeviceOptions){0}, &error);
 }
 
+/* A session of the first half of the prompt is taken out of the cache, whole pages, rows of the last and what its layers look
+ * back to, and goes on in another engine: the other half's logits are the same bits. */
+static void check_moved(const char *directory, const int32_t *ids, int n, KvDtype dtype, KvMode mode, const float *whole) {
+    const int half = n / 2 + 1;
+    uint8_t *pages[64], *trails = NULL;
+    Engine engine;
+    Error error;
+    for (int turn = 0; turn < 2; turn++) {
+        if (!open_on_gpu(&engine, directory, n + 8, dtype, mode)) return;
+        Cache *cache = &engine.cache;
+        const int rows = half / cache->ratio, n_pages = (rows + PAGE_ROWS - 1) / PAGE_ROWS;
+        const size_t vocab = (size_t)engine.config.vocab_size;
+        for (int page = 0; page < n_pages && turn; page++) {
+            const int left = rows - page * PAGE_ROWS;
+            cache_append_page(cache, 0, pages[page], left < PAGE_ROWS ? left : PAGE_ROWS);
+            free(pages[page]);
+        }
+        if (turn && cache->trail_layers) cache_append_trails(cache, 0, half, trails);
+        float *logits = run_ids(&engine, ids, turn * half, turn ? n - half : half, 7, &error);
+        CHECK(logits && !memcmp(logits, whole + (size_t)(turn * half) * vocab,
+                                (size_t)(turn ? n - half : half) * vocab * sizeof *logits),
+              "%s: rows %d, %s: the same bits %s", directory, dtype, kv_mode_names[mode],
+              turn ? "in another engine" : "at first");
+        free(logits);
+        for (int page = 0; page < n_pages && !turn; page++)
+            cache_read_page(cache, 0, page, pages[page] = malloc(page_image_bytes(cache)));
+        if (!turn) cache_read_trails(cache, 0, half, trails = malloc(trail_image_bytes(cache, half) + 1));
+        engine_close(&engine);
+    }
+    free(trails);
+}
+
 /* The prompt of a fixture in one pass is near the references' logits; in other passes it has the same bits. */
 static void test_fixture(const char *directory) {
     Checkpoint golden = {0};
@@ -2879,15 +3392,15 @@ static void test_fixture(const char *directory) {
     CHECK(ok, "%s", error.text);
     if (!ok) return;
     const Tensor *ids = checkpoint_find(&golden, "input_ids"), *wanted = checkpoint_find(&golden, "logits");
-    const int n = (int)ids->shape[0];
-    for (int kind = 0; kind < 3; kind++) {
-        static const KvDtype dtypes[] = {KV_F32, KV_BF16, KV_F8};
+    const int n = (int)ids->shape[0], kinds = strstr(directory, "deepseek_v4") ? KV_F4 : KV_F8;
+    for (int kind = KV_F32; kind <= kinds; kind++) {
         float *whole = NULL;
-        for (int way = 0; way < 6; way++) {
-            static const int most[] = {MAX_PASS_ROWS, 1, 7, 3, 8, 5};
-            KvMode mode = way < 3 ? MODE_RESIDENT : way == 5 ? MODE_ADAPTIVE : MODE_HISPARSE;
-            if (!open_on_gpu(&engine, directory, n + 8, dtypes[kind], mode)) break;
-            float *logits = run_ids(&engine, (const int32_t *)ids->data, 0, n, most[way], &error);
+        for (int way = 0; way < 8; way++) {
+            static const int most[] = {MAX_PASS_ROWS, 1, 7, 3, 8, 5, 0, 0};         /* 0: with rows that are rejected */
+            KvMode mode = way < 3 ? MODE_RESIDENT : way == 5 || way == 6 ? MODE_ADAPTIVE : MODE_HISPARSE;
+            if (!open_on_gpu(&engine, directory, n + 8, (KvDtype)kind, mode)) break;
+            float *logits = most[way] ? run_ids(&engine, (const int32_t *)ids->data, 0, n, most[way], &error)
+                                      : run_rejecting(&engine, (const int32_t *)ids->data, n, &error);
             const size_t size = (size_t)n * (size_t)engine.config.vocab_size;
             CHECK(logits, "%s: %s", directory, error.text);
             if (logits && !way && !kind)
@@ -2900,17 +3413,21 @@ static void test_fixture(const char *directory) {
             else free(logits);
             engine_close(&engine);
         }
+        for (int mode = MODE_RESIDENT; mode < MODES && whole; mode++)
+            check_moved(directory, (const int32_t *)ids->data, n, (KvDtype)kind, (KvMode)mode, whole);
         free(whole);
     }
     checkpoint_close(&golden);
 }
 
-static void test_fixtures(const char *parent) {
+static void test_fixtures(void) {
+    static const char *const parent = "tests/fixtures";
     DIR *listing = opendir(parent);
     for (struct dirent *entry; listing && (entry = readdir(listing));) {
         char directory[PATH_MAX], path[PATH_MAX];
         bool family = !strncmp(entry->d_name, "qwen3-", 6) || !strncmp(entry->d_name, "glm_moe_dsa-", 12)
-                      || !strncmp(entry->d_name, "deepseek_v32-", 13);
+                      || !strncmp(entry->d_name, "deepseek_v32-", 13)
+                      || (cuda_backend.window_attention && !strncmp(entry->d_name, "deepseek_v4", 11));
         if (family && !access(join(path, join(directory, parent, entry->d_name), "golden.safetensors"), R_OK))
             test_fixture(directory);
     }
@@ -3132,7 +3649,7 @@ static void test_cuda_error(void) {
 
 /* Weights of no file: the same bytes on both backends, in any number. */
 static void test_make_weights(void) {
-    static const DType dtypes[] = {DTYPE_F32, DTYPE_BF16, DTYPE_F8_E4M3};
+    static const DType dtypes[] = {DTYPE_F32, DTYPE_BF16, DTYPE_F8_E4M3, DTYPE_I8, DTYPE_F8_E8M0};
     static const size_t counts[] = {1, 3, 4, 1023, 1024, 70001};
     for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes; d++)
         for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
@@ -3148,23 +3665,32 @@ static void test_make_weights(void) {
     cuda_backend.release_weights();
 }
 
-#define RUN(test) (test(), printf(#test ": %d passed, %d failed so far\n", checks_passed, checks_failed))
+static const char *only;        /* a part of the names of the tests that run; NULL: all */
+#define RUN(test)                                                                                                               \
+    do {                                                                                                                        \
+        if (only && !strstr(#test, only)) break;                                                                                \
+        test();                                                                                                                 \
+        printf(#test ": %d passed, %d failed so far\n", checks_passed, checks_failed);                                          \
+    } while (0)
 
-/* test_gpu: everything but the soak; test_gpu soak ROUNDS. */
+/* test_gpu: everything but the soak; test_gpu NAME: the tests that have this in their names; test_gpu soak ROUNDS. */
 int main(int argc, char **argv) {
     Error error;
     setlinebuf(stdout);
     if (!cuda_backend.start(&(DeviceOptions){0}, &error)) return fprintf(stderr, "test_gpu: %s\n", error.text), 1;
     if (argc == 2 && !strcmp(argv[1], "fault")) return cuda_backend.give_back((void *)8, MEMORY_DEVICE), 0;
     if (argc == 3 && !strcmp(argv[1], "soak")) return test_soak(atol(argv[2])), check_report();
+    only = argc == 2 ? argv[1] : NULL;
     RUN(test_out_of_memory);
     RUN(test_cuda_error);
     RUN(test_products);
     RUN(test_store_rows);
+    RUN(test_store_codes);
     RUN(test_index_select);
     RUN(test_index_plain);
     RUN(test_index_special);
     RUN(test_index_odd);
+    RUN(test_select_groups);
     RUN(test_sparse_attention);
     RUN(test_empty_selection);
     RUN(test_latent_lists);
@@ -3181,6 +3707,10 @@ int main(int argc, char **argv) {
     RUN(test_windows);
     RUN(test_resolve);
     RUN(test_page_copies);
+    RUN(test_stretched_copies);
+    RUN(test_locate_groups);
+    RUN(test_trails);
+    RUN(test_read_engram);
     RUN(test_accept);
     RUN(test_candidates);
     RUN(test_predict_lengths);
@@ -3190,7 +3720,7 @@ int main(int argc, char **argv) {
     RUN(test_pack_blocks);
     RUN(test_make_weights);
     printf("operations: %d passed, %d failed\n", checks_passed, checks_failed);
-    test_fixtures("tests/fixtures");
+    RUN(test_fixtures);
     RUN(test_rounds);
     return check_report();
 }
