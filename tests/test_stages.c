@@ -84,61 +84,113 @@ static bool run_and_keep(Engine *engine, int from, int to, int least, int *kept,
     return true;
 }
 
-static void test_rounds(const char *model, const char *prefix, double bound) {
+/* The golden file's rounds from its prompt on. prefix: of its tensors' names. */
+static void test_rounds(const char *model, const char *golden_path, const char *prefix, double bound) {
+    static const char *const parts[] = {"anchor", "position", "accepted", "ids", "logits", "hidden", "greedy", "conf", "main"};
+    enum { ANCHOR, POSITION, ACCEPTED, IDS, LOGITS, HIDDEN, GREEDY, CONFIDENCE, MAIN, PARTS };
     char name[64];
+    const void *data[PARTS] = {0};
     Engine engine;
     Checkpoint golden = {.directory = (char *)model};
     Error error;
-    int P, R, n_greedy, slots, kept = 0, wrong = 0;
+    int P, extents[PARTS] = {0}, kept = 0, wrong = 0;
     double logits = 0, confidence = 0, states = 0, features = 0;
-    char path[PATH_MAX];
-    bool ok = map_file(&golden, join(path, model, "golden.safetensors"), &error) && open_stages(&engine, model, 1, KV_F32, &error);
+    bool ok = map_file(&golden, golden_path, &error) && open_stages(&engine, model, 1, KV_F32, &error);
     CHECK(ok, "%s: opens with its stages: %s", model, error.text);
     if (!ok) return;
-    const char *parts[] = {"anchor", "position", "accepted", "ids", "logits", "conf", "hidden", "greedy", "main"};
-    const void *data[9];
-    for (int i = 0; i < 9; i++) {
+    const bool dspark = !engine.drafter.config.multi_token;
+    for (int i = 0; i < (dspark ? PARTS : CONFIDENCE); i++) {
         snprintf(name, sizeof name, "%s%s", prefix, parts[i]);
-        data[i] = i == 5 && engine.drafter.config.multi_token ? NULL : golden_data(&golden, name, 0, i == 7 ? &n_greedy : i ? NULL : &R);
+        data[i] = golden_data(&golden, name, 0, &extents[i]);
     }
-    const int *anchor = data[0], *position = data[1], *accepted = data[2], *proposed = data[3];
-    const int vocab = engine.config.vocab_size, hidden = engine.config.hidden_size, *prompt = golden_data(&golden, "input_ids", 0, &P);
-    slots = engine.drafter.config.slots;
+    const int vocab = engine.config.vocab_size, hidden = engine.config.hidden_size, slots = engine.drafter.config.slots,
+              R = extents[ANCHOR], *anchor = data[ANCHOR], *position = data[POSITION], *accepted = data[ACCEPTED], *proposed = data[IDS],
+              *prompt = golden_data(&golden, "input_ids", 0, &P);
     int *ids = cache_history(&engine.cache, 0);
     memcpy(ids, prompt, (size_t)P * sizeof(int));
     ok = run_and_keep(&engine, 0, P, P, &kept, &error);
     CHECK(ok, "%s: the prompt: %s", model, error.text);
-    for (int t = 0; t < P && !engine.drafter.config.multi_token; t++)
-        differ(&features, seen.feature[t], (const float *)data[8] + t * hidden, (size_t)hidden);
+    for (int t = 0; t < P && dspark; t++)
+        differ(&features, seen.feature[t], (const float *)data[MAIN] + t * hidden, (size_t)hidden);
     DraftBlock block = {.session = 0, .position = P, .ids = ids, .sampling = greedy};
-    for (int r = 0; r < R && ok; r++) {
+    for (int r = 0; r < R && ok && !wrong; r++) {
         seen.slots = 0;
         draft_blocks(&engine, &block, 1, ACCEPT_COUPLED, false);
         wrong += block.position != position[r] || ids[block.position] != anchor[r];
         for (int j = 0; j < slots; j++) {
             wrong += ids[block.position + 1 + j] != proposed[r * slots + j];
-            differ(&logits, seen.logits[j], (const float *)data[4] + (r * slots + j) * vocab, (size_t)vocab);
+            differ(&logits, seen.logits[j], (const float *)data[LOGITS] + (r * slots + j) * vocab, (size_t)vocab);
         }
-        differ(&states, engine.drafter.state.branch, (const float *)data[6] + r * slots * hidden, (size_t)(slots * hidden));
-        if (data[5]) differ(&confidence, engine.drafter.state.drafts.confidence, (const float *)data[5] + r * slots, (size_t)slots);
+        differ(&states, engine.drafter.state.branch, (const float *)data[HIDDEN] + r * slots * hidden, (size_t)(slots * hidden));
+        if (dspark)
+            differ(&confidence, engine.drafter.state.drafts.confidence, (const float *)data[CONFIDENCE] + r * slots, (size_t)slots);
         ok = run_and_keep(&engine, block.position, block.position + 1 + slots, 1, &kept, &error);
         wrong += kept - 1 != accepted[r];
         block.position += kept;
         CHECK(ok && !wrong, "%s: round %d of %d: %d of its numbers differ", model, r, R, wrong);
-        if (wrong) break;
     }
-    CHECK(!memcmp(ids + P, data[7], (size_t)(n_greedy < block.position - P ? n_greedy : block.position - P) * sizeof(int)),
-          "%s: the stream is what decoding without drafts gives", model);
+    const int n = extents[GREEDY] < block.position - P ? extents[GREEDY] : block.position - P;
+    CHECK(!memcmp(ids + P, data[GREEDY], (size_t)n * sizeof(int)), "%s: the stream is what decoding without drafts gives", model);
     CHECK(logits < bound && confidence < bound && states < 5 * bound && features < bound,
           "%s: %d rounds: logits off by %g, confidences %g, states %g, features %g", model, R, logits, confidence, states, features);
-    printf("%s: %d rounds: logits off by %.1e, confidences %.1e, states %.1e, features %.1e\n", model, R, logits, confidence, states, features);
+    printf("%s: %d rounds: logits off by %.1e, confidences %.1e, states %.1e, features %.1e\n", golden_path, R, logits, confidence, states,
+           features);
     engine_close(&engine);
     golden.directory = NULL;
     checkpoint_close(&golden);
 }
 
+/* ---------------------------------------------------------------------------------------------------------------------
+ * V4's stages: files that join tests/fixtures/deepseek_v4-a
+ */
+
+#define V4 "tests/fixtures/deepseek_v4-a"
+#define STAGES "tests/fixtures/deepseek_v4-stages"
+
+/* A checkpoint of two shards, the target and those stages, and a config.json that has `keys` too. The caller frees the name. */
+static char *join_stages(const char *kind, const char *keys) {
+    char *directory = scratch_directory(), path[PATH_MAX], name[64];
+    static const char *const shards[] = {"model.safetensors", "stages.safetensors"};
+    Error error;
+    cJSON *index = cJSON_CreateObject(), *map = cJSON_AddObjectToObject(index, "weight_map"),
+          *config = json_read(join(path, V4, "config.json"), MAX_JSON_FILE, &error), *more = cJSON_Parse(keys);
+    snprintf(name, sizeof name, "%s.safetensors", kind);
+    for (int i = 0; i < 2; i++) {
+        Checkpoint part = {.directory = directory};
+        char *bytes;
+        size_t size;
+        join(path, i ? STAGES : V4, i ? name : shards[0]);
+        if (!read_file(path, (size_t)1 << 30, &bytes, &size, &error) || !map_file(&part, path, &error))
+            fprintf(stderr, "%s\n", error.text), exit(1);
+        write_bytes(directory, shards[i], bytes, size);
+        for (size_t t = 0; t < arrlenu(part.tensors); t++) cJSON_AddStringToObject(map, part.tensors[t].name, shards[i]);
+        free(bytes);
+        part.directory = NULL;
+        checkpoint_close(&part);
+    }
+    for (cJSON *item = more->child; item; item = item->next) {
+        cJSON_DeleteItemFromObject(config, item->string);
+        cJSON_AddItemToObject(config, item->string, cJSON_Duplicate(item, true));
+    }
+    char *text = cJSON_PrintUnformatted(index), *config_text = cJSON_PrintUnformatted(config);
+    write_text(directory, "model.safetensors.index.json", text);
+    write_text(directory, "config.json", config_text);
+    free(text), free(config_text), cJSON_Delete(index), cJSON_Delete(config), cJSON_Delete(more);
+    return directory;
+}
+
+/* num_nextn_predict_layers is 1 in both, as published; the ratios go on with zeros for the stages. */
+static const char dspark_keys[] = "{\"num_nextn_predict_layers\": 1, \"compress_ratios\": [0, 128, 4, 128, 4, 0, 0, 0], "
+                                  "\"dspark_block_size\": 5, \"dspark_noise_token_id\": 300, \"dspark_target_layer_ids\": [2, 4, 5], "
+                                  "\"dspark_markov_rank\": 16}",
+                  mtp_keys[] = "{\"num_nextn_predict_layers\": 1}";
+
 int main(void) {
-    test_rounds("tests/fixtures/deepseek_v41-a", "dspark.", 2e-4);
-    test_rounds("tests/fixtures/deepseek_v41-c", "dspark.", 2e-4);
+    char *dspark = join_stages("dspark", dspark_keys), *mtp = join_stages("mtp", mtp_keys);
+    test_rounds("tests/fixtures/deepseek_v41-a", "tests/fixtures/deepseek_v41-a/golden.safetensors", "dspark.", 2e-4);
+    test_rounds("tests/fixtures/deepseek_v41-c", "tests/fixtures/deepseek_v41-c/golden.safetensors", "dspark.", 2e-4);
+    test_rounds(dspark, STAGES "/dspark-golden.safetensors", "", 2e-4);
+    test_rounds(mtp, STAGES "/mtp-golden.safetensors", "", 2e-4);
+    free(dspark), free(mtp);
     return check_report();
 }
