@@ -1482,7 +1482,7 @@ static void mix_streams(float *y, float *streams, const float *branch, const flo
         hyper_weights(mixes, streams, weights, n_rows, config);
     }
     hyper_collapse(y, streams, entering, n_mixes, n_rows, config);
-    rms_norm(y, hidden, y, hidden, norm, n_rows, config->hidden_size, config->rms_norm_eps);
+    if (norm) rms_norm(y, hidden, y, hidden, norm, n_rows, config->hidden_size, config->rms_norm_eps);
 }
 
 /* ---- compressed rows */

@@ -1371,11 +1371,14 @@ static Sampling held_sampling(float temperature) {
     return (Sampling){.temperature = temperature, .top_p = 1, .repeat_penalty = 1, .seed = 1};
 }
 
+static bool refuse_plain(Error *error) { return fail(error, "this measurement wants a drafter: --draft DIR"); }
+
 /* Opens the drafter and the prompts. To be closed also where that fails. */
 static bool open_held(EngineOptions options, Answerer *answerer, HeldPrompt **prompts, Error *error) {
     *answerer = (Answerer){0};
-    if (!options.draft) return fail(error, "this measurement wants a drafter: --draft DIR");
-    return read_prompts(options.model, prompts, error) && answerer_open(answerer, options, TOGETHER, HELD_CONTEXT, error);
+    if (!options.draft && !options.stages) return refuse_plain(error);
+    return read_prompts(options.model, prompts, error) && answerer_open(answerer, options, TOGETHER, HELD_CONTEXT, error)
+        && (answerer->runner.engine.drafter.config.architecture || refuse_plain(error));
 }
 
 static void close_held(Answerer *answerer, HeldPrompt *prompts) {
@@ -1747,7 +1750,8 @@ static bool planned_bytes(EngineOptions options, int sessions, int context, int 
     options.sessions = sessions;
     options.context = 1024;
     if (!engine_plan(&engine, &options, error)) return false;
-    free(engine.cache.group_of), free(engine.cache.member_of);
+    free(engine.cache.group_of), free(engine.cache.member_of), free(engine.cache.trails);
+    free(engine.cache.stretch), free(engine.cache.rows_before);
     engine.cache = (Cache){0};
     engine.config.max_position_embeddings = context;
     options.context = context;
@@ -1756,7 +1760,8 @@ static bool planned_bytes(EngineOptions options, int sessions, int context, int 
     bool ok = plan_memory(&engine, &options, error);
     const Cache *cache = &engine.cache;
     const Config *backbone = &draft->backbone;
-    size_t row = (size_t)(2 * backbone->num_key_value_heads * backbone->head_dim) * sizeof(uint16_t),
+    size_t heads = residual_streams(backbone) > 1 ? 1 : 2 * (size_t)backbone->num_key_value_heads,     /* of keys and of values */
+           row = heads * (size_t)backbone->head_dim * sizeof(uint16_t),
            staged = (size_t)(cache->live_sources * QUERY_BLOCK * cache->index_topk);
     *bytes = (DraftBytes){cache->bytes, 0, staged * cache->format.stride};
     if (draft->architecture)
@@ -1772,7 +1777,7 @@ static bool print_draft(EngineOptions options, int window, int context, bool *eq
     DraftBytes bytes[4];
     for (int i = 0; i < 4; i++) {
         EngineOptions plan = options;
-        if (i < 2) plan.draft = NULL;
+        if (i < 2) plan.draft = NULL, plan.stages = STAGES_IDLE;
         if (!planned_bytes(plan, 1 + i % 2, context, i < 2 ? 0 : window, &bytes[i], error)) return false;
     }
     int added = (int)(bytes[3].plan - bytes[2].plan - (bytes[1].plan - bytes[0].plan)), ring = (int)bytes[3].ring,
@@ -1790,7 +1795,7 @@ static bool bench_draft(const BenchOptions *bench, EngineOptions options, Error 
                                   "plot for [w in '0 2048'] csv skip 1 using 2:(strcol(1) eq w ? $3 : NaN) with linespoints "
                                   "title (w eq '0' ? 'as shipped' : 'window 2048')";
     Figure figure;
-    bool ok = options.draft || fail(error, "this measurement wants a drafter: --draft DIR"), equal = true;
+    bool ok = options.draft || options.stages || refuse_plain(error), equal = true;
     if (!ok || !open_figure(&figure, bench->directory, "draft", "window,context,bytes,equation_9,equation_11", error))
         return false;
     printf("draft            bytes that a drafter adds to a session, by the plan and by the paper's arithmetic\n");
@@ -1841,7 +1846,7 @@ typedef struct Lane {           /* one way to decode */
     double seconds;
 } Lane;
 
-typedef struct SpeedWay { const char *drafter, *name; VerifyRule verify; } SpeedWay;
+typedef struct SpeedWay { const char *drafter, *name; VerifyRule verify; } SpeedWay;      /* drafter NULL: the model's own stages */
 
 static void lane_stop(Lane *lane) {
     for (int slot = 0; slot < lane->sessions; slot++)
@@ -1999,13 +2004,15 @@ static bool measure_speed(Lane *plain, Lane *drafting, const SpeedText *text, in
     return true;
 }
 
-enum { SPEED_WAYS = 4 };
+enum { SPEED_WAYS = 6 };
 
 static const SpeedWay speed_ways[SPEED_WAYS] = {
     {"draft-dflash2", "dflash2-full", VERIFY_FULL},
     {"draft-dflash2", "dflash2-dvl", VERIFY_DVL},
     {"draft-dspark", "dspark-full", VERIFY_FULL},
     {"draft-dspark", "dspark-conf", VERIFY_CONFIDENCE},
+    {NULL, "own-full", VERIFY_FULL},
+    {NULL, "own-conf", VERIFY_CONFIDENCE},
 };
 
 typedef struct SpeedWorst { double ratio, own, least_own; char where[128]; } SpeedWorst;
@@ -2046,13 +2053,18 @@ static bool measure_lanes(EngineOptions options, int sessions, const HeldPrompt 
     Lane plain, drafting;
     char path[PATH_MAX], name[64];
     options.draft = NULL;
-    bool ok = lane_open(&plain, options, sessions, prompts, prefix, error);
+    options.stages = STAGES_IDLE;
+    bool ok = lane_open(&plain, options, sessions, prompts, prefix, error),
+         own = ok && has_stages(&plain.answerer.runner.engine.checkpoint);
     for (int way = 0; way < SPEED_WAYS && ok; way++) {
-        if (prefix && way != 1) continue;
-        snprintf(name, sizeof name, "../%s", speed_ways[way].drafter);
-        options.draft = join(path, options.model, name);
+        if ((prefix && way != (own ? 4 : 1)) || own != !speed_ways[way].drafter) continue;
+        snprintf(name, sizeof name, "../%s", own ? "" : speed_ways[way].drafter);
+        options.draft = own ? NULL : join(path, options.model, name);
+        options.stages = own ? STAGES_REQUIRED : STAGES_IDLE;
         ok = lane_open(&drafting, options, sessions, prompts, prefix, error);
-        for (int text = 0; text < TEXTS && ok; text++) {
+        const bool unsure = speed_ways[way].verify == VERIFY_CONFIDENCE && ok
+                            && !drafting.answerer.runner.engine.drafter.config.confidence_head;
+        for (int text = 0; text < TEXTS && ok && !unsure; text++) {
             unsigned widths = prefix || text ? 1 << WIDTHS : (2 << WIDTHS) - 4;
             ok = print_speeds(&plain, &drafting, &speed_texts[text], &speed_ways[way], widths, worst, csv, error);
         }
@@ -2066,7 +2078,7 @@ static bool bench_speed(const BenchOptions *bench, EngineOptions options, Error 
     static const char drawing[] =
         "set multiplot layout 1,2; set xlabel 'rows a session'; set yrange [0:*]; set key top left\n"
         "do for [n in '1 16'] { set title n . ' sessions, stories: times as fast as without drafts'\n"
-        "plot for [w in 'dflash2-full dflash2-dvl dspark-full dspark-conf'] csv skip 1 using "
+        "plot for [w in 'dflash2-full dflash2-dvl dspark-full dspark-conf own-full own-conf'] csv skip 1 using "
         "($5 > 0 ? $5 : NaN):(strcol(1) eq n && $2 == 0 && strcol(3) eq 'stories' && strcol(4) eq w ? $6 : NaN) "
         "with linespoints title w }\n"
         "unset multiplot";
@@ -2078,7 +2090,7 @@ static bool bench_speed(const BenchOptions *bench, EngineOptions options, Error 
         return false;
     bool ok = read_prompts(options.model, &prompts, error);
     EngineOptions undrafted = options;
-    undrafted.draft = NULL;
+    undrafted.draft = NULL, undrafted.stages = STAGES_IDLE;
     ok = ok && make_prefix(undrafted, LONG_PAGES, LONG_CONTEXT, &prefix, error);
     printf("speed            tokens/s over those without drafts, by rows a session; the last columns are of auto\n");
     printf("%8s %7s %-9s %-13s %6d %6d %6d %6d %6d %6d %6d %6s %8s %7s\n", "sessions", "before", "text", "way", 2, 3, 4, 5, 6, 7,
@@ -3945,7 +3957,7 @@ int bench(const BenchOptions *bench, const EngineOptions *options, Error *error)
 #endif
     for (size_t i = 0; i < sizeof benches / sizeof *benches; i++) {
         EngineOptions used = *options;
-        if (!benches[i].drafts) used.draft = NULL;
+        if (!benches[i].drafts) used.draft = NULL, used.stages = STAGES_IDLE;
         if (bench->name && !strcmp(bench->name, benches[i].name)) return benches[i].run(bench, used, error) ? DONE : FAILED;
         snprintf(names + strlen(names), sizeof names - strlen(names), "%s%s", i ? ", " : "", benches[i].name);
     }

@@ -472,6 +472,12 @@ size_t checkpoint_bytes(const Checkpoint *checkpoint) {
     return bytes;
 }
 
+bool has_stages(const Checkpoint *checkpoint) {
+    for (size_t i = 0; i < arrlenu(checkpoint->tensors); i++)
+        if (!strncmp(checkpoint->tensors[i].name, "mtp.0.", 6)) return true;
+    return false;
+}
+
 const Tensor *checkpoint_find(const Checkpoint *checkpoint, const char *name) {
     Checkpoint *unlocked = (Checkpoint *)checkpoint;        /* stb_ds look-ups write a hidden temporary */
     ptrdiff_t i = shgeti(unlocked->index, name);
@@ -505,6 +511,9 @@ static bool has_streams(const Config *config) {
 }
 
 int residual_streams(const Config *config) { return has_streams(config) ? config->hc_mult : 1; }
+
+/* Weights by which a sublayer's streams enter, take up what it adds, and are mixed. */
+static int stream_mixes(const Config *config) { return (2 + config->hc_mult) * config->hc_mult; }
 
 bool selects_rows(const Config *config, int layer) {
     if (config->compression) return config->compression[layer] == COMPRESSION_SPARSE;
@@ -972,6 +981,7 @@ typedef struct Binder {
     bool *used;                 /* [tensors] which were bound; NULL: nobody asks */
     bool saved_names;           /* deepseek_v4: as transformers spells them */
     int weight_block;           /* Config's */
+    int stages;                 /* of a drafter inside the checkpoint */
     bool quantised;             /* Config's; and the last of the tensors that are in no file, the next two for --dummy */
     Tensor made_up;
 } Binder;
@@ -1400,7 +1410,7 @@ static void bind_numbered_experts(Binder *binder, LayerWeights *layer, const Con
 
 /* What every layer of V4 and V4.1 has. */
 static void bind_stream_layer(Binder *binder, LayerWeights *layer, const Config *config, const char *prefix, bool hashed) {
-    const int hidden = config->hidden_size, mixes = (2 + config->hc_mult) * config->hc_mult;
+    const int hidden = config->hidden_size, mixes = stream_mixes(config);
     char inner[100];
     layer->input_layernorm = bind_vector(binder, prefix, "attn_norm.weight", hidden);
     layer->post_attention_layernorm = bind_vector(binder, prefix, "ffn_norm.weight", hidden);
@@ -1723,9 +1733,11 @@ static void lay_out_selection(State *state, const Config *config, const Cache *c
     state->plan.to = carve(arena, (size_t)state->plan.capacity, 1, sizeof(DeviceRow));
 }
 
-static void lay_out_experts(State *state, const Config *config, Arena *arena) {
-    const int rows = state->max_rows, inter = config->moe_intermediate_size, chosen = config->num_experts_per_tok;
-    state->router_logits = carve_floats(arena, rows, config->n_routed_experts);
+/* stages: the layers of a drafter inside the checkpoint, which may have more experts. */
+static void lay_out_experts(State *state, const Config *config, const Config *stages, Arena *arena) {
+    const int rows = state->max_rows, inter = config->moe_intermediate_size,
+              chosen = larger(config->num_experts_per_tok, stages->num_experts_per_tok);
+    state->router_logits = carve_floats(arena, rows, larger(config->n_routed_experts, stages->n_routed_experts));
     state->expert_picks = carve(arena, (size_t)rows, (size_t)chosen, sizeof(int));
     state->expert_weights = carve_floats(arena, rows, chosen);
     state->expert_scratch = carve_floats(
@@ -1738,20 +1750,21 @@ static int engram_width(const Config *config) {
     return larger(config->engram_order - 1, 0) * config->engram_n_heads * config->engram_head_dim;
 }
 
-static void lay_out_v4(State *state, const Config *config, Arena *arena) {
+static void lay_out_v4(State *state, const Config *config, const DraftConfig *draft, Arena *arena) {
     const int rows = state->max_rows, q_width = config->num_attention_heads * config->head_dim, half = rope_dim(config) / 2;
-    state->mixes = carve_floats(arena, rows, (2 + config->hc_mult) * config->hc_mult);
+    state->mixes = carve_floats(arena, rows, stream_mixes(config));
     state->q_lora = carve_floats(arena, rows, config->q_lora_rank);
     state->q = carve_floats(arena, rows, q_width);
     state->kv = carve_floats(arena, rows, config->head_dim);
     state->attended = carve_floats(arena, rows, q_width);
     state->o_latent = carve_floats(arena, rows, config->o_groups * config->o_lora_rank);
     int widest = larger(larger(config->hidden_size, config->q_lora_rank), config->o_groups * config->o_lora_rank);
-    state->rounded = carve_floats(arena, config->qat ? rows : 0, larger(widest, engram_width(config)));
+    widest = larger(larger(widest, engram_width(config)), draft->feature_width);
+    state->rounded = carve_floats(arena, config->qat ? rows : 0, widest);
     state->compress_cosine = carve_floats(arena, rows, half);
     state->compress_sine = carve_floats(arena, rows, half);
     state->compress_frequency = carve_floats(arena, 1, half);
-    state->late_mixes = carve_floats(arena, rows, (2 + config->hc_mult) * config->hc_mult);
+    state->late_mixes = carve_floats(arena, rows, stream_mixes(config));
     state->pass_rows = carve(arena, (size_t)rows, 1, sizeof(DeviceRow));
     state->heavy_ids = carve(arena, (size_t)rows, 1, sizeof(DeviceRow));
     state->group_rows = carve(arena, (size_t)rows, 1, sizeof(Row));
@@ -1770,7 +1783,7 @@ static void lay_out_v41(State *state, const Config *config, const Cache *cache, 
     state->engram_kv = carve_floats(arena, memory ? rows : 0, (config->hc_mult + 1) * config->hidden_size);
 }
 
-static void lay_out_state(State *state, const Config *config, const Cache *cache, Arena *arena) {
+static void lay_out_state(State *state, const Config *config, const DraftConfig *draft, const Cache *cache, Arena *arena) {
     int rows = state->max_rows, hidden = config->hidden_size, heads = config->num_attention_heads, half = rope_dim(config) / 2;
     int inner = larger(config->intermediate_size, config->moe_intermediate_size * config->n_shared_experts);
     state->rows = carve(arena, (size_t)rows, 1, sizeof(Row));
@@ -1801,24 +1814,52 @@ static void lay_out_state(State *state, const Config *config, const Cache *cache
         state->q_absorbed = carve_floats(arena, rows, heads * width);
         state->z = carve_floats(arena, rows, heads * config->kv_lora_rank);
         state->attended = carve_floats(arena, rows, heads * config->v_head_dim);
-    } else lay_out_v4(state, config, arena);
+    } else lay_out_v4(state, config, draft, arena);
     if (config->family == FAMILY_DEEPSEEK_V41) lay_out_v41(state, config, cache, arena);
     lay_out_selection(state, config, cache, arena);
-    lay_out_experts(state, config, arena);
+    lay_out_experts(state, config, &draft->backbone, arena);
+}
+
+/* What the layers of a drafter with a checkpoint of its own work with. */
+static void lay_out_draft_layers(DraftState *state, const DraftConfig *draft, Arena *arena) {
+    const Config *config = &draft->backbone;
+    const int rows = state->max_rows, hidden = config->hidden_size, q_width = config->num_attention_heads * config->head_dim;
+    state->q = carve_floats(arena, rows, q_width);
+    state->attended = carve_floats(arena, rows, q_width);
+    state->kv = carve_floats(arena, rows, 2 * config->num_key_value_heads * config->head_dim);
+    state->gate = carve_floats(arena, rows, config->intermediate_size);
+    state->up = carve_floats(arena, rows, config->intermediate_size);
+    state->delta = carve_floats(arena, rows,
+                                draft->conv_kernel_size ? 2 * draft->conv_kernel_size * (hidden / draft->conv_group_size) : 0);
+    state->cosine = carve_floats(arena, rows, config->head_dim / 2);
+    state->sine = carve_floats(arena, rows, config->head_dim / 2);
+    state->inverse_frequency = carve_floats(arena, 1, config->head_dim / 2);
+}
+
+/* What stages have beside the target's own activations. */
+static void lay_out_stages(DraftState *state, const DraftConfig *draft, const State *target_state, const Cache *cache, Arena *arena,
+                           Arena *host_arena) {
+    const Config *config = &draft->backbone;
+    const size_t rows = (size_t)state->max_rows, keys = (size_t)(config->sliding_window + draft->block_size);
+    state->shares = carve_floats(arena, target_state->max_rows, stream_mixes(config));
+    state->block_rows = carve(arena, rows, cache->draft_format.stride, 1);
+    state->keys = carve(arena, rows, keys, sizeof(DeviceRow));
+    state->key_count = carve(arena, rows, 1, sizeof(int));
+    state->key_list = carve(host_arena, rows, keys, sizeof(DeviceRow));
+    state->key_count_list = carve(host_arena, rows, 1, sizeof(int));
 }
 
 /* The drafter's activations; its logits are the target's. */
-static void lay_out_draft(Drafter *drafter, const Config *target, const State *target_state, int sessions, Arena *arena,
-                          Arena *host_arena) {
+static void lay_out_draft(Drafter *drafter, const State *target_state, const Cache *cache, Arena *arena, Arena *host_arena) {
     const DraftConfig *draft = &drafter->config;
-    const Config *config = &draft->backbone;
     DraftState *state = &drafter->state;
     if (!draft->architecture) return;
-    int fit = target_state->logit_rows / (draft->slots + 1), hidden = config->hidden_size,
-        feature = draft->n_taps * target->hidden_size;
+    const int sessions = cache->sessions, hidden = draft->backbone.hidden_size, feature = draft->feature_width;
+    const bool stages = has_streams(&draft->backbone);
+    int fit = target_state->logit_rows / (draft->slots + 1);
     state->max_blocks = fit < 1 ? 1 : fit < sessions ? fit : sessions;
-    state->max_rows = larger(state->max_blocks * draft->block_size, 64);
-    const int rows = state->max_rows, slots = draft->slots, q_width = config->num_attention_heads * config->head_dim;
+    state->max_rows = larger(state->max_blocks * draft->block_size, DRAFT_ROWS);
+    const int rows = state->max_rows, slots = draft->slots;
     state->rows = carve(arena, (size_t)rows, 1, sizeof(Row));
     state->indices = carve(arena, (size_t)rows, 2, sizeof(int));
     state->row_list = carve(host_arena, (size_t)rows, 1, sizeof(Row));
@@ -1831,16 +1872,8 @@ static void lay_out_draft(Drafter *drafter, const Config *target, const State *t
     state->hidden = carve_floats(arena, rows, hidden);
     state->normed = carve_floats(arena, rows, hidden);
     state->branch = carve_floats(arena, rows, hidden);
-    state->q = carve_floats(arena, rows, q_width);
-    state->attended = carve_floats(arena, rows, q_width);
-    state->kv = carve_floats(arena, rows, 2 * config->num_key_value_heads * config->head_dim);
-    state->gate = carve_floats(arena, rows, config->intermediate_size);
-    state->up = carve_floats(arena, rows, config->intermediate_size);
-    state->delta = carve_floats(arena, rows,
-                                draft->conv_kernel_size ? 2 * draft->conv_kernel_size * (hidden / draft->conv_group_size) : 0);
-    state->cosine = carve_floats(arena, rows, config->head_dim / 2);
-    state->sine = carve_floats(arena, rows, config->head_dim / 2);
-    state->inverse_frequency = carve_floats(arena, 1, config->head_dim / 2);
+    if (stages) lay_out_stages(state, draft, target_state, cache, arena, host_arena);
+    else lay_out_draft_layers(state, draft, arena);
     state->ranks = carve_floats(arena, rows, larger(draft->selector_rank, draft->markov_rank));
     state->bias = carve_floats(arena, draft->markov_rank ? state->max_blocks : 0, draft->draft_vocab_size);
     state->joined = carve_floats(arena, state->max_blocks, hidden + draft->markov_rank);
@@ -1964,6 +1997,11 @@ static void shape_cache(Cache *cache, const Config *config, const EngineOptions 
     cache->index_topk = !latent ? 0 : config->index_topk < cache->context ? config->index_topk : cache->context;
 }
 
+/* Values of a row of the ring: keys and values of all heads, or of stages the key that is a value too. */
+static int draft_width(const Config *backbone) {
+    return has_streams(backbone) ? backbone->head_dim : 2 * backbone->num_key_value_heads * backbone->head_dim;
+}
+
 /* The drafter's ring: the rows its widest window sees, a block, and what alignment to pages adds (eq. 9). Draft rows are never
  * narrower than bf16: at eight bits hardly a draft is accepted. */
 static void shape_ring(Cache *cache, const DraftConfig *draft, const EngineOptions *options) {
@@ -1973,8 +2011,7 @@ static void shape_ring(Cache *cache, const DraftConfig *draft, const EngineOptio
     cache->draft_layers = backbone->num_hidden_layers;
     if (window > cache->context) window = cache->context;
     cache->draft_rows = (window + PAGE_ROWS - 1 + block + PAGE_ROWS - 1) / PAGE_ROWS * PAGE_ROWS;
-    cache->draft_format = row_format(options->kv_dtype == KV_F32 ? KV_F32 : KV_BF16,
-                                     2 * backbone->num_key_value_heads * backbone->head_dim, 0, 128);
+    cache->draft_format = row_format(options->kv_dtype == KV_F32 ? KV_F32 : KV_BF16, draft_width(backbone), 0, 128);
 }
 
 /* The sizes that follow from the mode. */
@@ -2079,6 +2116,7 @@ bool plan_memory(Engine *engine, const EngineOptions *options, Error *error) {
     if (cache->sessions > MAX_PASS_ROWS)
         return fail(error, "%d sessions are too many: at most %d", cache->sessions, MAX_PASS_ROWS);
     state->max_rows = larger(cache->sessions, cache->context < MAX_PASS_ROWS ? cache->context : MAX_PASS_ROWS);
+    if (has_streams(&engine->drafter.config.backbone)) state->max_rows = larger(state->max_rows, DRAFT_ROWS);  /* they share it */
     state->logit_rows = larger(cache->sessions, 32);
     if (engine->drafter.config.architecture) {      /* a whole block of every session, as far as a pass holds them */
         int64_t rows = (int64_t)cache->sessions * (engine->drafter.config.slots + 1);
@@ -2091,8 +2129,8 @@ bool plan_memory(Engine *engine, const EngineOptions *options, Error *error) {
         || !size_host_pool(cache, options, error))
         return false;
     Arena arena = {0}, draft_arena = {0}, draft_host_arena = {0};
-    lay_out_state(state, config, cache, &arena);
-    lay_out_draft(&engine->drafter, config, state, cache->sessions, &draft_arena, &draft_host_arena);
+    lay_out_state(state, config, &engine->drafter.config, cache, &arena);
+    lay_out_draft(&engine->drafter, state, cache, &draft_arena, &draft_host_arena);
     state->bytes = arena.used;
     engine->drafter.state.bytes = draft_arena.used;
     engine->drafter.state.host_bytes = draft_host_arena.used;
@@ -2121,7 +2159,7 @@ bool check_memory(const Engine *engine, Error *error) {
     size_t device = cache->bytes + engine->state.bytes + draft->bytes, host = cache->host_bytes + draft->host_bytes,
            available = backend->available(MEMORY_DEVICE), weights = 0;
     if (!backend->shares_memory || engine->checkpoint.dummy) weights += engine->weight_bytes - engram_bytes(engine);
-    if (!backend->shares_memory) weights += checkpoint_bytes(&engine->drafter.checkpoint);
+    if (!backend->shares_memory) weights += checkpoint_bytes(&engine->drafter.checkpoint);     /* stages are in the model's */
     if (weights > available)
         return fail(error, "%s: the weights of %d layers need %zu MB, %zu MB more than the free memory of %zu MB%s",
                     engine->checkpoint.directory, engine->config.num_hidden_layers, weights / 1000000,
@@ -2143,6 +2181,11 @@ bool check_memory(const Engine *engine, Error *error) {
                 engine->checkpoint.directory, cache->sessions, cache->context, host / 1000000, (host - available) / 1000000 + 1);
 }
 
+/* Where the drafter's tensors are: stages are in the model's own checkpoint. */
+static const Checkpoint *draft_checkpoint(const Engine *engine) {
+    return has_streams(&engine->drafter.config.backbone) ? &engine->checkpoint : &engine->drafter.checkpoint;
+}
+
 void print_plan(FILE *out, const Engine *engine) {
     const Cache *cache = &engine->cache;
     size_t mapped = engine->weight_bytes, available = engine->backend->available(MEMORY_DEVICE);
@@ -2162,12 +2205,12 @@ void print_plan(FILE *out, const Engine *engine) {
                 engram_vocab(&engine->config, true), engine->config.engram_vocab_size);
     const DraftConfig *draft = &engine->drafter.config;
     if (draft->architecture) {
-        size_t size = checkpoint_bytes(&engine->drafter.checkpoint);
         size_t staging = (size_t)cache->live_sources * (size_t)cache->staging_rows * cache->format.stride;
         fprintf(out,
                 "tide: %s: %s, %.1f MB of weights, %d drafts a block; of the cache a ring of %d rows, %.2f MB, and %.2f MB of "
                 "staging for each session; activations %.1f MB\n",
-                engine->drafter.checkpoint.directory, draft->architecture, (double)size / 1e6, draft->slots, cache->draft_rows,
+                draft_checkpoint(engine)->directory, draft->architecture, (double)engine->drafter.weight_bytes / 1e6, draft->slots,
+                cache->draft_rows,
                 (double)ring_bytes(cache) / 1e6, (double)staging / 1e6, (double)engine->drafter.state.bytes / 1e6);
     }
     if (engine->backend->shares_memory && !engine->checkpoint.dummy && mapped > available)
@@ -2232,8 +2275,8 @@ bool take_memory(Engine *engine, Error *error) {
     cache->tables = cache->seen;
     if (!backend->shares_memory) lay_out_tables(&cache->tables, cache, &tables_arena);
     lay_out_host(cache, &host_arena);
-    lay_out_state(&engine->state, &engine->config, cache, &state_arena);
-    lay_out_draft(&engine->drafter, &engine->config, &engine->state, cache->sessions, &draft_arena, &draft_host_arena);
+    lay_out_state(&engine->state, &engine->config, &engine->drafter.config, cache, &state_arena);
+    lay_out_draft(&engine->drafter, &engine->state, cache, &draft_arena, &draft_host_arena);
     start_cache(cache);
     return true;
 }
@@ -3387,6 +3430,16 @@ static void forward_dsa(Engine *engine, const Row *rows, int n) {
 
 /* ---- DeepSeek-V4 */
 
+/* All streams begin as the embedding of the rows' tokens. */
+static void begin_streams(Engine *engine, const Row *rows, int n) {
+    const Backend *backend = engine->backend;
+    State *state = &engine->state;
+    const size_t hidden = (size_t)engine->config.hidden_size, mult = (size_t)engine->config.hc_mult;
+    backend->embed(state->branch, &engine->weights.embed_tokens, rows, n);
+    for (size_t k = 0; k < mult; k++)
+        backend->copy_rows(state->hidden + k * hidden, mult * hidden, state->branch, hidden, n, (int)hidden, 1);
+}
+
 /* From one sublayer to the next: what one of layer i has left in state->branch goes to the streams by its mixes, `leaving` (NULL:
  * there is none before), and in state->normed is what enters the next, by the mixes `entering`. The next one's own, which it
  * leaves by, are made of the streams too. */
@@ -3397,26 +3450,26 @@ static void next_sublayer(Engine *engine, int i, const float *leaving, const Hyp
                                  norm, n, &engine->config, state->report, i * CHECKED_PARTS + HIDDEN_STATE);
 }
 
-/* From the attention of layer i to its feed-forward. A sublayer's streams enter it by its own mixes or, in V4.1, by those of the
- * one before. */
-static void enter_mlp(Engine *engine, int i, int n) {
-    const LayerWeights *layer = &engine->weights.layers[i];
-    State *state = &engine->state;
-    const bool late = engine->config.family == FAMILY_DEEPSEEK_V41;
-    next_sublayer(engine, i, state->mixes, &layer->mlp_hyper, late ? state->late_mixes : state->mixes, state->mixes,
-                  layer->post_attention_layernorm, n);
+/* The mixes of a feed-forward. In V4.1 the next attention is entered by them; in V4 they take the place of the attention's. */
+static float *mlp_mixes(Engine *engine) {
+    return engine->config.family == FAMILY_DEEPSEEK_V41 ? engine->state.late_mixes : engine->state.mixes;
 }
 
-/* From layer i (-1: the embedding) to the attention of the next, or to the head. What Engram adds comes before all of what the
- * attention is given. */
-static void enter_next(Engine *engine, int i, int n) {
+/* From the attention of layer i to its feed-forward. A sublayer's streams enter it by its own mixes or, in V4.1, by those of the
+ * one before. */
+static void enter_mlp(Engine *engine, const LayerWeights *layer, int i, int n) {
+    const float *mixes = engine->state.mixes;
+    next_sublayer(engine, i, mixes, &layer->mlp_hyper, mlp_mixes(engine), mixes, layer->post_attention_layernorm, n);
+}
+
+/* From layer i (-1: there is none before) of so many to the attention of the next, or behind the last to their sum, normed by
+ * `norm` (NULL: as it is). What Engram adds comes before all of what the attention is given. */
+static void enter_next(Engine *engine, const Weights *weights, int layers, int i, const float *norm, int n) {
     const Config *config = &engine->config;
-    const Weights *weights = &engine->weights;
     State *state = &engine->state;
-    const bool late = config->family == FAMILY_DEEPSEEK_V41;
-    const float *entering = late ? state->late_mixes : state->mixes, *leaving = i < 0 ? NULL : entering;
-    if (i + 1 == config->num_hidden_layers)
-        return next_sublayer(engine, i, leaving, late ? NULL : &weights->head_hyper, state->mixes, entering, weights->norm, n);
+    const HyperWeights *last = config->family == FAMILY_DEEPSEEK_V41 ? NULL : &weights->head_hyper;
+    const float *entering = mlp_mixes(engine), *leaving = i < 0 ? NULL : entering;
+    if (i + 1 == layers) return next_sublayer(engine, i, leaving, last, state->mixes, entering, norm, n);
     const LayerWeights *next = &weights->layers[i + 1];
     if (!next->engram)
         return next_sublayer(engine, i, leaving, &next->attention_hyper, state->mixes, entering, next->input_layernorm, n);
@@ -3487,40 +3540,61 @@ static void compress_rows(Engine *engine, const Trail *trail, const CompressorWe
                               place);
 }
 
-/* A layer's queries, by way of a narrow latent, in state->q, and those of its indexer, if it selects, in state->index_q; and the
- * row of each position, key and value in one, for the window. The last values of each are turned, by one of two ropes, the
- * indexer's by that of layers which compress; in V4 each head of the query is normed by itself before that. */
+/* A layer's queries, by way of a narrow latent, in state->q, and those of its indexer, if it selects, in state->index_q; and what
+ * the row of each position is made of, in state->kv. The last values of a query are turned; in V4 each head of it is normed by
+ * itself before that. */
+static void project_queries(Engine *engine, const LayerWeights *layer, bool selects, const float *cosine, const float *sine,
+                            int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    const int heads = config->num_attention_heads, dim = config->head_dim;
+    const size_t rank = (size_t)config->q_lora_rank;
+    const Projection of_input[] = {{state->q_lora, rank, &layer->q_a_proj}, {state->kv, (size_t)dim, &layer->wkv}};
+    multiply_rounded(engine, of_input, 2, state->normed, n);
+    backend->rms_norm(state->q_lora, rank, state->q_lora, rank, layer->q_a_layernorm, n, config->q_lora_rank,
+                      config->rms_norm_eps);
+    const Projection of_latent[] = {{state->q, (size_t)(heads * dim), &layer->q_b_proj},
+                                    {state->index_q, (size_t)(config->index_n_heads * config->index_head_dim),
+                                     &layer->indexer_wq_b}};
+    multiply_rounded(engine, of_latent, selects ? 2 : 1, state->q_lora, n);
+    if (config->family == FAMILY_DEEPSEEK_V4) backend->norm_each(state->q, n * heads, dim, config->rms_norm_eps);
+    turn_tails(engine, state->q, heads, dim, cosine, sine, n);
+}
+
+/* The rows of positions, key and value in one, out of state->kv into rows ids[r] of a pool: normed, their last values turned. */
+static void store_shared_keys(Engine *engine, const LayerWeights *layer, const float *cosine, const float *sine, uint8_t *base,
+                              const RowFormat *format, const DeviceRow *ids, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    float *kv = engine->state.kv;
+    const int dim = config->head_dim;
+    const size_t width = (size_t)dim;
+    const RowFormat rounding = row_rounding(config);
+    backend->rms_norm(kv, width, kv, width, layer->kv_norm, n, dim, config->rms_norm_eps);
+    turn_tails(engine, kv, 1, dim, cosine, sine, n);
+    if (config->qat) backend->round_rows(kv, width, n, rounding.quantised, &rounding);
+    backend->store_rows(base, format, ids, n, kv, width, kv + format->quantised, width);
+}
+
+/* A layer's queries, its rows for the window, and its indexer's queries. There are two ropes, and the indexer's is that of layers
+ * which compress. */
 static void project_shared_key(Engine *engine, int i, bool compresses, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
     const LayerWeights *layer = &engine->weights.layers[i];
     State *state = &engine->state;
-    const int heads = config->num_attention_heads, dim = config->head_dim, index_heads = config->index_n_heads,
-              index_dim = config->index_head_dim;
-    const size_t rank = (size_t)config->q_lora_rank, width = (size_t)dim;
+    const int index_heads = config->index_n_heads, index_dim = config->index_head_dim;
     const float *cosine = compresses ? state->compress_cosine : state->cosine,
                 *sine = compresses ? state->compress_sine : state->sine;
-    const bool v4 = config->family == FAMILY_DEEPSEEK_V4, selects = selects_rows(config, i);
-    const RowFormat *format = &engine->cache.window_format, rounding = row_rounding(config), of_index = index_rounding(config);
-    const Projection of_input[] = {{state->q_lora, rank, &layer->q_a_proj}, {state->kv, width, &layer->wkv}};
-    multiply_rounded(engine, of_input, 2, state->normed, n);
-    backend->rms_norm(state->q_lora, rank, state->q_lora, rank, layer->q_a_layernorm, n, config->q_lora_rank,
-                      config->rms_norm_eps);
-    const Projection of_latent[] = {{state->q, (size_t)(heads * dim), &layer->q_b_proj},
-                                    {state->index_q, (size_t)(index_heads * index_dim), &layer->indexer_wq_b}};
-    multiply_rounded(engine, of_latent, selects ? 2 : 1, state->q_lora, n);
-    if (v4) backend->norm_each(state->q, n * heads, dim, config->rms_norm_eps);
-    turn_tails(engine, state->q, heads, dim, cosine, sine, n);
-
-    backend->rms_norm(state->kv, width, state->kv, width, layer->kv_norm, n, dim, config->rms_norm_eps);
-    turn_tails(engine, state->kv, 1, dim, cosine, sine, n);
-    if (config->qat) backend->round_rows(state->kv, width, n, rounding.quantised, &rounding);
-    backend->store_rows(engine->cache.trails[i * TRAILS + TRAIL_WINDOW].pass, format, state->pass_rows, n, state->kv, width,
-                        state->kv + format->quantised, width);
-
+    const bool selects = selects_rows(config, i);
+    const RowFormat of_index = index_rounding(config);
+    project_queries(engine, layer, selects, cosine, sine, n);
+    store_shared_keys(engine, layer, cosine, sine, engine->cache.trails[i * TRAILS + TRAIL_WINDOW].pass,
+                      &engine->cache.window_format, state->pass_rows, n);
     if (!selects) return;
     turn_tails(engine, state->index_q, index_heads, index_dim, state->compress_cosine, state->compress_sine, n);
-    if (config->qat && v4) backend->hadamard(state->index_q, n * index_heads, index_dim);
+    if (config->qat && config->family == FAMILY_DEEPSEEK_V4) backend->hadamard(state->index_q, n * index_heads, index_dim);
     if (config->qat) backend->round_rows(state->index_q, (size_t)index_dim, n * index_heads, index_dim, &of_index);
     backend->check_finite(state->report, i * CHECKED_PARTS + INDEX_QUERY, state->index_q, n, index_heads * index_dim);
 }
@@ -3592,9 +3666,8 @@ static void attend_groups(Engine *engine, int i, int source) {
 }
 
 /* The feed-forward of a layer: experts chosen by the router, or in the first layers by the token's id. */
-static void mix_experts(Engine *engine, const LayerWeights *layer, int n) {
+static void mix_experts(Engine *engine, const Config *config, const LayerWeights *layer, int n) {
     const Backend *backend = engine->backend;
-    const Config *config = &engine->config;
     State *state = &engine->state;
     const size_t hidden = (size_t)config->hidden_size;
     if (!layer->gate_proj.rows) backend->zero(state->branch, (size_t)n * hidden);
@@ -3605,6 +3678,36 @@ static void mix_experts(Engine *engine, const LayerWeights *layer, int n) {
                      state->expert_scratch);
 }
 
+/* A layer from what its heads bring on: out of the narrow latents of groups of heads into the streams, then the feed-forward, of
+ * which the streams are yet to take up what is in state->branch. */
+static void finish_stream_layer(Engine *engine, const Config *config, const LayerWeights *layer, int i, int n) {
+    State *state = &engine->state;
+    engine->backend->grouped_linear(state->o_latent, state->attended, n, &layer->o_a_proj, config->o_groups);
+    project_rounded(engine, state->branch, (size_t)config->hidden_size, state->o_latent, n, &layer->o_proj);
+    enter_mlp(engine, layer, i, n);
+    mix_experts(engine, config, layer, n);
+}
+
+/* What the drafter taps of the streams at a layer, into the rows' features: their mean, or all of them as they are. */
+static void tap_streams(Engine *engine, int layer, int n) {
+    const Backend *backend = engine->backend;
+    const DraftConfig *draft = &engine->drafter.config;
+    const DraftState *drafting = &engine->drafter.state;
+    State *state = &engine->state;
+    const int hidden = engine->config.hidden_size;
+    const size_t width = (size_t)draft->feature_width;
+    for (int i = 0; i < draft->n_taps; i++) {
+        if (draft->target_layer_ids[i] != layer) continue;
+        if (draft->multi_token) {
+            backend->copy_rows(drafting->features, width, state->hidden, width, n, draft->feature_width, 1);
+            continue;
+        }
+        backend->mix_streams(state->branch, state->hidden, NULL, NULL, NULL, NULL, drafting->shares, NULL, n, &engine->config,
+                             state->report, 0);
+        backend->copy_rows(drafting->features + (size_t)(i * hidden), width, state->branch, (size_t)hidden, n, hidden, 1);
+    }
+}
+
 /* DeepSeek-V4: several residual streams, one key and value that all heads share, and compressed history.
  *
  * Every layer sees its last sliding_window positions as they are. Sparse layers (CSA) also see rows that are each made of
@@ -3613,17 +3716,17 @@ static void mix_experts(Engine *engine, const LayerWeights *layer, int n) {
 static void forward_v4(Engine *engine, const Row *rows, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
+    const Weights *weights = &engine->weights;
     State *state = &engine->state;
     Cache *cache = &engine->cache;
     const int dim = config->head_dim;
-    const size_t hidden = (size_t)config->hidden_size;
     const RowFormat rounding = row_rounding(config);
     int source = 0, heavy = 0;
     backend->locate_groups(state->kv_rows, state->index_rows, cache, 0, state->rows, n);
     backend->see_groups(state->group_rows, NULL, NULL, state->rows, n, config->sparse_ratio);
     backend->locate_heavy(state->heavy_ids, cache, state->rows, n, config->heavy_ratio);
     backend->see_groups(NULL, state->heavy_count, NULL, state->rows, n, config->heavy_ratio);
-    enter_next(engine, -1, n);
+    enter_next(engine, weights, config->num_hidden_layers, -1, weights->norm, n);
     for (int i = 0; i < config->num_hidden_layers; i++) {
         const LayerWeights *layer = begin_layer(engine, i, rows, n);
         const Compression compression = config->compression[i];
@@ -3644,11 +3747,9 @@ static void forward_v4(Engine *engine, const Row *rows, int n) {
             attend_window(engine, i, &pool, NULL, state->heavy_count, cache->heavy_rows, 0, n);
         } else attend_window(engine, i, NULL, NULL, NULL, 0, 0, n);
 
-        backend->grouped_linear(state->o_latent, state->attended, n, &layer->o_a_proj, config->o_groups);
-        project_rounded(engine, state->branch, hidden, state->o_latent, n, &layer->o_proj);
-        enter_mlp(engine, i, n);
-        mix_experts(engine, layer, n);
-        enter_next(engine, i, n);
+        finish_stream_layer(engine, config, layer, i, n);
+        enter_next(engine, weights, config->num_hidden_layers, i, weights->norm, n);
+        tap_streams(engine, i, n);
     }
 }
 
@@ -3778,8 +3879,8 @@ static void attend_source(Engine *engine, int i) {
 static void forward_v41(Engine *engine, const Row *rows, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
+    const Weights *weights = &engine->weights;
     State *state = &engine->state;
-    const size_t hidden = (size_t)config->hidden_size;
     const Trail *trails = engine->cache.trails;
     backend->first_stream(state->late_mixes, n, config);
     if (engine->weights.token_map) backend->note_tokens(&trails[TRAIL_TOKENS], state->rows, n);
@@ -3788,7 +3889,7 @@ static void forward_v41(Engine *engine, const Row *rows, int n) {
         if (engram)
             backend->prefetch_engram(engram, engine->weights.token_map, &trails[TRAIL_TOKENS], state->rows, n, config);
     }
-    enter_next(engine, -1, n);
+    enter_next(engine, weights, config->num_hidden_layers, -1, weights->norm, n);
     for (int i = 0; i < config->num_hidden_layers; i++) {
         const LayerWeights *layer = begin_layer(engine, i, rows, n);
         const bool reads = config->source[i] >= 0;
@@ -3796,6 +3897,8 @@ static void forward_v41(Engine *engine, const Row *rows, int n) {
             remember(engine, layer, n);
             next_sublayer(engine, i, NULL, &layer->attention_hyper, state->mixes, state->late_mixes, layer->input_layernorm, n);
         }
+        tap_streams(engine, i, n);
+
         project_shared_key(engine, i, reads, n);
         if (config->makes_rows[i]) pool_source(engine, i, n);
         if (config->selects[i]) select_candidates(engine, i, n);
@@ -3804,11 +3907,8 @@ static void forward_v41(Engine *engine, const Row *rows, int n) {
         if (config->makes_rows[i]) make_rows(engine, i, n);
         if (reads) attend_source(engine, i);
         else attend_window(engine, i, NULL, NULL, NULL, 0, 0, n);
-        backend->grouped_linear(state->o_latent, state->attended, n, &layer->o_a_proj, config->o_groups);
-        project_rounded(engine, state->branch, hidden, state->o_latent, n, &layer->o_proj);
-        enter_mlp(engine, i, n);
-        mix_experts(engine, layer, n);
-        enter_next(engine, i, n);
+        finish_stream_layer(engine, config, layer, i, n);
+        enter_next(engine, weights, config->num_hidden_layers, i, weights->norm, n);
     }
 }
 
@@ -3862,12 +3962,9 @@ static void run_stream_layers(Engine *engine, const Row *rows, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
     State *state = &engine->state;
-    const size_t hidden = (size_t)config->hidden_size, mult = (size_t)config->hc_mult;
     backend->rotations(state->compress_cosine, state->compress_sine, state->rows, n, state->compress_frequency,
                        rope_dim(config), 1);
-    backend->embed(state->branch, &engine->weights.embed_tokens, state->rows, n);
-    for (size_t k = 0; k < mult; k++)
-        backend->copy_rows(state->hidden + k * hidden, mult * hidden, state->branch, hidden, n, config->hidden_size, 1);
+    begin_streams(engine, state->rows, n);
     (config->family == FAMILY_DEEPSEEK_V4 ? forward_v4 : forward_v41)(engine, rows, n);
 }
 
@@ -3958,7 +4055,8 @@ bool head(Engine *engine, const Row *rows, const int *indices, int n, Error *err
  * Owns: a drafter's checkpoint (z-lab's, DeepSpec's and speculators' layouts), its ring of context rows, and the block pass
  * that turns an anchor into proposals: DFlash, DFlash 2 and DSpark in one, with the parts that the file has. Relies on the
  * features that a target pass leaves in the state. Everything about a drafter that is misread still gives the right text, only
- * slowly; so what is not known by name is refused.
+ * slowly; so what is not known by name is refused. Drafters inside DeepSeek-V4's checkpoints are the same with other layers, the
+ * target's: a block goes through the target's own activations, between two passes.
  */
 
 static const struct { const char *spelling, *kind;
@@ -4125,19 +4223,88 @@ static void read_draft_config(DraftConfig *config, Fields *fields, const Config 
     config->first_slot = read_first_slot(fields, kind, layout);
     config->slots = config->block_size - config->first_slot;
     read_taps(config, fields, target, layout);
+    config->feature_width = config->n_taps * target->hidden_size;
     read_draft_parts(config, fields, kind);
     read_windows(config, fields, kind, layout);
     check_draft_config(config, fields, target);
 }
 
-static bool draft_config_read(DraftConfig *config, const char *directory, const Config *target, Error *error) {
+/* How many stages there are: the layers that compress_ratios goes on with behind the target's, else num_nextn_predict_layers (which
+ * is 1 in a V4 of three). */
+static int count_stages(Fields *fields) {
+    const cJSON *ratios = field(fields, "compress_ratios"), *entry;
+    const int layers = read_int(fields, "num_hidden_layers", 1, MAX_LAYERS, REQUIRED);
+    int at = 0;
+    cJSON_ArrayForEach(entry, ratios)
+        if (at++ >= layers && !(cJSON_IsNumber(entry) && entry->valuedouble == 0))
+            field_failed(fields, "compress_ratios", entry, "0 for each draft stage");
+    return at > layers ? at - layers : read_int(fields, "num_nextn_predict_layers", 0, MAX_LAYERS, 0);
+}
+
+static void read_stage_taps(DraftConfig *config, Fields *fields, const Config *target) {
+    const char *key = "dspark_target_layer_ids";
+    const cJSON *list = field(fields, key), *entry;
+    if (!cJSON_IsArray(list) || !list->child || cJSON_GetArraySize(list) > MAX_TAPS)
+        return field_failed(fields, key, list, "a list of layers");
+    cJSON_ArrayForEach(entry, list) {
+        if (!cJSON_IsNumber(entry) || !(entry->valuedouble >= 0 && entry->valuedouble < target->num_hidden_layers)
+            || entry->valuedouble != entry->valueint)
+            return field_failed(fields, key, list, "layers of the target");
+        config->target_layer_ids[config->n_taps++] = entry->valueint;
+    }
+    config->feature_width = config->n_taps * target->hidden_size;
+}
+
+/* The stages that a V4's own config describes: layers like the target's, which see a window and compress nothing. Without dspark_
+ * keys there is one, of the first V4: MTP. */
+static void read_stages(DraftConfig *config, Fields *fields, const Config *target) {
+    Config *backbone = &config->backbone;
+    const int stages = count_stages(fields);
+    *backbone = *target;
+    backbone->compression = NULL, backbone->hash_routed = backbone->makes_rows = backbone->selects = NULL;
+    backbone->source = backbone->source_ratio = NULL, backbone->engram_rows = NULL;
+    backbone->num_hidden_layers = larger(stages, 1);
+    config->multi_token = target->family == FAMILY_DEEPSEEK_V4 && !field(fields, "dspark_block_size");
+    config->architecture = config->multi_token ? "MTP" : "DSpark";
+    config->input_embedding_scale = config->output_multiplier = 1;
+    config->draft_vocab_size = target->vocab_size;
+    config->widest_window = target->sliding_window + 1;     /* the anchor, like any row of its block, sees a window before it */
+    config->window = allocate_zeroed((size_t)backbone->num_hidden_layers, sizeof(int));
+    config->causal = allocate_zeroed((size_t)backbone->num_hidden_layers, sizeof(bool));
+    for (int i = 0; i < backbone->num_hidden_layers; i++) config->window[i] = config->widest_window;
+    if (config->multi_token) {
+        if (stages != 1) field_failed(fields, "num_nextn_predict_layers", field(fields, "num_nextn_predict_layers"), "1");
+        config->block_size = config->slots = config->n_taps = 1;
+        config->target_layer_ids[0] = target->num_hidden_layers - 1;
+        config->feature_width = target->hc_mult * target->hidden_size;
+        return;
+    }
+    if (!stages) field_failed(fields, "num_nextn_predict_layers", field(fields, "num_nextn_predict_layers"), "its stages");
+    config->block_size = config->slots = read_int(fields, "dspark_block_size", 1, MAX_BLOCK - 1, REQUIRED);
+    config->mask_token_id = read_int(fields, "dspark_noise_token_id", 0, target->vocab_size - 1, REQUIRED);
+    config->markov_rank = read_int(fields, "dspark_markov_rank", 1, MAX_ROW_WIDTH, REQUIRED);
+    config->confidence_head = config->confidence_head_with_markov = true;
+    backbone->n_routed_experts = read_int(fields, "dspark_n_routed_experts", 1, MAX_EXPERTS, target->n_routed_experts);
+    backbone->num_experts_per_tok = read_int(fields, "dspark_num_experts_per_tok", 1, backbone->n_routed_experts,
+                                             target->num_experts_per_tok);
+    if (target->family == FAMILY_DEEPSEEK_V41) backbone->norm_topk_prob = backbone->num_experts_per_tok > 1;
+    read_stage_taps(config, fields, target);
+}
+
+typedef void ReadDrafter(DraftConfig *config, Fields *fields, const Config *target);
+static bool read_drafter(DraftConfig *config, const char *directory, const Config *target, ReadDrafter *read, Error *error) {
     char path[PATH_MAX];
     cJSON *json = json_read(join(path, directory, "config.json"), MAX_JSON_FILE, error);
     if (!json) return false;
     Fields fields = {.object = json, .path = path, .error = error};
-    read_draft_config(config, &fields, target);
+    if (read == read_stages && cJSON_IsObject(field(&fields, "text_config"))) fields.object = field(&fields, "text_config");
+    read(config, &fields, target);
     cJSON_Delete(json);
     return !fields.failed;
+}
+
+static bool draft_config_read(DraftConfig *config, const char *directory, const Config *target, Error *error) {
+    return read_drafter(config, directory, target, read_draft_config, error);
 }
 
 static void bind_convolution(Binder *binder, const float **base, Matrix *kernel, const DraftConfig *config, const char *prefix,
@@ -4183,6 +4350,17 @@ static void refuse_unbound(Binder *binder) {
     }
 }
 
+/* The same among the tensors of stages in the model's own checkpoint. bias_vl is for tokens of images. */
+static void refuse_unbound_stages(Binder *binder) {
+    for (size_t i = 0; i < arrlenu(binder->checkpoint->tensors) && !binder->failed; i++) {
+        const Tensor *tensor = &binder->checkpoint->tensors[i];
+        if (strncmp(tensor->name, "mtp.", 4) || binder->used[i] || strstr(tensor->name, ".gate.bias_vl")) continue;
+        binder->failed = !fail(binder->error, "%s: tensor %s: tide knows no such part of its %d draft stages",
+                               binder->checkpoint->files[tensor->file].path, tensor->name,
+                               binder->stages);
+    }
+}
+
 static void bind_draft_heads(Binder *binder, Drafter *drafter, const Weights *target) {
     DraftConfig *config = &drafter->config;
     DraftWeights *weights = &drafter->weights;
@@ -4220,6 +4398,56 @@ static void bind_draft_heads(Binder *binder, Drafter *drafter, const Weights *ta
     weights->confidence_bias = bias ? widen(bias->data, bias->dtype) : 0;
 }
 
+/* What turns stages' states into tokens. The last one has it, and the first what makes the features that they all read. */
+static void bind_stage_ends(Binder *binder, DraftWeights *weights, const DraftConfig *draft, const char *first, const char *last) {
+    const Config *config = &draft->backbone;
+    const int hidden = config->hidden_size, rank = draft->markov_rank, vocab = config->vocab_size;
+    const bool v4 = config->family == FAMILY_DEEPSEEK_V4;
+    char name[100];
+    weights->fc = bind_scaled_matrix(binder, first, draft->multi_token ? "h_proj" : "main_proj", hidden,
+                                     draft->multi_token ? hidden : draft->feature_width);
+    weights->hidden_norm = bind_vector(binder, first, draft->multi_token ? "hnorm.weight" : "main_norm.weight", hidden);
+    weights->backbone.norm = bind_vector(binder, last, "norm.weight", hidden);
+    snprintf(name, sizeof name, "%shc_head_", last);
+    if (v4) weights->backbone.head_hyper = bind_hyper(binder, name, config, config->hc_mult, 1);
+    if (draft->multi_token) {
+        weights->e_proj = bind_scaled_matrix(binder, first, "e_proj", hidden, hidden);
+        weights->embed_norm = bind_vector(binder, first, "enorm.weight", hidden);
+        return;
+    }
+    snprintf(name, sizeof name, "%smarkov_head.%s.weight", last, v4 ? "markov_w1" : "embed");
+    weights->markov_w1 = bind_named_matrix(binder, name, float_dtypes, vocab, rank);
+    snprintf(name, sizeof name, "%smarkov_head.%s.weight", last, v4 ? "markov_w2" : "head");
+    weights->markov_w2 = bind_named_matrix(binder, name, float_dtypes, vocab, rank);
+    snprintf(name, sizeof name, "%sconfidence_head.proj.weight", last);
+    weights->confidence = bind_named_matrix(binder, name, float_dtypes, 1, hidden + rank);
+}
+
+/* The stages mtp.0, mtp.1, ... of the model's own checkpoint. */
+static bool bind_stages(Drafter *drafter, const Checkpoint *checkpoint, const Weights *target, const Backend *backend,
+                        Error *error) {
+    const DraftConfig *draft = &drafter->config;
+    const Config *config = &draft->backbone;
+    DraftWeights *weights = &drafter->weights;
+    const int stages = config->num_hidden_layers;
+    char prefix[64];
+    Binder binder = {.checkpoint = checkpoint, .weights = &weights->backbone, .backend = backend, .error = error,
+                     .weight_block = config->weight_block, .stages = stages, .quantised = config->quantised,
+                     .used = allocate_zeroed(arrlenu(checkpoint->tensors), sizeof(bool))};
+    weights->backbone.layers = allocate_zeroed((size_t)stages, sizeof(LayerWeights));
+    weights->backbone.embed_tokens = target->embed_tokens;
+    weights->backbone.lm_head = target->lm_head;
+    for (int i = 0; i < stages && !binder.failed; i++) {
+        snprintf(prefix, sizeof prefix, "mtp.%d.", i);
+        bind_stream_layer(&binder, &weights->backbone.layers[i], config, prefix, false);
+    }
+    snprintf(prefix, sizeof prefix, "mtp.%d.", stages - 1);
+    bind_stage_ends(&binder, weights, draft, "mtp.0.", prefix);
+    refuse_unbound_stages(&binder);
+    free(binder.used);
+    return !binder.failed;
+}
+
 static bool bind_drafter(Drafter *drafter, const Config *target_config, const Weights *target, const Backend *backend,
                          Error *error) {
     DraftConfig *config = &drafter->config;
@@ -4254,10 +4482,10 @@ static bool bind_drafter(Drafter *drafter, const Config *target_config, const We
 }
 
 /* DVL's predictor, where the drafter has one: DIRECTORY/dvl/ *.safetensors with mlp.0, mlp.1, ... */
-static bool bind_predictor(Drafter *drafter, const Backend *backend, Error *error) {
+static bool bind_predictor(Drafter *drafter, const char *directory, const Backend *backend, Error *error) {
     char path[PATH_MAX], name[32];
     LengthPredictor *predictor = &drafter->predictor;
-    if (access(join(path, drafter->checkpoint.directory, "dvl"), F_OK)) return true;
+    if (access(join(path, directory, "dvl"), F_OK)) return true;
     if (!checkpoint_open(&drafter->predictor_file, path, error)) return false;
     Binder binder = {.checkpoint = &drafter->predictor_file,
                      .weights = &drafter->weights.backbone,
@@ -4287,10 +4515,10 @@ static bool bind_predictor(Drafter *drafter, const Backend *backend, Error *erro
 }
 
 /* DIRECTORY/temperatures.json, where a calibration has left it: what each slot's confidence is divided by. */
-static bool read_temperatures(Drafter *drafter, Error *error) {
+static bool read_temperatures(Drafter *drafter, const char *directory, Error *error) {
     char path[PATH_MAX];
     for (int i = 0; i < MAX_BLOCK; i++) drafter->temperatures[i] = 1;
-    if (access(join(path, drafter->checkpoint.directory, "temperatures.json"), F_OK)) return true;
+    if (access(join(path, directory, "temperatures.json"), F_OK)) return true;
     cJSON *json = json_read(path, MAX_JSON_FILE, error);
     if (!json) return false;
     Fields fields = {.object = json, .path = path, .error = error};
@@ -4307,22 +4535,62 @@ static bool read_temperatures(Drafter *drafter, Error *error) {
     return !fields.failed;
 }
 
-static bool drafter_plan(Drafter *drafter, const char *directory, const Config *target, Error *error) {
-    return draft_config_read(&drafter->config, directory, target, error)
-           && checkpoint_open(&drafter->checkpoint, directory, error);
+/* How large stages are; where they are made up, the model's weights grow by them. */
+static bool weigh_stages(Engine *engine, Error *error) {
+    Drafter *drafter = &engine->drafter;
+    for (size_t i = 0; i < arrlenu(engine->checkpoint.tensors); i++) {
+        const Tensor *tensor = &engine->checkpoint.tensors[i];
+        if (!strncmp(tensor->name, "mtp.", 4)) drafter->weight_bytes += tensor->size;
+    }
+    if (!engine->checkpoint.dummy) return true;
+    if (!bind_stages(drafter, &engine->checkpoint, &engine->weights, NULL, error)) return false;
+    drafter->weight_bytes = drafter->weights.backbone.bytes;
+    engine->weight_bytes += drafter->weight_bytes;
+    weights_free(&drafter->weights.backbone);
+    return true;
 }
 
-static bool drafter_bind(Drafter *drafter, const Config *target_config, const Weights *target, const Backend *backend,
-                         Error *error) {
-    return !drafter->config.architecture
-           || (bind_drafter(drafter, target_config, target, backend, error) && bind_predictor(drafter, backend, error)
-               && read_temperatures(drafter, error));
+/* Reads what a drafter in a folder of its own is. */
+static bool drafter_plan(Drafter *drafter, const char *directory, const Config *target, Error *error) {
+    bool ok = draft_config_read(&drafter->config, directory, target, error)
+              && checkpoint_open(&drafter->checkpoint, directory, error);
+    if (ok) drafter->weight_bytes = checkpoint_bytes(&drafter->checkpoint);
+    return ok;
+}
+
+/* And what the model's own stages are, if it has any and they are to draft. */
+static bool stages_plan(Engine *engine, const EngineOptions *options, Error *error) {
+    const bool brings = engine->checkpoint.dummy ? options->stages == STAGES_REQUIRED : has_stages(&engine->checkpoint);
+    if (options->stages == STAGES_REQUIRED && (!has_streams(&engine->config) || !brings))
+        return fail(error, "%s: found no draft stages that tide knows (mtp.0, ...): --draft DIR names a drafter, none does without",
+                    options->model);
+    if (options->stages == STAGES_IDLE || !has_streams(&engine->config) || !brings) return true;
+    return read_drafter(&engine->drafter.config, options->model, &engine->config, read_stages, error)
+        && weigh_stages(engine, error);
+}
+
+static bool drafter_bind(Engine *engine, const Backend *backend, Error *error) {
+    Drafter *drafter = &engine->drafter;
+    const char *directory = draft_checkpoint(engine)->directory;
+    if (!drafter->config.architecture) return true;
+    if (!(has_streams(&drafter->config.backbone) ? bind_stages(drafter, &engine->checkpoint, &engine->weights, backend, error)
+                                                 : bind_drafter(drafter, &engine->config, &engine->weights, backend, error)))
+        return false;
+    return bind_predictor(drafter, directory, backend, error) && read_temperatures(drafter, directory, error);
 }
 
 /* What the memory holds from the start. */
-static void drafter_prepare(Drafter *drafter, const Backend *backend) {
+static void drafter_prepare(Drafter *drafter, const Backend *backend, int max_rows) {
     const Config *backbone = &drafter->config.backbone;
     if (!drafter->config.architecture) return;
+    if (has_streams(backbone)) {
+        const size_t n = (size_t)(max_rows * stream_mixes(backbone));
+        float *shares = allocate_zeroed(n, sizeof *shares);
+        for (size_t i = 0; i < n; i++) shares[i] = 1.0f / (float)backbone->hc_mult;
+        backend->upload(drafter->state.shares, shares, n * sizeof *shares);
+        free(shares);
+        return;
+    }
     drafter->state.drafts.one_hot = !drafter->config.selector_rank && !drafter->config.markov_rank;
     drafter->rope_attention_factor = upload_frequencies(backend, drafter->state.inverse_frequency, &backbone->rope,
                                                         backbone->head_dim);
@@ -4363,6 +4631,55 @@ static void project_for_attention(Engine *engine, const LayerWeights *layer, flo
     backend->norm_heads(state->kv, width, n, kv_heads, dim, layer->k_norm, config->rms_norm_eps, state->cosine, state->sine);
 }
 
+/* MTP: what a row's streams begin as, of the gathered streams of the target and the token of each row. */
+static void join_streams(Engine *engine, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    const DraftWeights *weights = &engine->drafter.weights;
+    const DraftState *drafting = &engine->drafter.state;
+    State *state = &engine->state;
+    const int mult = config->hc_mult;
+    const size_t hidden = (size_t)config->hidden_size, all = hidden * (size_t)mult;
+    float *gathered = drafting->gathered;
+    backend->embed(state->normed, &weights->backbone.embed_tokens, drafting->rows, n);
+    backend->rms_norm(state->normed, hidden, state->normed, hidden, weights->embed_norm, n, config->hidden_size,
+                      config->rms_norm_eps);
+    project_rounded(engine, state->branch, hidden, state->normed, n, &weights->e_proj);
+    backend->rms_norm(gathered, hidden, gathered, hidden, weights->hidden_norm, n * mult, config->hidden_size,
+                      config->rms_norm_eps);
+    project_rounded(engine, state->hidden, hidden, gathered, n * mult, &weights->fc);
+    for (int k = 0; k < mult; k++)
+        backend->copy_rows(gathered + (size_t)k * hidden, all, state->branch, hidden, n, config->hidden_size, 1);
+    backend->add(state->hidden, gathered, (size_t)n * all);
+}
+
+/* The gathered features as rows of every stage's ring. What the stages of a DSpark make keys of is the feature itself; MTP's only
+ * layer meets its streams as it would in a block. */
+static void store_stage_context(Engine *engine, int n) {
+    const Backend *backend = engine->backend;
+    const Config *config = &engine->config;
+    const Drafter *drafter = &engine->drafter;
+    const DraftState *drafting = &drafter->state;
+    State *state = &engine->state;
+    const size_t hidden = (size_t)config->hidden_size;
+    backend->rotations(state->cosine, state->sine, drafting->rows, n, state->inverse_frequency, rope_dim(config), 1);
+    if (drafter->config.multi_token) {
+        const LayerWeights *layer = drafter->weights.backbone.layers;
+        join_streams(engine, n);
+        next_sublayer(engine, 0, NULL, &layer->attention_hyper, state->mixes, state->mixes, layer->input_layernorm, n);
+    } else {
+        project_rounded(engine, state->normed, hidden, drafting->gathered, n, &drafter->weights.fc);
+        backend->rms_norm(state->normed, hidden, state->normed, hidden, drafter->weights.hidden_norm, n, config->hidden_size,
+                          config->rms_norm_eps);
+    }
+    for (int l = 0; l < drafter->config.backbone.num_hidden_layers; l++) {
+        const LayerWeights *layer = &drafter->weights.backbone.layers[l];
+        project_rounded(engine, state->kv, (size_t)config->head_dim, state->normed, n, &layer->wkv);
+        store_shared_keys(engine, layer, state->cosine, state->sine, layer_ring(&engine->cache, l), &engine->cache.draft_format,
+                          drafting->ring_rows, n);
+    }
+}
+
 /* The rows state->row_list [n] enter the ring. Their features are those of rows `indices` of the pass just made; NULL: they have
  * been gathered already. */
 static void store_context(Engine *engine, int n, const int *indices) {
@@ -4372,9 +4689,10 @@ static void store_context(Engine *engine, int n, const int *indices) {
     DraftState *state = &drafter->state;
     const Config *config = &drafter->config.backbone;
     const size_t hidden = (size_t)config->hidden_size, width = 2 * (size_t)(config->num_key_value_heads * config->head_dim),
-                 feature = (size_t)drafter->weights.fc.cols;
+                 feature = (size_t)drafter->config.feature_width;
     for (int i = 0; i < n; i++) {
-        const Row *row = &state->row_list[i];
+        Row *row = &state->row_list[i];
+        row->token = cache_history(cache, row->session)[row->position + 1];     /* which MTP reads with the row's streams */
         SessionPages *session = &cache->session[row->session];
         if (session->draft_end != row->position) session->draft_first = row->position;
         session->draft_end = row->position + 1;
@@ -4388,6 +4706,11 @@ static void store_context(Engine *engine, int n, const int *indices) {
     const int gathers = indices != NULL;
     if (begin_kept_work(engine, n > KEPT_ROWS ? 0 : work_key(engine, WORK_CONTEXT, n, &gathers, 1))) return;
     if (indices) backend->move_rows(state->gathered, NULL, state->features, state->indices, n, (int)feature);
+    if (has_streams(config)) {
+        store_stage_context(engine, n);
+        backend->end_work();
+        return;
+    }
     project(backend, state->hidden, hidden, state->gathered, feature, n, &drafter->weights.fc);
     backend->rms_norm(state->normed, hidden, state->hidden, hidden, drafter->weights.hidden_norm, n, config->hidden_size,
                       config->rms_norm_eps);
@@ -4400,6 +4723,29 @@ static void store_context(Engine *engine, int n, const int *indices) {
     backend->end_work();
 }
 
+static int kept_row(int session, int position) { return session * KEPT_FEATURES + position % KEPT_FEATURES; }
+
+/* Features of the pass's rows state->index_list [n, behind as many places of where they go] are kept. */
+static void keep_features(Engine *engine, int n) {
+    DraftState *state = &engine->drafter.state;
+    engine->backend->upload(state->indices, state->index_list, (size_t)(2 * n) * sizeof(int));
+    engine->backend->move_rows(state->kept, state->indices, state->features, state->indices + n, n,
+                               engine->drafter.config.feature_width);
+}
+
+/* MTP's block reads the streams of the row before it, so the last of each session is kept beside the ring. */
+static void keep_last_features(Engine *engine, const Row *rows, const int *indices, int n) {
+    DraftState *state = &engine->drafter.state;
+    int last[MAX_PASS_ROWS], n_last = 0;
+    for (int i = 0; i < n; i++)
+        if (i + 1 == n || rows[indices[i + 1]].session != rows[indices[i]].session) last[n_last++] = indices[i];
+    for (int i = 0; i < n_last; i++) {
+        state->index_list[i] = kept_row(rows[last[i]].session, rows[last[i]].position);
+        state->index_list[n_last + i] = last[i];
+    }
+    keep_features(engine, n_last);
+}
+
 void draft_feed(Engine *engine, const Row *rows, const int *indices, int n) {
     DraftState *state = &engine->drafter.state;
     const Cache *cache = &engine->cache;
@@ -4407,11 +4753,10 @@ void draft_feed(Engine *engine, const Row *rows, const int *indices, int n) {
         count = n - begin < state->max_rows ? n - begin : state->max_rows;
         if (count > cache->draft_rows) count = cache->draft_rows;       /* no two rows of one part share a place in the ring */
         for (int i = 0; i < count; i++) state->row_list[i] = rows[indices[begin + i]];
+        if (engine->drafter.config.multi_token) keep_last_features(engine, rows, indices + begin, count);
         store_context(engine, count, indices + begin);
     }
 }
-
-static int kept_row(int session, int position) { return session * KEPT_FEATURES + position % KEPT_FEATURES; }
 
 /* What was kept of the session's rows before `position` enters the ring. */
 static void catch_up(Engine *engine, int s, int position) {
@@ -4424,7 +4769,7 @@ static void catch_up(Engine *engine, int s, int position) {
         state->index_list[n] = kept_row(s, t);
     }
     engine->backend->upload(state->indices, state->index_list, (size_t)n * sizeof(int));
-    engine->backend->move_rows(state->gathered, NULL, state->kept, state->indices, n, engine->drafter.weights.fc.cols);
+    engine->backend->move_rows(state->gathered, NULL, state->kept, state->indices, n, engine->drafter.config.feature_width);
     session->kept_first = session->kept_end;
     store_context(engine, n, NULL);
 }
@@ -4442,9 +4787,7 @@ void draft_keep(Engine *engine, const Row *rows, const int *indices, int n) {
             state->index_list[i] = kept_row(row->session, row->position);
             state->index_list[count + i] = indices[begin + i];
         }
-        engine->backend->upload(state->indices, state->index_list, (size_t)(2 * count) * sizeof(int));
-        engine->backend->move_rows(state->kept, state->indices, state->features, state->indices + count, count,
-                                   engine->drafter.weights.fc.cols);
+        keep_features(engine, count);
     }
 }
 
@@ -4512,6 +4855,39 @@ static void run_draft_layers(Engine *engine, const DraftBlock *blocks, int n_blo
     }
 }
 
+/* The same through stages: afterwards the target's state->normed holds the blocks' states in front of the final norm. A block's rows
+ * all see the ring and each other; MTP's only row is in the ring already. */
+static void run_stages(Engine *engine, int n) {
+    static const Trail no_window = {0};
+    const Backend *backend = engine->backend;
+    const Cache *cache = &engine->cache;
+    const Drafter *drafter = &engine->drafter;
+    const DraftConfig *draft = &drafter->config;
+    const Config *config = &draft->backbone;
+    const Weights *weights = &drafter->weights.backbone;
+    const DraftState *drafting = &drafter->state;
+    State *state = &engine->state;
+    backend->rotations(state->cosine, state->sine, drafting->rows, n, state->inverse_frequency, rope_dim(config), 1);
+    if (draft->multi_token) join_streams(engine, n);
+    else begin_streams(engine, drafting->rows, n);
+    if (config->family == FAMILY_DEEPSEEK_V41) backend->first_stream(state->late_mixes, n, config);
+    enter_next(engine, weights, config->num_hidden_layers, -1, NULL, n);
+    for (int l = 0; l < config->num_hidden_layers; l++) {
+        const LayerWeights *layer = &weights->layers[l];
+        const RowPool pool = {layer_ring(cache, l), drafting->block_rows, cache->sessions * cache->draft_rows};
+        project_queries(engine, layer, false, state->cosine, state->sine, n);
+        if (!draft->multi_token)
+            store_shared_keys(engine, layer, state->cosine, state->sine, drafting->block_rows, &cache->draft_format,
+                              state->pass_rows, n);
+        backend->window_attention(state->attended, state->q, &no_window, &cache->draft_format, 0, &pool, &cache->draft_format,
+                                  drafting->keys, drafting->key_count, config->sliding_window + draft->block_size, drafting->rows,
+                                  0, n, config->num_attention_heads, layer->attention_sink, engine->softmax_scale,
+                                  config->qk_rope_head_dim, state->cosine, state->sine);
+        finish_stream_layer(engine, config, layer, l, n);
+        enter_next(engine, weights, config->num_hidden_layers, l, NULL, n);
+    }
+}
+
 /* Candidates of n rows of logits, in the target's ids, and what a predictor of lengths sees of them. The rows belong to slots
  * that are `apart` of each other, from the first block's slot `slot` on. */
 static void find_candidates(Engine *engine, Drafts *drafts, int slot, int apart, const float *logits, int n, bool features) {
@@ -4557,9 +4933,14 @@ static void draft_tokens(Engine *engine, Drafts *drafts, DraftBlock *blocks, int
     const int slots = config->slots;
     const size_t hidden = (size_t)config->backbone.hidden_size, vocab = (size_t)config->draft_vocab_size,
                  rows = (size_t)(n * slots);
-    float *logits = engine->state.logits;
-    backend->move_rows(state->branch, NULL, state->normed, state->indices, n * slots, config->backbone.hidden_size);
-    project(backend, logits, vocab, state->branch, hidden, n * slots, &drafter->weights.backbone.lm_head);
+    const bool stages = has_streams(&config->backbone);
+    float *logits = engine->state.logits, *normed = stages ? state->normed : state->branch;
+    backend->move_rows(state->branch, NULL, stages ? engine->state.normed : state->normed, state->indices, n * slots,
+                       config->backbone.hidden_size);
+    if (stages)                                     /* their confidence is of the states in front of the norm */
+        backend->rms_norm(normed, hidden, state->branch, hidden, drafter->weights.backbone.norm, n * slots,
+                          config->backbone.hidden_size, config->backbone.rms_norm_eps);
+    project(backend, logits, vocab, normed, hidden, n * slots, &drafter->weights.backbone.lm_head);
     if (config->final_logit_softcapping > 0 || config->output_multiplier != 1)
         backend->cap_logits(logits, rows * vocab, config->output_multiplier, config->final_logit_softcapping);
     for (int slot = 0; slot < slots && config->markov_rank; slot++) {
@@ -4593,21 +4974,45 @@ static Drafts drafts_from(const Drafts *drafts, int block) {
     return part;
 }
 
-/* The blocks' rows, and which of them predict a token, in the order of draft_tokens(). */
+/* What the rows of stages' blocks attend to: the last rows of the ring and, but for MTP, the block's own. */
+static void upload_keys(Engine *engine, const DraftBlock *blocks, int n) {
+    const Cache *cache = &engine->cache;
+    const DraftConfig *config = &engine->drafter.config;
+    DraftState *state = &engine->drafter.state;
+    const int size = config->block_size, window = config->backbone.sliding_window, own = config->multi_token ? 0 : size,
+              ring_rows = cache->sessions * cache->draft_rows;
+    const size_t capacity = (size_t)(window + size);
+    for (int r = 0; r < n * size; r++) {
+        const DraftBlock *block = &blocks[r / size];
+        DeviceRow *keys = state->key_list + (size_t)r * capacity;
+        int count = 0;
+        for (int t = larger(block->ring_first, block->position - window); t < block->position; t++)
+            keys[count++] = ring_row(cache, block->session, t);
+        for (int i = 0; i < own; i++) keys[count++] = (DeviceRow){ring_rows + r / size * size + i};
+        state->key_count_list[r] = count;
+    }
+    engine->backend->upload(state->keys, state->key_list, (size_t)(n * size) * capacity * sizeof *state->keys);
+    engine->backend->upload(state->key_count, state->key_count_list, (size_t)(n * size) * sizeof *state->key_count);
+}
+
+/* The blocks' rows, and which of them predict a token, in the order of draft_tokens(); of MTP also which of the kept features the
+ * blocks begin with. */
 static void upload_blocks(Engine *engine, const DraftBlock *blocks, int n) {
     const DraftConfig *config = &engine->drafter.config;
     DraftState *state = &engine->drafter.state;
-    const int size = config->block_size, slots = config->slots;
+    const int size = config->block_size, slots = config->slots, behind = config->multi_token;
     for (int r = 0; r < n * size; r++) {
         const DraftBlock *block = &blocks[r / size];
-        state->row_list[r] = (Row){block->session, block->position + r % size,
+        state->row_list[r] = (Row){block->session, block->position - behind + r % size,
                                    r % size ? config->mask_token_id : block->ids[block->position]};
     }
     for (int i = 0; i < n; i++)
         for (int slot = 0; slot < slots; slot++)
             state->index_list[config->markov_rank ? slot * n + i : i * slots + slot] = i * size + config->first_slot + slot;
     engine->backend->upload(state->rows, state->row_list, (size_t)(n * size) * sizeof *state->rows);
-    engine->backend->upload(state->indices, state->index_list, (size_t)(n * slots) * sizeof *state->indices);
+    for (int i = 0; i < n && behind; i++) state->index_list[n + i] = kept_row(blocks[i].session, blocks[i].position - 1);
+    engine->backend->upload(state->indices, state->index_list, (size_t)(n * (slots + behind)) * sizeof *state->indices);
+    if (has_streams(&config->backbone)) upload_keys(engine, blocks, n);
 }
 
 void draft_blocks(Engine *engine, DraftBlock *blocks, int n, AcceptRule rule, bool features) {
@@ -4625,7 +5030,11 @@ void draft_blocks(Engine *engine, DraftBlock *blocks, int n, AcceptRule rule, bo
         upload_blocks(engine, blocks + begin, count);
         int more[3] = {begin, rule, features};
         if (begin_kept_work(engine, work_key(engine, WORK_DRAFT, count, more, 3))) continue;
-        run_draft_layers(engine, blocks + begin, count);
+        if (engine->drafter.config.multi_token)
+            engine->backend->move_rows(state->gathered, NULL, state->kept, state->indices + count, count,
+                                       engine->drafter.config.feature_width);
+        if (has_streams(&engine->drafter.config.backbone)) run_stages(engine, count * engine->drafter.config.block_size);
+        else run_draft_layers(engine, blocks + begin, count);
         draft_tokens(engine, &part, blocks + begin, count, rule, features);
         if (features)
             engine->backend->predict_lengths(part.survival, part.features, count, &engine->drafter.predictor, state->scratch);
@@ -4674,8 +5083,6 @@ bool engine_plan(Engine *engine, const EngineOptions *options, Error *error) {
     bool ok = config_read(&engine->config, options->model, error);
     if (ok && has_streams(&engine->config) && !engine->backend->window_attention)
         ok = fail(error, "%s: %s runs on the CPU only so far: --device cpu", options->model, engine->config.model_type);
-    if (ok && has_streams(&engine->config) && options->draft)
-        ok = fail(error, "%s: no drafter drafts for %s so far: --draft none", options->model, engine->config.model_type);
     engine->config.qat = options->qat;
     if (ok) ok = check_formats(&engine->config, options, error);
     if (ok && options->index_topk && !has_indexer(&engine->config))
@@ -4685,20 +5092,24 @@ bool engine_plan(Engine *engine, const EngineOptions *options, Error *error) {
     if (ok && options->layers > config->num_hidden_layers)
         ok = fail(error, "%s: found %d layers, wanted the first %d", options->model, config->num_hidden_layers, options->layers);
     if (ok && options->layers) config->num_hidden_layers = options->layers;
-    if (ok && options->draft) ok = drafter_plan(&engine->drafter, options->draft, &engine->config, error);
-    ok = ok && plan_memory(engine, options, error)
-         && (options->dummy ? make_up_checkpoint(engine, options, error)
-                            : checkpoint_open(&engine->checkpoint, options->model, error));
+    ok = ok && (options->dummy ? make_up_checkpoint(engine, options, error)
+                               : checkpoint_open(&engine->checkpoint, options->model, error));
     ok = ok && add_token_map(&engine->checkpoint, &engine->config, error);
     engine->checkpoint.progress = options->progress;
     if (ok && !options->dummy) engine->weight_bytes = checkpoint_bytes(&engine->checkpoint);
+    if (ok && options->draft && has_streams(&engine->config))
+        ok = fail(error, "%s: no drafter drafts for %s from another folder: --draft own, or none", options->model,
+                  engine->config.model_type);
+    ok = ok && (options->draft ? drafter_plan(&engine->drafter, options->draft, &engine->config, error)
+                               : stages_plan(engine, options, error));
+    ok = ok && plan_memory(engine, options, error);
     if (!ok) engine_close(engine);
     return ok;
 }
 
 bool engine_bind(Engine *engine, const Backend *backend, Error *error) {
     return weights_bind(&engine->weights, &engine->checkpoint, &engine->config, backend, error)
-        && drafter_bind(&engine->drafter, &engine->config, &engine->weights, backend, error);
+        && drafter_bind(engine, backend, error);
 }
 
 bool engine_load(Engine *engine, Error *error) {
@@ -4710,7 +5121,7 @@ bool engine_load(Engine *engine, Error *error) {
     ok = ok && take_memory(engine, error);
     if (ok) {
         prepare_rope(engine);
-        drafter_prepare(&engine->drafter, engine->backend);
+        drafter_prepare(&engine->drafter, engine->backend, engine->state.max_rows);
     } else engine_close(engine);
     return ok;
 }
@@ -5506,7 +5917,7 @@ static size_t draft_row_bytes(const Cache *cache) { return (size_t)cache->draft_
 
 /* Which drafter the rows of a ring are of. */
 static void draft_identity(const Engine *engine, char text[128]) {
-    snprintf(text, 128, "%016" PRIx64 ", %s rows", fingerprint(&engine->drafter.checkpoint),
+    snprintf(text, 128, "%016" PRIx64 ", %s rows", fingerprint(draft_checkpoint(engine)),
              kv_dtype_names[engine->cache.draft_format.dtype]);
 }
 

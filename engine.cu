@@ -8221,12 +8221,12 @@ static __device__ void enter_sublayer(StreamShared<ROWS> *shared, const float4 *
         for (int r = 0; r < rows; r++) put_mixes(shared, p, first + r, r);
     for (int r = 0; r < rows; r++) {
         const float4 *x = staged + r * p.mult * p.fours;
-        const float scale = 1 / sqrtf(take_sum(shared->squares[r]) / (float)p.hidden + p.norm_eps);
+        const float root = sqrtf(take_sum(shared->squares[r]) / (float)p.hidden + p.norm_eps), scale = p.norm ? 1 / root : 1;
         for (int c = (int)threadIdx.x; c < p.fours; c += STREAM_THREADS) {
             const int at = begin + 4 * c;
             store_four(p.y + (size_t)(first + r) * (size_t)p.hidden + at,
                        weighted(collapse(x, shared->entering[r], p.mult, p.fours, c), scale,
-                                load_four(p.norm + at, p.hidden - at)), p.hidden - at);
+                                p.norm ? load_four(p.norm + at, p.hidden - at) : make_float4(1, 1, 1, 1)), p.hidden - at);
         }
     }
 }

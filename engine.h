@@ -178,6 +178,9 @@ void checkpoint_close(Checkpoint *checkpoint);
 /* Of all its files. */
 size_t checkpoint_bytes(const Checkpoint *checkpoint);
 
+/* Whether it brings layers that draft: DeepSeek-V4's mtp.0, ... */
+bool has_stages(const Checkpoint *checkpoint);
+
 /* The tensor of that name, or NULL. */
 const Tensor *checkpoint_find(const Checkpoint *checkpoint, const char *name);
 
@@ -663,7 +666,7 @@ typedef struct Cache {
     RowFormat window_format;    /* of the windows' trails */
     RowFormat index_format;     /* of index keys */
     int draft_layers, draft_rows;           /* of the drafter, 0 without one; R_d of eq. 9 */
-    RowFormat draft_format;     /* of a layer's keys | values */
+    RowFormat draft_format;     /* of a layer's keys | values; of stages, which have one that is both, of that */
     int trail_layers;           /* layers that have trails, or heavily compressed rows; 0: none */
     int heavy_layers, heavy_rows, heavy_ratio;          /* those with such rows; of a session in each; positions of one */
     /* the tiers */
@@ -901,11 +904,15 @@ int argmax(const float *values, int n);
  * n, n + 1, ... It attends to its own block and, instead of keys of its own past, to keys and values made from the target's
  * hidden states of committed rows. What turns the block's hidden states into tokens differs: nothing (DFlash), a walk through
  * the 16 best of each slot (DFlash 2), a low-rank bias by the token before (DSpark).
+ *
+ * DeepSeek-V4's checkpoints bring drafters of their own, of layers like the target's (their files' mtp.0, mtp.1, ...): a DSpark,
+ * or at first one layer for one token more (MTP), which reads the target's streams and the token that follows them.
  */
 
 enum {
     MAX_BLOCK_QUERIES = 1024,   /* of a block and one key/value head */
     KEPT_FEATURES = 32,         /* last rows of a session that does not draft: they enter the ring when it does */
+    DRAFT_ROWS = 64,            /* that a part of what is fed to the ring may have */
     MAX_TAPS = 32,              /* target layers that a feature is made of */
     CANDIDATES = 16,            /* best tokens of a slot, among which it is drawn */
     DVL_FEATURES = 2 + CANDIDATES,          /* numbers of a slot that its predictor of lengths looks at */
@@ -913,13 +920,16 @@ enum {
 };
 
 typedef struct DraftConfig {
-    Config backbone;            /* a Qwen3's, without its embedding */
+    Config backbone;            /* a Qwen3's, without its embedding; or the target's own, of its stages */
     const char *architecture;   /* as the file spells it, static; NULL: no drafter */
     int block_size;             /* B: rows of a block, the anchor's among them */
     int first_slot;             /* 0: row k predicts position n + k + 1 (DeepSpec); 1: row k predicts n + k (z-lab) */
     int slots;                  /* B - first_slot: tokens drafted a round */
     int mask_token_id;
-    int target_layer_ids[MAX_TAPS], n_taps;         /* a feature: the residual stream behind each of them; -1: the embedding */
+    int target_layer_ids[MAX_TAPS], n_taps;         /* a feature: the residual stream behind each of them; -1: the embedding.
+                                                     * Of several streams their mean, in V4.1 in front of the layer */
+    int feature_width;          /* values of a feature */
+    bool multi_token;           /* MTP: a feature is all streams behind the last layer; row 0 stands at n - 1, with the token at n */
     int *window;                /* [num_hidden_layers] W: rows at distance below W are seen; INT_MAX: all */
     bool *causal;               /* [num_hidden_layers] inside the block */
     int widest_window;
@@ -941,6 +951,8 @@ typedef struct DraftWeights {
     Weights backbone;           /* embed_tokens and lm_head are the target's where the file has none */
     Matrix fc;                  /* [hidden, n_taps * target's hidden] */
     const float *hidden_norm;   /* [hidden] f32 */
+    Matrix e_proj;              /* [hidden, hidden] MTP: of the token, as fc and hidden_norm are of each stream */
+    const float *embed_norm;    /* [hidden] f32 */
     DraftLayerWeights *layers;  /* [num_hidden_layers] */
     Matrix selector_hidden;     /* [selector_rank, hidden] */
     Matrix predecessor, successor;              /* [vocab, selector_rank], "codebook" */
@@ -982,15 +994,15 @@ typedef struct Drafts {         /* what a draft pass proposes for each of its bl
 typedef enum AcceptRule { ACCEPT_COUPLED, ACCEPT_REJECTION } AcceptRule;
 
 typedef struct DraftState {     /* activations of a draft pass; [rows] stands for max_rows */
-    int max_rows;               /* max_blocks * block_size, and at least 64 */
+    int max_rows;               /* max_blocks * block_size, and at least DRAFT_ROWS */
     Row *rows;                  /* [rows] of the pass, where operations read them */
     int *indices;               /* [2 * rows] likewise */
     Row *row_list;              /* [rows] where the pipeline makes them, and the next two */
     int *index_list;            /* [2 * rows] */
     DeviceRow *ring_list;       /* [rows] */
-    float *features;            /* [target's max_rows, n_taps * target's hidden] f32, of the target's pass */
-    float *gathered;            /* [rows, n_taps * target's hidden] f32 */
-    float *kept;                /* [sessions, KEPT_FEATURES, n_taps * target's hidden] f32, position t at t mod KEPT_FEATURES */
+    float *features;            /* [target's max_rows, feature_width] f32, of the target's pass */
+    float *gathered;            /* [rows, feature_width] f32 */
+    float *kept;                /* [sessions, KEPT_FEATURES, feature_width] f32, position t at t mod KEPT_FEATURES */
     float *hidden, *normed, *branch;            /* [rows, hidden] f32 */
     float *q, *attended;        /* [rows, heads * head_dim] f32 */
     float *kv;                  /* [rows, 2 * kv_heads * head_dim] f32 */
@@ -1001,6 +1013,14 @@ typedef struct DraftState {     /* activations of a draft pass; [rows] stands fo
     float *bias;                /* [blocks, draft_vocab_size] f32, the Markov head's */
     float *joined;              /* [blocks, hidden + markov_rank] f32, what the confidence head sees */
     int max_blocks;             /* of one draft pass */
+    /* stages, whose other activations are the target's, which rests meanwhile */
+    float *shares;              /* [target's max_rows, (2 + hc_mult) * hc_mult] f32, each 1 / hc_mult: mixes by which all
+                                 * streams enter alike */
+    uint8_t *block_rows;        /* [rows] rows of draft_format: the blocks' own keys */
+    DeviceRow *keys;            /* [rows, sliding_window + block_size] what each row of a block attends to: the ring, then these */
+    int *key_count;             /* [rows] */
+    DeviceRow *key_list;        /* likewise, where the pipeline makes them, and the next */
+    int *key_count_list;
     float *scratch;             /* [2, sessions, MAX_PREDICTOR_WIDTH] f32 */
     DeviceRow *ring_rows;       /* [rows] */
     Drafts drafts;              /* [sessions] blocks */
@@ -1014,6 +1034,7 @@ typedef struct Drafter {
     DraftWeights weights;
     LengthPredictor predictor;
     float temperatures[MAX_BLOCK];              /* of the confidence head's logits, 1 where none were fitted */
+    size_t weight_bytes;        /* as stored */
     DraftState state;
     float rope_attention_factor;
 } Drafter;
@@ -1165,7 +1186,7 @@ struct Backend {
      * NULL: that is all. Then, unless weights is NULL, mixes [rows, fn's rows] are made of the streams, the matrix doubly
      * stochastic by hc_sinkhorn_iters rounds of Sinkhorn's iteration; where fn has but hc_mult rows they are the first ones alone.
      * And y[r] = sum_j pre[j] streams[r, j] by the mixes `entering`, of as many, which may be those just made, and is normed as
-     * by rms_norm(). */
+     * by rms_norm(), or left as it is where norm is NULL. */
     void (*mix_streams)(float *y, float *streams, const float *branch, const float *leaving, float *mixes,
                         const HyperWeights *weights, const float *entering, const float *norm, int n_rows, const Config *config,
                         PassReport *report, int place);
@@ -1436,10 +1457,14 @@ typedef struct Probe {
     void *user;
 } Probe;
 
+/* Whether the stages draft that a checkpoint may have. */
+typedef enum Stages { STAGES_IDLE, STAGES_IF_THERE, STAGES_REQUIRED } Stages;
+
 typedef struct EngineOptions {
     const Backend *backend;          /* NULL: c_backend */
     const char *model;          /* directory */
     const char *draft;          /* directory of a drafter, or NULL */
+    Stages stages;              /* without such a directory */
     DeviceOptions device;
     bool dummy;                 /* random weights of config.json's shapes and types: no other file of the model is read */
     int layers;                 /* only the first of the model's; 0: all */

@@ -165,7 +165,8 @@ static const char usage_text[] =
     "  --kv-budget BYTES[K|M|G] --host-budget BYTES[K|M|G]   of the two memories, K 2^10 (default: room for every session)\n"
     "  --hot ROWS        of the hot cache (default 2 x index_topk, at most the context)   --reclaim whole|proportional   "
     "--lookup direct|scan\n"
-    "  --draft DIR|none  drafter for speculative decoding (default: the shipped model's own)   --width N|max|auto   rows a "
+    "  --draft DIR|own|none   drafter for speculative decoding; own: the stages inside a deepseek_v4 checkpoint (default: these\n"
+    "                    where it has them; the shipped model's)   --width N|max|auto   rows a "
     "session verifies\n"
     "                    a round, the newest token's among them (default auto: chosen from what is measured)\n"
     "  --verify full|dvl|confidence   who gets how many: all the same; by predicted lengths; by confidence (default: what the "
@@ -359,7 +360,7 @@ static void print_ids(const int *ids, size_t n) {
  * been said. */
 static bool set_speculation(Speculation *speculation, const Drafter *drafter, const Options *options) {
     const bool asked = options->width >= 0 || options->verify || options->accept || options->allocate;
-    const char *directory = options->engine.draft;
+    const char *directory = options->engine.draft ? options->engine.draft : options->engine.model;
     if (!drafter->config.architecture) {
         if (asked) notice("--width, --verify, --allocate and --accept do not apply without a drafter: --draft DIR names one");
         return true;
@@ -1335,10 +1336,12 @@ static void print_config(const Config *config) {
 
 static void print_draft_config(const DraftConfig *config) {
     const Config *backbone = &config->backbone;
-    printf("drafter %s\nnum_hidden_layers %d\nnum_attention_heads %d\nnum_key_value_heads %d\nhead_dim %d\nintermediate_size "
-           "%d\nblock_size %d\n",
-           config->architecture, backbone->num_hidden_layers, backbone->num_attention_heads, backbone->num_key_value_heads,
-           backbone->head_dim, backbone->intermediate_size, config->block_size);
+    printf("drafter %s\nnum_hidden_layers %d\nnum_attention_heads %d\nnum_key_value_heads %d\nhead_dim %d\n", config->architecture,
+           backbone->num_hidden_layers, backbone->num_attention_heads, backbone->num_key_value_heads, backbone->head_dim);
+    if (backbone->n_routed_experts)
+        printf("n_routed_experts %d\nnum_experts_per_tok %d\n", backbone->n_routed_experts, backbone->num_experts_per_tok);
+    else printf("intermediate_size %d\n", backbone->intermediate_size);
+    printf("block_size %d\n", config->block_size);
     printf("row k of a block predicts position n + k%s\ntarget_layer_ids", config->first_slot ? ", row 0 nothing" : " + 1");
     for (int i = 0; i < config->n_taps; i++) printf(" %d", config->target_layer_ids[i]);
     printf("\nwindows");
@@ -1991,7 +1994,9 @@ static int run_command(int argc, char **argv) {
         options.engine.draft = options.draft;
         if (!options.draft && same_folder(options.engine.model, model) && strcmp(argv[1], "eval") && !options.engine.dummy)
             options.engine.draft = shipped(draft, "weights/draft-dflash2");
-        if (options.draft && !strcmp(options.draft, "none")) options.engine.draft = NULL;
+        const bool own = options.draft && !strcmp(options.draft, "own");
+        if (own || (options.draft && !strcmp(options.draft, "none"))) options.engine.draft = NULL;
+        options.engine.stages = own ? STAGES_REQUIRED : options.draft || !strcmp(argv[1], "eval") ? STAGES_IDLE : STAGES_IF_THERE;
         if (!options.seeded && getrandom(&options.seed, sizeof options.seed, 0) != sizeof options.seed)
             options.seed = (uint64_t)time(NULL);
         if (!options.seeded) options.seed >>= 11;   /* 53 bits, so that a drawn seed survives JSON */

@@ -16,6 +16,7 @@ static int test_clock(clockid_t id, struct timespec *t);
 #undef clock_gettime
 #include "check.h"
 #include "scratch.h"
+#include "stages.h"
 
 #ifdef __SANITIZE_ADDRESS__
 enum { SHARE = 8 };             /* a sanitizer takes ten times as long: one of so many */
@@ -24,7 +25,7 @@ enum { SHARE = 1 };
 #endif
 
 static const char *const rule_names[] = {"full", "dvl", "confidence"};
-static const char *kv_names[] = {"f32", "bf16", "fp8"};
+static const char *kv_names[] = {"f32", "bf16", "fp8", "fp4"};
 
 static int pick(const int *values, int n) { return values[random_below(n)]; }
 static bool chance(int percent) { return random_below(100) < percent; }
@@ -102,6 +103,15 @@ static void faulty_add_norm(float *y, float *x, const float *branch, const float
     add_norm(y, x, branch, weight, n, dim, eps, report, place);
 }
 
+/* The same in models of several streams. Stages mix theirs where no layer has been entered. */
+static void faulty_mix_streams(float *y, float *streams, const float *branch, const float *leaving, float *mixes,
+                               const HyperWeights *weights, const float *entering, const float *norm, int n, const Config *config,
+                               PassReport *report, int place) {
+    for (int r = 0; branch && watch.fault && watch.layer == watch.fault_layer && n == watch.n_rows && r < n; r++)
+        if (watch.rows[r].session == watch.fault_session) ((float *)branch)[r * config->hidden_size] = NAN;
+    mix_streams(y, streams, branch, leaving, mixes, weights, entering, norm, n, config, report, place);
+}
+
 /* A link that is slow, but keeps the order. */
 static bool slow_finish_copy(Cache *cache, const Transfer *transfer, bool wait) {
     return (wait || !watch.slow_copies || ++watch.asked % 4 == 0) && finish_copy(cache, transfer, wait);
@@ -116,6 +126,7 @@ static void watch_engine(Engine *engine) {
     watched_backend.draw_drafts = watched_draw_drafts;
     watched_backend.select_path = watched_select_path;
     watched_backend.add_norm = faulty_add_norm;
+    watched_backend.mix_streams = faulty_mix_streams;
     watched_backend.finish_copy = slow_finish_copy;
     engine->backend = engine->cache.backend = &watched_backend;
     engine->probe = (Probe){.entering = watched_entering};
@@ -128,12 +139,13 @@ static void watch_engine(Engine *engine) {
  * Pairs of a target and a drafter
  */
 
-enum { PAIRS = 10 };
+enum { PAIRS = 14, FIRST_STAGES = 10 };
 
 typedef struct Pair {
     const char *name;
     char *target, *draft;       /* NULL: not there */
     bool confidence, dvl;       /* it has that part of its own */
+    const char *golden, *prefix;                    /* of stages inside the target: the file with their rounds, and its names' beginning */
 } Pair;
 
 static Pair pairs[PAIRS] = {
@@ -141,7 +153,13 @@ static Pair pairs[PAIRS] = {
     {.name = "glm_moe_dsa-dflash"}, {.name = "glm_moe_dsa-dflash2"}, {.name = "glm_moe_dsa-dspark", .confidence = true},
     {.name = "qwen3-dflash, blocks of 32"}, {.name = "glm_moe_dsa-dflash2, blocks of 20"},
     {.name = "mini-dflash2", .dvl = true}, {.name = "mini-dspark", .confidence = true},
+    {.name = "deepseek_v41-a", .confidence = true, .golden = "tests/fixtures/deepseek_v41-a/golden.safetensors", .prefix = "dspark."},
+    {.name = "deepseek_v41-c", .confidence = true, .golden = "tests/fixtures/deepseek_v41-c/golden.safetensors", .prefix = "dspark."},
+    {.name = "deepseek_v4-dspark", .confidence = true, .golden = STAGES "/dspark-golden.safetensors", .prefix = ""},
+    {.name = "deepseek_v4-mtp", .golden = STAGES "/mtp-golden.safetensors", .prefix = ""},
 };
+
+static bool is_large(int p) { return p == 8 || p == 9; }
 
 /* A copy of a drafter whose blocks have another size: more rows than are resolved together, or as many as there can be. */
 static char *resize_blocks(const char *draft, int size) {
@@ -180,6 +198,9 @@ static void find_pairs(void) {
     }
     pairs[8].target = copy_string("weights/mini"), pairs[8].draft = copy_string("weights/draft-dflash2");
     pairs[9].target = copy_string("weights/mini"), pairs[9].draft = copy_string("weights/draft-dspark");
+    pairs[10].target = copy_string("tests/fixtures/deepseek_v41-a"), pairs[11].target = copy_string("tests/fixtures/deepseek_v41-c");
+    pairs[12].target = join_stages("dspark", dspark_keys), pairs[13].target = join_stages("mtp", mtp_keys);
+    for (int i = FIRST_STAGES; i < PAIRS; i++) pairs[i].draft = copy_string("own");
     for (int i = 0; i < PAIRS; i++) CHECK(pairs[i].draft, "%s: the fixture is not there", pairs[i].name);
 }
 
@@ -194,7 +215,9 @@ static Tokenizer *make_tokenizer(int vocab) {
     Error error;
     at += sprintf(at, "{\"version\":\"1.0\",\"added_tokens\":[],\"normalizer\":null,\"pre_tokenizer\":{\"type\":\"ByteLevel\",\"add_prefix_space\":false,"
                       "\"use_regex\":true},\"decoder\":{\"type\":\"ByteLevel\"},\"model\":{\"type\":\"BPE\",\"vocab\":{\"\303\203\":0,\"\302\251\":1");
-    for (int i = 2; i < vocab; i++) at += sprintf(at, ",\"%.*s%c\":%d", i % 3, i / 26 % 2 ? "ea" : "ou", i < 50 ? 'A' + i % 26 : 'a' + i % 26, i);
+    for (int i = 2; i < vocab && i < 96; i++)
+        at += sprintf(at, ",\"%.*s%c\":%d", i % 3, i / 26 % 2 ? "ea" : "ou", i < 50 ? 'A' + i % 26 : 'a' + i % 26, i);
+    for (int i = 96; i < vocab; i++) at += sprintf(at, ",\"u%d\":%d", i, i);
     sprintf(at, "},\"merges\":[]}}");
     Tokenizer *tokenizer = tokenizer_parse(text, strlen(text), NULL, 0, "made", &error);
     CHECK(tokenizer, "%s", error.text);
@@ -217,7 +240,8 @@ static void make_predictor(Drafter *drafter) {
 static bool open_pair(Runner *runner, const Pair *pair, bool drafts, EngineOptions options, const int *eos, int n_eos) {
     Error error;
     options.model = pair->target;
-    options.draft = drafts ? pair->draft : NULL;
+    options.draft = drafts && !pair->golden ? pair->draft : NULL;
+    options.stages = drafts && pair->golden ? STAGES_REQUIRED : STAGES_IDLE;
     bool ok = runner_open(runner, &options, false, NULL, &error);
     CHECK(ok, "%s: %s", pair->name, error.text);
     if (!ok) return false;
@@ -299,13 +323,32 @@ static Sampling draw_sampling(void) {
     return sampling;
 }
 
+/* The prompt of stages' golden rounds, and what follows it. */
+static int read_stage_prompt(int *ids, const char *path, const char *prefix) {
+    Checkpoint golden = {.directory = ""};
+    Error error;
+    char name[64];
+    int n = 0;
+    snprintf(name, sizeof name, "%sgreedy", prefix);
+    CHECK(map_file(&golden, path, &error), "%s", error.text);
+    for (int part = 0; part < 2; part++) {
+        const Tensor *tensor = checkpoint_find(&golden, part ? name : "input_ids");
+        for (size_t i = 0; tensor && i < tensor->size / 4; i++) memcpy(&ids[n++], tensor->data + 4 * i, 4);
+    }
+    CHECK(n, "%s: has no prompt", path);
+    golden.directory = NULL;
+    checkpoint_close(&golden);
+    return n;
+}
+
 /* What the drafter was trained on, as far as the target knows it: the fixture's prompt with its continuation, or a text. Returns how many ids. */
 static int read_familiar(int *ids, const Pair *pair, const Runner *runner) {
     Checkpoint golden;
     Error error;
     int n = 0, *text = NULL;
     char *directory = copy_string(pair->target), *end = strstr(directory, "/target");
-    if (!end) {
+    if (pair->golden) n = read_stage_prompt(ids, pair->golden, pair->prefix);
+    else if (!end) {
         const char *line = "The old man went down to the river. He saw a small boat there, and a dog that was asleep in it.";
         CHECK(tokenizer_encode(runner->tokenizer, line, strlen(line), false, &text, &error), "%s", error.text);
         for (; n < (int)arrlen(text); n++) ids[n] = text[n];
@@ -378,7 +421,7 @@ static const int widths[WIDTHS] = {1, 2, 3, 5, 8, MAX_BLOCK + 1, 0};
 static struct {
     long trials, talks, tokens, rounds, accepted, rejected, mixed, runs_of_blocks, waits, stopped_inside, ended_inside, by_limit, by_context,
         least, failed_rounds, failed_sessions;
-    long pair[PAIRS], width[WIDTHS], verify[3], seeded, batch[4], mode[MODES], dtype[3], temperature[3], top_k, top_p, min_p, penalty,
+    long pair[PAIRS], width[WIDTHS], verify[3], seeded, batch[4], mode[MODES], dtype[4], temperature[3], top_k, top_p, min_p, penalty,
         single, shared, longer;
     CacheStats cache;
 } seen;
@@ -526,11 +569,15 @@ static void draw_trial(const Pool *pool, int fixed_width, int fixed_verify, int 
     if (trial.verify == VERIFY_CONFIDENCE && !pool->pair->confidence) trial.verify = VERIFY_DVL;
     trial.seeded = trial.verify == VERIFY_DVL && chance(40);
     trial.batch = batches[b] + (chance(30) ? random_below(4) : 0);
-    *options = (EngineOptions){.model = pool->pair->target, .draft = pool->pair->draft, .sessions = batches[b], .context = pool->context,
+    *options = (EngineOptions){.model = pool->pair->target, .sessions = batches[b], .context = pool->context,
+                               .draft = pool->pair->golden ? NULL : pool->pair->draft,
+                               .stages = pool->pair->golden ? STAGES_REQUIRED : STAGES_IDLE,
                                .kv_dtype = pool->dtype, .kv_mode = fixed_mode >= 0 ? (KvMode)fixed_mode : (KvMode)random_below(MODES),
                                .reclaim = (Reclaim)random_below(2), .lookup = (Lookup)random_below(2)};
     if (!engine_plan(&engine, options, &error)) { CHECK(false, "%s", error.text); return; }
-    int topk = engine.cache.index_topk;
+    int topk = engine.cache.index_topk, stretch = 1;
+    for (int i = 0; i < engine.cache.sources; i++) stretch = larger(stretch, stretch_of(&engine.cache, i));
+    topk *= stretch;                                /* the coarsest source has that much fewer slots */
     engine_close(&engine);
     if (topk && chance(80)) options->hot_rows = topk + (chance(40) ? 0 : random_below(3 * topk));
     if (!engine_plan(&engine, options, &error)) { CHECK(false, "%s", error.text); return; }
@@ -554,16 +601,16 @@ static void draw_trial(const Pool *pool, int fixed_width, int fixed_verify, int 
 }
 
 static void test_equality(void) {
-    static const int contexts[] = {192, LONGEST, 256};
+    static const int contexts[] = {192, LONGEST, 256, 320};
     Pool *pool = allocate_zeroed(1, sizeof *pool);
     watch.made = true;
     for (int p = 0; p < PAIRS; p++)
-        for (KvDtype dtype = KV_F32; dtype <= KV_F8; dtype++) {
-            bool large = p >= 8;
-            int trials = large ? 2 : p >= 3 ? 16 : 9, failed = checks_failed;
+        for (KvDtype dtype = KV_F32; dtype <= (p < FIRST_STAGES ? KV_F8 : KV_F4); dtype++) {
+            bool large = is_large(p);
+            int trials = large ? 2 : p >= FIRST_STAGES ? 8 : p >= 3 ? 16 : 9, failed = checks_failed;
             if (!pairs[p].draft || (SHARE > 1 && (large || dtype != (KvDtype)(p % 3)))) continue;
             if (large && dtype == (KvDtype)(p - 8)) continue;
-            if (!open_pool(pool, &pairs[p], dtype, large ? 224 : contexts[dtype], large ? 8 : SHARE > 1 ? 12 : TALKS)) continue;
+            if (!open_pool(pool, &pairs[p], dtype, large ? 224 : contexts[dtype], large ? 8 : SHARE > 1 || p >= FIRST_STAGES ? 12 : TALKS)) continue;
             for (int i = 0; i < (trials + SHARE - 1) / SHARE && checks_failed == failed; i++) {
                 if (large) draw_trial(pool, 4 + 2 * (i % 2), 1 + p - 8, i % 2, i % 2 ? MODE_ADAPTIVE : MODE_HISPARSE);
                 else draw_trial(pool, i < WIDTHS ? i : -1, i % 3, i < 3 ? 1 + i : -1, p >= 3 && i >= 3 ? MODE_HISPARSE + i % 2 : -1);
@@ -689,8 +736,8 @@ static void test_conversation(const Pair *pair, KvMode mode, int width, VerifyRu
  * Passes that fail
  */
 
-/* Four sessions in one batch; ids[i] receives what each says. poisoned: the row of that session's position 2 becomes NaNs on the device
- * before round 3; -1: none. Returns how many rounds with drafts failed and were run again. */
+/* Four sessions in one batch; ids[i] receives what each says. poisoned: the row of that session's position 2, or the newest of a window,
+ * becomes NaNs on the device before round 3; -1: none. Returns how many rounds with drafts failed and were run again. */
 enum { GROUP = 4, GROUP_NEW = 24 };
 
 static int run_group(Runner *runner, int *prompts[GROUP], int *ids[GROUP], Finish finish[GROUP], int poisoned) {
@@ -707,7 +754,10 @@ static int run_group(Runner *runner, int *prompts[GROUP], int *ids[GROUP], Finis
         if (poisoned >= 0 && rounds == 3) {
             Cache *cache = &runner->engine.cache;
             DevicePage page = cache->session[poisoned].pages[0].device;
-            memset(source_rows(cache, (SourceId){1}) + (size_t)row_of_page(page, 2).id * cache->format.stride, 0xff, cache->format.bytes);
+            const Trail *window = cache->trail_layers ? &cache->trails[TRAILS + TRAIL_WINDOW] : NULL;
+            int newest = cache->session[poisoned].committed - 1;
+            if (window) memset(window->ring + (size_t)(poisoned * window->length + newest % window->length) * window->stride, 0xff, window->stride);
+            else memset(source_rows(cache, (SourceId){1}) + (size_t)row_of_page(page, 2).id * cache->format.stride, 0xff, cache->format.bytes);
         }
         running = 0;
         for (int i = 0; i < GROUP; i++)
@@ -790,7 +840,7 @@ static void test_failures(const Pair *pair) {
     memset(nans, 0xff, 2 * (size_t)hidden);
     CHECK(token >= 0, "%s: some token is proposed in vain", pair->name);
     if (token >= 0) {
-        patch_tensor(spoiled.target, "model.embed_tokens.weight", (size_t)token * 2 * (size_t)hidden, nans, 2 * (size_t)hidden);
+        patch_tensor(spoiled.target, pair->golden ? "embed.weight" : "model.embed_tokens.weight", (size_t)token * 2 * (size_t)hidden, nans, 2 * (size_t)hidden);
         if (open_pair(&runner, &spoiled, true, options, NULL, 0)) {
             runner.speculation.width = 5;
             runner.speculation.verify = VERIFY_FULL;
@@ -809,10 +859,11 @@ static void test_failures(const Pair *pair) {
         }
     }
     /* A drafter of NaNs proposes nonsense, and no more. */
-    char *draft = copy_checkpoint(pair->draft);
+    char *draft = copy_checkpoint(pair->golden ? pair->target : pair->draft);
     free(spoiled.target);
-    patch_tensor(draft, "hidden_norm.weight", 0, nans, 2 * (size_t)hidden);
-    spoiled = (Pair){.name = pair->name, .target = pair->target, .draft = draft};
+    patch_tensor(draft, pair->golden ? "mtp.0.main_norm.weight" : "hidden_norm.weight", 0, nans, 2 * (size_t)hidden);
+    spoiled = *pair;
+    *(pair->golden ? &spoiled.target : &spoiled.draft) = draft;
     for (int verify = 0; verify <= VERIFY_CONFIDENCE; verify++) {
         if (verify == VERIFY_CONFIDENCE && !pair->confidence) continue;
         if (!open_pair(&runner, &spoiled, true, options, NULL, 0)) break;
@@ -1479,16 +1530,17 @@ int main(int argc, char **argv) {
     find_pairs();
     test_equality();
     for (int p = 0; p < PAIRS; p++) {
-        bool large = p >= 8;
+        bool large = is_large(p);
         if (!pairs[p].draft || (SHARE > 1 && (large || p % 3))) continue;
-        test_conversation(&pairs[p], (KvMode)(p % 3), p % 2 ? 5 : MAX_BLOCK + 1, p % 2 ? VERIFY_DVL : VERIFY_FULL, large ? 4 : 30 / SHARE + 5);
+        test_conversation(&pairs[p], (KvMode)(p % 3), p % 2 ? 5 : MAX_BLOCK + 1, p % 2 ? VERIFY_DVL : VERIFY_FULL, large ? 4 : (p < FIRST_STAGES ? 30 : 10) / SHARE + 5);
         if (large) continue;
-        test_failures(&pairs[p]);
+        if (p < FIRST_STAGES + 2) test_failures(&pairs[p]);     /* those of one shard */
         test_proposals(&pairs[p]);
     }
     if (pairs[1].draft) test_edges(&pairs[1]);
     if (pairs[6].draft) test_edges(&pairs[6]);
     if (pairs[5].draft) test_edges(&pairs[5]);
+    for (int p = FIRST_STAGES; p < PAIRS; p += 3) test_edges(&pairs[p]);
     test_budgets();
     test_costs();
     if (pairs[1].draft) test_auto(&pairs[1]);
@@ -1497,6 +1549,7 @@ int main(int argc, char **argv) {
     if (pairs[0].draft) test_rejection_in_rounds(&pairs[0], 3);
     if (pairs[1].draft) test_rejection_in_rounds(&pairs[1], MAX_BLOCK);
     if (pairs[5].draft) test_rejection_in_rounds(&pairs[5], 4);
+    if (pairs[FIRST_STAGES].draft) test_rejection_in_rounds(&pairs[FIRST_STAGES], 3);
     forget_pairs();
     return check_report();
 }
