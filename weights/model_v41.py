@@ -197,7 +197,7 @@ def index_kl(target, qi, w, ki, seen, chosen):
     return 0.5 * kl(target, s.masked_fill(dead, -1e30)) + 0.5 * kl(target * chosen, s.masked_fill(~chosen, -1e30))
 
 
-def draft_loss(y, th, prev, labels, w, norm, head, embed2, head2, conf):
+def draft_loss(y, th, prev, w, norm, head, embed2, head2, conf):
     """Rows are drafted places: y [n, H] before the norm, th the target's normed row that predicts the same place.  Cross-entropy to the target's
     distribution and to its choice, and the confidence: how much of the two distributions is common."""
     e = F.embedding(prev, embed2)
@@ -588,8 +588,32 @@ class Drafter(nn.Module):
             loads.append(load)
         return collapse(h, carry), loads
 
-    def loss(self, net, y, th, prev, labels, w):
-        return net.f['draft_loss'](y, th, prev, labels, w, self.norm, net.embed.detach(), self.markov_embed, self.markov_head, self.conf)
+    def loss(self, net, y, th, prev, w):
+        return net.f['draft_loss'](y, th, prev, w, self.norm, net.embed.detach(), self.markov_embed, self.markov_head, self.conf)
+
+
+def compare_kernels(net, B, T, log):
+    """On a GPU: flex_attention and the selections against plain PyTorch, on random rows."""
+    c, g = net.c, torch.Generator(device='cuda').manual_seed(3)
+    new = lambda *shape: torch.randn(*shape, device='cuda', generator=g).bfloat16()
+    m, blocks = net.buffer(B, T, 'layer1', 2, 'cuda')
+    m &= torch.rand(B, T, T, device='cuda', generator=g) < 0.2
+    ts, dy, outs = [new(B, T, c.heads, c.head_dim), new(B, T, c.head_dim), new(B, T, c.head_dim)], new(B, T, c.heads, c.head_dim), []
+    for way in (blocks, None):
+        xs = [t.clone().requires_grad_() for t in ts]
+        o, lse = attend(*xs, m, way, c.window)
+        y = o * torch.sigmoid(lse - 1)[..., None].to(o.dtype)
+        outs.append([o.detach(), lse.detach()] + list(torch.autograd.grad(y, xs, dy)))
+    log('flex against plain attention, relative errors: %s' % ['%.1e' % ((x - y).float().norm() / y.float().norm()).item() for x, y in zip(*outs)])
+    del outs, xs, o, lse, y
+    for i in (1, 4, 6):
+        b = net.blocks[i]
+        args = new(B, T, c.index_heads, c.index_dim), torch.randn(B, T, c.index_heads, device='cuda', generator=g), new(B, T // b.ratio, c.index_dim)
+        inside = net.inside if i > c.candidate_layer else None
+        m, _ = net.select(b, B, T, *args, 'cuda')
+        mine, kept = m.clone(), net.inside if i == c.candidate_layer else None
+        net.select_plain(b, *args, m, inside)
+        log('layer %d: %d of %d entries of the selection differ, at most %d a row%s' % (i, (mine != m).sum(), m.sum(), mine.sum(-1).max(), '' if kept is None else ', %d of the kept blocks' % (kept != net.inside).sum()))
 
 
 # ---- what the file stores
