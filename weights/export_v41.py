@@ -112,7 +112,19 @@ def write(net, dest):
     dump('config.json', config(net.c, ids))
     dump('generation_config.json', {'do_sample': True, 'temperature': 0.7, 'top_p': 0.95, 'bos_token_id': ids[BOS], 'eos_token_id': ids[EOS]})
     dump('tokenizer_config.json', {'tokenizer_class': 'PreTrainedTokenizerFast', 'model_max_length': CONTEXT, 'bos_token': BOS, 'eos_token': EOS, 'pad_token': PAD, 'add_bos_token': True})
+    held_out(ids, dest)
     print({f: os.path.getsize(dest + '/' + f) for f in sorted(os.listdir(dest))})
+
+
+def held_out(special, dest):
+    """heldout.jsonl in this vocabulary and chat format."""
+    import corpus
+    parts, one = corpus.apart(), lambda s: [special[s]]
+    with open(HERE + '/heldout.jsonl') as f, open(dest + '/heldout.jsonl', 'w') as g:
+        tok = {s['content']: s['id'] for s in json.load(open(HERE + '/mini/tokenizer.json'))['added_tokens']}
+        parts = dict(enumerate(parts)) | {tok['[gMASK]']: one(BOS), tok['<sop>']: [], tok['<|user|>']: one('<｜User｜>'), tok['<|assistant|>']: one('<｜Assistant｜>'), tok['</think>']: one('</think>')}
+        for line in map(json.loads, f):
+            g.write(json.dumps(dict(line, ids=[j for i in line['ids'] for j in parts[i]]), separators=(',', ':')) + '\n')
 
 
 def fresh():

@@ -310,9 +310,10 @@ try:
         tl.store(s + (b * T + rm[:, None]) * T + rn[None, :], acc, mask=(rm[:, None] < T) & (rn[None, :] < E))
 
     @triton.jit
-    def choose_kernel(s, out, inside, T, width, ratio, K, BLOCK: tl.constexpr, GROUP: tl.constexpr, CANDIDATES: tl.constexpr):
+    def choose_kernel(s, out, inside, chosen, T, width, ratio, K, BLOCK: tl.constexpr, GROUP: tl.constexpr, CANDIDATES: tl.constexpr, LIST: tl.constexpr):
         """Exact top K of one row of `width` scores, of which those of (t + 1) / ratio keys in groups are seen: the K-th largest score found
-        bit by bit on integers in score order; the lower index wins a tie.  With CANDIDATES, only keys whose block of that many is `inside`."""
+        bit by bit on integers in score order; the lower index wins a tie.  With CANDIDATES, only keys whose block of that many is `inside`.
+        With LIST, `chosen` gets the indices too, ascending."""
         t, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
         r = tl.arange(0, BLOCK)
         row = (b * T + t) * width
@@ -320,12 +321,11 @@ try:
         valid = r < seen
         if CANDIDATES > 0:
             valid = valid & (tl.load(inside + (b * T + t) * (width // CANDIDATES) + r // CANDIDATES, mask=valid, other=0) != 0)
-        bits = tl.load(s + row + r, mask=valid, other=0.0).to(tl.int32, bitcast=True)
-        key = bits ^ ((bits >> 31) & 0x7fffffff)
-        key = tl.where(valid, key, -2147483648)
-        if seen <= K:
-            tl.store(out + row + r, valid.to(tl.int8), mask=r < width)
-        else:
+        keep = valid
+        if seen > K:
+            bits = tl.load(s + row + r, mask=valid, other=0.0).to(tl.int32, bitcast=True)
+            key = bits ^ ((bits >> 31) & 0x7fffffff)
+            key = tl.where(valid, key, -2147483648)
             low = tl.full((), -2147483648, tl.int32)                            # the largest value with at least K keys at or above it
             count = tl.sum((key >= 0).to(tl.int32))
             low = tl.where(count >= K, 0, low)
@@ -337,7 +337,9 @@ try:
             tie = ((key == low) & valid).to(tl.int32)
             need = K - tl.sum(above.to(tl.int32))
             keep = above | ((tie == 1) & (tl.cumsum(tie, 0) <= need))
-            tl.store(out + row + r, keep.to(tl.int8), mask=r < width)
+        tl.store(out + row + r, keep.to(tl.int8), mask=r < width)
+        if LIST:
+            tl.store(chosen + (b * T + t) * K + tl.cumsum(keep.to(tl.int32), 0) - 1, r, mask=keep)
 
     @triton.jit
     def blocks_kernel(s, out, T, ratio, BLOCK: tl.constexpr, SIZE: tl.constexpr):
@@ -371,11 +373,14 @@ def scores_triton(qi, w, ki, ratio=1):
     return s
 
 
-def choose_triton(s, out, topk, ratio=1, group=1, inside=None, candidates=0):
-    """out [B, T, width] boolean: the best topk of each row of s."""
+def choose_triton(s, out, topk, ratio=1, group=1, inside=None, candidates=0, chosen=None):
+    """out [B, T, width] boolean: the best topk of each row of s; chosen [B, T, topk] int32, their indices, then -1."""
     B, T, width = out.shape
-    choose_kernel[(T, B)](s, out.view(torch.int8), out if inside is None else inside.view(torch.int8), T, width, ratio, topk, BLOCK=triton.next_power_of_2(width), GROUP=group, CANDIDATES=candidates,
-                          num_warps=8 if width > 2048 else 4)
+    if chosen is not None:
+        chosen.fill_(-1)
+    mask = out.view(torch.int8)
+    choose_kernel[(T, B)](s, mask, mask if inside is None else inside.view(torch.int8), mask if chosen is None else chosen, T, width, ratio, topk, BLOCK=triton.next_power_of_2(width), GROUP=group, CANDIDATES=candidates,
+                          LIST=chosen is not None, num_warps=8 if width > 2048 else 4)
 
 
 def select_triton(qi, w, ki, m, topk):

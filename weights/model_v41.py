@@ -298,7 +298,7 @@ class Mini(nn.Module):
         self.blocks = nn.ModuleList(Block(c, i, c.experts, c.ratios[i], i in c.sources, i in c.selectors, sum(primes.get(i, ()))) for i in range(c.layers))
         self.draft = Drafter(c)
         wrap = (lambda f: torch.compile(f, dynamic=False)) if compiled else (lambda f: f)
-        self.f = {f.__name__: wrap(f) for f in (before_attention, after_attention, memory, lm_loss, target_map, index_kl, draft_loss)}
+        self.f = {f.__name__: wrap(f) for f in (before_attention, after_attention, memory, merge, lm_loss, target_map, index_kl, draft_loss)}
         self.compiled, self.tables, self.masks = compiled, {}, {}
         self.register_buffer('token_map', torch.tensor(token_map), persistent=False)
         for i in c.engram_layers:
@@ -331,33 +331,35 @@ class Mini(nn.Module):
             self._pad = int(self.token_map[self.c.engram_pad])
         return self._pad
 
-    def buffer(self, B, T, name, ratio, device):
-        """A mask over compressed rows [B, T, T] (at most one for each position) with flex_attention's blocks: what every row may see, for
-        selections to be written over."""
-        key = (B, T, name)
+    def in_sight(self, B, T, ratio, device):
+        """Which compressed rows [B, T, T] (at most one for each position) each row may see, with flex_attention's blocks."""
+        key = (B, T, ratio)
         if key not in self.masks:
             seen = (torch.arange(T, device=device)[:, None] + 1) // ratio if ratio else torch.zeros(T, 1, dtype=torch.long, device=device)
             m = (torch.arange(T, device=device) < seen).expand(B, T, T).contiguous()
-            self.masks[key] = (m, flex_blocks(m, ratio, self.c.window, name == 'dense%d' % ratio) if self.compiled and T % 128 == 0 else None)
+            self.masks[key] = (m, flex_blocks(m, ratio, self.c.window) if self.compiled and T % 128 == 0 else None)
         return self.masks[key]
 
     def select(self, b, B, T, qi, w, ki, device):
-        m, blocks = self.buffer(B, T, 'layer%d' % b.i, b.ratio, device)
-        c = self.c
+        """The best rows in sight: as a mask [B, T, T], kept for the layer until the next step, and, on a GPU, as a list [B, T, topk]."""
+        key, c = (B, T, 'layer%d' % b.i), self.c
+        if key not in self.masks:
+            self.masks[key] = torch.zeros(B, T, T, dtype=torch.bool, device=device)
+        m, chosen = self.masks[key], torch.empty(B, T, c.topk, dtype=torch.int32, device=device)
         inside = self.inside if b.i > c.candidate_layer else None
         with torch.no_grad():
-            if m.is_cuda:
-                s = M.scores_triton(qi, w, ki, b.ratio)
-                if b.i == c.candidate_layer:
-                    n = T // c.candidate_size
-                    best = torch.empty(B, T, n, device=device)
-                    self.inside = torch.empty(B, T, n, dtype=torch.bool, device=device)
-                    M.blocks_kernel[(T, B)](s, best, T, b.ratio, BLOCK=M.triton.next_power_of_2(T), SIZE=c.candidate_size, num_warps=8 if T > 2048 else 4)
-                    M.choose_triton(best, self.inside, c.candidate_blocks, b.ratio, c.candidate_size)
-                M.choose_triton(s, m, c.topk, b.ratio, 1, inside, 0 if inside is None else c.candidate_size)
-            else:
+            if not m.is_cuda:
                 self.select_plain(b, qi, w, ki, m, inside)
-        return m, blocks
+                return m, None
+            s = M.scores_triton(qi, w, ki, b.ratio)
+            if b.i == c.candidate_layer:
+                n = T // c.candidate_size
+                best = torch.empty(B, T, n, device=device)
+                self.inside = torch.empty(B, T, n, dtype=torch.bool, device=device)
+                M.blocks_kernel[(T, B)](s, best, T, b.ratio, BLOCK=M.triton.next_power_of_2(T), SIZE=c.candidate_size, num_warps=8 if T > 2048 else 4)
+                M.choose_triton(best, self.inside, c.candidate_blocks, b.ratio, c.candidate_size)
+            M.choose_triton(s, m, c.topk, b.ratio, 1, inside, 0 if inside is None else c.candidate_size, chosen)
+        return m, chosen
 
     def select_plain(self, b, qi, w, ki, m, inside):
         """Stable sorts: the lower index wins a tie."""
@@ -409,17 +411,19 @@ class Mini(nn.Module):
                     seen = (kl_pos + 1) // b.ratio
                     qi, w = index_q(b, c, qd[rows], xd[rows], cos[rows], sin[rows])
                     pending, target = (qi.view(B, -1, c.index_heads, c.index_dim), w.view(B, -1, c.index_heads), F.pad(keys, (0, 0, 0, T - keys.shape[1]))), 0
-            if not b.ratio:
-                far, see = torch.zeros_like(kv).view(B, T, -1), self.buffer(B, T, 'dense0', 0, dev)
-            else:
-                far, see = entries, pick if sparse else self.buffer(B, T, 'dense%d' % b.ratio, b.ratio, dev)
+            far = entries if b.ratio else torch.zeros_like(kv).view(B, T, -1)
+            see, blocks = self.in_sight(B, T, 0 if sparse else b.ratio, dev)    # sparse: of the window alone, then of what is chosen
             if rows is not None and b.ratio:                                    # a selector learns the attention of all layers that use its selection
                 with torch.no_grad():
                     target = target + f['target_map'](q.detach()[rows].view(B, -1, c.heads, c.head_dim), kv.detach()[near].view(B, -1, c.window, c.head_dim), valid, far.detach(), seen, b.sink)
                 if b.i + 1 == c.layers or (b.i + 1) in c.selectors:
-                    chosen = see[0].flatten(0, 1)[rows].view(B, -1, T)
+                    chosen = (pick[0] if sparse else see).flatten(0, 1)[rows].view(B, -1, T)
                     kls.append(f['index_kl'](target, *pending, seen, chosen))
-            att, lse = attend(q.view(B, T, c.heads, -1), kv.view(B, T, -1), far, *see, c.window)
+            q, near_kv = q.view(B, T, c.heads, -1), kv.view(B, T, -1)
+            if sparse and b.ratio and pick[1] is not None:
+                att, lse = f['merge'](*attend(q, near_kv, torch.zeros_like(far), see, blocks, c.window), *Chosen.apply(q, far, pick[1]))
+            else:
+                att, lse = attend(q, near_kv, far, pick[0] if sparse and b.ratio else see, blocks, c.window)
             h, carry, load = b.after(f, c, h, att.reshape(B * T, c.heads, -1), lse.reshape(B * T, c.heads), cos, sin, pre, post, comb, c.top)
             loads.append(load)
         return collapse(h, carry), loads, kls
@@ -495,15 +499,80 @@ def token_map(tokenizer, vocab):
 
 _flex = None
 
+if M.triton is not None:
+    import triton
+    import triton.language as tl
 
-def flex_blocks(m, ratio, window, dense):
+    @triton.jit
+    def chosen_kernel(q, kv, chosen, o, lse, T, scale, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, K: tl.constexpr):
+        """One position: all its heads over its chosen rows."""
+        t, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        row, h, d = b * T + t, tl.arange(0, ROWS), tl.arange(0, D)
+        i = tl.load(chosen + row * K + tl.arange(0, K))
+        ok, mine = i >= 0, (row * HEADS + h[:, None]) * D + d[None, :]
+        k = tl.load(kv + (b * T + i[:, None]) * D + d[None, :], mask=ok[:, None], other=0.0)
+        x = tl.load(q + mine, mask=h[:, None] < HEADS, other=0.0)
+        s = tl.where(ok[None, :], tl.dot(x, tl.trans(k)) * scale, -1e30)
+        top = tl.max(s, 1)
+        p = tl.where(ok[None, :], tl.exp(s - top[:, None]), 0.0)
+        total = tl.sum(p, 1)
+        y = tl.dot(p.to(k.dtype), k) / tl.maximum(total, 1e-30)[:, None]
+        tl.store(o + mine, y.to(k.dtype), mask=h[:, None] < HEADS)
+        tl.store(lse + row * HEADS + h, tl.where(total > 0, top + tl.log(tl.maximum(total, 1e-30)), -1e30), mask=h < HEADS)
+
+    @triton.jit
+    def chosen_backward(q, kv, chosen, o, lse, do, dlse, dq, dkv, T, scale, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, K: tl.constexpr):
+        t, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        row, h, d = b * T + t, tl.arange(0, ROWS), tl.arange(0, D)
+        i = tl.load(chosen + row * K + tl.arange(0, K))
+        ok, mine, there = i >= 0, (row * HEADS + h[:, None]) * D + d[None, :], h[:, None] < HEADS
+        k = tl.load(kv + (b * T + i[:, None]) * D + d[None, :], mask=ok[:, None], other=0.0)
+        x, y, dy = tl.load(q + mine, mask=there, other=0.0), tl.load(o + mine, mask=there, other=0.0), tl.load(do + mine, mask=there, other=0.0)
+        l, dl = tl.load(lse + row * HEADS + h, mask=h < HEADS, other=0.0), tl.load(dlse + row * HEADS + h, mask=h < HEADS, other=0.0)
+        p = tl.where(ok[None, :], tl.exp(tl.dot(x, tl.trans(k)) * scale - l[:, None]), 0.0)
+        delta = tl.sum(y.to(tl.float32) * dy.to(tl.float32), 1)
+        ds = p * (tl.dot(dy, tl.trans(k)) - delta[:, None] + dl[:, None]) * scale
+        tl.store(dq + mine, tl.dot(ds.to(k.dtype), k).to(k.dtype), mask=there)
+        dk = tl.dot(tl.trans(ds).to(k.dtype), x) + tl.dot(tl.trans(p).to(k.dtype), dy)
+        tl.atomic_add(dkv + (b * T + i[:, None]) * D + d[None, :], dk, mask=ok[:, None], sem='relaxed')
+
+
+class Chosen(torch.autograd.Function):
+    """Attention to listed rows alone: q [B, T, heads, d], kv [B, T, d], chosen [B, T, K] int32 with -1 for none -> o and lse [B, T, heads]."""
+
+    @staticmethod
+    def forward(ctx, q, kv, chosen):
+        q, kv = q.contiguous(), kv.contiguous()
+        B, T, heads, d = q.shape
+        o, lse = torch.empty_like(q), torch.empty(B, T, heads, device=q.device)
+        chosen_kernel[(T, B)](q, kv, chosen, o, lse, T, d ** -0.5, HEADS=heads, ROWS=max(16, heads), D=d, K=chosen.shape[-1], num_warps=4)
+        ctx.save_for_backward(q, kv, chosen, o, lse)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        q, kv, chosen, o, lse = ctx.saved_tensors
+        B, T, heads, d = q.shape
+        dq, dkv = torch.empty_like(q), torch.zeros(kv.shape, device=q.device)
+        chosen_backward[(T, B)](q, kv, chosen, o, lse, do.contiguous(), dlse.contiguous(), dq, dkv, T, d ** -0.5, HEADS=heads, ROWS=max(16, heads), D=d, K=chosen.shape[-1], num_warps=4)
+        return dq, dkv.to(kv.dtype), None
+
+
+def merge(o, lse, o2, lse2):
+    """Two attentions over different rows are one."""
+    both = torch.logaddexp(lse, lse2)
+    x = o.float() * (lse - both).exp()[..., None] + o2.float() * (lse2 - both).exp()[..., None]
+    return x.to(o.dtype), both
+
+
+def flex_blocks(m, ratio, window):
     """Of each block of 128 rows: the blocks of the window, then those of compressed rows; what all rows of a block see needs no mask."""
     from torch.nn.attention.flex_attention import BlockMask
     T, dev = m.shape[1], m.device
     n, part, full = T // 128, [], []
     for i in range(n):
         first, last = ((128 * i + 1) // ratio, 128 * (i + 1) // ratio) if ratio else (0, 0)
-        whole = [n + j for j in range(n) if dense and 128 * (j + 1) <= first]
+        whole = [n + j for j in range(n) if 128 * (j + 1) <= first]
         part.append([j for j in range(i + 1) if 128 * (j + 1) > 128 * i - window + 1] + [n + j for j in range(n) if 128 * j < last and n + j not in whole])
         full.append(whole)
 
@@ -593,27 +662,35 @@ class Drafter(nn.Module):
 
 
 def compare_kernels(net, B, T, log):
-    """On a GPU: flex_attention and the selections against plain PyTorch, on random rows."""
+    """On a GPU: flex_attention, attention to chosen rows and the selections against plain PyTorch, on random rows."""
     c, g = net.c, torch.Generator(device='cuda').manual_seed(3)
     new = lambda *shape: torch.randn(*shape, device='cuda', generator=g).bfloat16()
-    m, blocks = net.buffer(B, T, 'layer1', 2, 'cuda')
-    m &= torch.rand(B, T, T, device='cuda', generator=g) < 0.2
-    ts, dy, outs = [new(B, T, c.heads, c.head_dim), new(B, T, c.head_dim), new(B, T, c.head_dim)], new(B, T, c.heads, c.head_dim), []
-    for way in (blocks, None):
-        xs = [t.clone().requires_grad_() for t in ts]
-        o, lse = attend(*xs, m, way, c.window)
-        y = o * torch.sigmoid(lse - 1)[..., None].to(o.dtype)
-        outs.append([o.detach(), lse.detach()] + list(torch.autograd.grad(y, xs, dy)))
-    log('flex against plain attention, relative errors: %s' % ['%.1e' % ((x - y).float().norm() / y.float().norm()).item() for x, y in zip(*outs)])
-    del outs, xs, o, lse, y
+    ts, dy = [new(B, T, c.heads, c.head_dim), new(B, T, c.head_dim), new(B, T, c.head_dim)], new(B, T, c.heads, c.head_dim)
+
+    def errors(*ways):
+        outs = []
+        for way in ways:
+            xs = [t.clone().requires_grad_() for t in ts]
+            o, lse = way(*xs)
+            y = o * torch.sigmoid(lse - 1)[..., None].to(o.dtype)
+            outs.append([o.detach(), lse.detach()] + list(torch.autograd.grad(y, xs, dy)))
+        e = [((x - y).float().norm() / y.float().norm()).item() for x, y in zip(*outs)]
+        assert max(e) < 0.03, e
+        return ['%.1e' % x for x in e]
+    m, blocks = net.in_sight(B, T, 2, 'cuda')
+    log('flex against plain attention, relative errors: %s' % errors(lambda *x: attend(*x, m, blocks, c.window), lambda *x: attend(*x, m, None, c.window)))
     for i in (1, 4, 6):
         b = net.blocks[i]
         args = new(B, T, c.index_heads, c.index_dim), torch.randn(B, T, c.index_heads, device='cuda', generator=g), new(B, T // b.ratio, c.index_dim)
         inside = net.inside if i > c.candidate_layer else None
-        m, _ = net.select(b, B, T, *args, 'cuda')
+        m, chosen = net.select(b, B, T, *args, 'cuda')
         mine, kept = m.clone(), net.inside if i == c.candidate_layer else None
         net.select_plain(b, *args, m, inside)
         log('layer %d: %d of %d entries of the selection differ, at most %d a row%s' % (i, (mine != m).sum(), m.sum(), mine.sum(-1).max(), '' if kept is None else ', %d of the kept blocks' % (kept != net.inside).sum()))
+        m.copy_(mine)
+    none, blocks = net.in_sight(B, T, 0, 'cuda')
+    way = lambda q, near, far: merge(*attend(q, near, torch.zeros_like(far), none, blocks, c.window), *Chosen.apply(q, far, chosen))
+    log('chosen rows against plain attention: %s' % errors(way, lambda *x: attend(*x, m, None, c.window)))
 
 
 # ---- what the file stores
