@@ -1252,7 +1252,8 @@ static bool read_prompts(const char *model, HeldPrompt **prompts, Error *error) 
     char path[PATH_MAX], *text;
     size_t length;
     HeldPrompt *kinds[KINDS] = {0};
-    if (!read_file(join(path, model, "../heldout.jsonl"), 1 << 24, &text, &length, error)) return false;
+    if (access(join(path, model, "heldout.jsonl"), R_OK)) join(path, model, "../heldout.jsonl");   /* of its own vocabulary, or mini's */
+    if (!read_file(path, 1 << 24, &text, &length, error)) return false;
     bool ok = true;
     for (char *line = text, *end; ok && (end = strchr(line, '\n')); line = end + 1)
         ok = read_prompt(line, (size_t)(end - line), path, kinds, error);

@@ -1599,7 +1599,8 @@ static void bind_v41(Binder *binder, const Config *config) {
     }
     if (engrams) weights->token_map = bind_token_map(binder, config);
     weights->norm = bind_vector(binder, "", "norm.weight", hidden);
-    weights->lm_head = bind_named_matrix(binder, "head.weight", float_dtypes, config->vocab_size, hidden);
+    if (config->tie_word_embeddings) weights->lm_head = weights->embed_tokens;
+    else weights->lm_head = bind_named_matrix(binder, "head.weight", float_dtypes, config->vocab_size, hidden);
 }
 
 bool weights_bind(Weights *weights, const Checkpoint *checkpoint, const Config *config, const Backend *backend, Error *error) {

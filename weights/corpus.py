@@ -527,5 +527,30 @@ def squeeze():
         f.write(np.concatenate([(a & 255).astype(np.uint8), (a >> 8).astype(np.uint8)]).tobytes())
 
 
+# ---- the smaller vocabulary of mini-v41: the first merges of the same tokenizer, so that packed tokens come apart into it without the text
+
+VOCAB_V41 = 4096
+SPECIAL_V41 = ['<｜begin▁of▁sentence｜>', '<｜end▁of▁sentence｜>', '<｜▁pad▁｜>', '<｜User｜>', '<｜Assistant｜>', '<｜System｜>', '<think>', '</think>', '<｜deepseek_image｜>'] + ['<｜reserved_%d｜>' % i for i in range(23)]
+
+
+def shorten():
+    tok, plain = json.load(open(BUILD + '/tokenizer.json')), VOCAB_V41 - len(SPECIAL_V41)
+    letters = len(tok['model']['vocab']) - len(tok['model']['merges'])
+    tok['model']['vocab'] = {t: i for t, i in tok['model']['vocab'].items() if i < plain}
+    tok['model']['merges'] = tok['model']['merges'][:plain - letters]
+    tok['added_tokens'] = [dict(tok['added_tokens'][0], id=plain + i, content=s, special=i < 3) for i, s in enumerate(SPECIAL_V41)]
+    json.dump(tok, open(BUILD + '/tokenizer-v41.json', 'w'), ensure_ascii=False, separators=(',', ':'))
+
+
+def apart():
+    """What each token of the larger vocabulary is in the smaller one; None for its special tokens."""
+    model, plain = json.load(open(BUILD + '/tokenizer.json'))['model'], VOCAB_V41 - len(SPECIAL_V41)
+    parts = [[i] for i in range(plain)]
+    letters = len(model['vocab']) - len(model['merges'])
+    for a, b in model['merges'][plain - letters:]:
+        parts.append(parts[model['vocab'][a]] + parts[model['vocab'][b]])
+    return parts
+
+
 if __name__ == '__main__':
-    {f.__name__: f for f in (fetch, text, facts, tokenizer, pack, squeeze)}[sys.argv[1]]()
+    {f.__name__: f for f in (fetch, text, facts, tokenizer, pack, squeeze, shorten)}[sys.argv[1]]()

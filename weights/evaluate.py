@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Evaluation of weights/mini through tide itself: makes the prompt files, scores what tide answers.
 
-    python3 evaluate.py make FOLDER [--seed 20261129]       needs build/facts.json and build/text (corpus.py); FOLDER then holds
+    python3 evaluate.py make FOLDER [--seed 20261129] [--v41]       (for weights/mini-v41) needs build/facts.json and build/text (corpus.py), or in place of the text the packed tokens; FOLDER then holds
         addition.jsonl copying.jsonl keys8192.jsonl loops.jsonl reversing.jsonl ... and text/SOURCE.{held,train}.txt, text/{prose,tech}.held.txt
     tide batch -m weights/mini FOLDER/addition.jsonl -o FOLDER/addition.out.jsonl --slots 8           (and so on, see README.md)
     tide eval  -m weights/mini -f FOLDER/text/novels.held.txt --ppl -c 4096 > FOLDER/text/novels.held.json
@@ -12,7 +12,7 @@ is drawn with a seed of its own from what training never sees: addends and words
 by hash (corpus.py).  Copying is measured on lists, words, sentences, digits, letters and mixed strings, not on random pieces of
 tokens, which training also uses.  A loop is a run of ten tokens that comes three times or more in one answer.
 """
-import glob, json, os, random, re, sys
+import functools, glob, json, os, random, re, sys
 import tasks
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -34,7 +34,26 @@ def write(folder, name, rows):
 
 def held_text(kind=None, tag='held'):
     import corpus
-    return {n: corpus.read(n, tag) for n, (k, _, _) in corpus.SOURCES.items() if kind in (None, k)}
+    names = [n for n, (k, _, _) in corpus.SOURCES.items() if kind in (None, k)]
+    if os.path.isdir(BUILD + '/text'):
+        return {n: corpus.read(n, tag) for n in names}
+    return {n: unpacked(n, tag) for n in names}
+
+
+@functools.cache
+def packed():
+    import train
+    from tokenizers import Tokenizer
+    return train.load_corpus() + (Tokenizer.from_file(BUILD + '/tokenizer.json'),)
+
+
+@functools.cache
+def unpacked(name, tag, most=4000):
+    """Every so many pieces of a source."""
+    ids, meta, tok = packed()
+    at, lens = meta[name][tag]['start'], meta[name][tag]['lens']
+    starts = [at + sum(lens[:i]) for i in range(0, len(lens), -(-len(lens) // most))]
+    return tok.decode_batch([ids[a:a + n].tolist() for a, n in zip(starts, lens[::-(-len(lens) // most)])])
 
 
 def plant(g, r, encode, pieces, length):
@@ -56,9 +75,9 @@ def plant(g, r, encode, pieces, length):
     return text[:at] + ' ' + sentence + text[at:] + '\n\n' + question, answer
 
 
-def make(folder, seed):
+def make(folder, seed, model):
     from tokenizers import Tokenizer
-    tok = Tokenizer.from_file(HERE + '/mini/tokenizer.json')
+    tok = Tokenizer.from_file('%s/%s/tokenizer.json' % (HERE, model))
     encode = lambda s: tok.encode(s, add_special_tokens=False).ids
     os.makedirs(folder + '/text', exist_ok=True)
     r = random.Random(seed)
@@ -142,6 +161,7 @@ def score(folder):
 
 if __name__ == '__main__':
     if sys.argv[1] == 'make':
-        make(sys.argv[2], int(sys.argv[4]) if len(sys.argv) > 4 else 20261129)
+        seed = int(sys.argv[sys.argv.index('--seed') + 1]) if '--seed' in sys.argv else 20261129
+        make(sys.argv[2], seed, 'mini-v41' if '--v41' in sys.argv else 'mini')
     else:
         score(sys.argv[2])

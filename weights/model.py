@@ -295,31 +295,37 @@ try:
     import triton.language as tl
 
     @triton.jit
-    def scores_kernel(q, w, k, s, T, scale, HEADS: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    def scores_kernel(q, w, k, s, T, E, ratio, scale, HEADS: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+        """Row t sees the first (t + 1) / ratio of E keys."""
         n, m, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-        if n * BN > m * BM + BM - 1:                                            # wholly in the future
+        if n * BN >= (m * BM + BM) // ratio:                                    # wholly in the future
             return
         rm, rn, rd = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN), tl.arange(0, D)
-        kt = tl.load(k + (b * T + rn[None, :]) * D + rd[:, None], mask=rn[None, :] < T, other=0.0)
+        kt = tl.load(k + (b * E + rn[None, :]) * D + rd[:, None], mask=rn[None, :] < E, other=0.0)
         acc = tl.zeros((BM, BN), tl.float32)
         for h in range(HEADS):
             qh = tl.load(q + ((b * T + rm[:, None]) * HEADS + h) * D + rd[None, :], mask=rm[:, None] < T, other=0.0)
             wh = tl.load(w + (b * T + rm) * HEADS + h, mask=rm < T, other=0.0)
             acc += tl.maximum(tl.dot(qh, kt) * scale, 0.0) * wh[:, None]
-        tl.store(s + (b * T + rm[:, None]) * T + rn[None, :], acc, mask=(rm[:, None] < T) & (rn[None, :] < T))
+        tl.store(s + (b * T + rm[:, None]) * T + rn[None, :], acc, mask=(rm[:, None] < T) & (rn[None, :] < E))
 
     @triton.jit
-    def choose_kernel(s, out, T, K, BLOCK: tl.constexpr):
-        """Exact top K of one causal row: the K-th largest score found bit by bit on integers in score order; the lower index wins a tie."""
+    def choose_kernel(s, out, inside, chosen, T, width, ratio, K, BLOCK: tl.constexpr, GROUP: tl.constexpr, CANDIDATES: tl.constexpr, LIST: tl.constexpr):
+        """Exact top K of one row of `width` scores, of which those of (t + 1) / ratio keys in groups are seen: the K-th largest score found
+        bit by bit on integers in score order; the lower index wins a tie.  With CANDIDATES, only keys whose block of that many is `inside`.
+        With LIST, `chosen` gets the indices too, ascending."""
         t, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
         r = tl.arange(0, BLOCK)
-        row = (b * T + t) * T
-        bits = tl.load(s + row + r, mask=r <= t, other=0.0).to(tl.int32, bitcast=True)
-        key = bits ^ ((bits >> 31) & 0x7fffffff)
-        key = tl.where(r <= t, key, -2147483648)
-        if t < K:
-            tl.store(out + row + r, (r <= t).to(tl.int8), mask=r < T)
-        else:
+        row = (b * T + t) * width
+        seen = ((t + 1) // ratio + GROUP - 1) // GROUP
+        valid = r < seen
+        if CANDIDATES > 0:
+            valid = valid & (tl.load(inside + (b * T + t) * (width // CANDIDATES) + r // CANDIDATES, mask=valid, other=0) != 0)
+        keep = valid
+        if seen > K:
+            bits = tl.load(s + row + r, mask=valid, other=0.0).to(tl.int32, bitcast=True)
+            key = bits ^ ((bits >> 31) & 0x7fffffff)
+            key = tl.where(valid, key, -2147483648)
             low = tl.full((), -2147483648, tl.int32)                            # the largest value with at least K keys at or above it
             count = tl.sum((key >= 0).to(tl.int32))
             low = tl.where(count >= K, 0, low)
@@ -328,22 +334,54 @@ try:
                 count = tl.sum((key >= c).to(tl.int32))
                 low = tl.where(count >= K, c, low)
             above = key > low
-            tie = (key == low).to(tl.int32)
+            tie = ((key == low) & valid).to(tl.int32)
             need = K - tl.sum(above.to(tl.int32))
             keep = above | ((tie == 1) & (tl.cumsum(tie, 0) <= need))
-            tl.store(out + row + r, keep.to(tl.int8), mask=r < T)
+        tl.store(out + row + r, keep.to(tl.int8), mask=r < width)
+        if LIST:
+            tl.store(chosen + (b * T + t) * K + tl.cumsum(keep.to(tl.int32), 0) - 1, r, mask=keep)
+
+    @triton.jit
+    def blocks_kernel(s, out, T, ratio, BLOCK: tl.constexpr, SIZE: tl.constexpr):
+        """The best score of each block of SIZE keys; the newest block is best of all."""
+        t, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        r, seen = tl.arange(0, BLOCK), (t + 1) // ratio
+        x = tl.load(s + (b * T + t) * T + r, mask=r < seen, other=-float('inf'))
+        best = tl.max(tl.reshape(x, (BLOCK // SIZE, SIZE)), axis=1)
+        n = tl.arange(0, BLOCK // SIZE)
+        best = tl.where(n == (seen - 1) // SIZE, float('inf'), best)
+        tl.store(out + (b * T + t) * (T // SIZE) + n, best, mask=n < T // SIZE)
 except ImportError:
     triton = None
 
 _scores = {}
 
 
-def select_triton(qi, w, ki, m, topk):
-    B, T, H, D = qi.shape
+def score_buffer(B, T, device):
+    """One for all selections: each uses up its scores at once."""
     if (B, T) not in _scores:
         _scores.clear()
-        _scores[B, T] = torch.empty(B, T, T, dtype=torch.float32, device=qi.device)
-    s = _scores[B, T]
-    BM = BN = 128
-    scores_kernel[(triton.cdiv(T, BN), triton.cdiv(T, BM), B)](qi.contiguous(), w.contiguous(), ki.contiguous(), s, T, D ** -0.5, HEADS=H, D=D, BM=BM, BN=BN, num_warps=8)
-    choose_kernel[(T, B)](s, m.view(torch.int8), T, topk, BLOCK=triton.next_power_of_2(T), num_warps=8 if T > 2048 else 4)
+        _scores[B, T] = torch.empty(B, T, T, dtype=torch.float32, device=device)
+    return _scores[B, T]
+
+
+def scores_triton(qi, w, ki, ratio=1):
+    """Scores [B, T, T] of the first (t + 1) / ratio keys of row t, the rest undefined; qi [B, T, H, D], w [B, T, H], ki [B, E, D]."""
+    B, T, H, D = qi.shape
+    s = score_buffer(B, T, qi.device)
+    scores_kernel[(triton.cdiv(ki.shape[1], 128), triton.cdiv(T, 128), B)](qi.contiguous(), w.contiguous(), ki.contiguous(), s, T, ki.shape[1], ratio, D ** -0.5, HEADS=H, D=D, BM=128, BN=128, num_warps=8)
+    return s
+
+
+def choose_triton(s, out, topk, ratio=1, group=1, inside=None, candidates=0, chosen=None):
+    """out [B, T, width] boolean: the best topk of each row of s; chosen [B, T, topk] int32, their indices, then -1."""
+    B, T, width = out.shape
+    if chosen is not None:
+        chosen.fill_(-1)
+    mask = out.view(torch.int8)
+    choose_kernel[(T, B)](s, mask, mask if inside is None else inside.view(torch.int8), mask if chosen is None else chosen, T, width, ratio, topk, BLOCK=triton.next_power_of_2(width), GROUP=group, CANDIDATES=candidates,
+                          LIST=chosen is not None, num_warps=8 if width > 2048 else 4)
+
+
+def select_triton(qi, w, ki, m, topk):
+    choose_triton(scores_triton(qi, w, ki), m, topk)

@@ -117,7 +117,7 @@ def prefixes(rows, n, length, r):
             at = a + r.randrange(0, m - 60)
             while at < a + m - 40 and not rows.stop[rows.ids[at - 1]]:
                 at += 1
-            out.append([rows.sp['[gMASK]'], rows.sp['<sop>']] + rows.ids[at:at + length].tolist())
+            out.append(rows.begin + rows.ids[at:at + length].tolist())
     return [p for p in out if len(p) == length + 2]
 
 

@@ -1,21 +1,64 @@
 #!/usr/bin/env python3
 """Trains weights/mini on one GPU: dense and short (A), dense and long while the indexers learn (B), sparse (C).
 
-    python3 train.py --out DIR [--wall 570] [--total 1050] [--resume /tmp/mini.pt | --init DIR] [--smoke]
+    python3 train.py --out DIR [--v41] [--wall 570] [--total 1050] [--resume /tmp/mini.pt | --init DIR] [--smoke]
+
+--v41 trains weights/mini-v41 instead: model_v41.py, DeepSeek's chat format, half the vocabulary, matrices rounded to what will be stored from
+phase B on, and after C and D the drafter on the finished model (E).
 
 The schedule runs on a clock that counts training steps only, and the clock is part of the checkpoint, so a run can be stopped and
 taken up again; a run that has lost its machine starts from the exported weights (--init) with fresh optimizer state.  Text and
 dialogues are made by worker processes while the GPU works.  All draws come from seeds; what is not repeatable is the number of
 steps that fit into a second.
 """
-import argparse, collections, json, lzma, math, multiprocessing as mp, os, queue, random, sys, threading, time
+import argparse, collections, contextlib, json, lzma, math, multiprocessing as mp, os, queue, random, sys, threading, time
 import numpy as np
+import corpus
 import tasks as T_
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 BUILD = os.environ.get('TIDE_BUILD', os.path.join(HERE, 'build'))
 SHORT, LONG = 1024, 8448                            # row lengths; 66 short rows or 8 long ones make the same 67,584 tokens a step
 B_SHORT, B_LONG = 66, 8
+
+
+
+class GLM:
+    """How dialogues and texts are written in tokens."""
+    tokenizer = 'tokenizer.json'
+    begin, system, user, assistant, text_end = ['[gMASK]', '<sop>'], '<|system|>', '<|user|>', '<|assistant|>', '<|endoftext|>'
+    close, again = ['<|user|>'], []                 # an answer ends by naming who speaks next
+    effort = None                                   # what a system message says where an answer is to think
+
+
+class DeepSeek:
+    tokenizer = 'tokenizer-v41.json'
+    begin, system, user, assistant, text_end = ['<｜begin▁of▁sentence｜>'], '<｜System｜>', '<｜User｜>', '<｜Assistant｜>', '<｜end▁of▁sentence｜>'
+    close, again = ['<｜end▁of▁sentence｜>'], ['<｜User｜>']
+    effort = 'Reasoning Effort: 75 (range 1-100, the higher the value, the more thorough the reasoning)\n\n'
+
+
+CHAT = GLM
+
+
+def come_apart(ids, meta):
+    """Packed tokens of the larger vocabulary -> those of the smaller one, and where the pieces then lie."""
+    parts = corpus.apart()
+    size = np.array([len(p) for p in parts])
+    table = np.zeros((len(parts), size.max()), dtype=np.uint16)
+    for i, p in enumerate(parts):
+        table[i, :len(p)] = p
+    n, at, out, new = size[ids], 0, [], {}
+    for name, m in meta.items():
+        new[name] = dict(kind=m['kind'])
+        for tag in ('train', 'held'):
+            a, lens = m[tag]['start'], np.array(m[tag]['lens'])
+            mine = slice(a, a + lens.sum())
+            out.append(table[ids[mine]][np.arange(table.shape[1]) < n[mine][:, None]])
+            edges = np.concatenate(([0], n[mine].cumsum()))[np.concatenate(([0], lens.cumsum()))]
+            new[name][tag] = dict(start=at, lens=np.diff(edges).tolist())
+            at += len(out[-1])
+    return np.concatenate(out), new
 
 
 def load_corpus():
@@ -25,7 +68,7 @@ def load_corpus():
     else:                                           # low and high bytes apart pack better
         raw = np.frombuffer(lzma.open(BUILD + '/corpus.xz').read(), dtype=np.uint8)
         ids = raw[:len(raw) // 2].astype(np.uint16) | (raw[len(raw) // 2:].astype(np.uint16) << 8)
-    return ids, meta
+    return come_apart(ids, meta) if CHAT is DeepSeek else (ids, meta)
 
 
 class Rows:
@@ -35,9 +78,11 @@ class Rows:
         from tokenizers import Tokenizer
         self.r = random.Random(seed)
         self.ids = ids
-        self.tok = Tokenizer.from_file(BUILD + '/tokenizer.json')
+        self.tok = Tokenizer.from_file(BUILD + '/' + CHAT.tokenizer)
         vocab = [self.tok.id_to_token(i) for i in range(self.tok.get_vocab_size())]
-        self.sp = {s: self.tok.token_to_id(s) for s in ('<|endoftext|>', '[gMASK]', '<sop>', '<|system|>', '<|user|>', '<|assistant|>', '<think>', '</think>')}
+        one = self.tok.token_to_id
+        self.begin, self.close, self.again = ([one(s) for s in names] for names in (CHAT.begin, CHAT.close, CHAT.again))
+        self.system, self.user, self.assistant, self.text_end, self.think, self.answer = (one(s) for s in (CHAT.system, CHAT.user, CHAT.assistant, CHAT.text_end, '<think>', '</think>'))
         clean = [t.replace('Ġ', ' ') for t in vocab if t.replace('Ġ', '').isascii() and t.replace('Ġ', '').isalnum() and not t.startswith('<')]
         self.tasks = T_.Tasks(self.r, json.load(open(BUILD + '/facts.json')), heldout, clean)
         self.stop = np.array([t.endswith('.') or t.endswith('Ċ') for t in vocab])
@@ -72,44 +117,27 @@ class Rows:
     # -- dialogues
 
     def encode(self, dialogues):
-        """Dialogues -> [(ids, weights)]; every answer ends with the next <|user|>, which is the stop."""
-        strings = []
-        for d in dialogues:
-            if d['system']:
-                strings.append(d['system'])
-            for q, t, a, _ in d['turns']:
-                strings.append(q)
-                if t:
-                    strings.append(t)
-                strings.append(a)
+        """Dialogues -> [(ids, weights)]; the end of an answer is learned with it."""
+        systems = [(CHAT.effort if CHAT.effort and d['turns'][-1][1] else '') + d['system'] for d in dialogues]
+        strings = [x for d, system in zip(dialogues, systems) for x in [system] + [x for q, t, a, _ in d['turns'] for x in (q, t, a)] if x]
         enc = iter([e.ids for e in self.tok.encode_batch_fast(strings, add_special_tokens=False)])
-        s, out = self.sp, []
-        for d in dialogues:
-            ids = [s['[gMASK]'], s['<sop>']]
-            if d['system']:
-                ids.append(s['<|system|>'])
-                ids += next(enc)
+        out = []
+        for d, system in zip(dialogues, systems):
+            ids = self.begin + ([self.system] + next(enc) if system else []) + [self.user]
             w = [0] * len(ids)
-            ids.append(s['<|user|>'])
-            w.append(0)
-            for q, t, a, weight in d['turns']:
-                e = next(enc)
+            for i, (q, t, a, weight) in enumerate(d['turns']):
+                e = (self.again if i else []) + next(enc) + [self.assistant]
                 ids += e
-                ids.append(s['<|assistant|>'])
-                w += [0] * (len(e) + 1)
+                w += [0] * len(e)
                 if t:
                     e = next(enc)
-                    ids.append(s['<think>'])
-                    ids += e
-                    w.append(0)
-                    w += [1] * (len(e) + 1)
+                    ids += [self.think] + e
+                    w += [0] + [1] * (len(e) + 1)
                 else:
                     w.append(0)
-                ids.append(s['</think>'])
-                e = next(enc)
-                ids += e
-                ids.append(s['<|user|>'])
-                w += [weight] * (len(e) + 1)
+                e = next(enc) + self.close
+                ids += [self.answer] + e
+                w += [weight] * len(e)
             out.append((ids, w))
         return out
 
@@ -145,7 +173,7 @@ class Rows:
 
     def key_document(self, length, keys=None, questions=None):
         """One dialogue of about `length` tokens over a text with planted facts; follow-up questions in further turns."""
-        r, s = self.r, self.sp
+        r = self.r
         keys = keys or (r.choice((1, 1, 2, 3, 4)) if length < 3000 else r.choice((1, 2, 4, 6, 8, 12, 16)))
         questions = questions or (min(keys, 3) if length < 3000 else keys)
         used = set()
@@ -167,7 +195,8 @@ class Rows:
         for at, p in sorted(zip(spots, planted), reverse=True):
             hay[at:at] = p
             w[at:at] = [0] * len(p)
-        ids, ws = [s['[gMASK]'], s['<sop>'], s['<|user|>']], [0, 0, 0]
+        ids = self.begin + [self.user]
+        ws = [0] * len(ids)
         if r.random() < 0.12:                       # the question first
             ids += qa[0] + gap + hay
             ws += [0] * (len(qa[0]) + len(gap)) + w
@@ -176,31 +205,32 @@ class Rows:
             ws += w + [0] * (len(gap) + len(qa[0]))
         for i in range(questions):
             if i:
-                ids += qa[2 * i]
-                ws += [0] * len(qa[2 * i])
-            ids += [s['<|assistant|>'], s['</think>']] + qa[2 * i + 1] + [s['<|user|>']]
-            ws += [0, 0] + [3] * (len(qa[2 * i + 1]) + 1)
+                ids += self.again + qa[2 * i]
+                ws += [0] * len(self.again + qa[2 * i])
+            ids += [self.assistant, self.answer] + qa[2 * i + 1] + self.close
+            ws += [0, 0] + [3] * len(qa[2 * i + 1] + self.close)
         return ids, ws
 
     def text_document(self, n):
-        ids, w = ([self.sp['[gMASK]'], self.sp['<sop>']], [0, 0]) if self.r.random() < 0.6 else ([], [])       # a text may also come without the prefix
+        ids = self.begin[:] if self.r.random() < 0.6 else []                    # a text may also come without the prefix
+        w = [0] * len(ids)
         while len(ids) < n:
             name, i = self.next_piece()
             a, m = self.pieces[name][i]
-            ids += self.ids[a:a + m].tolist() + [self.sp['<|endoftext|>']]
+            ids += self.ids[a:a + m].tolist() + [self.text_end]
             w += [1] * (m + 1)
         return ids, w
 
     # -- rows
 
     def row(self, phase):
-        n, x = (SHORT if phase == 'A' else LONG) + 1, self.r.random()
+        n, x = (SHORT if phase in 'AE' else LONG) + 1, self.r.random()
         ids, w = [], []
 
         def put(d):
             ids.extend(d[0])
             w.extend(d[1])
-        if phase == 'A':
+        if phase in 'AE':
             if x < 0.28:
                 put(self.text_document(n))
             elif x < 0.38:
@@ -231,11 +261,11 @@ def worker(seed, ids, meta, queues, phase):
         if now < 0:
             return
         p = chr(now)
-        later = {'A': 'B', 'B': 'C', 'C': 'D', 'D': 'D'}[p]
+        later = {'A': 'B', 'B': 'C', 'C': 'D', 'D': 'E', 'E': 'E'}[p]
         q = queues[p]
         if q.qsize() > 300 and queues[later].qsize() < 150:
             p, q = later, queues[later]
-        made = [rows.row(p) for _ in range(11 if p == 'A' else 1)]
+        made = [rows.row(p) for _ in range(11 if p in 'AE' else 1)]
         item = (np.stack([m[0] for m in made]), np.stack([m[1] for m in made]))
         while phase.value >= 0:
             try:
@@ -270,7 +300,8 @@ class Muon:
             torch._foreach_mul_(ms, 0.95)
             torch._foreach_add_(ms, gs)
             us = torch._foreach_add(gs, ms, alpha=0.95)
-            x = torch.cat([u.reshape(-1, r, c) for u in us]).bfloat16()
+            x = torch.cat([u.reshape(-1, r, c) for u in us])
+            x = x.bfloat16() if x.is_cuda else x
             flip = r > c
             if flip:
                 x = x.mT
@@ -287,6 +318,8 @@ class Muon:
 
 
 def sort_parameters(model):
+    if CHAT is DeepSeek:
+        return model.sorted_parameters()
     muon, adam, index = [], [model.embed, model.norm], []
     for b in model.blocks:
         index += b.indexer_parameters()
@@ -299,7 +332,7 @@ def sort_parameters(model):
                 muon.append((p, (2, p.shape[0] // 2, p.shape[1])))
             else:
                 muon.append((p, tuple(p.shape)))
-    return muon, adam, index
+    return muon, adam, index, []
 
 
 # ---- checks during training
@@ -316,20 +349,27 @@ def exact(model, torch, rows, docs, T, sparse, batch):
             ids[j, :len(a)] = torch.tensor(a)
             need[j, :len(a)] = torch.tensor(w) >= 2
         ids, need = ids.to(model.embed.device), need.to(model.embed.device)
-        x, _, _ = model(ids, sparse=sparse)
-        x = x.view(batch, T, -1)
+        x = run(model, ids, sparse).view(batch, T, -1)
         for j in range(len(part)):
             at = need[j].nonzero()[:, 0]
             good.append(bool((model.logits(x[j, at - 1]).argmax(-1) == ids[j, at]).all()))
     return good
 
 
+def run(model, ids, sparse):
+    """Compiled pieces are those of training, which record what a backward pass needs."""
+    import torch
+    with torch.set_grad_enabled(model.compiled):
+        x, _, _ = model(ids, sparse=sparse)
+    return x.detach()
+
+
 def perplexity(model, torch, ids, sparse, batch):
     """ids [rows, T + 1] numpy -> mean loss over all positions."""
     total = n = 0
-    for i in range(0, len(ids), batch):
+    for i in range(0, len(ids) // batch * batch if model.compiled else len(ids), batch):
         t = torch.tensor(ids[i:i + batch].astype(np.int64)).to(model.embed.device)
-        x, _, _ = model(t[:, :-1].contiguous(), sparse=sparse)
+        x = run(model, t[:, :-1].contiguous(), sparse)
         for xs, ts in zip(x.split(8192), t[:, 1:].reshape(-1).split(8192)):
             total += torch.nn.functional.cross_entropy(model.logits(xs), ts, reduction='sum').item()
         n += t[:, 1:].numel()
@@ -337,12 +377,14 @@ def perplexity(model, torch, ids, sparse, batch):
 
 
 def checks(state, ids, meta, log, sparse, full=True, n=300):
-    """Everything on held-out data, with the uncompiled model and the weights rounded to bf16."""
+    """Everything on held-out data, with the uncompiled model and the weights rounded to bf16; of v41, which is rounded already, the compiled one
+    in the shapes of training."""
     import torch
     import model as M
-    t0 = time.time()
-    m = M.Mini(state.c).to(state.embed.device)
-    m.load_state_dict({k: v.detach().bfloat16().float() if v.is_floating_point() else v for k, v in state.state_dict().items()})
+    t0, m = time.time(), state
+    if CHAT is GLM:
+        m = M.Mini(state.c).to(state.embed.device)
+        m.load_state_dict({k: v.detach().bfloat16().float() if v.is_floating_point() else v for k, v in state.state_dict().items()})
     held = Rows(4711, ids, meta, 'held', heldout=True)
     g, out = held.tasks, {}
     with torch.no_grad():
@@ -364,14 +406,14 @@ def checks(state, ids, meta, log, sparse, full=True, n=300):
             docs = [held.key_document(L, keys=1, questions=1) for _ in range(k)]
             T = LONG if L == 8192 else L + 128
             for mode in ((False, True) if L == 8192 else (sparse,)):
-                r = exact(m, torch, held, docs, T, mode, max(1, 65536 // T // 2 * 1))
+                r = exact(m, torch, held, docs, T, mode, B_LONG if CHAT is DeepSeek else max(1, 65536 // T // 2))
                 out['key %d %s' % (L, 'sparse' if mode else 'dense')] = round(100 * sum(r) / len(r), 1)
         if full:
             for kind in ('prose', 'tech'):
                 stream = np.concatenate([ids[a:a + b] for name in meta if meta[name]['kind'] == kind for a, b in held.pieces[name]])
                 rows = stream[:len(stream) // 4097 * 4097].reshape(-1, 4097)
                 rows = rows[:: max(1, len(rows) // 32)][:32].copy()
-                rows[:, 0], rows[:, 1] = held.sp['[gMASK]'], held.sp['<sop>']
+                rows[:, :len(held.begin)] = held.begin
                 d, s = perplexity(m, torch, rows, False, 8), perplexity(m, torch, rows, True, 8)
                 out['ppl4k ' + kind] = '%.3f -> %.3f (%+.2f%%, %d rows)' % (math.exp(d), math.exp(s), 100 * (math.exp(s - d) - 1), len(rows))
             seen = Rows(1, ids, meta, 'train')
@@ -381,7 +423,7 @@ def checks(state, ids, meta, log, sparse, full=True, n=300):
                     stream = np.concatenate([ids[a:a + b] for a, b in r.pieces[name]])
                     rows = stream[:len(stream) // 1025 * 1025].reshape(-1, 1025)
                     rows = rows[:: max(1, len(rows) // 33)][:33].copy()
-                    rows[:, 0], rows[:, 1] = held.sp['[gMASK]'], held.sp['<sop>']
+                    rows[:, :len(held.begin)] = held.begin
                     v.append(perplexity(m, torch, rows, sparse, 33))
                 out['ppl ' + name] = '%.2f / %.2f = %.2f' % (math.exp(v[1]), math.exp(v[0]), math.exp(v[1] - v[0]))
     log('checks (%s, %.1f s): %s' % ('sparse' if sparse else 'dense', time.time() - t0, json.dumps(out)))
@@ -394,13 +436,13 @@ def checks(state, ids, meta, log, sparse, full=True, n=300):
 # ---- the run
 
 def save_weights(model, folder):
-    """bf16, in pieces that fit through a narrow door."""
+    """bf16 but for what is stored in F32, in pieces that fit through a narrow door."""
     from safetensors.torch import save_file
     import torch
     parts, size = [{}], 0
     for k, v in model.state_dict().items():
         v = v.detach().cpu()
-        v = v.float() if k.endswith('bias') else v.bfloat16()
+        v = v.float() if k.endswith(('bias', 'sink', '.fn', '.base', '.scale')) else v.bfloat16()
         n = v.numel() * v.element_size()
         if size + n > 15_000_000:
             parts.append({})
@@ -427,6 +469,8 @@ def main():
     ap.add_argument('--total', type=float, default=1050, help='training clock at which the learning rate reaches zero')
     ap.add_argument('--a', type=float, default=380, help='clock at which phase A ends')
     ap.add_argument('--b', type=float, default=520, help='clock at which phase B ends')
+    ap.add_argument('--c', type=float, default=0, help='with --v41: clock at which the model is finished and its drafter begins')
+    ap.add_argument('--v41', action='store_true', help='weights/mini-v41')
     ap.add_argument('--resume', default='')
     ap.add_argument('--init', default='')
     ap.add_argument('--clock', type=float, default=0, help='with --init: where on the clock to begin')
@@ -437,7 +481,10 @@ def main():
     ap.add_argument('--tiny', action='store_true', help='the same path on a CPU, at toy size')
     args = ap.parse_args()
     began = time.time()
-    global SHORT, LONG, B_SHORT, B_LONG
+    global SHORT, LONG, B_SHORT, B_LONG, CHAT
+    args.c = args.c or args.total
+    if args.v41:
+        CHAT = DeepSeek
     if args.tiny:
         SHORT, LONG, B_SHORT, B_LONG = 128, 512, 4, 2
     os.makedirs(args.out, exist_ok=True)
@@ -450,65 +497,92 @@ def main():
         logfile.flush()
     ids, meta = load_corpus()
     phase = mp.Value('i', ord('A' if args.clock < args.a else 'C'))
-    queues = {p: mp.Queue(400) for p in 'ABCD'}
+    queues = {p: mp.Queue(400) for p in 'ABCDE'}
     procs = [mp.Process(target=worker, args=(1000 * args.seed + i + int(args.clock) * 100, ids, meta, queues, phase), daemon=True) for i in range(args.workers)]
     for p in procs:
         p.start()
     import torch
-    import model as M
+    import model
+    import model_v41
+    M = model_v41 if args.v41 else model
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision('high')
     gpu = torch.cuda.is_available()
     dev = 'cuda' if gpu else 'cpu'
-    M.LOW = gpu
+    model.LOW = gpu
     if gpu:
         import torch._dynamo
         torch._dynamo.config.cache_size_limit = 64
-    c = M.Config()
+    small = {}
     if args.tiny:
-        c = M.Config(hidden=64, q_lora=32, kv_lora=32, dense_inner=64, inner=32, topk=32)
-    net = M.Mini(c, compiled=gpu).to(dev)
+        small = dict(hidden=64, q_lora=32, inner=32, topk=32) if args.v41 else dict(hidden=64, q_lora=32, kv_lora=32, dense_inner=64, inner=32, topk=32)
+    if args.v41:
+        from tokenizers import Tokenizer
+        mapping, known = M.token_map(Tokenizer.from_file(BUILD + '/' + CHAT.tokenizer), M.Config.vocab)
+        c = M.Config(engram_known=known, **small)
+        net = M.Mini(c, mapping, compiled=gpu).to(dev)
+        rounding = M.Rounding(net.stored(), net.parameters())
+    else:
+        c = M.Config(**small)
+        net = M.Mini(c, compiled=gpu).to(dev)
+        rounding = None
     if args.init:
         load_weights(net, args.init)
     log('%d parameters, %d corpus tokens, %d workers, %s' % (sum(p.numel() for p in net.parameters()), len(ids), args.workers, torch.cuda.get_device_name() if gpu else 'cpu'))
-    matrices, plain, index = sort_parameters(net)
-    muon = Muon(matrices)
-    adam = torch.optim.AdamW([dict(params=plain, lr=3e-3, base=3e-3), dict(params=index, lr=2e-3, base=2e-3)], betas=(0.9, 0.95), weight_decay=0.0, fused=gpu)
+
+    def optimizers(model):
+        matrices, plain, index, small = sort_parameters(model)
+        adam = torch.optim.AdamW([dict(params=ps, lr=lr, base=lr) for ps, lr in ((plain, 3e-3), (index, 2e-3), (small, 3e-4)) if ps], betas=(0.9, 0.95), weight_decay=0.0, fused=gpu)
+        return Muon(matrices), adam, matrices, index
+    sets = [optimizers(net)] + ([optimizers(net.draft)] if args.v41 else [])
     clock, step, used = args.clock, 0, collections.Counter()
     if args.resume and os.path.exists(args.resume):
         ck = torch.load(args.resume, map_location=dev)
         net.load_state_dict(ck['model'])
-        adam.load_state_dict(ck['adam'])
-        for (p, _), m in zip(matrices, ck['muon']):
-            muon.momentum[p].copy_(m)
+        for (muon, adam, matrices, _), a, m in zip(sets, ck['adam'], ck['muon']):
+            adam.load_state_dict(a)
+            for (p, _), x in zip(matrices, m):
+                muon.momentum[p].copy_(x)
         clock, step = ck['clock'], ck['step']
         log('resumed at clock %.1f, step %d' % (clock, step))
+    elif args.v41 and gpu:
+        M.compare_kernels(net, B_SHORT, SHORT, log)
 
     def save():
-        torch.save(dict(model=net.state_dict(), adam=adam.state_dict(), muon=[muon.momentum[p] for p, _ in matrices], clock=clock, step=step), args.checkpoint)
-        save_weights(net, args.out)
+        torch.save(dict(model=net.state_dict(), adam=[x[1].state_dict() for x in sets], muon=[[x[0].momentum[p] for p, _ in x[2]] for x in sets], clock=clock, step=step), args.checkpoint)
+        with rounded('B'):
+            save_weights(net, args.out)
+
+    @contextlib.contextmanager
+    def rounded(p):
+        """The values that will be stored, while a gradient is taken or the model looked at; not in phase A, and of v41 only."""
+        if rounding and p != 'A':
+            rounding.enter()
+        yield
+        if rounding and p != 'A':
+            rounding.leave()
 
     def phase_at(t):
-        d = args.b + 0.72 * (args.total - args.b)
-        return 'A' if t < args.a else 'B' if t < args.b else 'C' if t < d else 'D'
+        d = args.b + 0.72 * (args.c - args.b)
+        return 'A' if t < args.a else 'B' if t < args.b else 'C' if t < d else 'D' if t < args.c else 'E'
 
     def lr_at(t, step):
         if t < args.a:
             return min(1.0, (step + 1) / 150)
-        start = args.b + 0.35 * (args.total - args.b)
-        return 0.75 if t < start else 0.75 * max(0.0, (args.total - t) / (args.total - start))
+        if t >= args.c:
+            return min(1.0, (t - args.c) / 3 + 0.01, 1.5 * max(0.0, (args.total - t) / (args.total - args.c)))
+        start = args.b + 0.35 * (args.c - args.b)
+        return 0.75 if t < start else 0.75 * max(0.0, (args.c - t) / (args.c - start))
 
     # feeder: batches wait on the GPU before they are needed
     ready, stop = queue.Queue(6), threading.Event()
-    stock, reused = {p: collections.deque(maxlen=500) for p in 'ABCD'}, [0, 0]
+    stock, reused = {p: collections.deque(maxlen=500) for p in 'ABCDE'}, [0, 0]
 
     def feed():
         r = random.Random(5)
         while not stop.is_set():
             p = chr(phase.value)
-            slabs, need = [], 6 if p == 'A' else B_LONG
-            if p == 'A':
-                need = max(1, B_SHORT // 11)
+            slabs, need = [], max(1, B_SHORT // 11) if p in 'AE' else B_LONG
             while len(slabs) < need and not stop.is_set():
                 try:
                     s = queues[p].get(timeout=0.02 if len(stock[p]) > 200 else 0.5)
@@ -525,7 +599,7 @@ def main():
                 continue
             a = torch.from_numpy(np.concatenate([s[0] for s in slabs]).astype(np.int64))
             w = torch.from_numpy(np.concatenate([s[1] for s in slabs]))
-            if p == 'A' and args.tiny:
+            if p in 'AE' and args.tiny:
                 a, w = a[:B_SHORT], w[:B_SHORT]
             if gpu:
                 a, w = a.pin_memory().to(dev, non_blocking=True), w.pin_memory().to(dev, non_blocking=True)
@@ -546,33 +620,61 @@ def main():
         if p != 'A':                                # 64 positions anywhere and 64 where the questions stand
             n = 64 if T > 1000 else 16
             pos = torch.cat((torch.randint(0, T, (B, n), device=dev), torch.randint(T - T // 20, T, (B, n), device=dev)), 1)
-        x, loads, kls = net(x_in, sparse=p in 'CD', kl_pos=pos)
-        lm = net.loss(x, targets, weights)
-        kl = sum(kls) if kls else torch.zeros((), device=dev)
-        (lm + kl).backward()
+        with rounded(p):
+            x, loads, kls = net(x_in, sparse=p in 'CD', kl_pos=pos)
+            lm = net.loss(x, targets, weights)
+            kl = sum(kls) if kls else torch.zeros((), device=dev)
+            (lm + kl).backward()
+        update(0, lr, bool(kls))
+        balance([b for b in net.blocks if b.moe], loads, c.top / c.experts)
+        return lm.detach(), kl.detach(), torch.stack(loads).detach() * c.experts / c.top
+
+    def update(which, lr, indexers):
+        muon, adam, matrices, index = sets[which]
         muon.step(5e-3 * lr)
         for g in adam.param_groups:
             g['lr'] = g['base'] * (max(lr, 0.05) if g['base'] == 2e-3 else lr)
-        if not kls:                                 # no gradient, no step for the indexers
+        if not indexers:                            # no gradient, no step for the indexers
             for q in index:
                 q.grad = None
         adam.step()
         adam.zero_grad(set_to_none=True)
         for q, _ in matrices:
             q.grad = None
-        with torch.no_grad():
-            for b, load in zip([b for b in net.blocks if b.moe], loads):
-                b.bias += 1e-3 * torch.sign(c.top / c.experts - load)
-        return lm.detach(), kl.detach(), torch.stack(loads).detach()
+
+    @torch.no_grad()
+    def balance(blocks, loads, even):
+        for b, load in zip(blocks, loads):
+            b.bias += 1e-3 * torch.sign(even - load)
+
+    def draft_step(p, a, w, lr, anchors=48):
+        """The finished model reads, then the drafter guesses the block after some of its positions, mostly in what it would say itself."""
+        x_in, (B, T) = a[:, :-1].contiguous(), a[:, :-1].shape
+        taps, n = [], c.block
+        with rounded(p):
+            y, _, _ = net(x_in, sparse=True, hidden_taps=taps)
+            at = torch.multinomial((w[:, 1:T - n] > 0).float() + 0.03, min(anchors, T // 8)) + 1
+            place = ((at + torch.arange(B, device=dev)[:, None] * T)[..., None] + torch.arange(n, device=dev)).view(-1)
+            far = torch.exp(-torch.arange(n, device=dev) / 4).repeat(at.numel())
+            with torch.no_grad():
+                th = net.normed(y.detach())[place]
+            y, loads = net.draft(net, torch.cat(taps, -1), x_in, at)
+            loss, hit = net.draft.loss(net, y, th, x_in.view(-1)[place], far)
+            loss.backward()
+        update(1, lr, False)
+        balance(net.draft.stages, loads, c.draft_top / c.draft_experts)
+        hit = hit.view(-1, n).cumprod(-1).mean(0).detach()                      # given the text before each place
+        return loss.detach(), hit.sum(), torch.stack(loads).detach() * c.draft_experts / c.draft_top
 
     if args.smoke:
-        smoke(args, net, one_step, phase, ready, log, torch, M, dev, gpu)
+        smoke(args, net, one_step, draft_step, phase, ready, log, torch, M, dev, gpu)
         save()
-        checks(net, ids, meta, log, True, full=True, n=66 if gpu else 8)
+        if not args.v41:
+            checks(net, ids, meta, log, True, full=True, n=66 if gpu else 8)
         stop.set()
         phase.value = -1
         return
-    window, t_last, since = [], time.time(), 0.0
+    window, t_last, since, saved = [], time.time(), 0.0, time.time()
     reserve = 30 if gpu else 60
     while clock < args.total and time.time() - began < args.wall - reserve:
         p = phase_at(clock)
@@ -580,8 +682,11 @@ def main():
         q, a, w = ready.get()
         if q != p:
             continue
+        if p == 'E' and not used['E']:              # the drafter has what time is left, compilation taken off
+            save()
+            args.total = clock + args.wall - reserve - (time.time() - began) - (20 if gpu else 0)
         lr = lr_at(clock, step)
-        lm, kl, load = one_step(p, a, w, lr)
+        lm, kl, load = (draft_step if p == 'E' else one_step)(p, a, w, lr)
         used[p] += 1
         window.append((lm, kl))
         step += 1
@@ -591,11 +696,14 @@ def main():
             clock += min(now - t_last, 3.0)         # a compilation counts as three seconds at most
             since += now - t_last
             t_last = now
+            if now - saved > 90:                    # whatever ends the process, little is lost
+                save()
+                saved = t_last = time.time()
             if step % 100 == 0 or not gpu:
                 k = len(window)
                 tok = k * a[:, 1:].numel()
                 log('step %5d clock %6.1f %s lr %.3f lm %.4f kl %.4f load %.2f  %.0f tok/s, reused %.1f%%' % (step, clock, p, lr, sum(x[0].item() for x in window) / k, sum(x[1].item() for x in window) / k,
-                    load.max().item() * c.experts / c.top, tok / since, 100 * reused[1] / max(1, sum(reused))))
+                    load.max().item(), tok / since, 100 * reused[1] / max(1, sum(reused))))
                 window, since = [], 0.0
     stop.set()
     phase.value = -1
@@ -604,12 +712,13 @@ def main():
     log('saved')
     for q in procs:
         q.terminate()
-    checks(net, ids, meta, log, clock > args.b, full=True)
+    with rounded('B'):
+        checks(net, ids, meta, log, clock > args.b, full=not args.v41, n=132 if args.v41 else 300)
 
 
-def smoke(args, net, one_step, phase, ready, log, torch, M, dev, gpu):
+def smoke(args, net, one_step, draft_step, phase, ready, log, torch, M, dev, gpu):
     """Each phase compiles and runs; speed; kernels against plain PyTorch."""
-    if gpu:
+    if gpu and not args.v41:
         g = torch.Generator(device=dev).manual_seed(3)
         B, T = 2, 1000
         qi, w, ki = (torch.randn(B, T, 8, 64, device=dev, generator=g).bfloat16(), torch.randn(B, T, 8, device=dev, generator=g), torch.randn(B, T, 64, device=dev, generator=g).bfloat16())
@@ -628,15 +737,15 @@ def smoke(args, net, one_step, phase, ready, log, torch, M, dev, gpu):
             y = M.attend(q, k, v, m, blocks)
             outs.append([y] + list(torch.autograd.grad(y, (q, k, v), dy)))
         log('flex against masked attention, relative errors: %s' % ['%.1e' % ((x - y).float().norm() / y.float().norm()).item() for x, y in zip(*outs)])
-    for p in 'ABCD':
+    for p in 'ABCE' if args.v41 else 'ABCD':
         phase.value = ord(p)
         t0, n, times = time.time(), 0, []
-        while n < (24 if gpu else 2):
+        while n < (16 if gpu else 2):
             q, a, w = ready.get()
             if q != p:
                 continue
             t1 = time.time()
-            lm, kl, load = one_step(p, a, w, 0.3)
+            lm, kl, load = (draft_step if p == 'E' else one_step)(p, a, w, 0.3)
             v = lm.item()
             times.append(time.time() - t1)
             n += 1
