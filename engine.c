@@ -3470,23 +3470,18 @@ static void project_shared_key(Engine *engine, int i, bool compresses, int n) {
     const float *cosine = compresses ? state->compress_cosine : state->cosine,
                 *sine = compresses ? state->compress_sine : state->sine;
     const bool v4 = config->family == FAMILY_DEEPSEEK_V4, selects = selects_rows(config, i);
-    const RowFormat *format = &engine->cache.window_format, rounding = row_rounding(config), of_index = index_rounding(config);
+    const RowFormat rounding = row_rounding(config), of_index = index_rounding(config);
     const Projection of_input[] = {{state->q_lora, rank, &layer->q_a_proj}, {state->kv, width, &layer->wkv}};
     multiply_rounded(engine, of_input, 2, state->normed, n);
-    backend->rms_norm(state->q_lora, rank, state->q_lora, rank, layer->q_a_layernorm, n, config->q_lora_rank,
-                      config->rms_norm_eps);
+    backend->store_shared_keys(engine->cache.trails[i * TRAILS + TRAIL_WINDOW].pass, &engine->cache.window_format,
+                               state->pass_rows, n, state->kv, dim, config->qk_rope_head_dim, layer->kv_norm,
+                               config->qat ? &rounding : NULL, state->q_lora, config->q_lora_rank, layer->q_a_layernorm,
+                               config->rms_norm_eps, cosine, sine);
     const Projection of_latent[] = {{state->q, (size_t)(heads * dim), &layer->q_b_proj},
                                     {state->index_q, (size_t)(index_heads * index_dim), &layer->indexer_wq_b}};
     multiply_rounded(engine, of_latent, selects ? 2 : 1, state->q_lora, n);
-    if (v4) backend->norm_each(state->q, n * heads, dim, config->rms_norm_eps);
-    turn_tails(engine, state->q, heads, dim, cosine, sine, n);
-
-    backend->rms_norm(state->kv, width, state->kv, width, layer->kv_norm, n, dim, config->rms_norm_eps);
-    turn_tails(engine, state->kv, 1, dim, cosine, sine, n);
-    if (config->qat) backend->round_rows(state->kv, width, n, rounding.quantised, &rounding);
-    backend->store_rows(engine->cache.trails[i * TRAILS + TRAIL_WINDOW].pass, format, state->pass_rows, n, state->kv, width,
-                        state->kv + format->quantised, width);
-
+    if (v4) backend->norm_queries(state->q, n, heads, dim, config->rms_norm_eps, config->qk_rope_head_dim, cosine, sine);
+    else turn_tails(engine, state->q, heads, dim, cosine, sine, n);
     if (!selects) return;
     turn_tails(engine, state->index_q, index_heads, index_dim, state->compress_cosine, state->compress_sine, n);
     if (config->qat && v4) backend->hadamard(state->index_q, n * index_heads, index_dim);

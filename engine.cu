@@ -3960,7 +3960,7 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
     const RowFormat rounding = {.dtype = KV_F8, .group = config->weight_block, .scales = SCALES_E8M0};
     const bool rounds = rounds_inputs(config, layer->expert_dtype),
                shared_rounds = layer->gate_proj.rows ? rounds_inputs(config, layer->gate_proj.dtype) : rounds;
-    float *rounded = scratch + (size_t)n_rows * (size_t)((per_token + 1) * inter);
+    float *rounded = scratch + (size_t)n_rows * (size_t)max((per_token + 1) * inter, 2 * layer->gate_proj.rows);
     const DType dtype = streamed_type(&gate, &gate, &down),
                 shared_dtype = streamed_type(&layer->gate_proj, &layer->up_proj, &layer->down_proj);
     const bool merged = layer->gate_proj.rows == inter && (dtype == EXACT) == (shared_dtype == EXACT) && rounds == shared_rounds;
@@ -6933,7 +6933,8 @@ hopper_kernel(const __grid_constant__ Lists lists, float *z, const float *q, int
 
 enum {
     LIST_GROUPS = LATENT_HEADS / 16,
-    FEW_LISTS = 36,             /* rows and groups of 64 heads, that leave multiprocessors idle when each has a thread block */
+    FEW_LISTS = 36,             /* rows and groups of 64 heads, that leave multiprocessors idle when each has a thread block; */
+    FEW_WINDOWS = 24,           /* and the same of windows, whose lists are shorter */
     ADDERS = 512,               /* threads */
     KEY_STEPS = HOPPER_KEYS / 16, VALUE_PAIRS = LATENT / 16,    /* products of a tile: over 16 keys, for twice eight values */
 };
@@ -7289,7 +7290,7 @@ static void attend_on_hopper(float *z, const float *q, const Lists &keys, int ti
     bool pair = false;
     const size_t values = (size_t)n_rows * tiles * sizeof(TileValues),
                  weights = (size_t)lists * LIST_GROUPS * tiles * sizeof(WeighedTile);
-    if (lists <= FEW_LISTS && values + weights <= PARTIAL_FLOATS * sizeof(float)) {
+    if (lists <= (std::is_same_v<Lists, WindowKeys> ? FEW_WINDOWS : FEW_LISTS) && values + weights <= PARTIAL_FLOATS * sizeof(float)) {
         TileValues *scratch = (TileValues *)partials;
         return attend_apart(z, q, keys, {scratch, (WeighedTile *)(scratch + n_rows * tiles), tiles, lists / n_rows * LIST_GROUPS},
                             n_rows, heads, scale, turn);
@@ -7485,13 +7486,22 @@ static __device__ void stage_streams(float4 *staged, const Streams &p, int first
     }
 }
 
-/* Four neighbouring weights, mostly f32. */
-static __device__ inline float4 load_mix_weights(const Matrix &fn, size_t at, int left) {
-    if (fn.dtype == DTYPE_F32) return load_four((const float *)fn.data + at, left);
-    float v[4];
+/* Four neighbouring weights of each of a group of rows, from row `first` and value `at` of it on; all are on their way before the
+ * first is used. */
+static __device__ inline void load_mix_weights(float4 (&w)[MIX_GROUP], const Matrix &fn, int first, size_t at, int left) {
+    const float *floats = (const float *)fn.data + at;
+    const bool simple = fn.dtype == DTYPE_F32 && left >= 4 && (uintptr_t)floats % 16 == 0 && fn.cols % 4 == 0;
+    if (simple)
 #pragma unroll
-    for (int i = 0; i < 4; i++) v[i] = i < left ? load_stored(fn.data, at + (size_t)i, fn.dtype) : 0;
-    return make_float4(v[0], v[1], v[2], v[3]);
+        for (int o = 0; o < MIX_GROUP; o++)
+            w[o] = __ldg((const float4 *)(floats + (size_t)min(first + o, fn.rows - 1) * (size_t)fn.cols));
+    else
+        for (int o = 0; o < MIX_GROUP; o++) {
+            float v[4];
+            const size_t row = (size_t)min(first + o, fn.rows - 1) * (size_t)fn.cols;
+            for (int i = 0; i < 4; i++) v[i] = i < left ? load_stored(fn.data, row + at + (size_t)i, fn.dtype) : 0;
+            w[o] = make_float4(v[0], v[1], v[2], v[3]);
+        }
 }
 
 /* Of 32 sums of each lane, lane l has the l-th over all lanes. */
@@ -7517,25 +7527,23 @@ static __device__ void sum_mixes(StreamShared<ROWS> *shared, const float4 *stage
         for (int i = (int)threadIdx.x; i < items; i += STREAM_THREADS) {
             const int column = begin + i % p.fours * 4;
             const size_t at = (size_t)(i / p.fours * p.hidden + column);
-            float4 x[ROWS];
+            float4 x[ROWS], w[MIX_GROUP];
+            load_mix_weights(w, p.fn, group, at, p.hidden - column);
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
                 x[r] = r < rows ? staged[r * items + i] : make_float4(0, 0, 0, 0);
                 sums[r][MIX_GROUP] += sum_squares(x[r]);
             }
 #pragma unroll
-            for (int o = 0; o < MIX_GROUP; o++) {
-                const size_t row = (size_t)min(group + o, p.fn.rows - 1);
-                const float4 w = load_mix_weights(p.fn, row * (size_t)p.fn.cols + at, p.hidden - column);
+            for (int o = 0; o < MIX_GROUP; o++)
 #pragma unroll
-                for (int r = 0; r < ROWS; r++) sums[r][o] += dot(x[r], w);
-            }
+                for (int r = 0; r < ROWS; r++) sums[r][o] += dot(x[r], w[o]);
         }
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             const float sum = sum_of_lane(sums[r]);
-            const int place = lane == MIX_GROUP ? p.fn.rows : group + lane;
-            if (lane <= MIX_GROUP && place <= p.fn.rows) shared->of_warp[r][warp_id()][place] = sum;
+            if (lane < MIX_GROUP && group + lane < p.fn.rows) shared->of_warp[r][warp_id()][group + lane] = sum;
+            if (lane == MIX_GROUP) shared->of_warp[r][warp_id()][p.fn.rows] = sum;
         }
     }
 }
@@ -7568,10 +7576,27 @@ template <int ROWS> static __device__ void make_mixes(StreamShared<ROWS> *shared
     }
 }
 
+/* Divides every row of the matrix, or every column, by its sum. */
+template <int N, bool ROWS> static __device__ inline void divide_by_sums(float (&m)[N][N], int n, float eps) {
+    float share[N];
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        float total = eps;
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            if (k < n) total += ROWS ? m[j][k] : m[k][j];
+        share[j] = __fdividef(1, total);
+    }
+#pragma unroll
+    for (int j = 0; j < N; j++)
+#pragma unroll
+        for (int k = 0; k < N; k++) m[j][k] *= share[ROWS ? j : k];
+}
+
 /* Towards the nearest doubly stochastic matrix (Sinkhorn and Knopp 1967): the first step's rows are a softmax. By one thread:
  * others would have to wait for each other 40 times. */
 template <int N> static __device__ void sinkhorn(float *matrix, int n, int iterations, float eps) {
-    float m[N][N];
+    float m[N][N] = {};
 #pragma unroll
     for (int j = 0; j < N; j++) {
         if (j >= n) break;
@@ -7586,21 +7611,11 @@ template <int N> static __device__ void sinkhorn(float *matrix, int n, int itera
         for (int k = 0; k < N; k++)
             if (k < n) m[j][k] = m[j][k] / total + eps;
     }
+    divide_by_sums<N, false>(m, n, eps);
 #pragma unroll 1
-    for (int step = 1; step < 2 * iterations || step == 1; step++) {            /* columns and rows in turns */
-        float total[N];
-#pragma unroll
-        for (int j = 0; j < N; j++) {
-            total[j] = eps;
-#pragma unroll
-            for (int k = 0; k < N; k++)
-                if (j < n && k < n) total[j] += step % 2 ? m[k][j] : m[j][k];
-            total[j] = __frcp_rn(total[j]);
-        }
-#pragma unroll
-        for (int j = 0; j < N; j++)
-#pragma unroll
-            for (int k = 0; k < N; k++) m[j][k] *= step % 2 ? total[k] : total[j];
+    for (int i = 1; i < iterations; i++) {
+        divide_by_sums<N, true>(m, n, eps);
+        divide_by_sums<N, false>(m, n, eps);
     }
 #pragma unroll
     for (int j = 0; j < N; j++)
@@ -7766,23 +7781,29 @@ static void add_engram(float *streams, const float *kv, const EngramWeights *eng
 
 /* ---- vectors of queries */
 
-/* A warp takes a vector. */
-static __global__ void norm_each_kernel(float *x, int n, int dim, float eps) {
+/* A warp takes a vector, whose last values it reads again in other places. */
+static __global__ void norm_queries_kernel(float *q, int n_rows, int heads, int dim, float eps, int half, const float *cosine,
+                                           const float *sine) {
     begin_kernel();
     const int vector = (int)(thread_index() / 32), lane = lane_id();
-    if (vector >= n) return;
-    float *v = x + (size_t)vector * (size_t)dim, sum = 0;
+    if (vector >= n_rows * heads) return;
+    const size_t angle = (size_t)(vector / heads) * (size_t)half;
+    float *v = q + (size_t)vector * (size_t)dim, *turned = v + dim - 2 * half, sum = 0;
 #pragma unroll 4
     for (int j = 4 * lane; j < dim; j += 128) sum += sum_squares(load_four(v + j, dim - j));
     const float scale = 1 / sqrtf(warp_sum(sum) / (float)dim + eps);
 #pragma unroll 4
     for (int j = 4 * lane; j < dim; j += 128)
         store_four(v + j, weighted(load_four(v + j, dim - j), scale, make_float4(1, 1, 1, 1)), dim - j);
+    __syncwarp();
+    for (int i = lane; i < half; i += 32) rotate(turned + 2 * i, 1, cosine[angle + (size_t)i], sine[angle + (size_t)i]);
 }
 
-static void norm_each(float *x, int n, int dim, float eps) {
-    if (n <= 0) return;
-    launch(norm_each_kernel, blocks_for((size_t)n * 32), THREADS, 0, x, n, dim, eps);
+static void norm_queries(float *q, int n_rows, int heads, int dim, float eps, int turned, const float *cosine,
+                         const float *sine) {
+    if (n_rows <= 0) return;
+    launch(norm_queries_kernel, blocks_for((size_t)(n_rows * heads) * 32), THREADS, 0, q, n_rows, heads, dim, eps, turned / 2,
+           cosine, sine);
 }
 
 /* A block takes a vector, in shared memory. */
@@ -7829,6 +7850,57 @@ static __global__ void round_rows_kernel(float *x, size_t stride, int n_rows, in
     const int groups = divide_up(dim, format.group), at = (int)(thread_index() / 32), first = at % groups * format.group;
     if (at < n_rows * groups)
         round_group(x + (size_t)(at / groups) * stride + first, min(format.group, dim - first), format);
+}
+
+struct SharedKeys {
+    uint8_t *base;
+    RowFormat format, rounding;
+    const DeviceRow *ids;
+    float *kv;
+    int dim, half;                  /* half: pairs that are rotated */
+    bool rounds;
+    const float *weight, *cosine, *sine;
+    Norm q;
+};
+
+/* A block takes a row of kv, or with blockIdx.y = 1 one of q. A thread has four neighbours; the rest is done in shared memory. */
+static __global__ void store_shared_keys_kernel(const __grid_constant__ SharedKeys p) {
+    extern __shared__ __align__(16) float staged[];
+    __shared__ float of_warp[32];
+    let_next_start();
+    if (blockIdx.y) return norm_row(p.q, (int)blockIdx.x);
+    const int thread = (int)threadIdx.x, at = 4 * thread, count = p.dim - at, first = p.dim - 2 * p.half;
+    const size_t angle = (size_t)blockIdx.x * (size_t)p.half;
+    float *row = p.kv + (size_t)blockIdx.x * (size_t)p.dim;
+    const float4 weight = load_four(p.weight + at, count);
+    wait_for_previous();
+    const int id = p.ids[blockIdx.x].id;
+    const float4 v = load_four(row + at, count);
+    const float scale = 1 / sqrtf(block_sum(of_warp, sum_squares(v)) / (float)p.dim + p.q.eps);
+    *(float4 *)(staged + at) = weighted(v, scale, weight);
+    __syncthreads();
+    for (int i = thread; i < p.half; i += (int)blockDim.x)
+        rotate(staged + first + 2 * i, 1, p.cosine[angle + (size_t)i], p.sine[angle + (size_t)i]);
+    __syncthreads();
+    const int group = p.rounding.group, end = p.rounds ? p.rounding.quantised : 0;
+    for (int i = warp_id() * group; i < end; i += (int)blockDim.x / 32 * group)
+        round_group(staged + i, min(group, end - i), p.rounding);
+    __syncthreads();
+    store_four(row + at, *(const float4 *)(staged + at), count);
+    store_row(p.base + (size_t)id * p.format.stride, p.format, staged, staged + p.format.quantised);
+}
+
+static void store_shared_keys(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *kv, int dim,
+                              int turned, const float *weight, const RowFormat *rounding, float *q, int rank,
+                              const float *q_weight, float eps, const float *cosine, const float *sine) {
+    const size_t width = (size_t)rank;
+    const unsigned threads = (unsigned)norm_threads(max(dim, rank), 1);
+    if (n_rows <= 0) return;
+    launch(store_shared_keys_kernel, dim3((unsigned)n_rows, 2), threads, threads * sizeof(float4),
+           {.base = base, .format = *format, .rounding = rounding ? *rounding : *format, .ids = ids, .kv = kv, .dim = dim,
+            .half = turned / 2, .rounds = rounding != NULL, .weight = weight, .cosine = cosine, .sine = sine,
+            .q = {.y = q, .x = q, .y_stride = width, .x_stride = width, .branch = NULL, .weight = q_weight, .dim = rank,
+                  .eps = eps, .report = NULL, .place = 0}});
 }
 
 static void round_rows(float *x, size_t stride, int n_rows, int dim, const RowFormat *format) {
@@ -9439,7 +9511,8 @@ extern "C" const Backend cuda_backend = {
     .await_rows = await_rows,
     .round_rows = round_rows,
     .hadamard = hadamard,
-    .norm_each = norm_each,
+    .norm_queries = norm_queries,
+    .store_shared_keys = store_shared_keys,
     .mix_streams = mix_streams,
     .first_stream = first_stream,
     .add_engram = add_engram,
