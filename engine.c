@@ -3390,8 +3390,8 @@ static void enter_next(Engine *engine, int i, int n) {
     if (!next->engram)
         return next_sublayer(engine, i, leaving, &next->attention_hyper, state->mixes, entering, next->input_layernorm, n);
     if (leaving)
-        engine->backend->mix_streams(NULL, state->hidden, state->branch, leaving, NULL, NULL, NULL, NULL, n, config, state->report,
-                                     i * CHECKED_PARTS + HIDDEN_STATE);
+        engine->backend->mix_streams(NULL, state->hidden, state->branch, leaving, NULL, NULL, NULL, NULL, n, config,
+                                     state->report, i * CHECKED_PARTS + HIDDEN_STATE);
 }
 
 /* linear(), under --qat of inputs rounded as each matrix's own type was meant to meet them. */

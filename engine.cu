@@ -2913,7 +2913,8 @@ template <int EACH> static __global__ void route_kernel(const __grid_constant__ 
     Candidate candidates[EACH];
     let_next_start();                               /* the experts fetch the shared one's tiles meanwhile */
 #pragma unroll
-    for (int j = 0; j < EACH && !router.table; j += 4) *(float4 *)(choice + j) = load_four(router.bias + first + j, router.experts - first - j);
+    for (int j = 0; j < EACH && !router.table; j += 4)
+        *(float4 *)(choice + j) = load_four(router.bias + first + j, router.experts - first - j);
     wait_for_previous();
 #pragma unroll
     for (int j = 0; j < EACH; j += 4) *(float4 *)(score + j) = load_four(logits + j, router.experts - first - j);
@@ -2992,8 +2993,8 @@ enum {
     SMALL_SHARED = 1024,        /* bytes at most of what is declared in functions */
     NOBODY = 0xffff,
 };
-/* Of DeepSeek-V4's section. */
-static __device__ void round_group(float *v, int n, const RowFormat &format);
+/* Of later sections. */
+static __device__ void round_group(float *x, int n, const RowFormat &format);
 static void round_rows(float *x, size_t stride, int n_rows, int dim, const RowFormat *format);
 
 enum { GATE, UP, DOWN };        /* an expert's matrices; the first and the last also name the phases */
@@ -3061,7 +3062,7 @@ static __host__ __device__ constexpr int tile_bits(DType D) { return D == DTYPE_
 static __host__ __device__ constexpr int part_bits(DType D) { return tile_bits(D) - 5; }
 static __host__ __device__ inline int count_tiles(DType D, int cols) { return (cols + (1 << tile_bits(D)) - 1) >> tile_bits(D); }
 
-/* Room for a tile's scales: of e4m3 one for its upper and one for its lower rows, or in blocks of 32 four, of e2m1 eight bytes for
+/* Room for a tile's scales: of e4m3 one for its upper and one for its lower rows, in blocks of 32 four; of e2m1 eight bytes for
  * each row. */
 static __host__ __device__ inline int scale_bytes(DType D) {
     return D == DTYPE_F4_E2M1 ? 128 : D == BLOCKS_OF_32 ? 32 : D == DTYPE_F8_E4M3 ? 16 : 0;
@@ -3317,7 +3318,8 @@ static __device__ inline void open_span(Stream *stream, const Experts &e, const 
     stream->scale_shift = small ? power_of(SMALL_BLOCK) : block ? power_of(SCALE_BLOCK) : 0;
     stream->scale_lanes = small ? 8 : block ? 2 : D == DTYPE_F4_E2M1 ? 32 : 0;
     stream->first_scale = (const uint8_t *)chosen.scale[down ? DOWN : upper ? GATE : UP] + segment * each
-                          + (small ? lane % 4 * 4 : block ? 0 : (lane / 2 % 8 + (down && !upper ? 8 : 0)) * stream->scale_row + lane % 2 * 4);
+                          + (small ? lane % 4 * 4
+                             : block ? 0 : (lane / 2 % 8 + (down && !upper ? 8 : 0)) * stream->scale_row + lane % 2 * 4);
 }
 
 /* The next strip that this warp has. False: there is none that is known. */
@@ -4116,6 +4118,16 @@ static __device__ void narrow_group(uint8_t *__restrict__ out, uint8_t *__restri
     if (format.scales == SCALES_F32 && lane < 4) scales[lane] = (uint8_t)(__float_as_uint(scale) >> 8 * lane);
     if (format.scales != SCALES_F32 && lane == 0)
         *scales = format.scales == SCALES_E4M3 ? narrow_e4m3(scale) : (uint8_t)(__float_as_uint(scale) >> 23);
+}
+
+/* What a group would be after a stay in such a row, in place, by one warp. */
+static __device__ void round_group(float *x, int n, const RowFormat &format) {
+    const float scale = group_scale(group_maximum(x, n), format);
+    for (int i = (int)threadIdx.x % 32; i < n; i += 32) {
+        const float code = x[i] / scale;
+        if (x[i] == x[i])
+            x[i] = scale * (format.dtype == KV_F8 ? widen_e4m3(narrow_e4m3(code)) : widen_e2m1(narrow_e2m1(code)));
+    }
 }
 
 /* By a whole block. */
@@ -7290,7 +7302,8 @@ static void attend_on_hopper(float *z, const float *q, const Lists &keys, int ti
     bool pair = false;
     const size_t values = (size_t)n_rows * tiles * sizeof(TileValues),
                  weights = (size_t)lists * LIST_GROUPS * tiles * sizeof(WeighedTile);
-    if (lists <= (std::is_same_v<Lists, WindowKeys> ? FEW_WINDOWS : FEW_LISTS) && values + weights <= PARTIAL_FLOATS * sizeof(float)) {
+    const int few = std::is_same_v<Lists, WindowKeys> ? FEW_WINDOWS : FEW_LISTS;
+    if (lists <= few && values + weights <= PARTIAL_FLOATS * sizeof(float)) {
         TileValues *scratch = (TileValues *)partials;
         return attend_apart(z, q, keys, {scratch, (WeighedTile *)(scratch + n_rows * tiles), tiles, lists / n_rows * LIST_GROUPS},
                             n_rows, heads, scale, turn);
@@ -7331,10 +7344,11 @@ static void sparse_attention(float *z, const float *q, const RowPool *pool, cons
 static RowKind row_kind(const RowFormat &format) {
     if (format.quantised + format.plain != LATENT) return ROW_OTHER;
     if (format.dtype == KV_BF16) return ROW_BF16;
-    if (format.dtype == KV_F8 && format.scales == SCALES_E8M0 && format.plain == 0 && format.group == 32) return ROW_E4M3;
-    if (format.dtype == KV_F8 && format.scales == SCALES_E8M0 && format.plain == TAIL && format.group == 64) return ROW_E4M3_PLAIN;
-    if (format.dtype == KV_F4 && format.scales == SCALES_E4M3 && format.plain == 0 && format.group == 16) return ROW_E2M1;
-    return ROW_OTHER;
+    const bool f8 = format.dtype == KV_F8 && format.scales == SCALES_E8M0,
+               f4 = format.dtype == KV_F4 && format.scales == SCALES_E4M3;
+    if (f8 && format.plain == 0 && format.group == 32) return ROW_E4M3;
+    if (f8 && format.plain == TAIL && format.group == 64) return ROW_E4M3_PLAIN;
+    return f4 && format.plain == 0 && format.group == 16 ? ROW_E2M1 : ROW_OTHER;
 }
 
 /* A thread takes a pair of a head. Grid: groups of pairs, rows. */
@@ -7406,14 +7420,14 @@ static void block_attention(float *y, const float *q, const float *kv, const uin
  *
  *     mix_streams -> streams_kernel -> stage_streams (what the last sublayer adds), sum_mixes, make_mixes, collapse
  *
- * Owns: parallel residual streams, Engram's gate, and what --qat rounds. From one sublayer to the next is one launch: streams of a
- * row are divided among the blocks of a cluster by columns, and of what they send each other, the row's products with the f32
- * matrix of the mixes and the sum of squares of its norm, all add up the same in the order of the blocks.
+ * Owns: parallel residual streams, Engram's gate, what windows see, and what --qat rounds. From one sublayer to the next is one
+ * launch: a row's streams are divided among the blocks of a cluster by columns. These send each other their parts of the products
+ * with the f32 matrix of the mixes, and of the sum of squares of the norm, and all add up the same in the order of the blocks.
  */
 
 enum {
     STREAM_THREADS = 256, STREAM_WARPS = STREAM_THREADS / 32,
-    MIX_GROUP = 24,                 /* mixes that a thread adds up at a time, and one sum of squares: all there are of 4 streams */
+    MIX_GROUP = 24,                 /* mixes that a thread adds up at a time, beside a sum of squares: all of four streams */
     MAX_MIXES = (2 + MAX_STREAMS) * MAX_STREAMS,
     SHARING_ROWS = 4,               /* rows of a cluster, where there are many */
     SINKHORN_WARP = STREAM_WARPS - 1,
@@ -7673,7 +7687,8 @@ static __device__ void prefetch_mix_weights(const Streams &p, int begin) {
     for (int i = (int)threadIdx.x; i < p.fn.rows * p.mult * lines && p.fn.dtype == DTYPE_F32; i += STREAM_THREADS) {
         const int at = i % lines * line, vector = i / lines;
         if (at < columns)
-            asm volatile("prefetch.global.L2 [%0];" :: "l"((const float *)p.fn.data + (size_t)vector * (size_t)p.hidden + begin + at));
+            asm volatile("prefetch.global.L2 [%0];"
+                         :: "l"((const float *)p.fn.data + (size_t)vector * (size_t)p.hidden + begin + at));
     }
 }
 
@@ -7779,7 +7794,7 @@ static void add_engram(float *streams, const float *kv, const EngramWeights *eng
            engram->k_weight, config->hc_mult, config->hidden_size, config->rms_norm_eps);
 }
 
-/* ---- vectors of queries */
+/* ---- queries, and what windows see */
 
 /* A warp takes a vector, whose last values it reads again in other places. */
 static __global__ void norm_queries_kernel(float *q, int n_rows, int heads, int dim, float eps, int half, const float *cosine,
@@ -7804,52 +7819,6 @@ static void norm_queries(float *q, int n_rows, int heads, int dim, float eps, in
     if (n_rows <= 0) return;
     launch(norm_queries_kernel, blocks_for((size_t)(n_rows * heads) * 32), THREADS, 0, q, n_rows, heads, dim, eps, turned / 2,
            cosine, sine);
-}
-
-/* A block takes a vector, in shared memory. */
-static __global__ void hadamard_kernel(float *x, int dim) {
-    extern __shared__ float vector[];
-    begin_kernel();
-    float *v = x + (size_t)blockIdx.x * (size_t)dim;
-    const float scale = 1 / sqrtf((float)dim);
-    for (int i = (int)threadIdx.x; i < dim; i += (int)blockDim.x) vector[i] = v[i];
-    for (int half = 1; half < dim; half *= 2) {
-        __syncthreads();
-        for (int i = (int)threadIdx.x; i < dim / 2; i += (int)blockDim.x) {
-            const int at = i / half * 2 * half + i % half;
-            const float a = vector[at], b = vector[at + half];
-            vector[at] = a + b, vector[at + half] = a - b;
-        }
-    }
-    __syncthreads();
-    for (int i = (int)threadIdx.x; i < dim; i += (int)blockDim.x) v[i] = vector[i] * scale;
-}
-
-static void hadamard(float *x, int n, int dim) {
-    if (n <= 0) return;
-    launch(hadamard_kernel, (unsigned)n, (unsigned)min(max(dim / 2, 32), 512), (size_t)dim * sizeof(float), x, dim);
-}
-
-/* ---- rounding: the bits are the C twin's */
-
-/* What x becomes as a code times its scale; a NaN stays. */
-static __device__ inline float round_value(float x, float scale, bool eight) {
-    if (isnan(x)) return x;
-    return (eight ? widen_e4m3(narrow_e4m3(x / scale)) : widen_e2m1(narrow_e2m1(x / scale))) * scale;
-}
-
-/* By a warp. */
-static __device__ void round_group(float *v, int n, const RowFormat &format) {
-    const float scale = group_scale(group_maximum(v, n), format);
-#pragma unroll 4
-    for (int i = lane_id(); i < n; i += 32) v[i] = round_value(v[i], scale, format.dtype == KV_F8);
-}
-
-static __global__ void round_rows_kernel(float *x, size_t stride, int n_rows, int dim, RowFormat format) {
-    begin_kernel();
-    const int groups = divide_up(dim, format.group), at = (int)(thread_index() / 32), first = at % groups * format.group;
-    if (at < n_rows * groups)
-        round_group(x + (size_t)(at / groups) * stride + first, min(format.group, dim - first), format);
 }
 
 struct SharedKeys {
@@ -7901,6 +7870,40 @@ static void store_shared_keys(uint8_t *base, const RowFormat *format, const Devi
             .half = turned / 2, .rounds = rounding != NULL, .weight = weight, .cosine = cosine, .sine = sine,
             .q = {.y = q, .x = q, .y_stride = width, .x_stride = width, .branch = NULL, .weight = q_weight, .dim = rank,
                   .eps = eps, .report = NULL, .place = 0}});
+}
+
+/* ---- what --qat rounds */
+
+/* A block takes a vector, in shared memory. */
+static __global__ void hadamard_kernel(float *x, int dim) {
+    extern __shared__ float vector[];
+    begin_kernel();
+    float *v = x + (size_t)blockIdx.x * (size_t)dim;
+    const float scale = 1 / sqrtf((float)dim);
+    for (int i = (int)threadIdx.x; i < dim; i += (int)blockDim.x) vector[i] = v[i];
+    for (int half = 1; half < dim; half *= 2) {
+        __syncthreads();
+        for (int i = (int)threadIdx.x; i < dim / 2; i += (int)blockDim.x) {
+            const int at = i / half * 2 * half + i % half;
+            const float a = vector[at], b = vector[at + half];
+            vector[at] = a + b, vector[at + half] = a - b;
+        }
+    }
+    __syncthreads();
+    for (int i = (int)threadIdx.x; i < dim; i += (int)blockDim.x) v[i] = vector[i] * scale;
+}
+
+static void hadamard(float *x, int n, int dim) {
+    if (n <= 0) return;
+    launch(hadamard_kernel, (unsigned)n, (unsigned)min(max(dim / 2, 32), 512), (size_t)dim * sizeof(float), x, dim);
+}
+
+/* A warp takes a group. */
+static __global__ void round_rows_kernel(float *x, size_t stride, int n_rows, int dim, RowFormat format) {
+    begin_kernel();
+    const int groups = divide_up(dim, format.group), at = (int)(thread_index() / 32), first = at % groups * format.group;
+    if (at < n_rows * groups)
+        round_group(x + (size_t)(at / groups) * stride + first, min(format.group, dim - first), format);
 }
 
 static void round_rows(float *x, size_t stride, int n_rows, int dim, const RowFormat *format) {

@@ -1170,7 +1170,7 @@ struct Backend {
      * [rows, hc_mult, hidden] take up what the last sublayer has added: streams[r, k] = post[k] branch[r] + sum_j mix[j, k]
      * streams[r, j], by the mixes `leaving`; what comes out is looked at as check_finite() does. branch NULL: nothing. y
      * NULL: that is all. Then, unless weights is NULL, mixes [rows, fn's rows] are made of the streams, the matrix doubly
-     * stochastic by hc_sinkhorn_iters rounds of Sinkhorn's iteration; where fn has but hc_mult rows they are the first ones alone.
+     * stochastic by hc_sinkhorn_iters rounds of Sinkhorn's iteration; where fn has hc_mult rows they are the first ones alone.
      * And y[r] = sum_j pre[j] streams[r, j] by the mixes `entering`, of as many, which may be those just made, and is normed as
      * by rms_norm(). */
     void (*mix_streams)(float *y, float *streams, const float *branch, const float *leaving, float *mixes,
