@@ -6593,14 +6593,16 @@ template <int KIND> struct RowPiece {
     uint2 codes[CODES];
     uint4 scales[KIND == ROW_E2M1 ? 2 : 1], plain[KIND == ROW_E4M3_PLAIN ? 2 : 1];
 
-    __device__ void load(const uint8_t *row, int lane) {
-#pragma unroll
-        for (int b = 0; b < CODES; b++)
-            if constexpr (KIND == ROW_E2M1)
-                asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(codes[b].x) : "l"(row + b * 32 + lane * 4));
-            else
-                asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
-                             : "=r"(codes[b].x), "=r"(codes[b].y) : "l"(row + b * 64 + lane * 8));
+    __device__ void load_block(const uint8_t *row, int b, int lane) {
+        if (b == CODES) return;
+        if constexpr (KIND == ROW_E2M1)
+            asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(codes[b].x) : "l"(row + b * 32 + lane * 4));
+        else
+            asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                         : "=r"(codes[b].x), "=r"(codes[b].y) : "l"(row + b * 64 + lane * 8));
+    }
+
+    __device__ void load_rest(const uint8_t *row, int lane) {
         scales[0] = load_piece(row + (KIND == ROW_E2M1 ? LATENT / 2 : CODES * 64));
         if constexpr (KIND == ROW_E2M1) scales[1] = load_piece(row + LATENT / 2 + 16);
         if constexpr (KIND == ROW_E4M3_PLAIN) {
@@ -6648,7 +6650,11 @@ static __device__ void bring_rows(HopperShared *shared, Source row_of, int bytes
     RowPiece<KIND> piece;
     const uint8_t *row = row_of_step(0), *next = row_of_step(1);
     if (tiles <= 0) return;
-    if constexpr (KIND != ROW_BF16) piece.load(row, lane);
+    if constexpr (KIND != ROW_BF16) {
+#pragma unroll
+        for (int b = 0; b < LATENT / 64; b++) piece.load_block(row, b, lane);
+        piece.load_rest(row, lane);
+    }
     for (int step = 1; step < STEPS_AHEAD && lane == 0; step++) fetch(row_of_step(step));
     for (int step = 0; step < 2 * tiles; step++) {
         const int t = turn + step / 2, key = step % 2 * HALF_KEYS + slot;
@@ -6665,8 +6671,11 @@ static __device__ void bring_rows(HopperShared *shared, Source row_of, int bytes
             if (step % 2) arrive_with_copies(&shared->full[t % 2]);
         } else {
 #pragma unroll
-            for (int b = 0; b < LATENT / 64; b++) *(uint4 *)place_of(tile + b * COLUMN_BLOCK, key, lane) = piece.widened(b, lane);
-            piece.load(next, lane);
+            for (int b = 0; b < LATENT / 64; b++) {
+                *(uint4 *)place_of(tile + b * COLUMN_BLOCK, key, lane) = piece.widened(b, lane);
+                piece.load_block(next, b, lane);
+            }
+            piece.load_rest(next, lane);
             if (step % 2) {
                 show_to_products();
                 arrive_at(&shared->full[t % 2]);
