@@ -1383,12 +1383,25 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
  * lie, so that it has the same bits however the prompt was cut into passes.
  */
 
-static void norm_each(float *x, int n, int dim, float eps) {
-#pragma omp parallel for if ((size_t)n * (size_t)dim > SHARED_WORK)
-    for (int i = 0; i < n; i++) {
-        float *v = x + (size_t)i * (size_t)dim, scale = 1 / sqrtf(dot(v, v, dim) / (float)dim + eps);
+static void norm_queries(float *q, int n_rows, int heads, int dim, float eps, int turned, const float *cosine,
+                         const float *sine) {
+#pragma omp parallel for if ((size_t)(n_rows * heads) * (size_t)dim > SHARED_WORK)
+    for (int i = 0; i < n_rows * heads; i++) {
+        float *v = q + (size_t)i * (size_t)dim, scale = 1 / sqrtf(dot(v, v, dim) / (float)dim + eps);
         for (int j = 0; j < dim; j++) v[j] *= scale;
     }
+    rotate_queries(q, n_rows, heads, dim, turned, NULL, 0, 0, true, cosine, sine, NULL, 0);
+}
+
+static void store_shared_keys(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *kv, int dim,
+                              int turned, const float *weight, const RowFormat *rounding, float *q, int rank,
+                              const float *q_weight, float eps, const float *cosine, const float *sine) {
+    const size_t width = (size_t)dim;
+    rms_norm(kv, width, kv, width, weight, n_rows, dim, eps);
+    rotate_queries(kv, n_rows, 1, dim, turned, NULL, 0, 0, true, cosine, sine, NULL, 0);
+    if (rounding) round_rows(kv, width, n_rows, rounding->quantised, rounding);
+    store_rows(base, format, ids, n_rows, kv, width, kv + format->quantised, width);
+    if (q) rms_norm(q, (size_t)rank, q, (size_t)rank, q_weight, n_rows, rank, eps);
 }
 
 static float sigmoid(float x) { return 1 / (1 + expf(-x)); }
@@ -2678,7 +2691,8 @@ const Backend c_backend = {
     .await_rows = await_rows,
     .round_rows = round_rows,
     .hadamard = hadamard,
-    .norm_each = norm_each,
+    .norm_queries = norm_queries,
+    .store_shared_keys = store_shared_keys,
     .mix_streams = mix_streams,
     .locate_groups = locate_groups,
     .see_groups = see_groups,

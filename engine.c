@@ -3475,8 +3475,8 @@ static void enter_next(Engine *engine, const Weights *weights, int layers, int i
     if (!next->engram)
         return next_sublayer(engine, i, leaving, &next->attention_hyper, state->mixes, entering, next->input_layernorm, n);
     if (leaving)
-        engine->backend->mix_streams(NULL, state->hidden, state->branch, leaving, NULL, NULL, NULL, NULL, n, config, state->report,
-                                     i * CHECKED_PARTS + HIDDEN_STATE);
+        engine->backend->mix_streams(NULL, state->hidden, state->branch, leaving, NULL, NULL, NULL, NULL, n, config,
+                                     state->report, i * CHECKED_PARTS + HIDDEN_STATE);
 }
 
 /* linear(), under --qat of inputs rounded as each matrix's own type was meant to meet them. */
@@ -3541,41 +3541,36 @@ static void compress_rows(Engine *engine, const Trail *trail, const CompressorWe
                               place);
 }
 
-/* A layer's queries, by way of a narrow latent, in state->q, and those of its indexer, if it selects, in state->index_q; and what
- * the row of each position is made of, in state->kv. The last values of a query are turned; in V4 each head of it is normed by
- * itself before that. */
-static void project_queries(Engine *engine, const LayerWeights *layer, bool selects, const float *cosine, const float *sine,
-                            int n) {
-    const Backend *backend = engine->backend;
+/* The rows of positions, key and value in one, out of state->kv into rows ids[r] of a pool; with `of_queries` the narrow latent
+ * that queries are made from is normed too. */
+static void store_keys(Engine *engine, const LayerWeights *layer, uint8_t *base, const RowFormat *format, const DeviceRow *ids,
+                       bool of_queries, const float *cosine, const float *sine, int n) {
+    const Config *config = &engine->config;
+    State *state = &engine->state;
+    const RowFormat rounding = row_rounding(config);
+    engine->backend->store_shared_keys(base, format, ids, n, state->kv, config->head_dim, config->qk_rope_head_dim, layer->kv_norm,
+                                       config->qat ? &rounding : NULL, of_queries ? state->q_lora : NULL, config->q_lora_rank,
+                                       layer->q_a_layernorm, config->rms_norm_eps, cosine, sine);
+}
+
+/* A layer's queries, by way of a narrow latent, in state->q, and those of its indexer, if it selects, in state->index_q; and the
+ * row of each position to rows ids[r] of a pool. The last values of each are turned, except the indexer's so far; in V4 each head
+ * of the query is normed by itself before that. */
+static void project_heads(Engine *engine, const LayerWeights *layer, bool selects, uint8_t *base, const RowFormat *format,
+                          const DeviceRow *ids, const float *cosine, const float *sine, int n) {
     const Config *config = &engine->config;
     State *state = &engine->state;
     const int heads = config->num_attention_heads, dim = config->head_dim;
-    const size_t rank = (size_t)config->q_lora_rank;
-    const Projection of_input[] = {{state->q_lora, rank, &layer->q_a_proj}, {state->kv, (size_t)dim, &layer->wkv}};
+    const size_t index_width = (size_t)(config->index_n_heads * config->index_head_dim);
+    const Projection of_input[] = {{state->q_lora, (size_t)config->q_lora_rank, &layer->q_a_proj},
+                                   {state->kv, (size_t)dim, &layer->wkv}};
     multiply_rounded(engine, of_input, 2, state->normed, n);
-    backend->rms_norm(state->q_lora, rank, state->q_lora, rank, layer->q_a_layernorm, n, config->q_lora_rank,
-                      config->rms_norm_eps);
+    store_keys(engine, layer, base, format, ids, true, cosine, sine, n);
     const Projection of_latent[] = {{state->q, (size_t)(heads * dim), &layer->q_b_proj},
-                                    {state->index_q, (size_t)(config->index_n_heads * config->index_head_dim),
-                                     &layer->indexer_wq_b}};
+                                    {state->index_q, index_width, &layer->indexer_wq_b}};
     multiply_rounded(engine, of_latent, selects ? 2 : 1, state->q_lora, n);
-    if (config->family == FAMILY_DEEPSEEK_V4) backend->norm_each(state->q, n * heads, dim, config->rms_norm_eps);
-    turn_tails(engine, state->q, heads, dim, cosine, sine, n);
-}
-
-/* The rows of positions, key and value in one, out of state->kv into rows ids[r] of a pool: normed, their last values turned. */
-static void store_shared_keys(Engine *engine, const LayerWeights *layer, const float *cosine, const float *sine, uint8_t *base,
-                              const RowFormat *format, const DeviceRow *ids, int n) {
-    const Backend *backend = engine->backend;
-    const Config *config = &engine->config;
-    float *kv = engine->state.kv;
-    const int dim = config->head_dim;
-    const size_t width = (size_t)dim;
-    const RowFormat rounding = row_rounding(config);
-    backend->rms_norm(kv, width, kv, width, layer->kv_norm, n, dim, config->rms_norm_eps);
-    turn_tails(engine, kv, 1, dim, cosine, sine, n);
-    if (config->qat) backend->round_rows(kv, width, n, rounding.quantised, &rounding);
-    backend->store_rows(base, format, ids, n, kv, width, kv + format->quantised, width);
+    if (config->family == FAMILY_DEEPSEEK_V41) return turn_tails(engine, state->q, heads, dim, cosine, sine, n);
+    engine->backend->norm_queries(state->q, n, heads, dim, config->rms_norm_eps, config->qk_rope_head_dim, cosine, sine);
 }
 
 /* A layer's queries, its rows for the window, and its indexer's queries. There are two ropes, and the indexer's is that of layers
@@ -3583,16 +3578,13 @@ static void store_shared_keys(Engine *engine, const LayerWeights *layer, const f
 static void project_shared_key(Engine *engine, int i, bool compresses, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
-    const LayerWeights *layer = &engine->weights.layers[i];
     State *state = &engine->state;
     const int index_heads = config->index_n_heads, index_dim = config->index_head_dim;
-    const float *cosine = compresses ? state->compress_cosine : state->cosine,
-                *sine = compresses ? state->compress_sine : state->sine;
     const bool selects = selects_rows(config, i);
     const RowFormat of_index = index_rounding(config);
-    project_queries(engine, layer, selects, cosine, sine, n);
-    store_shared_keys(engine, layer, cosine, sine, engine->cache.trails[i * TRAILS + TRAIL_WINDOW].pass,
-                      &engine->cache.window_format, state->pass_rows, n);
+    project_heads(engine, &engine->weights.layers[i], selects, engine->cache.trails[i * TRAILS + TRAIL_WINDOW].pass,
+                  &engine->cache.window_format, state->pass_rows, compresses ? state->compress_cosine : state->cosine,
+                  compresses ? state->compress_sine : state->sine, n);
     if (!selects) return;
     turn_tails(engine, state->index_q, index_heads, index_dim, state->compress_cosine, state->compress_sine, n);
     if (config->qat && config->family == FAMILY_DEEPSEEK_V4) backend->hadamard(state->index_q, n * index_heads, index_dim);
@@ -4676,8 +4668,8 @@ static void store_stage_context(Engine *engine, int n) {
     for (int l = 0; l < drafter->config.backbone.num_hidden_layers; l++) {
         const LayerWeights *layer = &drafter->weights.backbone.layers[l];
         project_rounded(engine, state->kv, (size_t)config->head_dim, state->normed, n, &layer->wkv);
-        store_shared_keys(engine, layer, state->cosine, state->sine, layer_ring(&engine->cache, l), &engine->cache.draft_format,
-                          drafting->ring_rows, n);
+        store_keys(engine, layer, layer_ring(&engine->cache, l), &engine->cache.draft_format, drafting->ring_rows, false,
+                   state->cosine, state->sine, n);
     }
 }
 
@@ -4876,10 +4868,8 @@ static void run_stages(Engine *engine, int n) {
     for (int l = 0; l < config->num_hidden_layers; l++) {
         const LayerWeights *layer = &weights->layers[l];
         const RowPool pool = {layer_ring(cache, l), drafting->block_rows, cache->sessions * cache->draft_rows};
-        project_queries(engine, layer, false, state->cosine, state->sine, n);
-        if (!draft->multi_token)
-            store_shared_keys(engine, layer, state->cosine, state->sine, drafting->block_rows, &cache->draft_format,
-                              state->pass_rows, n);
+        project_heads(engine, layer, false, drafting->block_rows, &cache->draft_format, state->pass_rows, state->cosine,
+                      state->sine, n);
         backend->window_attention(state->attended, state->q, &no_window, &cache->draft_format, 0, &pool, &cache->draft_format,
                                   drafting->keys, drafting->key_count, config->sliding_window + draft->block_size, drafting->rows,
                                   0, n, config->num_attention_heads, layer->attention_sink, engine->softmax_scale,

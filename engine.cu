@@ -1108,8 +1108,8 @@ static __global__ void rotate_queries_kernel(const __grid_constant__ Queries p) 
         rotate(head + p.dim - 2 * p.half + 2 * i, 1, cosine[i], sine[i]);
         return;
     }
+    if (pair - of_q >= p.index_heads * index_pairs) return;
     const int head = (pair - of_q) / index_pairs, i = (pair - of_q) % index_pairs;
-    if (head >= p.index_heads) return;
     float *v = p.index_q + ((size_t)row * (size_t)p.index_heads + (size_t)head) * (size_t)p.index_dim;
     const int far = i >= p.half ? min(1, p.index_dim - 1 - 2 * i) : p.interleaved ? 1 : p.half;
     v += i < p.half && !p.interleaved ? i : 2 * i;
@@ -2921,7 +2921,8 @@ template <int EACH> static __global__ void route_kernel(const __grid_constant__ 
     Candidate candidates[EACH];
     let_next_start();                               /* the experts fetch the shared one's tiles meanwhile */
 #pragma unroll
-    for (int j = 0; j < EACH && !router.table; j += 4) *(float4 *)(choice + j) = load_four(router.bias + first + j, router.experts - first - j);
+    for (int j = 0; j < EACH && !router.table; j += 4)
+        *(float4 *)(choice + j) = load_four(router.bias + first + j, router.experts - first - j);
     wait_for_previous();
 #pragma unroll
     for (int j = 0; j < EACH; j += 4) *(float4 *)(score + j) = load_four(logits + j, router.experts - first - j);
@@ -3000,8 +3001,8 @@ enum {
     SMALL_SHARED = 1024,        /* bytes at most of what is declared in functions */
     NOBODY = 0xffff,
 };
-/* Of DeepSeek-V4's section. */
-static __device__ void round_group(float *v, int n, const RowFormat &format);
+/* Of later sections. */
+static __device__ void round_group(float *x, int n, const RowFormat &format);
 static void round_rows(float *x, size_t stride, int n_rows, int dim, const RowFormat *format);
 
 enum { GATE, UP, DOWN };        /* an expert's matrices; the first and the last also name the phases */
@@ -3069,7 +3070,7 @@ static __host__ __device__ constexpr int tile_bits(DType D) { return D == DTYPE_
 static __host__ __device__ constexpr int part_bits(DType D) { return tile_bits(D) - 5; }
 static __host__ __device__ inline int count_tiles(DType D, int cols) { return (cols + (1 << tile_bits(D)) - 1) >> tile_bits(D); }
 
-/* Room for a tile's scales: of e4m3 one for its upper and one for its lower rows, or in blocks of 32 four, of e2m1 eight bytes for
+/* Room for a tile's scales: of e4m3 one for its upper and one for its lower rows, in blocks of 32 four; of e2m1 eight bytes for
  * each row. */
 static __host__ __device__ inline int scale_bytes(DType D) {
     return D == DTYPE_F4_E2M1 ? 128 : D == BLOCKS_OF_32 ? 32 : D == DTYPE_F8_E4M3 ? 16 : 0;
@@ -3325,7 +3326,8 @@ static __device__ inline void open_span(Stream *stream, const Experts &e, const 
     stream->scale_shift = small ? power_of(SMALL_BLOCK) : block ? power_of(SCALE_BLOCK) : 0;
     stream->scale_lanes = small ? 8 : block ? 2 : D == DTYPE_F4_E2M1 ? 32 : 0;
     stream->first_scale = (const uint8_t *)chosen.scale[down ? DOWN : upper ? GATE : UP] + segment * each
-                          + (small ? lane % 4 * 4 : block ? 0 : (lane / 2 % 8 + (down && !upper ? 8 : 0)) * stream->scale_row + lane % 2 * 4);
+                          + (small ? lane % 4 * 4
+                             : block ? 0 : (lane / 2 % 8 + (down && !upper ? 8 : 0)) * stream->scale_row + lane % 2 * 4);
 }
 
 /* The next strip that this warp has. False: there is none that is known. */
@@ -3968,7 +3970,7 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
     const RowFormat rounding = {.dtype = KV_F8, .group = config->weight_block, .scales = SCALES_E8M0};
     const bool rounds = rounds_inputs(config, layer->expert_dtype),
                shared_rounds = layer->gate_proj.rows ? rounds_inputs(config, layer->gate_proj.dtype) : rounds;
-    float *rounded = scratch + (size_t)n_rows * (size_t)((per_token + 1) * inter);
+    float *rounded = scratch + (size_t)n_rows * (size_t)max((per_token + 1) * inter, 2 * layer->gate_proj.rows);
     const DType dtype = streamed_type(&gate, &gate, &down),
                 shared_dtype = streamed_type(&layer->gate_proj, &layer->up_proj, &layer->down_proj);
     const bool merged = layer->gate_proj.rows == inter && (dtype == EXACT) == (shared_dtype == EXACT) && rounds == shared_rounds;
@@ -4125,6 +4127,16 @@ static __device__ void narrow_group(uint8_t *__restrict__ out, uint8_t *__restri
     if (format.scales == SCALES_F32 && lane < 4) scales[lane] = (uint8_t)(__float_as_uint(scale) >> 8 * lane);
     if (format.scales != SCALES_F32 && lane == 0)
         *scales = format.scales == SCALES_E4M3 ? narrow_e4m3(scale) : (uint8_t)(__float_as_uint(scale) >> 23);
+}
+
+/* What a group would be after a stay in such a row, in place, by one warp. */
+static __device__ void round_group(float *x, int n, const RowFormat &format) {
+    const float scale = group_scale(group_maximum(x, n), format);
+    for (int i = (int)threadIdx.x % 32; i < n; i += 32) {
+        const float code = x[i] / scale;
+        if (x[i] == x[i])
+            x[i] = scale * (format.dtype == KV_F8 ? widen_e4m3(narrow_e4m3(code)) : widen_e2m1(narrow_e2m1(code)));
+    }
 }
 
 /* By a whole block. */
@@ -7160,14 +7172,16 @@ template <int KIND> struct RowPiece {
     uint2 codes[CODES];
     uint4 scales[KIND == ROW_E2M1 ? 2 : 1], plain[KIND == ROW_E4M3_PLAIN ? 2 : 1];
 
-    __device__ void load(const uint8_t *row, int lane) {
-#pragma unroll
-        for (int b = 0; b < CODES; b++)
-            if constexpr (KIND == ROW_E2M1)
-                asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(codes[b].x) : "l"(row + b * 32 + lane * 4));
-            else
-                asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
-                             : "=r"(codes[b].x), "=r"(codes[b].y) : "l"(row + b * 64 + lane * 8));
+    __device__ void load_block(const uint8_t *row, int b, int lane) {
+        if (b == CODES) return;
+        if constexpr (KIND == ROW_E2M1)
+            asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(codes[b].x) : "l"(row + b * 32 + lane * 4));
+        else
+            asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                         : "=r"(codes[b].x), "=r"(codes[b].y) : "l"(row + b * 64 + lane * 8));
+    }
+
+    __device__ void load_rest(const uint8_t *row, int lane) {
         scales[0] = load_piece(row + (KIND == ROW_E2M1 ? LATENT / 2 : CODES * 64));
         if constexpr (KIND == ROW_E2M1) scales[1] = load_piece(row + LATENT / 2 + 16);
         if constexpr (KIND == ROW_E4M3_PLAIN) {
@@ -7215,7 +7229,11 @@ static __device__ void bring_rows(HopperShared *shared, Source row_of, int bytes
     RowPiece<KIND> piece;
     const uint8_t *row = row_of_step(0), *next = row_of_step(1);
     if (tiles <= 0) return;
-    if constexpr (KIND != ROW_BF16) piece.load(row, lane);
+    if constexpr (KIND != ROW_BF16) {
+#pragma unroll
+        for (int b = 0; b < LATENT / 64; b++) piece.load_block(row, b, lane);
+        piece.load_rest(row, lane);
+    }
     for (int step = 1; step < STEPS_AHEAD && lane == 0; step++) fetch(row_of_step(step));
     for (int step = 0; step < 2 * tiles; step++) {
         const int t = turn + step / 2, key = step % 2 * HALF_KEYS + slot;
@@ -7232,8 +7250,11 @@ static __device__ void bring_rows(HopperShared *shared, Source row_of, int bytes
             if (step % 2) arrive_with_copies(&shared->full[t % 2]);
         } else {
 #pragma unroll
-            for (int b = 0; b < LATENT / 64; b++) *(uint4 *)place_of(tile + b * COLUMN_BLOCK, key, lane) = piece.widened(b, lane);
-            piece.load(next, lane);
+            for (int b = 0; b < LATENT / 64; b++) {
+                *(uint4 *)place_of(tile + b * COLUMN_BLOCK, key, lane) = piece.widened(b, lane);
+                piece.load_block(next, b, lane);
+            }
+            piece.load_rest(next, lane);
             if (step % 2) {
                 show_to_products();
                 arrive_at(&shared->full[t % 2]);
@@ -7512,7 +7533,8 @@ hopper_kernel(const __grid_constant__ Lists lists, float *z, const float *q, int
 
 enum {
     LIST_GROUPS = LATENT_HEADS / 16,
-    FEW_LISTS = 36,             /* rows and groups of 64 heads, that leave multiprocessors idle when each has a thread block */
+    FEW_LISTS = 36,             /* rows and groups of 64 heads, that leave multiprocessors idle when each has a thread block; */
+    FEW_WINDOWS = 24,           /* and the same of windows, whose lists are shorter */
     ADDERS = 512,               /* threads */
     KEY_STEPS = HOPPER_KEYS / 16, VALUE_PAIRS = LATENT / 16,    /* products of a tile: over 16 keys, for twice eight values */
 };
@@ -7868,7 +7890,8 @@ static void attend_on_hopper(float *z, const float *q, const Lists &keys, int ti
     bool pair = false;
     const size_t values = (size_t)n_rows * tiles * sizeof(TileValues),
                  weights = (size_t)lists * LIST_GROUPS * tiles * sizeof(WeighedTile);
-    if (lists <= FEW_LISTS && values + weights <= PARTIAL_FLOATS * sizeof(float)) {
+    const int few = std::is_same_v<Lists, WindowKeys> ? FEW_WINDOWS : FEW_LISTS;
+    if (lists <= few && values + weights <= PARTIAL_FLOATS * sizeof(float)) {
         TileValues *scratch = (TileValues *)partials;
         return attend_apart(z, q, keys, {scratch, (WeighedTile *)(scratch + n_rows * tiles), tiles, lists / n_rows * LIST_GROUPS},
                             n_rows, heads, scale, turn);
@@ -7909,10 +7932,11 @@ static void sparse_attention(float *z, const float *q, const RowPool *pool, cons
 static RowKind row_kind(const RowFormat &format) {
     if (format.quantised + format.plain != LATENT) return ROW_OTHER;
     if (format.dtype == KV_BF16) return ROW_BF16;
-    if (format.dtype == KV_F8 && format.scales == SCALES_E8M0 && format.plain == 0 && format.group == 32) return ROW_E4M3;
-    if (format.dtype == KV_F8 && format.scales == SCALES_E8M0 && format.plain == TAIL && format.group == 64) return ROW_E4M3_PLAIN;
-    if (format.dtype == KV_F4 && format.scales == SCALES_E4M3 && format.plain == 0 && format.group == 16) return ROW_E2M1;
-    return ROW_OTHER;
+    const bool f8 = format.dtype == KV_F8 && format.scales == SCALES_E8M0,
+               f4 = format.dtype == KV_F4 && format.scales == SCALES_E4M3;
+    if (f8 && format.plain == 0 && format.group == 32) return ROW_E4M3;
+    if (f8 && format.plain == TAIL && format.group == 64) return ROW_E4M3_PLAIN;
+    return f4 && format.plain == 0 && format.group == 16 ? ROW_E2M1 : ROW_OTHER;
 }
 
 /* A thread takes a pair of a head. Grid: groups of pairs, rows. */
@@ -7984,14 +8008,14 @@ static void block_attention(float *y, const float *q, const float *kv, const uin
  *
  *     mix_streams -> streams_kernel -> stage_streams (what the last sublayer adds), sum_mixes, make_mixes, collapse
  *
- * Owns: parallel residual streams, Engram's gate, and what --qat rounds. From one sublayer to the next is one launch: streams of a
- * row are divided among the blocks of a cluster by columns, and of what they send each other, the row's products with the f32
- * matrix of the mixes and the sum of squares of its norm, all add up the same in the order of the blocks.
+ * Owns: parallel residual streams, Engram's gate, what windows see, and what --qat rounds. From one sublayer to the next is one
+ * launch: a row's streams are divided among the blocks of a cluster by columns. These send each other their parts of the products
+ * with the f32 matrix of the mixes, and of the sum of squares of the norm, and all add up the same in the order of the blocks.
  */
 
 enum {
     STREAM_THREADS = 256, STREAM_WARPS = STREAM_THREADS / 32,
-    MIX_GROUP = 24,                 /* mixes that a thread adds up at a time, and one sum of squares: all there are of 4 streams */
+    MIX_GROUP = 24,                 /* mixes that a thread adds up at a time, beside a sum of squares: all of four streams */
     MAX_MIXES = (2 + MAX_STREAMS) * MAX_STREAMS,
     SHARING_ROWS = 4,               /* rows of a cluster, where there are many */
     SINKHORN_WARP = STREAM_WARPS - 1,
@@ -8064,13 +8088,22 @@ static __device__ void stage_streams(float4 *staged, const Streams &p, int first
     }
 }
 
-/* Four neighbouring weights, mostly f32. */
-static __device__ inline float4 load_mix_weights(const Matrix &fn, size_t at, int left) {
-    if (fn.dtype == DTYPE_F32) return load_four((const float *)fn.data + at, left);
-    float v[4];
+/* Four neighbouring weights of each of a group of rows, from row `first` and value `at` of it on; all are on their way before the
+ * first is used. */
+static __device__ inline void load_mix_weights(float4 (&w)[MIX_GROUP], const Matrix &fn, int first, size_t at, int left) {
+    const float *floats = (const float *)fn.data + at;
+    const bool simple = fn.dtype == DTYPE_F32 && left >= 4 && (uintptr_t)floats % 16 == 0 && fn.cols % 4 == 0;
+    if (simple)
 #pragma unroll
-    for (int i = 0; i < 4; i++) v[i] = i < left ? load_stored(fn.data, at + (size_t)i, fn.dtype) : 0;
-    return make_float4(v[0], v[1], v[2], v[3]);
+        for (int o = 0; o < MIX_GROUP; o++)
+            w[o] = __ldg((const float4 *)(floats + (size_t)min(first + o, fn.rows - 1) * (size_t)fn.cols));
+    else
+        for (int o = 0; o < MIX_GROUP; o++) {
+            float v[4];
+            const size_t row = (size_t)min(first + o, fn.rows - 1) * (size_t)fn.cols;
+            for (int i = 0; i < 4; i++) v[i] = i < left ? load_stored(fn.data, row + at + (size_t)i, fn.dtype) : 0;
+            w[o] = make_float4(v[0], v[1], v[2], v[3]);
+        }
 }
 
 /* Of 32 sums of each lane, lane l has the l-th over all lanes. */
@@ -8096,25 +8129,23 @@ static __device__ void sum_mixes(StreamShared<ROWS> *shared, const float4 *stage
         for (int i = (int)threadIdx.x; i < items; i += STREAM_THREADS) {
             const int column = begin + i % p.fours * 4;
             const size_t at = (size_t)(i / p.fours * p.hidden + column);
-            float4 x[ROWS];
+            float4 x[ROWS], w[MIX_GROUP];
+            load_mix_weights(w, p.fn, group, at, p.hidden - column);
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
                 x[r] = r < rows ? staged[r * items + i] : make_float4(0, 0, 0, 0);
                 sums[r][MIX_GROUP] += sum_squares(x[r]);
             }
 #pragma unroll
-            for (int o = 0; o < MIX_GROUP; o++) {
-                const size_t row = (size_t)min(group + o, p.fn.rows - 1);
-                const float4 w = load_mix_weights(p.fn, row * (size_t)p.fn.cols + at, p.hidden - column);
+            for (int o = 0; o < MIX_GROUP; o++)
 #pragma unroll
-                for (int r = 0; r < ROWS; r++) sums[r][o] += dot(x[r], w);
-            }
+                for (int r = 0; r < ROWS; r++) sums[r][o] += dot(x[r], w[o]);
         }
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             const float sum = sum_of_lane(sums[r]);
-            const int place = lane == MIX_GROUP ? p.fn.rows : group + lane;
-            if (lane <= MIX_GROUP && place <= p.fn.rows) shared->of_warp[r][warp_id()][place] = sum;
+            if (lane < MIX_GROUP && group + lane < p.fn.rows) shared->of_warp[r][warp_id()][group + lane] = sum;
+            if (lane == MIX_GROUP) shared->of_warp[r][warp_id()][p.fn.rows] = sum;
         }
     }
 }
@@ -8147,10 +8178,27 @@ template <int ROWS> static __device__ void make_mixes(StreamShared<ROWS> *shared
     }
 }
 
+/* Divides every row of the matrix, or every column, by its sum. */
+template <int N, bool ROWS> static __device__ inline void divide_by_sums(float (&m)[N][N], int n, float eps) {
+    float share[N];
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        float total = eps;
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            if (k < n) total += ROWS ? m[j][k] : m[k][j];
+        share[j] = __fdividef(1, total);
+    }
+#pragma unroll
+    for (int j = 0; j < N; j++)
+#pragma unroll
+        for (int k = 0; k < N; k++) m[j][k] *= share[ROWS ? j : k];
+}
+
 /* Towards the nearest doubly stochastic matrix (Sinkhorn and Knopp 1967): the first step's rows are a softmax. By one thread:
  * others would have to wait for each other 40 times. */
 template <int N> static __device__ void sinkhorn(float *matrix, int n, int iterations, float eps) {
-    float m[N][N];
+    float m[N][N] = {};
 #pragma unroll
     for (int j = 0; j < N; j++) {
         if (j >= n) break;
@@ -8165,21 +8213,11 @@ template <int N> static __device__ void sinkhorn(float *matrix, int n, int itera
         for (int k = 0; k < N; k++)
             if (k < n) m[j][k] = m[j][k] / total + eps;
     }
+    divide_by_sums<N, false>(m, n, eps);
 #pragma unroll 1
-    for (int step = 1; step < 2 * iterations || step == 1; step++) {            /* columns and rows in turns */
-        float total[N];
-#pragma unroll
-        for (int j = 0; j < N; j++) {
-            total[j] = eps;
-#pragma unroll
-            for (int k = 0; k < N; k++)
-                if (j < n && k < n) total[j] += step % 2 ? m[k][j] : m[j][k];
-            total[j] = __frcp_rn(total[j]);
-        }
-#pragma unroll
-        for (int j = 0; j < N; j++)
-#pragma unroll
-            for (int k = 0; k < N; k++) m[j][k] *= step % 2 ? total[k] : total[j];
+    for (int i = 1; i < iterations; i++) {
+        divide_by_sums<N, true>(m, n, eps);
+        divide_by_sums<N, false>(m, n, eps);
     }
 #pragma unroll
     for (int j = 0; j < N; j++)
@@ -8237,7 +8275,8 @@ static __device__ void prefetch_mix_weights(const Streams &p, int begin) {
     for (int i = (int)threadIdx.x; i < p.fn.rows * p.mult * lines && p.fn.dtype == DTYPE_F32; i += STREAM_THREADS) {
         const int at = i % lines * line, vector = i / lines;
         if (at < columns)
-            asm volatile("prefetch.global.L2 [%0];" :: "l"((const float *)p.fn.data + (size_t)vector * (size_t)p.hidden + begin + at));
+            asm volatile("prefetch.global.L2 [%0];"
+                         :: "l"((const float *)p.fn.data + (size_t)vector * (size_t)p.hidden + begin + at));
     }
 }
 
@@ -8343,26 +8382,85 @@ static void add_engram(float *streams, const float *kv, const EngramWeights *eng
            engram->k_weight, config->hc_mult, config->hidden_size, config->rms_norm_eps);
 }
 
-/* ---- vectors of queries */
+/* ---- queries, and what windows see */
 
-/* A warp takes a vector. */
-static __global__ void norm_each_kernel(float *x, int n, int dim, float eps) {
+/* A warp takes a vector, whose last values it reads again in other places. */
+static __global__ void norm_queries_kernel(float *q, int n_rows, int heads, int dim, float eps, int half, const float *cosine,
+                                           const float *sine) {
     begin_kernel();
     const int vector = (int)(thread_index() / 32), lane = lane_id();
-    if (vector >= n) return;
-    float *v = x + (size_t)vector * (size_t)dim, sum = 0;
+    if (vector >= n_rows * heads) return;
+    const size_t angle = (size_t)(vector / heads) * (size_t)half;
+    float *v = q + (size_t)vector * (size_t)dim, *turned = v + dim - 2 * half, sum = 0;
 #pragma unroll 4
     for (int j = 4 * lane; j < dim; j += 128) sum += sum_squares(load_four(v + j, dim - j));
     const float scale = 1 / sqrtf(warp_sum(sum) / (float)dim + eps);
 #pragma unroll 4
     for (int j = 4 * lane; j < dim; j += 128)
         store_four(v + j, weighted(load_four(v + j, dim - j), scale, make_float4(1, 1, 1, 1)), dim - j);
+    __syncwarp();
+    for (int i = lane; i < half; i += 32) rotate(turned + 2 * i, 1, cosine[angle + (size_t)i], sine[angle + (size_t)i]);
 }
 
-static void norm_each(float *x, int n, int dim, float eps) {
-    if (n <= 0) return;
-    launch(norm_each_kernel, blocks_for((size_t)n * 32), THREADS, 0, x, n, dim, eps);
+static void norm_queries(float *q, int n_rows, int heads, int dim, float eps, int turned, const float *cosine,
+                         const float *sine) {
+    if (n_rows <= 0) return;
+    launch(norm_queries_kernel, blocks_for((size_t)(n_rows * heads) * 32), THREADS, 0, q, n_rows, heads, dim, eps, turned / 2,
+           cosine, sine);
 }
+
+struct SharedKeys {
+    uint8_t *base;
+    RowFormat format, rounding;
+    const DeviceRow *ids;
+    float *kv;
+    int dim, half;                  /* half: pairs that are rotated */
+    bool rounds;
+    const float *weight, *cosine, *sine;
+    Norm q;
+};
+
+/* A block takes a row of kv, or with blockIdx.y = 1 one of q. A thread has four neighbours; the rest is done in shared memory. */
+static __global__ void store_shared_keys_kernel(const __grid_constant__ SharedKeys p) {
+    extern __shared__ __align__(16) float staged[];
+    __shared__ float of_warp[32];
+    let_next_start();
+    if (blockIdx.y) return norm_row(p.q, (int)blockIdx.x);
+    const int thread = (int)threadIdx.x, at = 4 * thread, count = p.dim - at, first = p.dim - 2 * p.half;
+    const size_t angle = (size_t)blockIdx.x * (size_t)p.half;
+    float *row = p.kv + (size_t)blockIdx.x * (size_t)p.dim;
+    const float4 weight = load_four(p.weight + at, count);
+    wait_for_previous();
+    const int id = p.ids[blockIdx.x].id;
+    const float4 v = load_four(row + at, count);
+    const float scale = 1 / sqrtf(block_sum(of_warp, sum_squares(v)) / (float)p.dim + p.q.eps);
+    *(float4 *)(staged + at) = weighted(v, scale, weight);
+    __syncthreads();
+    for (int i = thread; i < p.half; i += (int)blockDim.x)
+        rotate(staged + first + 2 * i, 1, p.cosine[angle + (size_t)i], p.sine[angle + (size_t)i]);
+    __syncthreads();
+    const int group = p.rounding.group, end = p.rounds ? p.rounding.quantised : 0;
+    for (int i = warp_id() * group; i < end; i += (int)blockDim.x / 32 * group)
+        round_group(staged + i, min(group, end - i), p.rounding);
+    __syncthreads();
+    store_four(row + at, *(const float4 *)(staged + at), count);
+    store_row(p.base + (size_t)id * p.format.stride, p.format, staged, staged + p.format.quantised);
+}
+
+static void store_shared_keys(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *kv, int dim,
+                              int turned, const float *weight, const RowFormat *rounding, float *q, int rank,
+                              const float *q_weight, float eps, const float *cosine, const float *sine) {
+    const size_t width = (size_t)rank;
+    const unsigned threads = (unsigned)norm_threads(max(dim, rank), 1);
+    if (n_rows <= 0) return;
+    launch(store_shared_keys_kernel, dim3((unsigned)n_rows, q ? 2 : 1), threads, threads * sizeof(float4),
+           {.base = base, .format = *format, .rounding = rounding ? *rounding : *format, .ids = ids, .kv = kv, .dim = dim,
+            .half = turned / 2, .rounds = rounding != NULL, .weight = weight, .cosine = cosine, .sine = sine,
+            .q = {.y = q, .x = q, .y_stride = width, .x_stride = width, .branch = NULL, .weight = q_weight, .dim = rank,
+                  .eps = eps, .report = NULL, .place = 0}});
+}
+
+/* ---- what --qat rounds */
 
 /* A block takes a vector, in shared memory. */
 static __global__ void hadamard_kernel(float *x, int dim) {
@@ -8388,21 +8486,7 @@ static void hadamard(float *x, int n, int dim) {
     launch(hadamard_kernel, (unsigned)n, (unsigned)min(max(dim / 2, 32), 512), (size_t)dim * sizeof(float), x, dim);
 }
 
-/* ---- rounding: the bits are the C twin's */
-
-/* What x becomes as a code times its scale; a NaN stays. */
-static __device__ inline float round_value(float x, float scale, bool eight) {
-    if (isnan(x)) return x;
-    return (eight ? widen_e4m3(narrow_e4m3(x / scale)) : widen_e2m1(narrow_e2m1(x / scale))) * scale;
-}
-
-/* By a warp. */
-static __device__ void round_group(float *v, int n, const RowFormat &format) {
-    const float scale = group_scale(group_maximum(v, n), format);
-#pragma unroll 4
-    for (int i = lane_id(); i < n; i += 32) v[i] = round_value(v[i], scale, format.dtype == KV_F8);
-}
-
+/* A warp takes a group. */
 static __global__ void round_rows_kernel(float *x, size_t stride, int n_rows, int dim, RowFormat format) {
     begin_kernel();
     const int groups = divide_up(dim, format.group), at = (int)(thread_index() / 32), first = at % groups * format.group;
@@ -10031,7 +10115,8 @@ extern "C" const Backend cuda_backend = {
     .await_rows = await_rows,
     .round_rows = round_rows,
     .hadamard = hadamard,
-    .norm_each = norm_each,
+    .norm_queries = norm_queries,
+    .store_shared_keys = store_shared_keys,
     .mix_streams = mix_streams,
     .first_stream = first_stream,
     .add_engram = add_engram,

@@ -1176,15 +1176,23 @@ struct Backend {
     /* Each of n vectors of dim = 2^k values times the orthonormal Hadamard matrix, in place. */
     void (*hadamard)(float *x, int n, int dim);
 
-    /* DeepSeek-V4's, the next ones. rms_norm() of each of n vectors of `dim`, without a weight, in place. */
-    void (*norm_each)(float *x, int n, int dim, float eps);
+    /* DeepSeek-V4's, the next ones. Queries, in place: rms_norm() of each of a row's `heads` vectors of `dim`, without a weight;
+     * then its last `turned` values are rotated, in pairs (2i, 2i + 1). */
+    void (*norm_queries)(float *q, int n_rows, int heads, int dim, float eps, int turned, const float *cosine, const float *sine);
+
+    /* The rows of a pass that windows see. kv [rows, dim] is normed, its last `turned` values are rotated in pairs (2i, 2i + 1),
+     * its first ones rounded as round_rows() does the `quantised` of that format (NULL: none), and it is written to rows ids[r];
+     * q [rows, rank], which queries are made from (NULL: none), is normed by q_weight. All in place. */
+    void (*store_shared_keys)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *kv, int dim,
+                              int turned, const float *weight, const RowFormat *rounding, float *q, int rank,
+                              const float *q_weight, float eps, const float *cosine, const float *sine);
 
     /* Hyper-connections (mHC), from one sublayer to the next. A row's mixes are hc_mult weights by which its streams enter a
      * sublayer, then hc_mult by which they take what it adds, then the hc_mult x hc_mult matrix that mixes them. First streams
      * [rows, hc_mult, hidden] take up what the last sublayer has added: streams[r, k] = post[k] branch[r] + sum_j mix[j, k]
      * streams[r, j], by the mixes `leaving`; what comes out is looked at as check_finite() does. branch NULL: nothing. y
      * NULL: that is all. Then, unless weights is NULL, mixes [rows, fn's rows] are made of the streams, the matrix doubly
-     * stochastic by hc_sinkhorn_iters rounds of Sinkhorn's iteration; where fn has but hc_mult rows they are the first ones alone.
+     * stochastic by hc_sinkhorn_iters rounds of Sinkhorn's iteration; where fn has hc_mult rows they are the first ones alone.
      * And y[r] = sum_j pre[j] streams[r, j] by the mixes `entering`, of as many, which may be those just made, and is normed as
      * by rms_norm(), or left as it is where norm is NULL. */
     void (*mix_streams)(float *y, float *streams, const float *branch, const float *leaving, float *mixes,

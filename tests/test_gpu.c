@@ -1827,33 +1827,90 @@ static void test_round_rows(void) {
     }
 }
 
-static void test_vectors(void) {
-    for (int trial = 0; trial < 40; trial++) {
-        const int dim = trial < 12 ? 1 << trial % 12 : 0, n = trial % 7;
-        const int width = dim ? dim : draw_between(1, 1000);
-        const size_t values = (size_t)n * (size_t)width;
-        float *x = random_floats(values + 1, 2), *y = malloc(values * 4 + 4), *dx = on_device(x, values * 4), *alone;
-        memcpy(y, x, values * 4);
-        if (dim) {
-            c_backend.hadamard(y, n, dim);
+static void test_hadamard(void) {
+    for (int dim = 1; dim <= 2048; dim *= 2)
+        for (int n = 0; n < 5; n += 1 + n) {
+            const size_t values = (size_t)n * (size_t)dim;
+            float *x = random_floats(values + 1, 2), *dx = on_device(x, values * 4);
+            c_backend.hadamard(x, n, dim);
             cuda_backend.hadamard(dx, n, dim);
-            alone = from_device(dx, values * 4);
-            CHECK(!memcmp(y, alone, values * 4), "hadamard: %d vectors of %d", n, dim);
-            free(alone);
+            float *got = from_device(dx, values * 4);
+            CHECK(!memcmp(got, x, values * 4), "hadamard: %d vectors of %d", n, dim);
+            free(x), free(got);
+            free_kept();
         }
-        memcpy(y, x, values * 4);
-        cuda_backend.copy_bytes(dx, x, values * 4);
-        c_backend.norm_each(y, n, width, 1e-6f);
-        cuda_backend.norm_each(dx, n, width, 1e-6f);
-        float *got = from_device(dx, values * 4);
-        compare("norm_each", got, y, values, 1e-6);
-        cuda_backend.copy_bytes(dx, x, values * 4);
-        for (int i = n - 1; i >= 0; i--) cuda_backend.norm_each(dx + (size_t)i * (size_t)width, 1, width, 1e-6f);
-        alone = from_device(dx, values * 4);
-        CHECK(!memcmp(alone, got, values * 4), "norm_each: %d vectors of %d alone", n, width);
-        free(x), free(y), free(got), free(alone);
-        free_kept();
-    }
+}
+
+static void test_norm_queries(void) {
+    static const int shapes[][3] = {{64, 512, 64}, {5, 32, 8}, {3, 37, 6}, {1, 130, 130}, {2, 10, 0}};
+    for (int s = 0; s < 5; s++)
+        for (int n = 0; n < 8; n += 1 + n) {
+            const int heads = shapes[s][0], dim = shapes[s][1], turned = shapes[s][2];
+            const size_t row = (size_t)(heads * dim), values = (size_t)n * row, half = (size_t)(turned / 2), angles = (size_t)n * half;
+            float *q = random_floats(values + 1, 2), *cosine = random_floats(angles + 1, 1), *sine = random_floats(angles + 1, 1),
+                  *dq = on_device(q, values * 4), *again = on_device(q, values * 4), *dc = on_device(cosine, angles * 4),
+                  *ds = on_device(sine, angles * 4);
+            c_backend.norm_queries(q, n, heads, dim, 1e-6f, turned, cosine, sine);
+            cuda_backend.norm_queries(dq, n, heads, dim, 1e-6f, turned, dc, ds);
+            float *got = from_device(dq, values * 4);
+            compare("norm_queries", got, q, values, 1e-6);
+            for (size_t r = 0; r < (size_t)n; r++)
+                cuda_backend.norm_queries(again + r * row, 1, heads, dim, 1e-6f, turned, dc + r * half, ds + r * half);
+            float *alone = from_device(again, values * 4);
+            CHECK(!memcmp(alone, got, values * 4), "norm_queries: rows of %d heads of %d alone", heads, dim);
+            free(q), free(cosine), free(sine), free(got), free(alone);
+            free_kept();
+        }
+}
+
+/* What is stored may differ where a value lies near the border of two codes, and with it its group; in bf16 by a rounding. */
+static void check_shared_keys(RowFormat format, const RowFormat *rounding, int turned, int rank, int n) {
+    const int dim = format.quantised + format.plain;
+    const size_t width = (size_t)dim, values = (size_t)n * width, of_q = (size_t)(n * rank), half = (size_t)(turned / 2),
+                 bytes = (size_t)(n + 3) * format.stride;
+    float *kv = random_floats(values + 1, 2), *q = random_floats(of_q + 1, 1), *weight = random_floats(width, 1),
+          *q_weight = random_floats((size_t)rank, 1), *cosine = random_floats((size_t)n * half + 1, 1),
+          *sine = random_floats((size_t)n * half + 1, 1);
+    DeviceRow *ids = malloc((size_t)(n + 1) * sizeof *ids);
+    for (int r = 0; r < n; r++) ids[r].id = n - r;
+    uint8_t *pool = calloc(1, bytes), *dp = on_device(pool, bytes), *again = on_device(pool, bytes);
+    float *dk = on_device(kv, values * 4), *second = on_device(kv, values * 4), *dq = on_device(q, of_q * 4),
+          *second_q = on_device(q, of_q * 4), *dw = on_device(weight, width * 4), *dqw = on_device(q_weight, (size_t)rank * 4),
+          *dc = on_device(cosine, (size_t)n * half * 4), *ds = on_device(sine, (size_t)n * half * 4);
+    DeviceRow *di = on_device(ids, (size_t)n * sizeof *ids);
+    c_backend.store_shared_keys(pool, &format, ids, n, kv, dim, turned, weight, rounding, q, rank, q_weight, 1e-6f, cosine, sine);
+    cuda_backend.store_shared_keys(dp, &format, di, n, dk, dim, turned, dw, rounding, dq, rank, dqw, 1e-6f, dc, ds);
+    float *got = from_device(dk, values * 4), *got_q = from_device(dq, of_q * 4);
+    uint8_t *stored = from_device(dp, bytes);
+    compare("store_shared_keys", got, kv, values, rounding ? 1e-2 : 1e-6);
+    compare("store_shared_keys, q", got_q, q, of_q, 1e-6);
+    size_t different = 0;
+    for (size_t i = 0; i < bytes; i++) different += stored[i] != pool[i];
+    const bool f32 = format.dtype == KV_F32;
+    CHECK(different <= (f32 ? bytes : bytes / 50), "store_shared_keys: dtype %d, %d rows: %zu of %zu bytes differ", format.dtype, n,
+          different, bytes);
+    for (size_t r = 0; r < (size_t)n; r++)
+        cuda_backend.store_shared_keys(again, &format, di + r, 1, second + r * width, dim, turned, dw, rounding,
+                                       second_q + r * (size_t)rank, rank, dqw, 1e-6f, dc + r * half, ds + r * half);
+    uint8_t *alone = from_device(again, bytes);
+    float *alone_q = from_device(second_q, of_q * 4);
+    CHECK(!memcmp(alone, stored, bytes) && !memcmp(alone_q, got_q, of_q * 4), "store_shared_keys: rows alone");
+    free(kv), free(q), free(weight), free(q_weight), free(cosine), free(sine), free(ids), free(pool), free(got), free(got_q),
+        free(stored), free(alone), free(alone_q);
+    free_kept();
+}
+
+static void test_shared_keys(void) {
+    const RowFormat of_v4 = scaled_row_format(KV_F8, 448, 0, 64, SCALES_E8M0), of_v41 = scaled_row_format(KV_F8, 512, 0, 32, SCALES_E8M0),
+                    small = scaled_row_format(KV_F8, 24, 0, 16, SCALES_E8M0);
+    for (int n = 0; n < 40; n = 3 * n + 1)
+        for (int rounds = 0; rounds < 2; rounds++) {
+            for (int dtype = KV_F32; dtype <= KV_F8; dtype++) {
+                check_shared_keys(scaled_row_format((KvDtype)dtype, 448, 64, 64, SCALES_E8M0), rounds ? &of_v4 : NULL, 64, 1024, n);
+                check_shared_keys(scaled_row_format((KvDtype)dtype, 512, 0, 32, SCALES_E8M0), rounds ? &of_v41 : NULL, 64, 1280, n);
+                check_shared_keys(scaled_row_format((KvDtype)dtype, 24, 8, 8, SCALES_E8M0), rounds ? &small : NULL, 8, 20, n);
+            }
+        }
 }
 
 /* What of mix_streams() a case has. */
@@ -2066,7 +2123,7 @@ static void test_small_blocks(void) {
                 memset(&config, 0, sizeof config);
                 config.n_routed_experts = experts[s][0], config.num_experts_per_tok = experts[s][1];
                 config.hidden_size = experts[s][2], config.moe_intermediate_size = experts[s][3];
-                config.weight_block = test_block, config.qat = qat, config.swiglu_limit = 0.02f;
+                config.weight_block = test_block, config.qat = qat, config.swiglu_limit = 1;
                 check_experts(DTYPE_F8_E4M3, "e4m3 of 32", config, rows[r], experts[s][3], DTYPE_F8_E4M3);
                 check_experts(DTYPE_F4_E2M1, "e2m1", config, rows[r], experts[s][3], DTYPE_F8_E4M3);
                 check_experts(DTYPE_BF16, "bf16", config, rows[r], experts[s][3], DTYPE_F8_E4M3);
@@ -3698,7 +3755,9 @@ int main(int argc, char **argv) {
     RUN(test_dense_attention);
     RUN(test_block_attention);
     RUN(test_round_rows);
-    RUN(test_vectors);
+    RUN(test_hadamard);
+    RUN(test_norm_queries);
+    RUN(test_shared_keys);
     RUN(test_streams);
     RUN(test_engram);
     RUN(test_route_softplus);
