@@ -2090,6 +2090,8 @@ static void test_windows(void) {
         check_window(&cases[i], 100, 37, 70, false, false);
         check_window(&cases[i], 8, 300, 17, true, true);
         check_window(&cases[i], 64, 1, 1, true, true);
+        check_window(&cases[i], 0, 40, 30, true, true);
+        check_window(&cases[i], 0, 300, 9, true, true);
         check_window(&cases[i], 64, 1, 0, true, true);
     }
 }
