@@ -5980,9 +5980,10 @@ template <typename Keys> static __global__ void attend_kernel(Keys lists, Attend
     const int value_pitch = Keys::shared ? key_pitch : value_dim;
     const Keys keys = lists.of(r);
     const bool works = member < group;
-    if (a.parts && !threadIdx.x) list_lengths[r] = keys.length;
     for (int j = lane; j < key_dim && works; j += 32) query[j] = a.q[((size_t)r * a.heads + head) * key_dim + j];
-    const int length = a.parts ? keys.length : max(keys.length, 1);     /* without parts even an empty list writes its y */
+    const bool writes = !a.parts || std::is_same_v<Keys, WindowKeys>;
+    const int length = writes ? max(keys.length, 1) : keys.length;      /* without parts even an empty list writes its y */
+    if (a.parts && !threadIdx.x) list_lengths[r] = length;
     for (int chunk = blockIdx.z; chunk * SPLIT_KEYS < length; chunk += gridDim.z) {
         const int end = min(keys.length, (chunk + 1) * SPLIT_KEYS);
         float maximum = -FLT_MAX, sum = 0, total[LANE_VALUES] = {0};
@@ -7499,8 +7500,9 @@ hopper_kernel(const __grid_constant__ Lists lists, float *z, const float *q, int
                               .n_heads = min(heads - first_head, (int)LATENT_HEADS), .first_head = first_head, .first = 0,
                               .tiles = 0, .scale = scale, .turn = turn.of(blockIdx.y)};
     task.tiles = task.keys.tiles();
-    if (!task.tiles) {          /* a sum over nothing, divided by 0 */
-        for (int i = threadIdx.x; i < task.n_heads * LATENT; i += blockDim.x) task.z[i] = __int_as_float(0x7fffffff);
+    if (!task.tiles) {          /* a sum over nothing, divided by 0 or by what the sink makes */
+        const float nothing = std::is_same_v<Lists, WindowKeys> ? 0 : __int_as_float(0x7fffffff);
+        for (int i = threadIdx.x; i < task.n_heads * LATENT; i += blockDim.x) task.z[i] = nothing;
         return;
     }
     if (!threadIdx.x) {
@@ -7755,7 +7757,8 @@ add_lists_kernel(const __grid_constant__ Lists lists, float *z, Weighed from, in
     if (summer >= 0 && summer < A::HEADS * 4) {
         sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 1));
         sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 2));
-        if (summer % 4 == 0) shared->sum[summer / 4] = tiles ? sum : __int_as_float(0x7fffffff);     /* over nothing: none */
+        const bool any = tiles || std::is_same_v<Lists, WindowKeys>;
+        if (summer % 4 == 0) shared->sum[summer / 4] = any ? sum : __int_as_float(0x7fffffff);      /* over nothing: none */
     }
     __syncthreads();
 #pragma unroll
