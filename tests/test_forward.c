@@ -251,6 +251,13 @@ static void store_rounded_latents(uint8_t *base, const RowFormat *format, const 
     store_rounded_rows(base, format, ids, n_rows, kv, width, kv + lora, width);
 }
 
+static void store_rounded_shared_keys(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *kv, int dim,
+                                      int turned, const float *weight, const RowFormat *rounding, float *q, int rank,
+                                      const float *q_weight, float eps, const float *cosine, const float *sine) {
+    store_shared_keys(base, format, ids, n_rows, kv, dim, turned, weight, rounding, q, rank, q_weight, eps, cosine, sine);
+    store_rounded_rows(base, format, ids, n_rows, kv, (size_t)dim, kv + format->quantised, (size_t)dim);
+}
+
 static void store_rounded_keys(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *k, int dim,
                                const float *weight, const float *bias, int turned, bool interleaved, const float *cosine,
                                const float *sine, const float *head_weights, int heads, PassReport *report, int place) {
@@ -267,6 +274,13 @@ static void store_rounded_tails(uint8_t *base, const RowFormat *format, const De
         for (int i = 0; i < format->plain; i++) tail[i] = rounded(b[i], 7, -126, FLT_MAX);
         store_rows(base, format, ids + r, 1, a, 0, tail, 0);
     }
+}
+
+static void store_keys_with_rounded_tails(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *kv, int dim,
+                                          int turned, const float *weight, const RowFormat *rounding, float *q, int rank,
+                                          const float *q_weight, float eps, const float *cosine, const float *sine) {
+    store_shared_keys(base, format, ids, n_rows, kv, dim, turned, weight, rounding, q, rank, q_weight, eps, cosine, sine);
+    store_rounded_tails(base, format, ids, n_rows, kv, (size_t)dim, kv + format->quantised, (size_t)dim);
 }
 
 static void compress_and_round_tails(uint8_t *base, const RowFormat *format, const DeviceRow *ids, const Trail *trail, const Row *rows,
@@ -309,6 +323,7 @@ static bool golden_rounded(Golden *golden, const char *directory, KvDtype dtype,
     if (mode == IMITATED) {
         backend.store_rows = store_rounded_rows;
         backend.store_latents = store_rounded_latents;
+        backend.store_shared_keys = store_rounded_shared_keys;
         backend.store_index_keys = store_rounded_keys;
         backend.compress = compress_and_round;
     }
@@ -525,6 +540,7 @@ static void test_formats_hold_what_is_rounded(const char *directory) {
         Backend backend = c_backend;
         imitated = KV_BF16;
         if (!narrow) backend.store_rows = store_rounded_tails;
+        if (!narrow) backend.store_shared_keys = store_keys_with_rounded_tails;
         if (!narrow) backend.compress = compress_and_round_tails;
         if (!open_engine(&engine, directory, 1, 150, narrow ? KV_F4 : KV_F32)) return;
         engine.backend = &backend;
