@@ -1096,8 +1096,8 @@ static __global__ void rotate_queries_kernel(const __grid_constant__ Queries p) 
         rotate(head + p.dim - 2 * p.half + 2 * i, 1, cosine[i], sine[i]);
         return;
     }
+    if (pair - of_q >= p.index_heads * index_pairs) return;
     const int head = (pair - of_q) / index_pairs, i = (pair - of_q) % index_pairs;
-    if (head >= p.index_heads) return;
     float *v = p.index_q + ((size_t)row * (size_t)p.index_heads + (size_t)head) * (size_t)p.index_dim;
     const int far = i >= p.half ? min(1, p.index_dim - 1 - 2 * i) : p.interleaved ? 1 : p.half;
     v += i < p.half && !p.interleaved ? i : 2 * i;
