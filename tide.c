@@ -1419,6 +1419,8 @@ static int command_inspect(Options *options) {
     if (ok)
         printf("%.1f M parameters in use, %.1f MB\n", (double)engine.weights.parameters / 1e6,
                (double)engine.weights.bytes / 1e6);
+    if (ok && engine.drafter.config.architecture)
+        printf("%.1f M parameters of the drafter\n", (double)engine.drafter.weights.backbone.parameters / 1e6);
     if (ok) print_kv(&engine.cache, &engine.config);
     if (ok) print_plan(stdout, &engine);
     ok = ok && check_memory(&engine, &error);

@@ -1495,6 +1495,37 @@ def test_plan():
     refused(1, "config.json", "inspect", "--plan", "-m", HOME)
 
 
+def test_draft_own():
+    """The stages inside a checkpoint draft by themselves, change no token, and are seen."""
+    model = os.path.join(ROOT, "tests", "fixtures", "deepseek_v41-a")
+    golden = read(os.path.join(model, "golden.safetensors"))
+    prompt = ",".join(str(i) for i in stored(golden, "input_ids", "i"))
+    for sampling in (("--temp", "0"), ("--temp", "0.8", "--seed", "3")):
+        for dtype in ("bf16", "f32", "fp4"):
+            args = ("generate", "-m", model, "--ids", prompt, "-n", "33", "--kv-dtype", dtype, *sampling)
+            wanted = run(*args, "--draft", "none").out
+            for how in ((), ("--draft", "own", "--width", "max", "--verify", "full", "--kv", "resident"), ("--kv", "hisparse", "--width", "4"),
+                        ("--width", "max", "--verify", "confidence", "--kv-budget", "3M", "-c", "512")):
+                equal(run(*args, *how).out, wanted, "own drafts change nothing: " + " ".join(how))
+    result = run("generate", "-m", model, "--ids", prompt, "-n", "33", "--temp", "0", "--width", "max", "--verify", "full", "--stats", "--kv-dtype", "f32")
+    check(b"16 rounds with drafts" in result.err and b"1.00 of 4.94 drafts accepted" in result.err, "as many rounds as the golden ones", result.err)
+    equal(result.out.decode().strip(), ",".join(str(i) for i in stored(golden, "dspark.greedy", "i")[:33]), "the golden stream")
+    once = [run("generate", "-m", model, "--ids", prompt, "-n", "20", "--temp", "0.8", "--seed", "3", "--accept", "rejection", "--width", "5").out for _ in range(2)]
+    equal(once[0], once[1], "rejection, twice the same")
+    inspected = run("inspect", "-m", model)
+    for words in (b"drafter DSpark", b"num_experts_per_tok 2\nblock_size 5", b"target_layer_ids 6 7 8", b"M parameters of the drafter",
+                  b"DSpark, 0.4 MB of weights, 5 drafts a block", b"a ring of 128 rows"):
+        check(inspected.code == 0 and words in inspected.out, "inspect prints", words, inspected.err)
+    check(b"drafter" not in run("inspect", "-m", model, "--draft", "none").out, "--draft none")
+    refused(1, "found no draft stages", "generate", "-m", MINI, "-p", "x", "--draft", "own")
+    refused(1, "no drafter drafts for deepseek_v41 from another folder", "generate", "-m", model, "--ids", "1", "--draft", DSPARK)
+    refused(2, "--verify dvl|predictor", "generate", "-m", model, "--ids", "1", "--verify", "dvl")
+    for name, words in (("deepseek-v4.1-flash", (b"DSpark, 7932.9 MB of weights, 5 drafts a block", b"a ring of 256 rows, 0.79 MB", b"14225.4 M parameters of the drafter")),
+                        ("deepseek-v4-flash", (b"MTP, 3593.8 MB of weights, 1 drafts a block",))):
+        result = run("inspect", "-m", os.path.join(ROOT, "weights", "shapes", name), "--dummy", "--draft", "own")
+        for word in words: check(word in result.out, name, word, result.out[-600:])
+
+
 def test_bench_decode():
     """Whole steps and their operations, for each family; what cannot be measured is refused."""
     out = os.path.join(HOME, "decoded")
