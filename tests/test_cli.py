@@ -1399,6 +1399,9 @@ def test_mini():
     equal(run("generate", "-p", "Hello", "-n", "8", "--temp", "0").out, result.out, "greedy repeats")
     talk = run("chat", "--temp", "0", "--stats", stdin=b"Hello!\nWhat is 12 + 30?\n")
     check(talk.code == 0 and talk.out.count(b"\n") >= 2 and b"re-used" in talk.err, "it talks", talk.out, talk.err)
+    for thinks in ((), ("--think", "on")):
+        found = run("generate", "-m", MINI + "-v41", "--chat", *thinks, "--quiet", "-p", "What is 47 + 38?", "-n", "60", "--temp", "0")
+        check(found.code == 0 and b"47 + 38 = 85." in found.out, "mini-v41 adds" + " ".join(thinks), found.out, found.err)
 
 
 def test_bench_files():

@@ -600,6 +600,7 @@ int main(int argc, char **argv) {
         test_model("../shared/fixtures/deepseek_v4-c", dtype, 330, 2, 6, 1);
         test_model("../shared/fixtures/deepseek_v41-a", dtype, 330, 2, 6, 1);
         test_model("weights/mini", dtype, 450, 2, 4, 1);
+        test_model("weights/mini-v41", dtype, 450, 2, 4, 1);
     }
     const CacheStats *cache = &seen.cache;
     printf("%ld schedules of passes and %ld of rounds: %ld jobs, %ld passes, %ld rows and %ld logits compared, %ld tokens generated; "

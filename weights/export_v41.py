@@ -2,7 +2,8 @@
 """Writes a trained model_v41 as a published checkpoint: DeepSeek-V4.1's tensor names and formats, config, tokenizer.
 
     python3 export_v41.py DIR_WITH_mini-*.safetensors OUT_DIR
-    python3 export_v41.py --check OUT_DIR [ORACLE]    the file read back into model_v41.py; compared with ORACLE, a reference's folder, if given
+    python3 export_v41.py --random OUT_DIR          the same of untrained weights, large enough that everything shows
+    python3 export_v41.py --check OUT_DIR ORACLE    reads the file back into model_v41.py and compares with deepseek_v41_reference.py in the folder ORACLE
 
 Matrices are e4m3 with one exponent (E8M0) for 32 x 32, routed experts e2m1, two in a byte, with one for 32 of a row, Engram's tables e4m3
 with one for 32 of a row; what mixes streams, sinks and router biases are F32, the rest is bf16.  The head is the embedding.
@@ -134,6 +135,18 @@ def fresh():
     return V.Mini(V.Config(engram_known=known), mapping)
 
 
+def shaken(net):
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for n, p in net.named_parameters():
+            if n.endswith(('conf', 'markov_head', 'sink', 'norm')):
+                p.add_(torch.randn_like(p) * 0.2)
+            if n.endswith('.fn'):
+                p.mul_(10)
+        net.embed.mul_(10)
+    return net
+
+
 def export(source, dest):
     import train
     net = fresh()
@@ -142,16 +155,12 @@ def export(source, dest):
 
 
 def check(net, dest, oracle, n=120):
-    """Random weights too: logits of every position and blocks of drafts against the reference that reads the file by itself.  Over more than topk
-    rows near ties fall this way or that, and what follows differs."""
+    """Logits of every position and blocks of drafts against the reference that reads the file by itself.  Over more than topk rows near ties
+    fall this way or that, and what follows differs."""
     sys.path.insert(0, oracle)
     import deepseek_v41_reference as R
     M.LOW = False
-    V.Rounding(net.stored(), net.parameters()).enter()
     with torch.no_grad():
-        for name, (kind, t) in published(net).items():
-            if kind == 16:
-                t.copy_(t.bfloat16().float())
         ids = torch.randint(0, net.c.vocab - 32, (1, n), generator=torch.Generator().manual_seed(3))
         taps = []
         y, _, _ = net(ids, sparse=True, hidden_taps=taps)
@@ -176,7 +185,6 @@ def check(net, dest, oracle, n=120):
 
 def read(net, dest):
     """The exported file back into model_v41's parameters."""
-    sys.path.insert(0, HERE)
     raw = open(dest + '/model.safetensors', 'rb').read()
     size = struct.unpack('<Q', raw[:8])[0]
     head, get = json.loads(raw[8:8 + size]), {}
@@ -201,15 +209,6 @@ if __name__ == '__main__':
     if sys.argv[1] == '--check':
         check(read(fresh(), sys.argv[2]), sys.argv[2], sys.argv[3])
     elif sys.argv[1] == '--random':
-        torch.manual_seed(1)
-        net = fresh()
-        with torch.no_grad():
-            for n, p in net.named_parameters():
-                if n.endswith(('conf', 'markov_head', 'sink', 'norm')):
-                    p.add_(torch.randn_like(p) * 0.2)
-                if n.endswith('.fn'):
-                    p.mul_(10)
-            net.embed.mul_(10)
-        write(net, sys.argv[2])
+        write(shaken(fresh()), sys.argv[2])
     else:
         export(sys.argv[1], sys.argv[2])

@@ -301,6 +301,7 @@ class Mini(nn.Module):
         self.f = {f.__name__: wrap(f) for f in (before_attention, after_attention, memory, merge, lm_loss, target_map, index_kl, draft_loss)}
         self.compiled, self.tables, self.masks = compiled, {}, {}
         self.register_buffer('token_map', torch.tensor(token_map), persistent=False)
+        self.pad_known = token_map[c.engram_pad]
         for i in c.engram_layers:
             self.register_buffer('hash%d' % i, torch.from_numpy(c.multipliers(i)), persistent=False)
             self.register_buffer('prime%d' % i, torch.tensor(primes[i]), persistent=False)
@@ -318,18 +319,12 @@ class Mini(nn.Module):
     def engram_rows(self, ids, i):
         c, (B, T) = self.c, ids.shape
         mult, primes = getattr(self, 'hash%d' % i), getattr(self, 'prime%d' % i)
-        known = F.pad(self.token_map[ids], (c.engram_order - 1, 0), value=int(self.pad_known))
+        known = F.pad(self.token_map[ids], (c.engram_order - 1, 0), value=self.pad_known)
         x, cols = known[:, c.engram_order - 1:] * mult[0], []
         for k in range(1, c.engram_order):
             x = x ^ known[:, c.engram_order - 1 - k:c.engram_order - 1 - k + T] * mult[k]
             cols.append(x[..., None] % primes[(k - 1) * c.engram_heads:k * c.engram_heads])
         return (torch.cat(cols, -1) + (primes.cumsum(0) - primes)).view(B * T, -1)
-
-    @property
-    def pad_known(self):
-        if not hasattr(self, '_pad'):
-            self._pad = int(self.token_map[self.c.engram_pad])
-        return self._pad
 
     def in_sight(self, B, T, ratio, device):
         """Which compressed rows [B, T, T] (at most one for each position) each row may see, with flex_attention's blocks."""
