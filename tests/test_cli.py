@@ -1481,8 +1481,6 @@ def test_v4():
     refused(1, "--qat does not apply to glm_moe_dsa", "generate", "-m", FIXTURE, "--ids", "1", "--qat")
     refused(1, "--kv-dtype fp4 does not apply to glm_moe_dsa", "generate", "-m", FIXTURE, "--ids", "1", "--kv-dtype", "fp4")
     refused(1, "no drafter drafts for deepseek_v4", "generate", "-m", model, "--draft", "weights/draft-dflash2", "--ids", "1")
-    result = run("bench", "decode", "-m", model)
-    check(result.code == 1 and b"deepseek_v4's steps are not measured" in result.err, "bench decode", result.err)
 
 
 def test_plan():
