@@ -6938,12 +6938,13 @@ struct TurnBack {
     __device__ TurnBack of(int r) const {
         return {cosine + (size_t)r * (size_t)(turned / 2), sine + (size_t)r * (size_t)(turned / 2), turned};
     }
-    /* Values `column` and its neighbour of `width`. */
+    /* Values `column` and its neighbour of `width`. A sum over nothing is 0 however it was come by, and not -0. */
     __device__ float2 apply(float2 pair, int column, int width) const {
         const int i = (column - (width - turned)) / 2;
         if (column < width - turned) return pair;
         const float c = cosine[i], s = sine[i];
-        return make_float2(__fmaf_rn(pair.x, c, __fmul_rn(pair.y, s)), __fmaf_rn(pair.y, c, -__fmul_rn(pair.x, s)));
+        return make_float2(__fadd_rn(__fmaf_rn(pair.x, c, __fmul_rn(pair.y, s)), 0),
+                           __fadd_rn(__fmaf_rn(pair.y, c, -__fmul_rn(pair.x, s)), 0));
     }
 };
 
@@ -10121,20 +10122,20 @@ extern "C" const Backend cuda_backend = {
     .norm_queries = norm_queries,
     .store_shared_keys = store_shared_keys,
     .mix_streams = mix_streams,
-    .first_stream = first_stream,
-    .add_engram = add_engram,
-    .window_attention = window_attention,
-    .grouped_linear = grouped_linear,
-    .route_softplus = route_softplus,
     .locate_groups = locate_groups,
     .see_groups = see_groups,
     .locate_heavy = locate_heavy,
     .compress = compress,
     .pool_groups = pool_groups,
     .select_groups = select_groups,
+    .first_stream = first_stream,
     .note_tokens = note_tokens,
     .prefetch_engram = prefetch_engram,
     .read_engram = read_engram,
+    .add_engram = add_engram,
+    .window_attention = window_attention,
+    .grouped_linear = grouped_linear,
+    .route_softplus = route_softplus,
     .keep_trails = keep_trails,
     .forget_hot = forget_hot,
     .start_copy = start_copy,

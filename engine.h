@@ -1466,13 +1466,13 @@ typedef struct Probe {
 } Probe;
 
 /* Whether the stages draft that a checkpoint may have. */
-typedef enum Stages { STAGES_IDLE, STAGES_IF_THERE, STAGES_REQUIRED } Stages;
+typedef enum StageUse { STAGES_IDLE, STAGES_IF_THERE, STAGES_REQUIRED } StageUse;
 
 typedef struct EngineOptions {
     const Backend *backend;          /* NULL: c_backend */
     const char *model;          /* directory */
     const char *draft;          /* directory of a drafter, or NULL */
-    Stages stages;              /* without such a directory */
+    StageUse stages;            /* without such a directory */
     DeviceOptions device;
     bool dummy;                 /* random weights of config.json's shapes and types: no other file of the model is read */
     int layers;                 /* only the first of the model's; 0: all */
