@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""mutate.py: spoils one rule of the KV hierarchy at a time in a copy of the engine and sees test_hierarchy fail.
+"""mutate.py: spoils one rule of the KV hierarchy at a time in a copy of the engine and sees test_hierarchy, or test_forward, fail.
 
     tests/mutate.py [NAME...]        all of them, or those whose names contain one of these
 
@@ -115,6 +115,13 @@ MUTANTS = [
     ("lending: the reserve", "cache->device_pages.n_free - cache->reserve >= pages;", "cache->device_pages.n_free >= pages;"),
     ("tail: a page leaves it without a host copy", "        } else if (on_host(cache, s, page) && !history->in_flight) {", "        } else if (true) {"),
     ("failed pass: hot slots keep what never came", "            hot.tag[slot] = -1;\n", ""),
+    # DeepSeek-V4's and V4.1's rows, which test_forward's goldens hold
+    ("trails: a ring is read as if it were a position shorter",
+     "(size_t)(position % trail->length)) * trail->stride;", "(size_t)(position % (trail->length - 1))) * trail->stride;"),
+    ("trails: what is committed is not kept", "    if (cache->trail_layers) keep_committed(cache, s, n);\n", ""),
+    ("trails: a pass's rows are looked for one row too late",
+     "int at = r - (rows[r].position - position), session", "int at = r + 1 - (rows[r].position - position), session"),
+    ("stretch: every source has as many rows", "cache->stretch[s] = config->source_ratio[s] / cache->ratio;", "cache->stretch[s] = 1;"),
 ]
 
 
@@ -123,10 +130,16 @@ def read(name):
         return file.read()
 
 
-SOURCES = {name: read(name) for name in ("engine.c", "backend.c", "engine.h", "tests/test_hierarchy.c", "tests/check.h", "tests/scratch.h")}
+SOURCES = {name: read(name) for name in ("engine.c", "backend.c", "engine.h", "tests/test_hierarchy.c", "tests/test_forward.c", "tests/passes.h", "tests/check.h", "tests/scratch.h")}
 
 
-def build(directory, edits):
+def test_of(name):
+    """The test that is to fail, and its arguments."""
+    fixtures = [os.path.join(ROOT, "tests/fixtures", fixture) for fixture in ("deepseek_v4-c", "deepseek_v41-a")]
+    return ("tests/test_forward.c", fixtures) if name.startswith(("trails", "stretch")) else ("tests/test_hierarchy.c", [])
+
+
+def build(directory, test, edits):
     sources = dict(SOURCES)
     for old, new in zip(edits[0::2], edits[1::2]):
         found = [name for name in ("engine.c", "backend.c", "engine.h") for _ in range(sources[name].count(old))]
@@ -138,7 +151,7 @@ def build(directory, edits):
         with open(os.path.join(directory, name), "w") as file:
             file.write(text)
     program = os.path.join(directory, "test")
-    command = ["gcc", "-std=gnu11", "-O1", "-march=native", "-w", "-fopenmp", "-fno-math-errno", "tests/test_hierarchy.c",
+    command = ["gcc", "-std=gnu11", "-O1", "-march=native", "-w", "-fopenmp", "-fno-math-errno", test,
                os.path.join(ROOT, "build/tokenizer.o"), "-lcjson", "-lpcre2-8", "-lutf8proc", "-lxxhash", "-ledit", "-lm", "-o", program]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True)
     return (program, "") if done.returncode == 0 else (None, "does not build:\n" + done.stderr)
@@ -147,11 +160,12 @@ def build(directory, edits):
 def try_mutant(mutant):
     """What killed it; or None and what is wrong."""
     with tempfile.TemporaryDirectory() as directory:
-        program, problem = build(directory, mutant[1:])
+        test, arguments = test_of(mutant[0])
+        program, problem = build(directory, test, mutant[1:])
         if not program:
             return None, problem
         try:
-            done = subprocess.run([program], capture_output=True, text=True, timeout=300, errors="replace",
+            done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=300, errors="replace",
                                   env=dict(os.environ, OMP_NUM_THREADS="1", TRACES="3000", FAILURES="1"))
         except subprocess.TimeoutExpired:
             return "it never ends", ""
@@ -164,9 +178,10 @@ def try_mutant(mutant):
 def main():
     wanted = [m for m in MUTANTS if not sys.argv[1:] or any(word in m[0] for word in sys.argv[1:])]
     killed = 0
-    death, problem = try_mutant(("the code as it is",))
-    if problem != "SURVIVES":
-        sys.exit(f"the code as it is: {death or problem}")
+    for test in {test_of(name)[0]: name for name, *_ in wanted}.values():
+        death, problem = try_mutant((test,))
+        if problem != "SURVIVES":
+            sys.exit(f"the code as it is: {death or problem}")
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         for mutant, (death, problem) in zip(wanted, pool.map(try_mutant, wanted)):
             killed += death is not None

@@ -411,6 +411,7 @@ static void test_config_numbers(void) {
         {QWEN3, "rope_parameters.rope_theta", "0"},
         {QWEN3, "rope_parameters.partial_rotary_factor", "0.5"},
         {V4, "model_type", "\"deepseek_v42\""},
+        {V41, "model_type", "\"deepseek_v42\""},
         {V41, "quantization_config.weight_block_size", "[128, 128]"},
         {V41, "text_config.compress_ratios", "[0,2,2,1,1,1,4]"},
         {V41, "text_config.compress_ratios", "[0,2,2,1,1,1]"},
@@ -991,6 +992,7 @@ int main(void) {
     test_binding(QWEN3, NULL);
     test_binding(GLM, NULL);
     test_binding(DEEPSEEK, NULL);
+    test_binding(V4, "layers.0.");                      /* with its tid2eid */
     test_binding(V4, "layers.2.");
     test_binding(V4_SAVED, "layers.1.");
     test_binding(V41, "layers.3.");
