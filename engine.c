@@ -5800,6 +5800,7 @@ bool runner_open(Runner *runner, const EngineOptions *options, bool need_tokeniz
 
 void runner_close(Runner *runner) {
     const Backend *backend = runner->engine.backend;
+    if (!backend) return;                           /* it was never opened */
     void *taken[] = {runner->samplers, runner->choices, runner->accepted, runner->blocks};
     for (int i = 0; i < runner->n_samplers; i++) sampler_close(backend, &runner->samplers[i]);
     for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) backend->give_back(taken[i], MEMORY_HOST);
