@@ -1846,7 +1846,7 @@ typedef struct Lane {           /* one way to decode */
     double seconds;
 } Lane;
 
-typedef struct SpeedWay { const char *drafter, *name; VerifyRule verify; } SpeedWay;      /* drafter NULL: the model's own stages */
+typedef struct SpeedWay { const char *drafter, *name; VerifyRule verify; } SpeedWay;      /* drafter NULL: the model's stages */
 
 static void lane_stop(Lane *lane) {
     for (int slot = 0; slot < lane->sessions; slot++)
