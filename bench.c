@@ -1757,7 +1757,7 @@ static bool planned_bytes(EngineOptions options, int sessions, int context, int 
     engine.config.max_position_embeddings = context;
     options.context = context;
     DraftConfig *draft = &engine.drafter.config;
-    for (int i = 0; i < draft->backbone.num_hidden_layers && window; i++) draft->window[i] = window;
+    for (int i = 0; i < draft->backbone.num_hidden_layers && window; i++) draft->window[i] = draft->widest_window = window;
     bool ok = plan_memory(&engine, &options, error);
     const Cache *cache = &engine.cache;
     const Config *backbone = &draft->backbone;
@@ -1847,7 +1847,7 @@ typedef struct Lane {           /* one way to decode */
     double seconds;
 } Lane;
 
-typedef struct SpeedWay { const char *drafter, *name; VerifyRule verify; } SpeedWay;      /* drafter NULL: the model's own stages */
+typedef struct SpeedWay { const char *drafter, *name; VerifyRule verify; } SpeedWay;      /* drafter NULL: the model's stages */
 
 static void lane_stop(Lane *lane) {
     for (int slot = 0; slot < lane->sessions; slot++)

@@ -1838,8 +1838,8 @@ static void lay_out_draft_layers(DraftState *state, const DraftConfig *draft, Ar
 }
 
 /* What stages have beside the target's own activations. */
-static void lay_out_stages(DraftState *state, const DraftConfig *draft, const State *target_state, const Cache *cache, Arena *arena,
-                           Arena *host_arena) {
+static void lay_out_stages(DraftState *state, const DraftConfig *draft, const State *target_state, const Cache *cache,
+                           Arena *arena, Arena *host_arena) {
     const Config *config = &draft->backbone;
     const size_t rows = (size_t)state->max_rows, keys = (size_t)(config->sliding_window + draft->block_size);
     state->shares = carve_floats(arena, target_state->max_rows, stream_mixes(config));
@@ -2210,8 +2210,8 @@ void print_plan(FILE *out, const Engine *engine) {
         fprintf(out,
                 "tide: %s: %s, %.1f MB of weights, %d drafts a block; of the cache a ring of %d rows, %.2f MB, and %.2f MB of "
                 "staging for each session; activations %.1f MB\n",
-                draft_checkpoint(engine)->directory, draft->architecture, (double)engine->drafter.weight_bytes / 1e6, draft->slots,
-                cache->draft_rows,
+                draft_checkpoint(engine)->directory, draft->architecture, (double)engine->drafter.weight_bytes / 1e6,
+                draft->slots, cache->draft_rows,
                 (double)ring_bytes(cache) / 1e6, (double)staging / 1e6, (double)engine->drafter.state.bytes / 1e6);
     }
     if (engine->backend->shares_memory && !engine->checkpoint.dummy && mapped > available)
@@ -4222,8 +4222,8 @@ static void read_draft_config(DraftConfig *config, Fields *fields, const Config 
     check_draft_config(config, fields, target);
 }
 
-/* How many stages there are: the layers that compress_ratios goes on with behind the target's, else num_nextn_predict_layers (which
- * is 1 in a V4 of three). */
+/* How many stages there are: the layers that compress_ratios goes on with behind the target's, else num_nextn_predict_layers
+ * (which is 1 in a V4 of three). */
 static int count_stages(Fields *fields) {
     const cJSON *ratios = field(fields, "compress_ratios"), *entry;
     const int layers = read_int(fields, "num_hidden_layers", 1, MAX_LAYERS, REQUIRED);
@@ -4392,7 +4392,8 @@ static void bind_draft_heads(Binder *binder, Drafter *drafter, const Weights *ta
 }
 
 /* What turns stages' states into tokens. The last one has it, and the first what makes the features that they all read. */
-static void bind_stage_ends(Binder *binder, DraftWeights *weights, const DraftConfig *draft, const char *first, const char *last) {
+static void bind_stage_ends(Binder *binder, DraftWeights *weights, const DraftConfig *draft, const char *first,
+                            const char *last) {
     const Config *config = &draft->backbone;
     const int hidden = config->hidden_size, rank = draft->markov_rank, vocab = config->vocab_size;
     const bool v4 = config->family == FAMILY_DEEPSEEK_V4;
@@ -4555,7 +4556,8 @@ static bool drafter_plan(Drafter *drafter, const char *directory, const Config *
 static bool stages_plan(Engine *engine, const EngineOptions *options, Error *error) {
     const bool brings = engine->checkpoint.dummy ? options->stages == STAGES_REQUIRED : has_stages(&engine->checkpoint);
     if (options->stages == STAGES_REQUIRED && (!has_streams(&engine->config) || !brings))
-        return fail(error, "%s: found no draft stages that tide knows (mtp.0, ...): --draft DIR names a drafter, none does without",
+        return fail(error,
+                    "%s: found no draft stages that tide knows (mtp.0, ...): --draft DIR names a drafter, none does without",
                     options->model);
     if (options->stages == STAGES_IDLE || !has_streams(&engine->config) || !brings) return true;
     return read_drafter(&engine->drafter.config, options->model, &engine->config, read_stages, error)
@@ -4848,8 +4850,8 @@ static void run_draft_layers(Engine *engine, const DraftBlock *blocks, int n_blo
     }
 }
 
-/* The same through stages: afterwards the target's state->normed holds the blocks' states in front of the final norm. A block's rows
- * all see the ring and each other; MTP's only row is in the ring already. */
+/* The same through stages: afterwards the target's state->normed holds the blocks' states in front of the final norm. A block's
+ * rows all see the ring and each other; MTP's only row is in the ring already. */
 static void run_stages(Engine *engine, int n) {
     static const Trail no_window = {0};
     const Backend *backend = engine->backend;
@@ -5841,6 +5843,7 @@ bool runner_open(Runner *runner, const EngineOptions *options, bool need_tokeniz
 
 void runner_close(Runner *runner) {
     const Backend *backend = runner->engine.backend;
+    if (!backend) return;                           /* it was never opened */
     void *taken[] = {runner->samplers, runner->choices, runner->accepted, runner->blocks};
     for (int i = 0; i < runner->n_samplers; i++) sampler_close(backend, &runner->samplers[i]);
     for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) backend->give_back(taken[i], MEMORY_HOST);

@@ -929,7 +929,7 @@ typedef struct DraftConfig {
     int target_layer_ids[MAX_TAPS], n_taps;         /* a feature: the residual stream behind each of them; -1: the embedding.
                                                      * Of several streams their mean, in V4.1 in front of the layer */
     int feature_width;          /* values of a feature */
-    bool multi_token;           /* MTP: a feature is all streams behind the last layer; row 0 stands at n - 1, with the token at n */
+    bool multi_token;           /* MTP: a feature is all streams behind the last layer; row 0 stands at n - 1, with token n */
     int *window;                /* [num_hidden_layers] W: rows at distance below W are seen; INT_MAX: all */
     bool *causal;               /* [num_hidden_layers] inside the block */
     int widest_window;
@@ -1017,7 +1017,7 @@ typedef struct DraftState {     /* activations of a draft pass; [rows] stands fo
     float *shares;              /* [target's max_rows, (2 + hc_mult) * hc_mult] f32, each 1 / hc_mult: mixes by which all
                                  * streams enter alike */
     uint8_t *block_rows;        /* [rows] rows of draft_format: the blocks' own keys */
-    DeviceRow *keys;            /* [rows, sliding_window + block_size] what each row of a block attends to: the ring, then these */
+    DeviceRow *keys;            /* [rows, sliding_window + block_size] what each block row attends to: the ring, then these */
     int *key_count;             /* [rows] */
     DeviceRow *key_list;        /* likewise, where the pipeline makes them, and the next */
     int *key_count_list;

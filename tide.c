@@ -1336,8 +1336,9 @@ static void print_config(const Config *config) {
 
 static void print_draft_config(const DraftConfig *config) {
     const Config *backbone = &config->backbone;
-    printf("drafter %s\nnum_hidden_layers %d\nnum_attention_heads %d\nnum_key_value_heads %d\nhead_dim %d\n", config->architecture,
-           backbone->num_hidden_layers, backbone->num_attention_heads, backbone->num_key_value_heads, backbone->head_dim);
+    printf("drafter %s\nnum_hidden_layers %d\nnum_attention_heads %d\nnum_key_value_heads %d\nhead_dim %d\n",
+           config->architecture, backbone->num_hidden_layers, backbone->num_attention_heads, backbone->num_key_value_heads,
+           backbone->head_dim);
     if (backbone->n_routed_experts)
         printf("n_routed_experts %d\nnum_experts_per_tok %d\n", backbone->n_routed_experts, backbone->num_experts_per_tok);
     else printf("intermediate_size %d\n", backbone->intermediate_size);

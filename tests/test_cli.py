@@ -1521,6 +1521,9 @@ def test_draft_own():
     refused(1, "found no draft stages", "generate", "-m", MINI, "-p", "x", "--draft", "own")
     refused(1, "no drafter drafts for deepseek_v41 from another folder", "generate", "-m", model, "--ids", "1", "--draft", DSPARK)
     refused(2, "--verify dvl|predictor", "generate", "-m", model, "--ids", "1", "--verify", "dvl")
+    for name in ("acceptance", "lengths", "confidence", "draft"):
+        refused(1, "wants a drafter", "bench", name, "-m", MINI, "--draft", "none", "-o", HOME)
+    refused(1, "heldout.jsonl", "bench", "acceptance", "-m", model, "-o", HOME)
     for name, words in (("deepseek-v4.1-flash", (b"DSpark, 7932.9 MB of weights, 5 drafts a block", b"a ring of 256 rows, 0.79 MB", b"14225.4 M parameters of the drafter")),
                         ("deepseek-v4-flash", (b"MTP, 3593.8 MB of weights, 1 drafts a block",))):
         result = run("inspect", "-m", os.path.join(ROOT, "weights", "shapes", name), "--dummy", "--draft", "own")
