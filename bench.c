@@ -1247,12 +1247,12 @@ static bool read_prompt(const char *line, size_t length, const char *path, HeldP
     return fail(error, "%s: a line without a known kind and ids", path);
 }
 
-/* The prompts beside the model, one of each kind after the other. */
+/* The prompts of the model's folder, which are of its own vocabulary, or those beside it; one of each kind after the other. */
 static bool read_prompts(const char *model, HeldPrompt **prompts, Error *error) {
     char path[PATH_MAX], *text;
     size_t length;
     HeldPrompt *kinds[KINDS] = {0};
-    if (access(join(path, model, "heldout.jsonl"), R_OK)) join(path, model, "../heldout.jsonl");   /* of its own vocabulary, or mini's */
+    if (access(join(path, model, "heldout.jsonl"), R_OK)) join(path, model, "../heldout.jsonl");
     if (!read_file(path, 1 << 24, &text, &length, error)) return false;
     bool ok = true;
     for (char *line = text, *end; ok && (end = strchr(line, '\n')); line = end + 1)
