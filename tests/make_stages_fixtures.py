@@ -22,7 +22,7 @@ BASE, OUT = os.path.join(HERE, "fixtures/deepseek_v4-a"), os.path.join(HERE, "fi
 C = json.load(open(os.path.join(BASE, "config.json")))
 H, S, D, N, Q, V = C["hidden_size"], C["hc_mult"], C["head_dim"], C["num_attention_heads"], C["q_lora_rank"], C["vocab_size"]
 G, O, I, E, K = C["o_groups"], C["o_lora_rank"], C["moe_intermediate_size"], C["n_routed_experts"], C["num_experts_per_tok"]
-EPS, HC, WINDOW, TURNED, RANK, BLOCK, NOISE, TAPS = C["rms_norm_eps"], C["hc_eps"], C["sliding_window"], C["qk_rope_head_dim"], 16, 5, 300, [2, 4, 5]
+EPS, HC, WINDOW, TURNED, RANK, BLOCK, NOISE, TAPS = C["rms_norm_eps"], C["hc_eps"], C["sliding_window"], C["qk_rope_head_dim"], 16, 5, V - 20, [2, 4, 5]
 PROMPT, COUNT = 40, 30
 E2M1 = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6])
 

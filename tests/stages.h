@@ -41,7 +41,7 @@ static char *join_stages(const char *kind, const char *keys) {
 
 /* num_nextn_predict_layers is 1 in both, as published; the ratios go on with zeros for the stages. */
 static const char dspark_keys[] = "{\"num_nextn_predict_layers\": 1, \"compress_ratios\": [0, 128, 4, 128, 4, 0, 0, 0], "
-                                  "\"dspark_block_size\": 5, \"dspark_noise_token_id\": 300, \"dspark_target_layer_ids\": [2, 4, 5], "
+                                  "\"dspark_block_size\": 5, \"dspark_noise_token_id\": 172, \"dspark_target_layer_ids\": [2, 4, 5], "
                                   "\"dspark_markov_rank\": 16}",
                   mtp_keys[] = "{\"num_nextn_predict_layers\": 1}";
 

@@ -313,15 +313,15 @@ static void test_refusals(void) {
         {weights, "mtp.0.main_norm.weight", "mtp.0.main_narm.weight", "tensor mtp.0.main_norm.weight: found nothing"},
         {weights, "mtp.2.markov_head.head.weight", "mtp.2.markov_head.heat.weight", "tensor mtp.2.markov_head.head.weight: found nothing"},
         {weights, "mtp.1.ffn.gate.bias_vl", "mtp.1.ffn.gate.bias_xy", "tensor mtp.1.ffn.gate.bias_xy: tide knows no such part"},
-        {config, "\"dspark_markov_rank\": 16", "\"dspark_markov_rank\": 8", "found BF16 [256, 16], wanted F32, F16 or BF16 [256, 8]"},
+        {config, "\"dspark_markov_rank\": 16", "\"dspark_markov_rank\": 8", "found BF16 [160, 16], wanted F32, F16 or BF16 [160, 8]"},
         {config, "\"dspark_markov_rank\": 16,", "", "dspark_markov_rank: found nothing"},
         {config, "\"dspark_block_size\": 5", "\"dspark_block_size\": 0", "dspark_block_size: found 0"},
         {config, "\"dspark_block_size\": 5", "\"dspark_block_size\": 32", "dspark_block_size: found 32"},
         {config, "\"dspark_block_size\": 5,", "", "dspark_block_size: found nothing"},
-        {config, "\"dspark_noise_token_id\": 200", "\"dspark_noise_token_id\": 256", "dspark_noise_token_id: found 256"},
+        {config, "\"dspark_noise_token_id\": 150", "\"dspark_noise_token_id\": 160", "dspark_noise_token_id: found 160"},
         {config, "\"dspark_target_layer_ids\": [", "\"dspark_target_layer_ids\": [9, ", "dspark_target_layer_ids: found"},
         {config, "\"dspark_target_layer_ids\"", "\"dspark_target_layer_idx\"", "dspark_target_layer_ids: found nothing"},
-        {config, "\"dspark_n_routed_experts\": 4", "\"dspark_n_routed_experts\": 3", "mtp.0.ffn.gate.weight: found BF16 [4, 64]"},
+        {config, "\"dspark_n_routed_experts\": 3", "\"dspark_n_routed_experts\": 2", "mtp.0.ffn.gate.weight: found BF16 [3, 32]"},
         {config, "\"dspark_num_experts_per_tok\": 2", "\"dspark_num_experts_per_tok\": 5", "dspark_num_experts_per_tok: found 5"},
     };
     for (size_t i = 0; i < sizeof faults / sizeof *faults; i++)
@@ -347,7 +347,7 @@ static void test_counts(void) {
         {"mtp", "{\"num_nextn_predict_layers\": 1, \"compress_ratios\": [0, 128, 4, 128, 4, 0, 0, 0]}", "wanted 1"},
         {"mtp", "{\"num_nextn_predict_layers\": 1, \"compress_ratios\": [0, 128, 4, 128, 4, 0, 4]}", "compress_ratios: found 4, wanted 0"},
         {"dspark", "{\"num_nextn_predict_layers\": 1}", "tensor mtp.0.h_proj.weight: found nothing"},
-        {"dspark", "{\"dspark_block_size\": 5, \"dspark_noise_token_id\": 300, \"dspark_target_layer_ids\": [2, 4, 5], "
+        {"dspark", "{\"dspark_block_size\": 5, \"dspark_noise_token_id\": 172, \"dspark_target_layer_ids\": [2, 4, 5], "
                    "\"dspark_markov_rank\": 16, \"num_nextn_predict_layers\": 3}", "tensor mtp.2.attn_norm.weight: found nothing"},
     };
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
