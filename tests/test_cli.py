@@ -1509,13 +1509,15 @@ def test_draft_own():
                         ("--width", "max", "--verify", "confidence", "--kv-budget", "3M", "-c", "512")):
                 equal(run(*args, *how).out, wanted, "own drafts change nothing: " + " ".join(how))
     result = run("generate", "-m", model, "--ids", prompt, "-n", "33", "--temp", "0", "--width", "max", "--verify", "full", "--stats", "--kv-dtype", "f32")
-    check(b"16 rounds with drafts" in result.err and b"1.00 of 4.94 drafts accepted" in result.err, "as many rounds as the golden ones", result.err)
+    accepted = stored(golden, "dspark.accepted", "i")[:-1]                  # one token is left for the last round, and drafts for none
+    words = ("%d rounds with drafts, 1 without" % len(accepted), "%.2f of 5.00 drafts accepted" % (sum(accepted) / len(accepted)))
+    check(all(word.encode() in result.err for word in words), "as many rounds as the golden ones", result.err)
     equal(result.out.decode().strip(), ",".join(str(i) for i in stored(golden, "dspark.greedy", "i")[:33]), "the golden stream")
     once = [run("generate", "-m", model, "--ids", prompt, "-n", "20", "--temp", "0.8", "--seed", "3", "--accept", "rejection", "--width", "5").out for _ in range(2)]
     equal(once[0], once[1], "rejection, twice the same")
     inspected = run("inspect", "-m", model)
     for words in (b"drafter DSpark", b"num_experts_per_tok 2\nblock_size 5", b"target_layer_ids 6 7 8", b"M parameters of the drafter",
-                  b"DSpark, 0.4 MB of weights, 5 drafts a block", b"a ring of 128 rows"):
+                  b"DSpark, 0.2 MB of weights, 5 drafts a block", b"a ring of 128 rows"):
         check(inspected.code == 0 and words in inspected.out, "inspect prints", words, inspected.err)
     check(b"drafter" not in run("inspect", "-m", model, "--draft", "none").out, "--draft none")
     refused(1, "found no draft stages", "generate", "-m", MINI, "-p", "x", "--draft", "own")
@@ -1542,7 +1544,8 @@ def test_bench_decode():
         write(shape + "/config.json", json.dumps(config))
         result = run("bench", "decode", "-m", shape, "--dummy", "-c", "576", "--slots", "8", "--device", "cpu", "-o", out)
         check(result.code == 0 and b" 8 x %d rows" % rows in result.out and b"\n32 x" not in result.out, "batches of 1 and 8", result.out, result.err)
-        check(b"\nrms_norm " in result.out and b"\nlinear " in result.out, "where the time goes", result.out)
+        norms = b"\nmix_streams " if "v4" in family else b"\nrms_norm "
+        check(norms in result.out and b"\nlinear " in result.out, "where the time goes", result.out)
         equal(read(out + "/decode.csv").count(b"\n"), 3, "decode.csv")
     result = run("bench", "decode", "-m", shape, "--dummy", "-c", "300", "--slots", "1", "--device", "cpu", "-o", out)
     check(result.code == 1 and b"a context of 300 is too short" in result.err and not result.out, "no room for a history", result.err)
