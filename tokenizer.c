@@ -92,6 +92,7 @@ struct Tokenizer {
     bool effort_line;               /* GLM from 5.2 on: "Reasoning Effort" in front, no thought is "<think></think>" */
     bool always_thinks;             /* GLM from 5.3 on: thinking cannot be turned off, earlier reasoning is kept */
     bool spells[EFFORTS];           /* GLM from 5.2 on: the template has this level's word */
+    const char *const *paragraphs;  /* [EFFORTS] DeepSeek-V4: in front of what is to think, NULL: no such level; or NULL */
     int effort;                     /* EFFORTS: nothing was asked for */
 };
 
@@ -100,6 +101,24 @@ typedef struct Effort {
 } Effort;
 
 static const Effort efforts[EFFORTS] = {{"low", "Low", "50"}, {"high", "High", "75"}, {"max", "Max", "100"}};
+
+/* What DeepSeek-V4's encoder has in front of a conversation that is to think: the model was trained on these very bytes. */
+#define ABSOLUTE_MAXIMUM                                                                                                        \
+    "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"                                                         \
+    "You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve the root cause, "          \
+    "rigorously stress-testing your logic against all potential paths, edge cases, and adversarial scenarios.\n"                \
+    "Explicitly write out your entire deliberation process, documenting every intermediate step, considered alternative, "      \
+    "and rejected hypothesis to ensure absolutely no assumption is left unchecked.\n\n"
+#define BEYOND_MAXIMUM                                                                                                          \
+    "Reasoning Effort: Beyond maximum \u2014 exhaustive, relentless, and uncompromising.\n"                                      \
+    "You MUST reason with the utmost depth and rigor, leaving absolutely nothing to chance: exhaustively decompose the "        \
+    "problem into its most fundamental components, trace every causal chain to its root, and resolve the underlying cause "     \
+    "rather than any surface symptom.\n"                                                                                        \
+    "Do not stop reasoning until you have independently verified the solution from multiple angles and are certain that no "    \
+    "assumption remains unchecked and no error remains undiscovered.\n\n"
+
+static const char *const v4_preview_paragraphs[EFFORTS] = {NULL, "", ABSOLUTE_MAXIMUM},
+                  *const v4_paragraphs[EFFORTS] = {"", ABSOLUTE_MAXIMUM, BEYOND_MAXIMUM};
 
 /* ---------------------------------------------------------------------------------------------------------------------
  * Characters: UTF-8 as the standard has it, and the few classes of characters that the reference looks at.
@@ -671,6 +690,16 @@ static bool load_config(Tokenizer *tokenizer, const char *text, size_t length, E
     return ok;
 }
 
+/* config.json tells DeepSeek-V4, whose tokenizer is V3.2's, from that, and its two encoders apart: the later release has stages. */
+static bool find_paragraphs(Tokenizer *tokenizer, const char *text, size_t length, Error *error) {
+    cJSON *config = parse_json(text, length, tokenizer->name, "config.json", error);
+    if (!config) return false;
+    if (!strcmp(string_field(config, "model_type"), "deepseek_v4"))
+        tokenizer->paragraphs = member(config, "dspark_block_size") ? v4_paragraphs : v4_preview_paragraphs;
+    cJSON_Delete(config);
+    return true;
+}
+
 static bool load_tokenizer(Tokenizer *tokenizer, const cJSON *json, Error *error) {
     const cJSON *decoder = member(json, "decoder");
     if (decoder && strcmp(string_field(decoder, "type"), "ByteLevel"))
@@ -720,18 +749,24 @@ static bool read_optional(const char *directory, const char *file, size_t limit,
 }
 
 Tokenizer *tokenizer_open(const char *directory, Error *error) {
-    char *json = NULL, *config = NULL, *template = NULL;
-    size_t length = 0, config_length = 0, template_length = 0;
+    char *json = NULL, *config = NULL, *template = NULL, *model = NULL;
+    size_t length = 0, config_length = 0, template_length = 0, model_length = 0;
     Tokenizer *tokenizer = NULL;
     bool ok = read_optional(directory, "tokenizer.json", FILE_LIMIT, &json, &length, error) &&
               read_optional(directory, "tokenizer_config.json", FILE_LIMIT, &config, &config_length, error) &&
-              read_optional(directory, "chat_template.jinja", FILE_LIMIT, &template, &template_length, error);
+              read_optional(directory, "chat_template.jinja", FILE_LIMIT, &template, &template_length, error) &&
+              read_optional(directory, "config.json", FILE_LIMIT, &model, &model_length, error);
     if (ok && !json) fail(error, "%s/tokenizer.json: no such file", directory);
     else if (ok) tokenizer = tokenizer_parse(json, length, config, config_length, directory, error);
     if (tokenizer && template) read_chat_template(tokenizer, template);
+    if (tokenizer && model && !find_paragraphs(tokenizer, model, model_length, error)) {
+        tokenizer_close(tokenizer);
+        tokenizer = NULL;
+    }
     free(json);
     free(config);
     free(template);
+    free(model);
     return tokenizer;
 }
 
@@ -1163,17 +1198,17 @@ static void find_chat_format(Tokenizer *tokenizer) {
     }
 }
 
-/* DeepSeek-V4 puts paragraphs in front, of which tide does not have the words. */
 bool chat_set_effort(Tokenizer *tokenizer, const char *effort, Error *error) {
     int level = 0;
     while (effort && level < EFFORTS && strcmp(efforts[level].name, effort)) level++;
     if (!effort) return tokenizer->effort = EFFORTS, true;
     if (level == EFFORTS) return fail(error, "effort: found \"%s\", wanted low, high or max", effort);
-    if (tokenizer->chat == CHAT_DEEPSEEK_V32)
-        return fail(error, "%s: effort %s: DeepSeek-V3.2 has no efforts, and the words of DeepSeek-V4's are not known to tide",
-                    tokenizer->name, effort);
+    const bool v4 = tokenizer->chat == CHAT_DEEPSEEK_V32 && tokenizer->paragraphs;
+    if (v4 && !tokenizer->paragraphs[level])
+        return fail(error, "%s: effort %s: the encoder of DeepSeek-V4's first release has only high and max", tokenizer->name,
+                    effort);
     const bool glm = tokenizer->chat == CHAT_GLM && tokenizer->effort_line;
-    if (!glm && tokenizer->chat != CHAT_DEEPSEEK_V41)
+    if (!glm && !v4 && tokenizer->chat != CHAT_DEEPSEEK_V41)
         return fail(error, "%s: effort %s: its chat format has no efforts", tokenizer->name, effort);
     if (glm && !tokenizer->spells[level])
         return fail(error, "%s: effort %s: its chat template has no \"%s\"", tokenizer->name, effort, efforts[level].glm);
@@ -1360,6 +1395,14 @@ static void deepseek_v3_message(Writer *writer, const Message *message) {
     if (assistant) write_control(writer, EOS);
 }
 
+/* V4's, which is V3.2's otherwise, puts a paragraph in front where an effort was asked for. */
+static void deepseek_v32_start(Writer *writer) {
+    const Tokenizer *tokenizer = writer->tokenizer;
+    write_control(writer, BOS);
+    if (tokenizer->paragraphs && tokenizer->effort < EFFORTS && writer->thinking)
+        write_string(writer, tokenizer->paragraphs[tokenizer->effort]);
+}
+
 /* V3.2's encoder opens each answer at the end of the user's message; only what answers the last one may think. */
 static void deepseek_v32_message(Writer *writer, const Message *message, int index) {
     Text content = {message->content, message->content_length}, reasoning, answer;
@@ -1471,7 +1514,7 @@ bool chat_render(const Tokenizer *tokenizer, const Message *messages, int n_mess
                      .last_user = last_user_message(tokenizer, messages, n_messages)};
     if (tokenizer->chat == CHAT_GLM) glm_start(&writer);
     if (tokenizer->chat == CHAT_DEEPSEEK_V3) deepseek_v3_start(&writer, messages, n_messages);
-    if (tokenizer->chat == CHAT_DEEPSEEK_V32) write_control(&writer, BOS);
+    if (tokenizer->chat == CHAT_DEEPSEEK_V32) deepseek_v32_start(&writer);
     if (tokenizer->chat == CHAT_DEEPSEEK_V41) deepseek_v41_start(&writer, n_messages);
     for (int i = 0; i < n_messages; i++) write_message(&writer, &messages[i], i);
     return finish_prompt(&writer);

@@ -762,7 +762,7 @@ def test_effort():
     check(b"\x1b" not in result.err, "control characters are not echoed", result.err)
     refused(1, 'effort low: its chat template has no "Low"', "generate", "-m", model, "-p", "hi", "--effort", "low")
     refused(1, "effort max: its chat format has no efforts", "chat", "-m", CHAIN, "--effort", "max", stdin=b"hi\n")
-    refused(1, "words of DeepSeek-V4's are not known", "tokenize", "-m", os.path.join(ROOT, "tests", "fixtures", "tokenizer-deepseek-v32"), "--jsonl", row, "--effort", "max")
+    refused(1, "has no efforts", "tokenize", "-m", os.path.join(ROOT, "tests", "fixtures", "tokenizer-deepseek-v32"), "--jsonl", row, "--effort", "max")
     refused(2, "--effort", "generate", "-p", "hi", "--effort", "medium")
 
 
@@ -1481,6 +1481,27 @@ def test_v4():
     refused(1, "--qat does not apply to glm_moe_dsa", "generate", "-m", FIXTURE, "--ids", "1", "--qat")
     refused(1, "--kv-dtype fp4 does not apply to glm_moe_dsa", "generate", "-m", FIXTURE, "--ids", "1", "--kv-dtype", "fp4")
     refused(1, "no drafter drafts for deepseek_v4", "generate", "-m", model, "--draft", "weights/draft-dflash2", "--ids", "1")
+
+
+def test_v4_effort():
+    """DeepSeek-V4's two encoders: paragraphs in front of what is to think. V3.2's, which has the same tokens, has none."""
+    model = os.path.join(HOME, "effort-v4")
+    shutil.copytree(os.path.join(ROOT, "tests", "fixtures", "tokenizer-deepseek-v32"), model)
+    row = write(HOME + "/effort-v4.jsonl", json.dumps({"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}], "add_generation_prompt": True}) + "\n")
+    bos, end = "<｜begin▁of▁sentence｜>", "Be brief.<｜User｜>hi<｜Assistant｜>"
+    high = (bos + "Reasoning Effort: Absolute maximum with no shortcuts permitted.\nYou MUST be very", "no assumption is left unchecked.\n\n" + end + "<think>")
+    most = (bos + "Reasoning Effort: Beyond maximum \u2014 exhaustive, relentless, and uncompromising.\nYou MUST", "no error remains undiscovered.\n\n" + end + "<think>")
+    refused(1, "has no efforts", "tokenize", "-m", model, "--jsonl", row, "--effort", "high")
+    for release, levels in (({}, {"high": (bos + end + "<think>",) * 2, "max": high}),
+                            ({"dspark_block_size": 5}, {"low": (bos + end + "<think>",) * 2, "high": high, "max": most})):
+        write(model + "/config.json", json.dumps({"model_type": "deepseek_v4"} | release))
+        for level, (begins, ends) in levels.items():
+            result = run("tokenize", "-m", model, "--jsonl", row, "--effort", level)
+            prompt = json.loads(result.out)["prompt"]
+            check(prompt.startswith(begins) and prompt.endswith(ends), "effort %s of %s" % (level, release), prompt)
+        equal(json.loads(run("tokenize", "-m", model, "--jsonl", row).out)["prompt"], bos + end + "<think>", "none asked for")
+    write(model + "/config.json", json.dumps({"model_type": "deepseek_v4"}))
+    refused(1, "only high and max", "tokenize", "-m", model, "--jsonl", row, "--effort", "low")
 
 
 def test_plan():

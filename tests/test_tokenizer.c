@@ -360,7 +360,7 @@ static void test_effort(Bytes json, Bytes config, const char *name) {
         check_effort(tokenizer, name, levels[i], false, "<｜begin▁of▁sentence｜><｜System｜>Be brief.<｜User｜>Hi<｜Assistant｜></think>");
     }
     for (int i = 1; i < 4 && strcmp(name, "deepseek-v41"); i++)
-        check_no_effort(tokenizer, name, levels[i], strcmp(name, "deepseek-v32") ? "has no efforts" : "DeepSeek-V4's are not known");
+        check_no_effort(tokenizer, name, levels[i], "has no efforts");
     tokenizer_close(tokenizer);
     if (strcmp(name, "glm")) return;
     static const char *const templates[] = {
