@@ -860,13 +860,12 @@ static void test_configs(void) {
     free(directory);
 }
 
-/* What the six configs say. */
+/* What the configs say. */
 static void test_config_meaning(void) {
     static const struct { const char *name; int block, first, slots, window, conv, selector, markov, taps[3]; float cap, multiplier, scale; } known[] = {
         {"qwen3-dflash-a", 8, 1, 7, INT_MAX, 0, 0, 0, {0, 2, 3}, 0, 1, 1},
         {"qwen3-dflash2-a", 8, 1, 7, 24, 2, 8, 0, {0, 2, 3}, 0, 1, 1},
         {"qwen3-dspark-a", 5, 0, 5, INT_MAX, 0, 0, 8, {0, 2, 3}, 0, 1, 1},
-        {"glm_moe_dsa-dflash-a", 8, 1, 7, INT_MAX, 0, 0, 0, {0, 1, 3}, 0, 1, 1},
         {"glm_moe_dsa-dflash2-a", 8, 1, 7, 24, 2, 8, 0, {0, 1, 3}, 20, 1.25f, 0.5f},
         {"glm_moe_dsa-dspark-a", 5, 0, 5, INT_MAX, 0, 0, 8, {0, 1, 3}, 0, 1, 1},
     };
