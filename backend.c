@@ -218,6 +218,16 @@ INLINE u32x8 extend_bytes(const uint8_t *p) {
 #endif
 }
 
+/* Eight e4m3 codes with sign, exponent and mantissa in f32's places: 2^-120 of their values, except that NaN is 480. */
+INLINE f32x8 place_e4m3(const uint8_t *p) { return (f32x8)(extend_bytes(p) << 20 & 0x87f00000); }
+
+/* Of eight e4m3 codes: the top bit of each byte that is a NaN, or of one above such a byte. */
+INLINE uint64_t find_nans(const uint8_t *p) {
+    uint64_t codes;
+    memcpy(&codes, p, sizeof codes);
+    return (codes & 0x7f7f7f7f7f7f7f7f) + 0x0101010101010101;
+}
+
 /* Eight stored values as f32: widen(), eight at a time. */
 INLINE f32x8 widen8(const uint8_t *p, DType dtype) {
     if (dtype == DTYPE_F32) return load8((const float *)p);
@@ -234,9 +244,9 @@ INLINE f32x8 widen8(const uint8_t *p, DType dtype) {
 #endif
     }
     if (dtype == DTYPE_F8_E4M3) {
-        u32x8 bits = extend_bytes(p) << 20 & 0x87f00000;            /* sign, exponent and mantissa in f32's places */
-        u32x8 nan = (u32x8)((bits & 0x07f00000) == 0x07f00000);     /* all ones is a NaN in f32 too */
-        return (f32x8)((u32x8)((f32x8)bits * splat8(0x1p120f)) | nan);
+        const f32x8 placed = place_e4m3(p);
+        u32x8 nan = (u32x8)(((u32x8)placed & 0x07f00000) == 0x07f00000);       /* all ones is a NaN in f32 too */
+        return (f32x8)((u32x8)(placed * splat8(0x1p120f)) | nan);
     }
     u32x8 bits = extend_halves(p);
     if (dtype == DTYPE_BF16) return (f32x8)(bits << 16);
@@ -290,6 +300,39 @@ INLINE float scale_at(const void *scales, int i, const DType dtype) {
     return dtype == DTYPE_F4_E2M1 ? widen((const uint8_t *)scales + i, DTYPE_F8_E8M0) : ((const float *)scales)[i];
 }
 
+/* total[r * columns + c] += x[r] . w[c] over the values [begin, end), which have one scale s[c]. Of e4m3 `placed` says that s[c]
+ * makes up for what place_e4m3() leaves out, and NaNs are only found: nans[c]. */
+INLINE void dot_block(f32x8 *total, const f32x8 *s, uint64_t *nans, const float *x, size_t x_stride, const size_t x_step,
+                      const uint8_t *w, size_t w_stride, const bool scaled, int begin, int end, const DType dtype,
+                      const bool placed, const int rows, const int columns, const bool ahead) {
+    int k = begin;
+    for (; k + 8 <= end; k += 8) {
+        f32x8 weight[MAX_COLUMNS];
+        const size_t at = stored_bytes(dtype, (size_t)k);
+        for (int c = 0; c < columns; c++) {
+            const uint8_t *from = w + (size_t)c * w_stride + at;
+            weight[c] = placed ? place_e4m3(from) : widen8(from, dtype);
+            if (placed) nans[c] |= find_nans(from);
+        }
+        if (ahead && at % 64 == 0)      /* four tiles ahead: the hardware loses the stream at each column's end */
+            for (int c = 0; c < columns; c++) __builtin_prefetch(w + (size_t)(4 * columns + c) * w_stride + at, 0, 2);
+        if (scaled) for (int c = 0; c < columns; c++) weight[c] *= s[c];
+        for (int r = 0; r < rows; r++) {
+            f32x8 input = load8(x + (size_t)r * x_stride + (size_t)k * x_step);
+            in_register(&input);
+            for (int c = 0; c < columns; c++) total[r * columns + c] = fma8(input, weight[c], total[r * columns + c]);
+        }
+    }
+    if (k < end) for (int c = 0; c < columns; c++) {
+        f32x8 weight = widen_few(w + (size_t)c * w_stride + stored_bytes(dtype, (size_t)k), dtype, end - k);
+        if (scaled) weight *= placed ? s[c] * splat8(0x1p-120f) : s[c];
+        for (int r = 0; r < rows; r++) {
+            f32x8 input = widen_few((const uint8_t *)(x + (size_t)r * x_stride + (size_t)k * x_step), DTYPE_F32, end - k);
+            total[r * columns + c] = fma8(input, weight, total[r * columns + c]);
+        }
+    }
+}
+
 /* sum[r * columns + c] = x[r] . w[c] over n <= REDUCTION_BLOCK values, block of which (0: none) share a scale. x: value k of
  * row r stands at r * x_stride + k * x_step for k a multiple of 8, its seven neighbours behind it. w: bytes of dtype, columns
  * w_stride bytes apart; scale[c]: for e4m3 and e2m1, one per scale_block of k. */
@@ -297,32 +340,25 @@ INLINE void dot_tile(float *sum, const float *x, size_t x_stride, const size_t x
                      const void *const *scale, const int block, int n, const DType dtype, const int rows, const int columns,
                      const bool ahead) {
     f32x8 total[MAX_TILE], s[MAX_COLUMNS];
+    uint64_t nans[MAX_COLUMNS] = {0};
     for (int i = 0; i < rows * columns; i++) total[i] = splat8(0);
     for (int begin = 0; begin < n; begin += block ? block : n) {
-        int end = block && begin + block < n ? begin + block : n, k = begin;
-        if (block) for (int c = 0; c < columns; c++) s[c] = splat8(scale_at(scale[c], begin / block, dtype));
-        for (; k + 8 <= end; k += 8) {
-            f32x8 weight[MAX_COLUMNS];
-            const size_t at = stored_bytes(dtype, (size_t)k);
-            for (int c = 0; c < columns; c++) weight[c] = widen8(w + (size_t)c * w_stride + at, dtype);
-            if (ahead && at % 64 == 0)  /* four tiles ahead: the hardware loses the stream at each column's end */
-                for (int c = 0; c < columns; c++) __builtin_prefetch(w + (size_t)(4 * columns + c) * w_stride + at, 0, 2);
-            if (block) for (int c = 0; c < columns; c++) weight[c] *= s[c];
-            for (int r = 0; r < rows; r++) {
-                f32x8 input = load8(x + (size_t)r * x_stride + (size_t)k * x_step);
-                in_register(&input);
-                for (int c = 0; c < columns; c++) total[r * columns + c] = fma8(input, weight[c], total[r * columns + c]);
-            }
+        const int end = block && begin + block < n ? begin + block : n;
+        bool placed = dtype == DTYPE_F8_E4M3 && block;
+        for (int c = 0; c < columns && block; c++) {
+            const float one = scale_at(scale[c], begin / block, dtype);
+            s[c] = splat8(one);
+            placed &= fabsf(one) < 64;                  /* and can grow by 2^120 */
         }
-        if (k < end) for (int c = 0; c < columns; c++) {
-            f32x8 weight = widen_few(w + (size_t)c * w_stride + stored_bytes(dtype, (size_t)k), dtype, end - k);
-            if (block) weight *= s[c];
-            for (int r = 0; r < rows; r++) {
-                f32x8 input = widen_few((const uint8_t *)(x + (size_t)r * x_stride + (size_t)k * x_step), DTYPE_F32, end - k);
-                total[r * columns + c] = fma8(input, weight, total[r * columns + c]);
-            }
+        if (!placed) {
+            dot_block(total, s, nans, x, x_stride, x_step, w, w_stride, block > 0, begin, end, dtype, false, rows, columns, ahead);
+            continue;
         }
+        for (int c = 0; c < columns; c++) s[c] *= splat8(0x1p120f);
+        dot_block(total, s, nans, x, x_stride, x_step, w, w_stride, true, begin, end, dtype, true, rows, columns, ahead);
     }
+    for (int i = 0; i < rows * columns && dtype == DTYPE_F8_E4M3; i++)
+        if (nans[i % columns] & 0x8080808080808080) total[i] = splat8(NAN);
     int i = 0;
     for (; i + 4 <= rows * columns; i += 4) {
         f32x4 four = sum_lanes(total[i], total[i + 1], total[i + 2], total[i + 3]);

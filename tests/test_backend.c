@@ -999,8 +999,40 @@ static void test_experts(DType dtype, int shared) {
     free(x), free(start), free(y), free(scratch);
 }
 
+/* e4m3 codes that mean NaN show in the sums of their row and in no other, alone and in company; scales that cannot grow by 2^120
+ * give what smaller ones give. */
+static void test_e4m3_extremes(void) {
+    enum { ROWS = 9, COLS = 301, BATCH = 13 };
+    TestMatrix matrix = make_matrix(DTYPE_F8_E4M3, ROWS, COLS);
+    float *x = random_floats(BATCH * COLS), y[BATCH * ROWS], scaled[BATCH * ROWS];
+    for (int n = 1; n <= BATCH; n += 6) {
+        multiply_matrix(y, ROWS, x, COLS, n, &matrix.view);
+        for (int i = 0; i < 3; i++) matrix.scale[i] *= 0x1p40f;
+        multiply_matrix(scaled, ROWS, x, COLS, n, &matrix.view);
+        for (int i = 0; i < 3; i++) matrix.scale[i] *= 0x1p-40f;
+        int other = 0;
+        for (int i = 0; i < n * ROWS; i++) other += scaled[i] != y[i] * 0x1p40f;
+        CHECK(!other, "e4m3, %d rows: %d products with large scales are others", n, other);
+    }
+    static const int places[][2] = {{0, 0}, {2, 7}, {4, 128}, {5, 299}, {8, 300}};
+    for (int i = 0; i < 5; i++) matrix.bytes[1 + places[i][0] * COLS + places[i][1]] = i % 2 ? 0xff : 0x7f;
+    for (int n = 1; n <= BATCH; n += 6) {
+        multiply_matrix(y, ROWS, x, COLS, n, &matrix.view);
+        int wrong = 0;
+        for (int i = 0; i < n * ROWS; i++) {
+            bool spoilt = false;
+            for (int p = 0; p < 5; p++) spoilt |= places[p][0] == i % ROWS;
+            wrong += spoilt != isnan(y[i]);
+        }
+        CHECK(!wrong, "e4m3, %d rows: %d products are NaN, or not, without reason", n, wrong);
+    }
+    free(x);
+    free_matrix(&matrix);
+}
+
 int main(void) {
     omp_set_num_threads(2);
+    test_e4m3_extremes();
     test_widen();
     test_narrow();
     test_linear();
