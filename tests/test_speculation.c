@@ -808,14 +808,14 @@ static int find_rejected(FILE *trace, int *said[GROUP], int vocab) {
 static void test_failures(const Pair *pair) {
     Runner runner;
     int *prompts[GROUP] = {NULL}, *wanted[GROUP] = {NULL}, *found[GROUP] = {NULL};
-    Finish finish[GROUP];
+    Finish finish[GROUP], ends[GROUP];
     EngineOptions options = {.sessions = GROUP, .context = 96, .kv_dtype = KV_F32};
     Pair spoiled = *pair;
     if (!open_pair(&runner, pair, false, options, NULL, 0)) return;
     int vocab = runner.engine.config.vocab_size, hidden = runner.engine.config.hidden_size;
     for (int i = 0; i < GROUP; i++)
         for (int k = 0; k < 5 + 4 * i; k++) arrput(prompts[i], (7 * k + 11 * i) % 40 + 2);
-    run_group(&runner, prompts, wanted, finish, -1);
+    run_group(&runner, prompts, wanted, ends, -1);
     runner_close(&runner);
 
     if (!open_pair(&runner, pair, true, options, NULL, 0)) return;
@@ -847,7 +847,7 @@ static void test_failures(const Pair *pair) {
             again = run_group(&runner, prompts, found, finish, -1);
             CHECK(again >= 1, "%s: token %d is drafted and fails the pass", pair->name, token);
             for (int i = 0; i < GROUP; i++)
-                CHECK(finish[i] == FINISH_LENGTH && same_ids(found[i], wanted[i]), "%s: NaNs of a rejected draft end nothing: session %d", pair->name, i);
+                CHECK(finish[i] == ends[i] && same_ids(found[i], wanted[i]), "%s: NaNs of a rejected draft end nothing: session %d", pair->name, i);
             int kept = prompts[1][3];
             prompts[1][3] = token;                  /* and in a prompt they end that session alone */
             run_group(&runner, prompts, found, finish, -1);
