@@ -23,7 +23,7 @@ ifneq ($(NVCC),)
 CUDA_RELEASE := $(shell $(NVCC) --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
 CUDA_TARGETS := -gencode=arch=compute_80,code=sm_80
 ifneq ($(filter-out 10 11,$(CUDA_RELEASE)),)
-CUDA_TARGETS += -gencode=arch=compute_90a,code=sm_90a
+CUDA_TARGETS += -gencode=arch=compute_90a,code=sm_90a --threads 2
 endif
 NVCC_FLAGS := -std=c++20 -O3 $(CUDA_TARGETS) -Xcompiler -Wall,-Wextra,-Werror,-Wno-missing-field-initializers,-fopenmp
 CUDA_LIBS := -L$(dir $(realpath $(NVCC)))../lib64 -lcudart_static -lstdc++ -lpthread -ldl -lrt
