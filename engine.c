@@ -3784,6 +3784,18 @@ static void pool_source(Engine *engine, int i, int n) {
                        config->qk_rope_head_dim, 1);
 }
 
+/* What groups are to be known by, one vector a row: turned by its group's first position, and stored in row ids[r] of a pool. */
+static void store_groups(Engine *engine, float *x, int dim, RowFormat rounding, uint8_t *base, const RowFormat *format,
+                         const DeviceRow *ids, int n, int place) {
+    const Backend *backend = engine->backend;
+    State *state = &engine->state;
+    const size_t width = (size_t)dim;
+    turn_tails(engine, x, 1, dim, state->group_cosine, state->group_sine, n);
+    backend->check_finite(state->report, place, x, n, dim);
+    if (engine->config.qat) backend->round_rows(x, width, n, dim, &rounding);
+    backend->store_rows(base, format, ids, n, x, width, x + format->quantised, width);
+}
+
 /* A source's index keys: of the latents before those are turned. */
 static void make_keys(Engine *engine, int i, int n) {
     const Backend *backend = engine->backend;
@@ -3793,30 +3805,19 @@ static void make_keys(Engine *engine, int i, int n) {
     Cache *cache = &engine->cache;
     const int dim = config->index_head_dim;
     const size_t width = (size_t)dim, latent = (size_t)config->head_dim;
-    const RowFormat *format = &cache->index_format, rounding = index_rounding(config);
     project(backend, state->index_k, width, state->latents, latent, n, &layer->indexer_wk);
     backend->rms_norm(state->index_k, width, state->index_k, width, layer->indexer_k_norm, n, dim, config->rms_norm_eps);
-    turn_tails(engine, state->index_k, 1, dim, state->group_cosine, state->group_sine, n);
-    backend->check_finite(state->report, i * CHECKED_PARTS + INDEX_KEY, state->index_k, n, dim);
-    if (config->qat) backend->round_rows(state->index_k, width, n, dim, &rounding);
-    backend->store_rows(group_index_keys(cache, config->source[i]), format, state->index_rows, n, state->index_k, width,
-                        state->index_k + format->quantised, width);
+    store_groups(engine, state->index_k, dim, index_rounding(config), group_index_keys(cache, config->source[i]),
+                 &cache->index_format, state->index_rows, n, i * CHECKED_PARTS + INDEX_KEY);
 }
 
 /* A source's rows: the latents themselves. */
 static void make_rows(Engine *engine, int i, int n) {
-    const Backend *backend = engine->backend;
     const Config *config = &engine->config;
-    State *state = &engine->state;
     Cache *cache = &engine->cache;
-    const int dim = config->head_dim;
-    const size_t width = (size_t)dim;
-    const RowFormat *format = &cache->format, rounding = source_rounding(config);
-    turn_tails(engine, state->latents, 1, dim, state->group_cosine, state->group_sine, n);
-    backend->check_finite(state->report, i * CHECKED_PARTS + HIDDEN_STATE, state->latents, n, dim);
-    if (config->qat) backend->round_rows(state->latents, width, n, dim, &rounding);
-    backend->store_rows(source_rows(cache, (SourceId){config->source[i]}), format, state->kv_rows, n, state->latents, width,
-                        state->latents + format->quantised, width);
+    store_groups(engine, engine->state.latents, config->head_dim, source_rounding(config),
+                 source_rows(cache, (SourceId){config->source[i]}), &cache->format, engine->state.kv_rows, n,
+                 i * CHECKED_PARTS + HIDDEN_STATE);
 }
 
 /* The selection of a layer that makes one, from its source's keys, among them those that it adds itself if it is the source.

@@ -1403,25 +1403,27 @@ static void deepseek_v32_start(Writer *writer) {
         write_string(writer, tokenizer->paragraphs[tokenizer->effort]);
 }
 
-/* V3.2's encoder opens each answer at the end of the user's message; only what answers the last one may think. */
-static void deepseek_v32_message(Writer *writer, const Message *message, int index) {
-    Text content = {message->content, message->content_length}, reasoning, answer;
-    if (strcmp(message->role, "assistant")) {
-        bool user = !strcmp(message->role, "user");
-        if (user) write_control(writer, USER);
-        write_text(writer, content);
-        if (!user || (index == writer->last_message && !writer->generate)) return;
-        write_control(writer, ASSISTANT);
-        write_control(writer, writer->thinking && index == writer->last_user ? "<think>" : "</think>");
-        return;
-    }
-    split_reasoning(content, &reasoning, &answer);
+/* An answer of V3.2's and later encoders, which the message in front has opened. What led to it is kept behind the last question. */
+static void deepseek_answer(Writer *writer, const Message *message, int index) {
+    Text reasoning, answer;
+    split_reasoning((Text){message->content, message->content_length}, &reasoning, &answer);
     if (writer->thinking && index > writer->last_user) {
         write_text(writer, reasoning);
         write_control(writer, "</think>");
     }
     write_text(writer, answer);
     write_control(writer, EOS);
+}
+
+/* V3.2's encoder opens each answer at the end of the user's message; only what answers the last one may think. */
+static void deepseek_v32_message(Writer *writer, const Message *message, int index) {
+    const bool user = !strcmp(message->role, "user");
+    if (!strcmp(message->role, "assistant")) return deepseek_answer(writer, message, index);
+    if (user) write_control(writer, USER);
+    write_text(writer, (Text){message->content, message->content_length});
+    if (!user || (index == writer->last_message && !writer->generate)) return;
+    write_control(writer, ASSISTANT);
+    write_control(writer, writer->thinking && index == writer->last_user ? "<think>" : "</think>");
 }
 
 /* V4.1 has the effort and what the first system message says behind a token of their own. */
@@ -1438,24 +1440,14 @@ static void deepseek_v41_start(Writer *writer, int n_messages) {
 /* User messages that follow each other are one. A later system message is answered like a user's; an answer is opened where one
  * follows, or is asked for, and only what answers the last of them may think. */
 static void deepseek_v41_message(Writer *writer, const Message *message, int index) {
-    Text content = {message->content, message->content_length}, reasoning, answer;
     const bool user = !strcmp(message->role, "user"), ends = index == writer->last_message;
-    if (strcmp(message->role, "assistant")) {
-        if (user && index && !strcmp(message[-1].role, "user")) write_string(writer, "\n\n");
-        else if (user || index) write_control(writer, user ? USER : SYSTEM);
-        write_text(writer, content);
-        if (!(user || index) || !(ends ? writer->generate : !strcmp(message[1].role, "assistant"))) return;
-        write_control(writer, ASSISTANT);
-        write_control(writer, writer->thinking && index >= writer->last_user ? "<think>" : "</think>");
-        return;
-    }
-    split_reasoning(content, &reasoning, &answer);
-    if (writer->thinking && index > writer->last_user) {
-        write_text(writer, reasoning);
-        write_control(writer, "</think>");
-    }
-    write_text(writer, answer);
-    write_control(writer, EOS);
+    if (!strcmp(message->role, "assistant")) return deepseek_answer(writer, message, index);
+    if (user && index && !strcmp(message[-1].role, "user")) write_string(writer, "\n\n");
+    else if (user || index) write_control(writer, user ? USER : SYSTEM);
+    write_text(writer, (Text){message->content, message->content_length});
+    if (!(user || index) || !(ends ? writer->generate : !strcmp(message[1].role, "assistant"))) return;
+    write_control(writer, ASSISTANT);
+    write_control(writer, writer->thinking && index >= writer->last_user ? "<think>" : "</think>");
 }
 
 static void write_message(Writer *writer, const Message *message, int index) {
