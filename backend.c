@@ -142,16 +142,19 @@ typedef int32_t i32x8 __attribute__((vector_size(32)));
 typedef uint32_t u32x8 __attribute__((vector_size(32)));
 typedef uint16_t u16x8 __attribute__((vector_size(16)));
 typedef int8_t i8x8 __attribute__((vector_size(8)));
+typedef uint8_t u8x8 __attribute__((vector_size(8)));
+typedef uint8_t u8x32 __attribute__((vector_size(32)));
 
 enum {
+    KEY_TILE = PAGE_ROWS,       /* cached rows widened together in attention and index scoring: a tile of keys is a page */
     REDUCTION_BLOCK = 1024,     /* k is summed in blocks of this many, the blocks' sums in order; a multiple of SCALE_BLOCK */
     TILE_ROWS = 6,              /* rows of x in flight: 6 x 2 accumulators, 2 weights and 1 x fill sixteen registers */
     STRIP_COLUMNS = 48,         /* output columns whose weights meet all rows before the next: 48 * 1,024 stay in the L2 cache */
-    STRIP_ROWS = 12,            /* rows from which f16, e4m3 and e2m1 weights are worth widening beforehand */
+    STRIP_ROWS = 12,            /* rows from which f16 and e4m3 weights are worth widening beforehand */
+    HELD_ROWS = KEY_TILE,       /* rows of x that meet matrices of codes at a time */
     PANEL_STRIDE = REDUCTION_BLOCK + 16,    /* off the power of two, or all columns would fall into the same cache sets */
     MAX_TILE = 12,              /* accumulators of any tile; array sizes have to be constants for them to be registers */
     MAX_COLUMNS = 4,
-    KEY_TILE = PAGE_ROWS,       /* cached rows widened together in attention and index scoring: a tile of keys is a page */
     QUERY_TILE = 16,            /* query heads that meet a tile of keys at once */
     SHARED_WORK = 1 << 17,      /* multiply-adds from which handing work to other threads costs less than doing it */
     SHARED_COPY = 1 << 18,      /* bytes likewise */
@@ -186,6 +189,15 @@ INLINE void in_register(f32x8 *v) {
 #endif
 }
 
+INLINE u8x32 larger_bytes(u8x32 a, u8x32 b) {
+#ifdef __AVX2__
+    return (u8x32)_mm256_max_epu8((__m256i)a, (__m256i)b);
+#else
+    const u8x32 above = (u8x32)(a > b);
+    return (a & above) | (b & ~above);
+#endif
+}
+
 /* The sums of four vectors' lanes: neighbours first, then pairs, then halves. */
 INLINE f32x4 sum_lanes(f32x8 a, f32x8 b, f32x8 c, f32x8 d) {
     f32x8 ab = __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14)
@@ -198,6 +210,15 @@ INLINE f32x4 sum_lanes(f32x8 a, f32x8 b, f32x8 c, f32x8 d) {
 }
 
 INLINE float sum8(f32x8 v) { return sum_lanes(v, v, v, v)[0]; }
+
+INLINE void sum_tile(float *sum, const f32x8 *total, const int n) {
+    int i = 0;
+    for (; i + 4 <= n; i += 4) {
+        f32x4 four = sum_lanes(total[i], total[i + 1], total[i + 2], total[i + 3]);
+        memcpy(sum + i, &four, sizeof four);
+    }
+    for (; i < n; i++) sum[i] = sum8(total[i]);
+}
 
 /* Eight halves as 32-bit numbers, and eight bytes with their sign spread over the upper bits. */
 INLINE u32x8 extend_halves(const uint8_t *p) {
@@ -218,16 +239,6 @@ INLINE u32x8 extend_bytes(const uint8_t *p) {
 #endif
 }
 
-/* Eight e4m3 codes with sign, exponent and mantissa in f32's places: 2^-120 of their values, except that NaN is 480. */
-INLINE f32x8 place_e4m3(const uint8_t *p) { return (f32x8)(extend_bytes(p) << 20 & 0x87f00000); }
-
-/* Of eight e4m3 codes: the top bit of each byte that is a NaN, or of one above such a byte. */
-INLINE uint64_t find_nans(const uint8_t *p) {
-    uint64_t codes;
-    memcpy(&codes, p, sizeof codes);
-    return (codes & 0x7f7f7f7f7f7f7f7f) + 0x0101010101010101;
-}
-
 /* Eight stored values as f32: widen(), eight at a time. */
 INLINE f32x8 widen8(const uint8_t *p, DType dtype) {
     if (dtype == DTYPE_F32) return load8((const float *)p);
@@ -244,7 +255,7 @@ INLINE f32x8 widen8(const uint8_t *p, DType dtype) {
 #endif
     }
     if (dtype == DTYPE_F8_E4M3) {
-        const f32x8 placed = place_e4m3(p);
+        const f32x8 placed = (f32x8)(extend_bytes(p) << 20 & 0x87f00000);      /* 2^-120 of their values, but NaN is 480 */
         u32x8 nan = (u32x8)(((u32x8)placed & 0x07f00000) == 0x07f00000);       /* all ones is a NaN in f32 too */
         return (f32x8)((u32x8)(placed * splat8(0x1p120f)) | nan);
     }
@@ -300,71 +311,33 @@ INLINE float scale_at(const void *scales, int i, const DType dtype) {
     return dtype == DTYPE_F4_E2M1 ? widen((const uint8_t *)scales + i, DTYPE_F8_E8M0) : ((const float *)scales)[i];
 }
 
-/* total[r * columns + c] += x[r] . w[c] over the values [begin, end), which have one scale s[c]. Of e4m3 `placed` says that s[c]
- * makes up for what place_e4m3() leaves out, and NaNs are only found: nans[c]. */
-INLINE void dot_block(f32x8 *total, const f32x8 *s, uint64_t *nans, const float *x, size_t x_stride, const size_t x_step,
-                      const uint8_t *w, size_t w_stride, const bool scaled, int begin, int end, const DType dtype,
-                      const bool placed, const int rows, const int columns, const bool ahead) {
-    int k = begin;
-    for (; k + 8 <= end; k += 8) {
+/* sum[r * columns + c] = x[r] . w[c] over n <= REDUCTION_BLOCK values. x: value k of row r stands at r * x_stride + k * x_step
+ * for k a multiple of 8, its seven neighbours behind it. w: bytes of dtype without scales, columns w_stride bytes apart. */
+INLINE void dot_tile(float *sum, const float *x, size_t x_stride, const size_t x_step, const uint8_t *w, size_t w_stride, int n,
+                     const DType dtype, const int rows, const int columns, const bool ahead) {
+    f32x8 total[MAX_TILE];
+    for (int i = 0; i < rows * columns; i++) total[i] = splat8(0);
+    int k = 0;
+    for (; k + 8 <= n; k += 8) {
         f32x8 weight[MAX_COLUMNS];
         const size_t at = stored_bytes(dtype, (size_t)k);
-        for (int c = 0; c < columns; c++) {
-            const uint8_t *from = w + (size_t)c * w_stride + at;
-            weight[c] = placed ? place_e4m3(from) : widen8(from, dtype);
-            if (placed) nans[c] |= find_nans(from);
-        }
+        for (int c = 0; c < columns; c++) weight[c] = widen8(w + (size_t)c * w_stride + at, dtype);
         if (ahead && at % 64 == 0)      /* four tiles ahead: the hardware loses the stream at each column's end */
             for (int c = 0; c < columns; c++) __builtin_prefetch(w + (size_t)(4 * columns + c) * w_stride + at, 0, 2);
-        if (scaled) for (int c = 0; c < columns; c++) weight[c] *= s[c];
         for (int r = 0; r < rows; r++) {
             f32x8 input = load8(x + (size_t)r * x_stride + (size_t)k * x_step);
             in_register(&input);
             for (int c = 0; c < columns; c++) total[r * columns + c] = fma8(input, weight[c], total[r * columns + c]);
         }
     }
-    if (k < end) for (int c = 0; c < columns; c++) {
-        f32x8 weight = widen_few(w + (size_t)c * w_stride + stored_bytes(dtype, (size_t)k), dtype, end - k);
-        if (scaled) weight *= placed ? s[c] * splat8(0x1p-120f) : s[c];
+    if (k < n) for (int c = 0; c < columns; c++) {
+        f32x8 weight = widen_few(w + (size_t)c * w_stride + stored_bytes(dtype, (size_t)k), dtype, n - k);
         for (int r = 0; r < rows; r++) {
-            f32x8 input = widen_few((const uint8_t *)(x + (size_t)r * x_stride + (size_t)k * x_step), DTYPE_F32, end - k);
+            f32x8 input = widen_few((const uint8_t *)(x + (size_t)r * x_stride + (size_t)k * x_step), DTYPE_F32, n - k);
             total[r * columns + c] = fma8(input, weight, total[r * columns + c]);
         }
     }
-}
-
-/* sum[r * columns + c] = x[r] . w[c] over n <= REDUCTION_BLOCK values, block of which (0: none) share a scale. x: value k of
- * row r stands at r * x_stride + k * x_step for k a multiple of 8, its seven neighbours behind it. w: bytes of dtype, columns
- * w_stride bytes apart; scale[c]: for e4m3 and e2m1, one per scale_block of k. */
-INLINE void dot_tile(float *sum, const float *x, size_t x_stride, const size_t x_step, const uint8_t *w, size_t w_stride,
-                     const void *const *scale, const int block, int n, const DType dtype, const int rows, const int columns,
-                     const bool ahead) {
-    f32x8 total[MAX_TILE], s[MAX_COLUMNS];
-    uint64_t nans[MAX_COLUMNS] = {0};
-    for (int i = 0; i < rows * columns; i++) total[i] = splat8(0);
-    for (int begin = 0; begin < n; begin += block ? block : n) {
-        const int end = block && begin + block < n ? begin + block : n;
-        bool placed = dtype == DTYPE_F8_E4M3 && block;
-        for (int c = 0; c < columns && block; c++) {
-            const float one = scale_at(scale[c], begin / block, dtype);
-            s[c] = splat8(one);
-            placed &= fabsf(one) < 64;                  /* and can grow by 2^120 */
-        }
-        if (!placed) {
-            dot_block(total, s, nans, x, x_stride, x_step, w, w_stride, block > 0, begin, end, dtype, false, rows, columns, ahead);
-            continue;
-        }
-        for (int c = 0; c < columns; c++) s[c] *= splat8(0x1p120f);
-        dot_block(total, s, nans, x, x_stride, x_step, w, w_stride, true, begin, end, dtype, true, rows, columns, ahead);
-    }
-    for (int i = 0; i < rows * columns && dtype == DTYPE_F8_E4M3; i++)
-        if (nans[i % columns] & 0x8080808080808080) total[i] = splat8(NAN);
-    int i = 0;
-    for (; i + 4 <= rows * columns; i += 4) {
-        f32x4 four = sum_lanes(total[i], total[i + 1], total[i + 2], total[i + 3]);
-        memcpy(sum + i, &four, sizeof four);
-    }
-    for (; i < rows * columns; i++) sum[i] = sum8(total[i]);
+    sum_tile(sum, total, rows * columns);
 }
 
 /* Columns of a tile of so many rows: enough accumulators to hide the latency of one addition, few enough for the registers. */
@@ -373,8 +346,7 @@ INLINE int tile_columns(const int rows) { return rows <= 2 ? 4 : rows == 3 ? 3 :
 INLINE void dot_columns(float *y, size_t y_stride, const float *x, size_t x_stride, const size_t x_step, const float *w,
                         size_t w_stride, int n, bool accumulate, const int rows, const int columns) {
     float sum[MAX_TILE] = {0};
-    dot_tile(sum, x, x_stride, x_step, (const uint8_t *)w, w_stride * sizeof(float), NULL, 0, n, DTYPE_F32, rows, columns,
-             false);
+    dot_tile(sum, x, x_stride, x_step, (const uint8_t *)w, w_stride * sizeof(float), n, DTYPE_F32, rows, columns, false);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++) {
             float *out = &y[(size_t)r * y_stride + (size_t)c];
@@ -510,10 +482,8 @@ INLINE void direct_tile(float *y, size_t y_stride, const float *x, size_t x_stri
     float total[MAX_TILE] = {0}, sum[MAX_TILE] = {0};
     for (int k = 0; k < w->cols; k += REDUCTION_BLOCK) {
         int n = w->cols - k < REDUCTION_BLOCK ? w->cols - k : REDUCTION_BLOCK;
-        const void *scale[MAX_COLUMNS] = {0};
-        for (int c = 0; c < columns; c++) scale[c] = block_scales(w, o + c, k, dtype);
-        dot_tile(sum, x + k, x_stride, 1, w->data + (size_t)o * stride + stored_bytes(dtype, (size_t)k), stride, scale,
-                 scale_block(w, dtype), n, dtype, rows, columns, true);
+        dot_tile(sum, x + k, x_stride, 1, w->data + (size_t)o * stride + stored_bytes(dtype, (size_t)k), stride, n, dtype, rows,
+                 columns, true);
         for (int i = 0; i < rows * columns; i++) total[i] = k ? total[i] + sum[i] : sum[i];
     }
     for (int r = 0; r < rows; r++)
@@ -544,11 +514,9 @@ INLINE void direct_rows(float *y, size_t y_stride, const float *x, size_t x_stri
 INLINE void strip_tile(float *y, size_t y_stride, const float *x, const Matrix *w, int o, int first, int n, const DType dtype,
                        const int rows, const int columns) {
     const size_t stride = stored_bytes(dtype, (size_t)w->cols);
-    const void *scale[MAX_COLUMNS] = {0};
     float sum[MAX_TILE] = {0};
-    for (int c = 0; c < columns; c++) scale[c] = block_scales(w, o + c, first, dtype);
-    dot_tile(sum, x, 8, (size_t)rows, w->data + (size_t)o * stride + stored_bytes(dtype, (size_t)first), stride, scale,
-             scale_block(w, dtype), n, dtype, rows, columns, false);
+    dot_tile(sum, x, 8, (size_t)rows, w->data + (size_t)o * stride + stored_bytes(dtype, (size_t)first), stride, n, dtype, rows,
+             columns, false);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++) {
             float *out = &y[(size_t)r * y_stride + (size_t)(o + c)];
@@ -600,6 +568,395 @@ static void panel_columns(float *y, size_t y_stride, const float *x, size_t x_st
     }
 }
 
+/* ---- e4m3 and e2m1. Widening a code costs more than its product, so x is brought to where the codes are cheap to take: for e4m3
+ * into the order in which four shifts widen 32 neighbours, for e2m1 to whole numbers, whose products by codes are exact.
+ */
+
+/* 256 values of x for products by e2m1, whose codes stand for whole halves: value i of a block of 32 is
+ * (d0 + 2^7 d1 - 2^15 d2) * unit, each digit a signed byte; that is 22 bits below the block's largest value, and exact for what
+ * --qat rounds. Of the 64 values of two blocks those in even places come first, then the odd ones, as the codes lie in their
+ * bytes' lower and upper halves. */
+typedef struct SplitValues {
+    int8_t digits[4][3][2][32];
+    int32_t offset[4][8];       /* minus 12 times the sums of eight neighbours: codes are taken as twice their value plus 12 */
+    float unit[8];              /* of each block, halved; NaN if a value is not finite */
+} SplitValues;
+
+enum { SPLIT = 256, ORDER = 32 };       /* values in a SplitValues; e4m3 values that are ordered together */
+
+/* Rows of x as the threads that share a product meet them: of e4m3 in the codes' order, off the power of two, of e2m1 split. */
+typedef union PreparedRows {
+    float ordered[HELD_ROWS * PANEL_STRIDE];
+    SplitValues split[HELD_ROWS * REDUCTION_BLOCK / SPLIT];
+} PreparedRows;
+
+static _Thread_local PreparedRows prepared_rows __attribute__((aligned(64)));   /* its vectors are read whole */
+
+/* The power of two of which the block's values are whole multiples below 2^22, nearly. */
+static float unit_of(const float *x) {
+    uint32_t largest = 0, bits[ORDER];
+    memcpy(bits, x, sizeof bits);
+    for (int i = 0; i < ORDER; i++) largest = (bits[i] & 0x7fffffff) > largest ? bits[i] & 0x7fffffff : largest;
+    if (largest >= 0x7f800000) return NAN;
+    uint32_t exponent = (largest + 0x10000) >> 23;      /* so the highest digit stays below 128 */
+    u32x8 unit = {(exponent > 27 ? exponent - 21 : 6) << 23};
+    return ((f32x8)unit)[0];
+}
+
+INLINE void split_block(SplitValues *to, int block, const float *x) {
+    static const float zeros[ORDER] = {0};
+    const float unit = unit_of(x);
+    const int pair = block / 2, half = block % 2;
+    if (isnan(unit)) x = zeros;
+    to->unit[block] = unit / 2;
+    const f32x8 units = splat8(isnan(unit) ? 0 : 1 / unit);
+    for (int i = 0; i < ORDER; i += 16) {
+        f32x8 a = load8(x + i) * units, b = load8(x + i + 8) * units;
+        f32x8 place[2] = {__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14),
+                          __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15)};
+        i32x8 whole[2];
+        for (int odd = 0; odd < 2; odd++) {
+            i32x8 rest = whole[odd] = (i32x8)(place[odd] + splat8(0x1.8p23f)) - 0x4b400000;     /* rounds to the nearest */
+            const i32x8 d0 = rest << 25 >> 25;
+            rest = (rest - d0) >> 7;
+            const i32x8 d1 = rest << 24 >> 24, d2 = (d1 - rest) >> 8, digit[3] = {d0, d1, d2};
+            for (int d = 0; d < 3; d++) {
+                const u8x32 all = (u8x32)digit[d];
+                u8x8 bytes = __builtin_shufflevector(all, all, 0, 4, 8, 12, 16, 20, 24, 28);
+                memcpy(to->digits[pair][d][odd] + 16 * half + i / 2, &bytes, sizeof bytes);
+            }
+        }
+        const i32x8 sums = whole[0] + whole[1];
+        for (int j = 0; j < 2; j++)
+            to->offset[pair][4 * half + i / 8 + j] = -12 * (sums[4 * j] + sums[4 * j + 1] + sums[4 * j + 2] + sums[4 * j + 3]);
+    }
+}
+
+static void split_values(SplitValues *to, const float *x, int n) {
+    for (int k = 0; k < (n + SPLIT - 1) / SPLIT * SPLIT; k += ORDER) {
+        float padded[ORDER] = {0};
+        if (k < n && n - k < ORDER) memcpy(padded, x + k, (size_t)(n - k) * sizeof *x);
+        split_block(to + k / SPLIT, k % SPLIT / ORDER, n - k >= ORDER ? x + k : padded);
+    }
+}
+
+/* Of 32 neighbours, number 4 i + p comes to 8 p + i: where it is in the i-th of eight words of their codes. */
+static void order_values(float *to, const float *x, int n) {
+    for (int k = 0; k < n; k += ORDER, to += ORDER) {
+        float padded[ORDER] = {0};
+        if (n - k < ORDER) memcpy(padded, x + k, (size_t)(n - k) * sizeof *x);
+        const float *from = n - k < ORDER ? padded : x + k;
+        f32x8 a = load8(from), b = load8(from + 8), c = load8(from + 16), d = load8(from + 24);
+        for (int half = 0; half < 2; half++) {          /* of every four: the first two, the last two */
+            f32x8 lower = half ? __builtin_shufflevector(a, b, 2, 6, 10, 14, 3, 7, 11, 15)
+                               : __builtin_shufflevector(a, b, 0, 4, 8, 12, 1, 5, 9, 13),
+                  upper = half ? __builtin_shufflevector(c, d, 2, 6, 10, 14, 3, 7, 11, 15)
+                               : __builtin_shufflevector(c, d, 0, 4, 8, 12, 1, 5, 9, 13);
+            store8(to + 16 * half, __builtin_shufflevector(lower, upper, 0, 1, 2, 3, 8, 9, 10, 11));
+            store8(to + 16 * half + 8, __builtin_shufflevector(lower, upper, 4, 5, 6, 7, 12, 13, 14, 15));
+        }
+    }
+}
+
+/* Codes that 64 values of x meet, each as twice its value plus 12. */
+typedef struct PairCodes { u8x32 even, odd; } PairCodes;
+
+INLINE PairCodes look_up_codes(const uint8_t *p) {
+#ifdef __AVX2__
+    const __m256i doubled = _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+    const __m256i bytes = _mm256_loadu_si256((const __m256i_u *)p), low = _mm256_set1_epi8(15);
+    return (PairCodes){(u8x32)_mm256_shuffle_epi8(doubled, _mm256_and_si256(bytes, low)),
+                       (u8x32)_mm256_shuffle_epi8(doubled, _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low))};
+#else
+    static const uint8_t doubled[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+    PairCodes codes;
+    for (int i = 0; i < 32; i++) codes.even[i] = doubled[p[i] & 15], codes.odd[i] = doubled[p[i] >> 4];
+    return codes;
+#endif
+}
+
+/* Eight sums of eight neighbours' products, four of either block: whole numbers, so that any way to add them gives the same. */
+INLINE i32x8 multiply_pair(PairCodes codes, const SplitValues *x, const int pair) {
+    i32x8 offset;
+    memcpy(&offset, x->offset[pair], sizeof offset);
+#ifdef __AVX2__
+    const __m256i factor[3] = {_mm256_set1_epi16(1), _mm256_set1_epi16(1 << 7), _mm256_set1_epi16(-32768)};
+    i32x8 sum[3];
+    for (int d = 0; d < 3; d++) {
+        __m256i even = _mm256_loadu_si256((const __m256i_u *)x->digits[pair][d][0]),
+                odd = _mm256_loadu_si256((const __m256i_u *)x->digits[pair][d][1]);
+        __m256i two = _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)codes.even, even),
+                                       _mm256_maddubs_epi16((__m256i)codes.odd, odd));
+        sum[d] = (i32x8)_mm256_madd_epi16(two, factor[d]);
+    }
+    return (sum[0] + sum[1]) + (sum[2] + offset);
+#else
+    static const int32_t factor[3] = {1, 1 << 7, -32768};
+    for (int i = 0; i < 32; i++)
+        for (int d = 0; d < 3; d++)
+            offset[i / 4] += factor[d] * (codes.even[i] * x->digits[pair][d][0][i] + codes.odd[i] * x->digits[pair][d][1][i]);
+    return offset;
+#endif
+}
+
+/* Eight E8M0 scales: 2^(code - 127), and NaN for 255. */
+INLINE f32x8 widen_exponents(const uint8_t *p) {
+    const i32x8 codes = (i32x8)(extend_bytes(p) & 0xff);
+    return (f32x8)(codes << 23 | ((codes == 0) & 0x400000) | (codes == 255));
+}
+
+/* sum[r * columns + c] = x[r] . w[o + c] over the values [first, first + n) of a row, n <= REDUCTION_BLOCK. */
+INLINE void e2m1_tile(float *sum, const SplitValues *x, size_t x_stride, const Matrix *w, int o, int first, int n, const int rows,
+                      const int columns) {
+    const size_t stride = stored_bytes(DTYPE_F4_E2M1, (size_t)w->cols);
+    const uint8_t *from = w->data + (size_t)o * stride + first / 2, *ahead = from + columns * stride;
+    f32x8 total[MAX_TILE];
+    for (int i = 0; i < rows * columns; i++) total[i] = splat8(0);
+    for (int k = 0; k < n; k += SPLIT, x++, from += SPLIT / 2) {
+        uint8_t padded[MAX_COLUMNS][SPLIT / 2 + SPLIT / ORDER] = {{0}};
+        const uint8_t *codes[MAX_COLUMNS], *exponents[MAX_COLUMNS];
+        f32x8 scale[MAX_TILE];
+        for (int c = 0; c < columns; c++) {
+            codes[c] = from + (size_t)c * stride;
+            exponents[c] = block_scales(w, o + c, first + k, DTYPE_F4_E2M1);
+            if (n - k < SPLIT) {
+                memcpy(padded[c], codes[c], (size_t)(n - k + 1) / 2);
+                memcpy(padded[c] + SPLIT / 2, exponents[c], (size_t)(n - k + ORDER - 1) / ORDER);
+                codes[c] = padded[c], exponents[c] = padded[c] + SPLIT / 2;
+            }
+            for (int r = 0; r < rows; r++)
+                scale[r * columns + c] = widen_exponents(exponents[c]) * load8(x[(size_t)r * x_stride].unit);
+            for (int i = 0; i < SPLIT / 2; i += 64) __builtin_prefetch(ahead + (size_t)c * stride + k / 2 + i, 0, 2);
+        }
+#pragma GCC unroll 4
+        for (int pair = 0; pair < 4; pair++) {
+            const i32x8 blocks = {2 * pair, 2 * pair, 2 * pair, 2 * pair, 2 * pair + 1, 2 * pair + 1, 2 * pair + 1, 2 * pair + 1};
+            for (int c = 0; c < columns; c++) {
+                const PairCodes found = look_up_codes(codes[c] + 32 * pair);
+                for (int r = 0; r < rows; r++) {
+                    const i32x8 products = multiply_pair(found, x + (size_t)r * x_stride, pair);
+                    f32x8 *out = &total[r * columns + c];
+                    *out = fma8(__builtin_convertvector(products, f32x8), __builtin_shuffle(scale[r * columns + c], blocks), *out);
+                }
+            }
+        }
+    }
+    sum_tile(sum, total, rows * columns);
+}
+
+/* Byte p of each word: e4m3 with sign, exponent and mantissa in f32's places, 2^-120 of its value; NaN is 480. */
+INLINE f32x8 place_e4m3(i32x8 words, const int p) { return (f32x8)(words << (24 - 8 * p) >> 4 & (int32_t)0x87f00000); }
+
+/* total[r * columns + c] += x[r] . w[c] over n values, a multiple of 32. s[c]: their scales, times 2^120 or, if that were too
+ * `large`, as they are. largest: of the codes without their signs, which shows a NaN. */
+INLINE void e4m3_run(f32x8 *total, u8x32 *largest, const float *x, size_t x_stride, const uint8_t *w, size_t w_stride, int n,
+                     const f32x8 *s, const bool large, const bool ahead, const int rows, const int columns) {
+    for (int k = 0; k < n; k += ORDER) {
+        i32x8 words[MAX_COLUMNS];
+#pragma GCC unroll 4
+        for (int c = 0; c < columns; c++) {
+            memcpy(&words[c], w + (size_t)c * w_stride + k, sizeof words[c]);
+            *largest = larger_bytes(*largest, (u8x32)words[c] & 0x7f);
+            if (ahead) __builtin_prefetch(w + (size_t)(4 * columns + c) * w_stride + k, 0, 2);      /* four tiles ahead */
+        }
+#pragma GCC unroll 4
+        for (int p = 0; p < 4; p++) {
+            f32x8 weight[MAX_COLUMNS];
+            for (int c = 0; c < columns; c++) {
+                weight[c] = place_e4m3(words[c], p);
+                weight[c] = (large ? weight[c] * splat8(0x1p120f) : weight[c]) * s[c];
+            }
+            for (int r = 0; r < rows; r++) {
+                f32x8 input = load8(x + (size_t)r * x_stride + k + 8 * p);
+                in_register(&input);
+                for (int c = 0; c < columns; c++) total[r * columns + c] = fma8(input, weight[c], total[r * columns + c]);
+            }
+        }
+    }
+}
+
+/* The same for what is left of a row, fewer than 32 values. */
+INLINE void e4m3_rest(f32x8 *total, u8x32 *largest, const float *x, size_t x_stride, const uint8_t *w, size_t w_stride, int n,
+                      const f32x8 *s, const bool large, const int rows, const int columns) {
+    uint8_t padded[MAX_COLUMNS * ORDER] = {0};
+    for (int c = 0; c < columns; c++) memcpy(padded + c * ORDER, w + (size_t)c * w_stride, (size_t)n);
+    e4m3_run(total, largest, x, x_stride, padded, ORDER, ORDER, s, large, false, rows, columns);
+}
+
+/* Whether one of n e4m3 codes is a NaN: all bits but the sign. */
+static bool holds_nan(const uint8_t *codes, size_t n) {
+    bool found = false;
+    for (size_t i = 0; i < n; i++) found |= (codes[i] & 0x7f) == 0x7f;
+    return found;
+}
+
+/* sum[r * columns + c] = x[r] . w[o + c] over the values [first, first + n) of a row, n <= REDUCTION_BLOCK. */
+INLINE void e4m3_tile(float *sum, const float *x, size_t x_stride, const Matrix *w, int o, int first, int n, const int rows,
+                      const int columns) {
+    const size_t stride = (size_t)w->cols;
+    const int block = scale_block(w, DTYPE_F8_E4M3);
+    const uint8_t *from = w->data + (size_t)o * stride + first;
+    f32x8 total[MAX_TILE], s[MAX_COLUMNS];
+    u8x32 largest = {0};
+    const float *scale[MAX_COLUMNS];
+    for (int i = 0; i < rows * columns; i++) total[i] = splat8(0);
+    for (int c = 0; c < columns; c++) scale[c] = block_scales(w, o + c, first, DTYPE_F8_E4M3);
+    for (int begin = 0, end, i = 0; begin < n; begin = end, i++) {
+        bool large = false;
+        end = begin + block < n ? begin + block : n;
+        for (int c = 0; c < columns; c++) {
+            const float one = scale[c] ? scale[c][i] : 1;
+            s[c] = splat8(one);
+            large |= !(fabsf(one) < 64);
+        }
+        for (int c = 0; c < columns && !large; c++) s[c] *= splat8(0x1p120f);
+        const int whole = (end - begin) / ORDER * ORDER;
+        if (large) e4m3_run(total, &largest, x + begin, x_stride, from + begin, stride, whole, s, true, true, rows, columns);
+        else e4m3_run(total, &largest, x + begin, x_stride, from + begin, stride, whole, s, false, true, rows, columns);
+        if (begin + whole < end)
+            e4m3_rest(total, &largest, x + begin + whole, x_stride, from + begin + whole, stride, end - begin - whole, s, large,
+                      rows, columns);
+    }
+    sum_tile(sum, total, rows * columns);
+    if (!holds_nan((const uint8_t *)&largest, sizeof largest)) return;
+    for (int i = 0; i < rows * columns; i++)
+        if (holds_nan(from + (size_t)(i % columns) * stride, (size_t)n)) sum[i] = NAN;
+}
+
+/* w[row, first .. first + n) times its block scales, in the order of order_values(), zeros behind; `first` begins a block. */
+static void widen_ordered(float *out, const Matrix *w, int row, int first, int n) {
+    const uint8_t *from = w->data + (size_t)row * (size_t)w->cols + first;
+    const float *scale = block_scales(w, row, first, DTYPE_F8_E4M3);
+    const int block = scale_block(w, DTYPE_F8_E4M3);
+    for (int begin = 0, end; begin < n; begin = end) {
+        const f32x8 s = splat8(scale ? *scale++ : 1);
+        end = begin + block < n ? begin + block : n;
+        for (int k = begin; k < end; k += ORDER) {
+            i32x8 words = {0};
+            memcpy(&words, from + k, end - k < ORDER ? (size_t)(end - k) : sizeof words);
+            for (int p = 0; p < 4; p++) {
+                const f32x8 placed = place_e4m3(words, p);
+                const i32x8 nan = ((i32x8)placed & 0x07f00000) == 0x07f00000;           /* all ones is a NaN in f32 too */
+                store8(out + k + 8 * p, (f32x8)((i32x8)(placed * splat8(0x1p120f)) | nan) * s);
+            }
+        }
+    }
+}
+
+/* Prepared rows of x: values [start, start + n) of each. */
+typedef struct PreparedValues {
+    PreparedRows *rows;
+    size_t stride;              /* from one row to the next, in values or in SplitValues */
+    int n_rows, start, n;
+} PreparedValues;
+
+/* Values [at, at + REDUCTION_BLOCK) of the prepared ones, as far as there are so many. */
+INLINE int block_values(const PreparedValues *x, int at) { return x->n - at < REDUCTION_BLOCK ? x->n - at : REDUCTION_BLOCK; }
+
+INLINE void code_tile(float *y, size_t y_stride, const PreparedValues *x, int row, int at, const Matrix *w, int o,
+                      const DType dtype, const int rows, const int columns) {
+    const size_t from = (size_t)row * x->stride;
+    const int first = x->start + at, n = block_values(x, at);
+    float sum[MAX_TILE] = {0};
+    if (dtype == DTYPE_F8_E4M3) e4m3_tile(sum, x->rows->ordered + from + at, x->stride, w, o, first, n, rows, columns);
+    else e2m1_tile(sum, x->rows->split + from + at / SPLIT, x->stride, w, o, first, n, rows, columns);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) {
+            float *out = &y[(size_t)(row + r) * y_stride + (size_t)(o + c)];
+            *out = first ? *out + sum[r * columns + c] : sum[r * columns + c];
+        }
+}
+
+INLINE void code_rows(float *y, size_t y_stride, const PreparedValues *x, int row, int at, const Matrix *w, int begin, int end,
+                      const DType dtype, const int rows) {
+    const int columns = tile_columns(rows);
+    int o = begin;
+    for (; o + columns <= end; o += columns) code_tile(y, y_stride, x, row, at, w, o, dtype, rows, columns);
+    for (; o < end; o++) code_tile(y, y_stride, x, row, at, w, o, dtype, rows, 1);
+}
+
+/* One block of the reduction, columns [begin, end), all rows. */
+INLINE void code_block(float *y, size_t y_stride, const PreparedValues *x, int at, const Matrix *w, int begin, int end,
+                       const DType dtype) {
+    if (dtype == DTYPE_F8_E4M3 && x->n_rows > STRIP_ROWS) {
+        const int first = x->start + at, n = block_values(x, at);
+        for (int o = begin; o < end; o++) widen_ordered(panel + (o - begin) * PANEL_STRIDE, w, o, first, n);
+        dot_panel(y + begin, y_stride, x->rows->ordered + at, x->stride, x->n_rows, panel, PANEL_STRIDE, end - begin,
+                  (n + ORDER - 1) / ORDER * ORDER, first > 0);
+        return;
+    }
+    for (int r = 0, take; r < x->n_rows; r += take) {
+        take = take_rows(x->n_rows - r);
+        switch (take) {
+        case 1: code_rows(y, y_stride, x, r, at, w, begin, end, dtype, 1); break;
+        case 2: code_rows(y, y_stride, x, r, at, w, begin, end, dtype, 2); break;
+        case 3: code_rows(y, y_stride, x, r, at, w, begin, end, dtype, 3); break;
+        case 4: code_rows(y, y_stride, x, r, at, w, begin, end, dtype, 4); break;
+        case 5: code_rows(y, y_stride, x, r, at, w, begin, end, dtype, 5); break;
+        case 6: code_rows(y, y_stride, x, r, at, w, begin, end, dtype, 6); break;
+        }
+    }
+}
+
+/* Few rows tile by tile, so that the matrix is read from end to end; more of them strip by strip. */
+INLINE void code_columns(float *y, size_t y_stride, const PreparedValues *x, const Matrix *w, int begin, int end,
+                         const DType dtype) {
+    const int width = x->n_rows > TILE_ROWS ? STRIP_COLUMNS : tile_columns(x->n_rows);
+    for (int o = begin; o < end; o += width)
+        for (int at = 0; at < x->n; at += REDUCTION_BLOCK)
+            code_block(y, y_stride, x, at, w, o, o + width < end ? o + width : end, dtype);
+}
+
+static __attribute__((noinline)) void e4m3_columns(float *y, size_t y_stride, const PreparedValues *x, const Matrix *w, int begin,
+                                                   int end) {
+    code_columns(y, y_stride, x, w, begin, end, DTYPE_F8_E4M3);
+}
+
+static __attribute__((noinline)) void e2m1_columns(float *y, size_t y_stride, const PreparedValues *x, const Matrix *w, int begin,
+                                                   int end) {
+    code_columns(y, y_stride, x, w, begin, end, DTYPE_F4_E2M1);
+}
+
+static void prepare_values(const PreparedValues *to, int row, int at, const float *x, DType dtype) {
+    const size_t from = (size_t)row * to->stride;
+    if (dtype == DTYPE_F8_E4M3) order_values(to->rows->ordered + from + at, x, block_values(to, at));
+    else split_values(to->rows->split + from + at / SPLIT, x, block_values(to, at));
+}
+
+/* Columns [begin, end) of y = W x for a W of codes. As many rows and values of x as there is room for are prepared at a time, by
+ * all threads for all threads. */
+static void multiply_codes(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w, int begin,
+                           int end) {
+    const int held = n_rows < HELD_ROWS ? n_rows : HELD_ROWS, most = HELD_ROWS / held * REDUCTION_BLOCK;
+    const bool shared = (size_t)(end - begin) * (size_t)w->cols * (size_t)n_rows > SHARED_WORK;
+    PreparedValues part = {.rows = &prepared_rows};
+    for (int r = 0; r < n_rows; r += part.n_rows)
+        for (part.start = 0; part.start < w->cols; part.start += part.n) {
+            part.n_rows = n_rows - r < held ? n_rows - r : held;
+            part.n = w->cols - part.start < most ? w->cols - part.start : most;
+            part.stride = w->dtype == DTYPE_F8_E4M3 ? (size_t)((part.n + ORDER - 1) / ORDER * ORDER + PANEL_STRIDE - REDUCTION_BLOCK)
+                                                    : (size_t)((part.n + SPLIT - 1) / SPLIT);
+            const int blocks = (part.n + REDUCTION_BLOCK - 1) / REDUCTION_BLOCK;
+            float *out = y + (size_t)r * y_stride;
+#pragma omp parallel if (shared)
+            {
+#pragma omp for
+                for (int i = 0; i < part.n_rows * blocks; i++) {
+                    const int row = i / blocks, at = i % blocks * REDUCTION_BLOCK;
+                    prepare_values(&part, row, at, x + (size_t)(r + row) * x_stride + part.start + at, w->dtype);
+                }
+                const int threads = omp_get_num_threads(), stretch = ((end - begin + threads - 1) / threads + 3) / 4 * 4;
+                const int share = part.n_rows > TILE_ROWS ? STRIP_COLUMNS : stretch;
+#pragma omp for schedule(dynamic)
+                for (int o = begin; o < end; o += share) {
+                    const int stop = end - o < share ? end : o + share;
+                    if (w->dtype == DTYPE_F8_E4M3) e4m3_columns(out, y_stride, &part, w, o, stop);
+                    else e2m1_columns(out, y_stride, &part, w, o, stop);
+                }
+            }
+        }
+}
+
 /* A function for each dtype: in one large function the compiler would run out of registers in the innermost loops. */
 typedef void LinearColumns(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin,
                            int end);
@@ -611,33 +968,34 @@ typedef void LinearColumns(float *y, size_t y_stride, const float *x, size_t x_s
 FOR_DTYPE(direct_f32, direct_rows, DTYPE_F32)
 FOR_DTYPE(direct_f16, direct_rows, DTYPE_F16)
 FOR_DTYPE(direct_bf16, direct_rows, DTYPE_BF16)
-FOR_DTYPE(direct_e4m3, direct_rows, DTYPE_F8_E4M3)
-FOR_DTYPE(direct_e2m1, direct_rows, DTYPE_F4_E2M1)
 FOR_DTYPE(strips_f32, strip_columns, DTYPE_F32)
 FOR_DTYPE(strips_f16, strip_columns, DTYPE_F16)
 FOR_DTYPE(strips_bf16, strip_columns, DTYPE_BF16)
-FOR_DTYPE(strips_e4m3, strip_columns, DTYPE_F8_E4M3)
-FOR_DTYPE(strips_e2m1, strip_columns, DTYPE_F4_E2M1)
 #undef FOR_DTYPE
 
 /* Output columns [begin, end) of y = W x, on the calling thread. */
 static void linear_columns(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin,
                            int end) {
     static LinearColumns *const direct[DTYPE_COUNT] = {
-        [DTYPE_F32] = direct_f32, [DTYPE_F16] = direct_f16, [DTYPE_BF16] = direct_bf16, [DTYPE_F8_E4M3] = direct_e4m3,
-        [DTYPE_F4_E2M1] = direct_e2m1};
+        [DTYPE_F32] = direct_f32, [DTYPE_F16] = direct_f16, [DTYPE_BF16] = direct_bf16};
     static LinearColumns *const strips[DTYPE_COUNT] = {
-        [DTYPE_F32] = strips_f32, [DTYPE_F16] = strips_f16, [DTYPE_BF16] = strips_bf16, [DTYPE_F8_E4M3] = strips_e4m3,
-        [DTYPE_F4_E2M1] = strips_e2m1};
-    bool costly = w->dtype != DTYPE_F32 && w->dtype != DTYPE_BF16;      /* to widen: more than the products of a few rows */
-    LinearColumns *columns = rows <= TILE_ROWS             ? direct[w->dtype]
-                             : costly && rows > STRIP_ROWS ? panel_columns
-                                                           : strips[w->dtype];
+        [DTYPE_F32] = strips_f32, [DTYPE_F16] = strips_f16, [DTYPE_BF16] = strips_bf16};
+    if (w->dtype == DTYPE_F8_E4M3 || w->dtype == DTYPE_F4_E2M1) {
+        multiply_codes(y, y_stride, x, x_stride, rows, w, begin, end);
+        return;
+    }
+    LinearColumns *columns = rows <= TILE_ROWS                            ? direct[w->dtype]
+                             : w->dtype == DTYPE_F16 && rows > STRIP_ROWS ? panel_columns
+                                                                          : strips[w->dtype];
     columns(y, y_stride, x, x_stride, rows, w, begin, end);
 }
 
 static void multiply_matrix(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w) {
     const size_t work = (size_t)w->rows * (size_t)w->cols * (size_t)n_rows;
+    if (w->dtype == DTYPE_F8_E4M3 || w->dtype == DTYPE_F4_E2M1) {
+        multiply_codes(y, y_stride, x, x_stride, n_rows, w, 0, w->rows);
+        return;
+    }
     if (n_rows > TILE_ROWS && work > SHARED_WORK) {
 #pragma omp parallel for schedule(dynamic)
         for (int o = 0; o < w->rows; o += STRIP_COLUMNS)
@@ -666,10 +1024,9 @@ static void embed(float *y, const Matrix *embedding, const Row *rows, int n_rows
 /* The sum over i of a[i] * b[i], in eight lanes. */
 static float dot(const float *a, const float *b, int n) {
     float sum = 0, part;
-    const void *none = NULL;
     for (int k = 0; k < n; k += REDUCTION_BLOCK) {
-        dot_tile(&part, a + k, 0, 1, (const uint8_t *)(b + k), 0, &none, 0,
-                 n - k < REDUCTION_BLOCK ? n - k : REDUCTION_BLOCK, DTYPE_F32, 1, 1, false);
+        dot_tile(&part, a + k, 0, 1, (const uint8_t *)(b + k), 0, n - k < REDUCTION_BLOCK ? n - k : REDUCTION_BLOCK, DTYPE_F32, 1,
+                 1, false);
         sum += part;
     }
     return sum;
