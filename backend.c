@@ -446,12 +446,13 @@ static void axpy_panel(float *y, size_t y_stride, const float *p, size_t p_strid
  *     linear -> multiply_matrix -> linear_columns
  *     linear_columns -> up to six rows: direct_rows -> direct_columns -> direct_tile -> dot_tile on stored weights
  *                              -> more:  strip_columns -> strip_rows -> strip_tile -> dot_tile on stored weights
- *                              -> more than twelve, f16, e4m3, e2m1: panel_columns -> dot_panel -> ... -> dot_tile on widened
+ *                              -> more than twelve, f16: panel_columns -> dot_panel -> ... -> dot_tile on widened weights
+ *     multiply_matrix, e4m3 and e2m1 -> multiply_codes -> prepare_values, code_columns -> ... -> e4m3_tile, e2m1_tile
  *
  * Owns: y = W x with W in its stored format. For up to six rows the weights are widened in registers and read once, from end to
  * end: decode, bound by memory. For more, strips of 48 columns by 1,024 values stay in the cache while all rows meet them:
  * verification and prefill, bound by arithmetic. bf16 takes two instructions to widen, so it is done again for every six rows;
- * f16, e4m3 and e2m1 are widened into the cache once.
+ * f16 and e4m3 are widened into the cache once.
  */
 
 /* w[row, first .. first + n) times its block scales, as f32. */
@@ -705,34 +706,23 @@ INLINE f32x8 widen_exponents(const uint8_t *p) {
     return (f32x8)(codes << 23 | ((codes == 0) & 0x400000) | (codes == 255));
 }
 
-/* sum[r * columns + c] = x[r] . w[o + c] over the values [first, first + n) of a row, n <= REDUCTION_BLOCK. */
-INLINE void e2m1_tile(float *sum, const SplitValues *x, size_t x_stride, const Matrix *w, int o, int first, int n, const int rows,
-                      const int columns) {
-    const size_t stride = stored_bytes(DTYPE_F4_E2M1, (size_t)w->cols);
-    const uint8_t *from = w->data + (size_t)o * stride + first / 2, *ahead = from + columns * stride;
-    f32x8 total[MAX_TILE];
-    for (int i = 0; i < rows * columns; i++) total[i] = splat8(0);
-    for (int k = 0; k < n; k += SPLIT, x++, from += SPLIT / 2) {
-        uint8_t padded[MAX_COLUMNS][SPLIT / 2 + SPLIT / ORDER] = {{0}};
-        const uint8_t *codes[MAX_COLUMNS], *exponents[MAX_COLUMNS];
+/* total[r * columns + c] += x[r] . w[c] over groups of 256 values; codes and exponents of columns lie so many bytes apart. */
+INLINE void e2m1_run(f32x8 *total, const SplitValues *x, size_t x_stride, const uint8_t *codes, size_t stride,
+                     const uint8_t *exponents, size_t exponents_stride, int groups, const int rows, const int columns) {
+    for (; groups; groups--, x++, codes += SPLIT / 2, exponents += SPLIT / ORDER) {
         f32x8 scale[MAX_TILE];
+#pragma GCC unroll 4
         for (int c = 0; c < columns; c++) {
-            codes[c] = from + (size_t)c * stride;
-            exponents[c] = block_scales(w, o + c, first + k, DTYPE_F4_E2M1);
-            if (n - k < SPLIT) {
-                memcpy(padded[c], codes[c], (size_t)(n - k + 1) / 2);
-                memcpy(padded[c] + SPLIT / 2, exponents[c], (size_t)(n - k + ORDER - 1) / ORDER);
-                codes[c] = padded[c], exponents[c] = padded[c] + SPLIT / 2;
-            }
-            for (int r = 0; r < rows; r++)
-                scale[r * columns + c] = widen_exponents(exponents[c]) * load8(x[(size_t)r * x_stride].unit);
-            for (int i = 0; i < SPLIT / 2; i += 64) __builtin_prefetch(ahead + (size_t)c * stride + k / 2 + i, 0, 2);
+            const f32x8 widened = widen_exponents(exponents + (size_t)c * exponents_stride);
+            for (int r = 0; r < rows; r++) scale[r * columns + c] = widened * load8(x[(size_t)r * x_stride].unit);
+            for (int i = 0; i < SPLIT / 2; i += 64) __builtin_prefetch(codes + (size_t)(columns + c) * stride + i, 0, 2);
         }
 #pragma GCC unroll 4
         for (int pair = 0; pair < 4; pair++) {
             const i32x8 blocks = {2 * pair, 2 * pair, 2 * pair, 2 * pair, 2 * pair + 1, 2 * pair + 1, 2 * pair + 1, 2 * pair + 1};
+#pragma GCC unroll 4
             for (int c = 0; c < columns; c++) {
-                const PairCodes found = look_up_codes(codes[c] + 32 * pair);
+                const PairCodes found = look_up_codes(codes + (size_t)c * stride + 32 * pair);
                 for (int r = 0; r < rows; r++) {
                     const i32x8 products = multiply_pair(found, x + (size_t)r * x_stride, pair);
                     f32x8 *out = &total[r * columns + c];
@@ -740,6 +730,27 @@ INLINE void e2m1_tile(float *sum, const SplitValues *x, size_t x_stride, const M
                 }
             }
         }
+    }
+}
+
+/* sum[r * columns + c] = x[r] . w[o + c] over the values [first, first + n) of a row, n <= REDUCTION_BLOCK. */
+INLINE void e2m1_tile(float *sum, const SplitValues *x, size_t x_stride, const Matrix *w, int o, int first, int n, const int rows,
+                      const int columns) {
+    const size_t stride = stored_bytes(DTYPE_F4_E2M1, (size_t)w->cols);
+    const uint8_t *codes = w->data + (size_t)o * stride + first / 2, *exponents = block_scales(w, o, first, DTYPE_F4_E2M1);
+    const int groups = n / SPLIT, rest = n % SPLIT;
+    f32x8 total[MAX_TILE];
+    for (int i = 0; i < rows * columns; i++) total[i] = splat8(0);
+    e2m1_run(total, x, x_stride, codes, stride, exponents, (size_t)w->scale_cols, groups, rows, columns);
+    if (rest) {
+        enum { CODES = SPLIT / 2, EXPONENTS = SPLIT / ORDER };
+        uint8_t last[2 * MAX_COLUMNS * CODES] = {0}, scales[MAX_COLUMNS * EXPONENTS] = {0};     /* half of it is read ahead only */
+        for (int c = 0; c < columns; c++) {
+            memcpy(last + c * CODES, codes + (size_t)c * stride + groups * CODES, (size_t)(rest + 1) / 2);
+            memcpy(scales + c * EXPONENTS, exponents + (size_t)c * (size_t)w->scale_cols + groups * EXPONENTS,
+                   (size_t)(rest + ORDER - 1) / ORDER);
+        }
+        e2m1_run(total, x + groups, x_stride, last, CODES, scales, EXPONENTS, 1, rows, columns);
     }
     sum_tile(sum, total, rows * columns);
 }

@@ -221,6 +221,70 @@ static bool time_rows(Engine *engine, int first, int n, int per_pass, double *se
     return true;
 }
 
+enum { PRODUCT_COLS = 8192, PRODUCT_BYTES = 1 << 27, PRODUCT_KINDS = 3 };
+
+/* One row of x by a large matrix of each stored type. */
+typedef struct Products {
+    uint8_t *codes;             /* [PRODUCT_BYTES] e4m3, as evenly spread values have them: half of them in the highest binade */
+    uint8_t *exponents;         /* E8M0 of the e2m1 matrix */
+    float *scale, *x, *y;
+    Matrix matrix[PRODUCT_KINDS];
+    double seconds[PRODUCT_KINDS][BENCH_REPEATS];
+} Products;
+
+static const char *const product_names[PRODUCT_KINDS] = {"bf16", "e4m3", "e2m1"};
+
+/* An e4m3 code that is neither NaN nor below 2^-6. */
+static uint8_t random_code(uint64_t i) {
+    const uint64_t bits = (i + 1) * 0x9e3779b97f4a7c15u, mixed = bits ^ bits >> 29;
+    const int below = __builtin_ctz((unsigned)mixed | 1 << 13);
+    const uint8_t mantissa = (uint8_t)(mixed >> 40 & 7);
+    return (uint8_t)((mixed >> 63) << 7 | (uint64_t)(15 - below) << 3 | (mantissa == 7 && !below ? 6 : mantissa));
+}
+
+static void make_products(Products *products, const uint16_t *weights) {
+    const int cols = PRODUCT_COLS, rows = PRODUCT_BYTES / cols, blocks = cols / SCALE_BLOCK;
+    *products = (Products){.codes = allocate_zeroed(PRODUCT_BYTES, 1), .exponents = allocate_zeroed(PRODUCT_BYTES / 32, 1),
+                               .scale = allocate_zeroed((size_t)(rows / SCALE_BLOCK * blocks), sizeof(float)),
+                               .x = allocate_zeroed((size_t)cols, sizeof(float)), .y = allocate_zeroed((size_t)rows, sizeof(float))};
+#pragma omp parallel for
+    for (size_t i = 0; i < PRODUCT_BYTES; i++) products->codes[i] = random_code(i);
+    memset(products->exponents, 118, PRODUCT_BYTES / 32);
+    for (int i = 0; i < rows / SCALE_BLOCK * blocks; i++) products->scale[i] = 1e-4f * (float)(1 + i % 7);
+    for (int i = 0; i < cols; i++) products->x[i] = (float)(i * 37 % 101) / 50 - 1;
+    products->matrix[0] = (Matrix){.data = (const uint8_t *)weights, .dtype = DTYPE_BF16, .rows = rows / 2, .cols = cols};
+    products->matrix[1] = (Matrix){.data = products->codes, .dtype = DTYPE_F8_E4M3, .rows = rows, .cols = cols,
+                                   .scale = products->scale, .scale_cols = blocks};
+    products->matrix[2] = (Matrix){.data = products->codes, .dtype = DTYPE_F4_E2M1, .rows = rows, .cols = cols,
+                                   .exponents = products->exponents, .scale_cols = cols / 32};
+}
+
+static void time_products(Products *products, int repeat) {
+    for (int kind = 0; kind < PRODUCT_KINDS; kind++) {
+        const double start = now();
+        c_backend.linear(&(Projection){products->y, PRODUCT_BYTES / PRODUCT_COLS, &products->matrix[kind]}, 1, products->x,
+                         PRODUCT_COLS, 1);
+        products->seconds[kind][repeat] = now() - start;
+    }
+}
+
+static void print_products(Products *products, double read) {
+    const double bytes[PRODUCT_KINDS] = {PRODUCT_BYTES, PRODUCT_BYTES, PRODUCT_BYTES * (0.5 + 1.0 / 32)};
+    for (int kind = 0; kind < PRODUCT_KINDS; kind++) {
+        const double rate = bytes[kind] / median(products->seconds[kind], BENCH_REPEATS);
+        printf("product %s     %6.1f GB/s of a matrix of %.0f MB by one row: %.0f%% of the read bandwidth\n", product_names[kind],
+               rate / 1e9, bytes[kind] / 1e6, 100 * rate / read);
+    }
+}
+
+static void free_products(Products *products) {
+    free(products->codes);
+    free(products->exponents);
+    free(products->scale);
+    free(products->x);
+    free(products->y);
+}
+
 static void print_cpu(const Engine *engine, double *reads, double *decodes, double *rates, double *prefills) {
     double read = median(reads, BENCH_REPEATS), rate = median(rates, BENCH_REPEATS), decode = median(decodes, BENCH_REPEATS),
            prefill = median(prefills, BENCH_REPEATS);
@@ -250,6 +314,8 @@ static bool bench_cpu(const BenchOptions *bench, EngineOptions options, Error *e
     options.sessions = 1;
     options.context = 1024;
     make_dense_model(&engine, &block, &ones);
+    Products products;
+    make_products(&products, block);
     int cached;
     double reads[BENCH_REPEATS], rates[BENCH_REPEATS], decodes[BENCH_REPEATS], prefills[BENCH_REPEATS], first;
     bool ok = plan_memory(&engine, &options, error) && take_memory(&engine, error);
@@ -258,11 +324,14 @@ static bool bench_cpu(const BenchOptions *bench, EngineOptions options, Error *e
          && time_rows(&engine, 0, BENCH_PREFILL, BENCH_PREFILL, &first, error);
     for (int i = 0; i < BENCH_REPEATS && ok; i++) {
         reads[i] = time_read((const float *)block, engine.weights.bytes / sizeof(float));
+        time_products(&products, i);
         ok = time_rows(&engine, BENCH_PREFILL, BENCH_STEPS, 1, &decodes[i], error);
         rates[i] = time_fma();
         ok = ok && time_rows(&engine, 0, BENCH_PREFILL, BENCH_PREFILL, &prefills[i], error);
     }
     if (ok) print_cpu(&engine, reads, decodes, rates, prefills);
+    if (ok) print_products(&products, median(reads, BENCH_REPEATS));
+    free_products(&products);
     engine_close(&engine);
     free(block);
     free(ones);
