@@ -8010,41 +8010,37 @@ static void block_attention(float *y, const float *q, const float *kv, const uin
 /* =====================================================================================================================
  * DeepSeek-V4
  *
- *     mix_streams -> streams_kernel -> stage_streams (what the last sublayer adds), sum_mixes, make_mixes, collapse
+ *     mix_streams -> streams_kernel -> stage_mix_weights, take_streams (what the last sublayer adds), sum_mixes
+ *                 -> enter_kernel -> add_mixes, enter_sublayer (collapse), finish_mixes (sinkhorn)
  *
- * Owns: parallel residual streams, Engram's gate, what windows see, and what --qat rounds. From one sublayer to the next is one
- * launch: a row's streams are divided among the blocks of a cluster by columns. These send each other their parts of the products
- * with the f32 matrix of the mixes, and of the sum of squares of the norm, and all add up the same in the order of the blocks.
+ * Owns: parallel residual streams, Engram's gate, what windows see, and what --qat rounds. From one sublayer to the next are two
+ * launches, since a row's mixes are sums over all of its streams. In the first, blocks divide the columns, so that all
+ * multiprocessors read the f32 matrix of the mixes, once for many rows, and before the kernel in front has ended. What a block's
+ * columns add to each sum stays in `partials`; in the second a block for each row adds them up, in their order.
  */
 
 enum {
-    STREAM_THREADS = 256, STREAM_WARPS = STREAM_THREADS / 32,
-    MIX_GROUP = 24,                 /* mixes that a thread adds up at a time, beside a sum of squares: all of four streams */
+    SLICE = 8,                      /* fours of columns that a block of the first kernel takes, of all streams */
+    STREAM_ROWS = 32,               /* rows that it takes */
+    STREAM_THREADS = STREAM_ROWS * SLICE, STREAM_WARPS = STREAM_THREADS / 32,
+    WARP_MIXES = 4, WARP_ROWS = 8,  /* sums over a slice that a warp makes at a time: one for each lane */
+    ENTER_WARPS = 16, ENTER_THREADS = 32 * ENTER_WARPS,     /* of a row in the second; and one more warp that finishes the mixes */
+    ENTER_FOURS = 3,                /* of columns that a thread has on their way; 1 of more than four streams */
+    SLICES_COMING = 8,              /* partial sums that it has */
     MAX_MIXES = (2 + MAX_STREAMS) * MAX_STREAMS,
-    SHARING_ROWS = 4,               /* rows of a cluster, where there are many */
-    SINKHORN_WARP = STREAM_WARPS - 1,
 };
 
 struct Streams {
     float *y, *streams;
     const float *branch, *leaving;
-    float *mixes;
+    float *mixes, *sums;            /* sums: [rows, slices, pitch] a slice's part of the products, behind them of the squares */
     Matrix fn;                      /* no rows: no mixes are made */
     const float *base, *scale, *entering, *norm;
     int n_rows, mult, hidden, n_mixes, iterations;
-    int fours;                      /* of columns of a block */
+    int slices, pitch;
     float norm_eps, eps;
     PassReport *report;
     int place;
-};
-
-/* A block's shared memory; behind it float4 [ROWS, mult, fours] of the streams. */
-template <int ROWS> struct StreamShared {
-    RowSum squares[ROWS];                           /* of what enters the sublayer */
-    float of_warp[ROWS][STREAM_WARPS][MAX_MIXES + 1];
-    float of_block[MAX_SPLIT][ROWS][MAX_MIXES + 1]; /* products, and behind them the sum of squares */
-    uint64_t arrived;
-    float mixes[ROWS][MAX_MIXES], entering[ROWS][MAX_STREAMS];
 };
 
 static __device__ inline float sigmoid(float x) { return 1 / (1 + expf(-x)); }
@@ -8055,59 +8051,70 @@ static __device__ inline float4 add_scaled(float scale, float4 v, float4 sum) {
     return make_float4(fmaf(scale, v.x, sum.x), fmaf(scale, v.y, sum.y), fmaf(scale, v.z, sum.z), fmaf(scale, v.w, sum.w));
 }
 
-/* Four neighbouring columns from `at` on of all streams of a row, with what the last sublayer adds to them. */
-static __device__ inline void take_streams(float4 (&x)[MAX_STREAMS], const Streams &p, int row, int at) {
-    const int left = p.hidden - at, all = (2 + p.mult) * p.mult;
+/* Four neighbouring columns from `at` on of all streams of a row. */
+template <int N> static __device__ inline void load_streams(float4 (&x)[N], const Streams &p, int row, int at) {
+    const float *streams = p.streams + (size_t)row * (size_t)(p.mult * p.hidden) + at;
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        x[j] = load_four(streams + (size_t)j * (size_t)p.hidden, j < p.mult ? p.hidden - at : 0);
+}
+
+/* The block's columns of fn, from `begin` on, go to shared memory: [rows of fn, streams, SLICE]. */
+static __device__ void stage_mix_weights(float4 *weights, const Streams &p, int begin) {
+    const int items = p.mult * SLICE;
+#pragma unroll 4
+    for (int i = (int)threadIdx.x; i < p.fn.rows * items; i += STREAM_THREADS) {
+        const int stream = i / SLICE % p.mult, column = begin + i % SLICE * 4, left = p.hidden - column;
+        const size_t at = (size_t)(i / items) * (size_t)p.fn.cols + (size_t)(stream * p.hidden + column);
+        if (p.fn.dtype == DTYPE_F32) weights[i] = load_four((const float *)p.fn.data + at, left);
+        else {
+            float v[4];
+            for (int k = 0; k < 4; k++) v[k] = k < left ? load_stored(p.fn.data, at + (size_t)k, p.fn.dtype) : 0;
+            weights[i] = make_float4(v[0], v[1], v[2], v[3]);
+        }
+    }
+}
+
+/* Streams x take up what the last sublayer adds. */
+template <int N>
+static __device__ inline void expand(float4 (&x)[N], float4 added, const float *leaving, const Streams &p, int row, int at) {
+    const float *post = leaving + p.mult, *matrix = post + p.mult;
     float *streams = p.streams + (size_t)row * (size_t)(p.mult * p.hidden) + at;
-    float4 before[MAX_STREAMS], added = {};
+    float4 before[N];
 #pragma unroll
-    for (int j = 0; j < MAX_STREAMS; j++)
-        if (j < p.mult) x[j] = load_four(streams + (size_t)j * (size_t)p.hidden, left);
-    if (!p.branch) return;
-    added = load_four(p.branch + (size_t)row * (size_t)p.hidden + at, left);
-    const float *post = p.leaving + (size_t)row * (size_t)all + p.mult, *matrix = post + p.mult;
+    for (int j = 0; j < N; j++) before[j] = x[j];
 #pragma unroll
-    for (int j = 0; j < MAX_STREAMS; j++) before[j] = x[j];
-#pragma unroll
-    for (int k = 0; k < MAX_STREAMS; k++) {
+    for (int k = 0; k < N; k++) {
         if (k >= p.mult) break;
         x[k] = add_scaled(post[k], added, make_float4(0, 0, 0, 0));
 #pragma unroll
-        for (int j = 0; j < MAX_STREAMS; j++)
+        for (int j = 0; j < N; j++)
             if (j < p.mult) x[k] = add_scaled(matrix[j * p.mult + k], before[j], x[k]);
-        store_four(streams + (size_t)k * (size_t)p.hidden, x[k], left);
-        if (left > 0 && !is_finite(x[k])) report_bad(p.report, p.place, row);
+        store_four(streams + (size_t)k * (size_t)p.hidden, x[k], p.hidden - at);
+        if (!is_finite(x[k]) && at < p.hidden) report_bad(p.report, p.place, row);
     }
 }
 
-/* The block's columns, from `begin` on, of so many rows into shared memory. */
-static __device__ void stage_streams(float4 *staged, const Streams &p, int first, int rows, int begin) {
-    for (int i = (int)threadIdx.x; i < rows * p.fours; i += STREAM_THREADS) {
-        const int r = i / p.fours, c = i % p.fours;
-        float4 x[MAX_STREAMS];
-        take_streams(x, p, first + r, begin + 4 * c);
-#pragma unroll
-        for (int j = 0; j < MAX_STREAMS; j++)
-            if (j < p.mult) staged[(r * p.mult + j) * p.fours + c] = x[j];
+/* The block's columns of its rows, with what the last sublayer adds to them, go to shared memory: [rows, streams, SLICE]. A
+ * thread takes four columns of a row. */
+template <int N>
+static __device__ void take_streams(float4 *staged, float *leaving, const Streams &p, int first, int rows, int begin) {
+    const int r = (int)threadIdx.x / SLICE, c = (int)threadIdx.x % SLICE, at = begin + 4 * c, all = (2 + p.mult) * p.mult;
+    float4 x[N], added = {};
+    if (r < rows) {
+        load_streams(x, p, first + r, at);
+        if (p.branch) added = load_four(p.branch + (size_t)(first + r) * (size_t)p.hidden + at, p.hidden - at);
     }
-}
-
-/* Four neighbouring weights of each of a group of rows, from row `first` and value `at` of it on; all are on their way before the
- * first is used. */
-static __device__ inline void load_mix_weights(float4 (&w)[MIX_GROUP], const Matrix &fn, int first, size_t at, int left) {
-    const float *floats = (const float *)fn.data + at;
-    const bool simple = fn.dtype == DTYPE_F32 && left >= 4 && (uintptr_t)floats % 16 == 0 && fn.cols % 4 == 0;
-    if (simple)
+    for (int i = (int)threadIdx.x; i < rows * all && p.branch; i += STREAM_THREADS)
+        leaving[i] = p.leaving[(size_t)first * (size_t)all + (size_t)i];
+    __syncthreads();
+    if (r < rows) {
+        if (p.branch) expand(x, added, leaving + r * all, p, first + r, at);
 #pragma unroll
-        for (int o = 0; o < MIX_GROUP; o++)
-            w[o] = __ldg((const float4 *)(floats + (size_t)min(first + o, fn.rows - 1) * (size_t)fn.cols));
-    else
-        for (int o = 0; o < MIX_GROUP; o++) {
-            float v[4];
-            const size_t row = (size_t)min(first + o, fn.rows - 1) * (size_t)fn.cols;
-            for (int i = 0; i < 4; i++) v[i] = i < left ? load_stored(fn.data, row + at + (size_t)i, fn.dtype) : 0;
-            w[o] = make_float4(v[0], v[1], v[2], v[3]);
-        }
+        for (int j = 0; j < N; j++)
+            if (j < p.mult) staged[(r * p.mult + j) * SLICE + c] = x[j];
+    }
+    __syncthreads();
 }
 
 /* Of 32 sums of each lane, lane l has the l-th over all lanes. */
@@ -8124,62 +8131,85 @@ static __device__ inline float sum_of_lane(float (&sums)[32]) {
     return sums[0];
 }
 
-/* What the block's columns add to the products of its rows with fn, and to the sums of their squares. */
-template <int ROWS>
-static __device__ void sum_mixes(StreamShared<ROWS> *shared, const float4 *staged, const Streams &p, int rows, int begin) {
-    const int items = p.mult * p.fours, lane = lane_id();
-    for (int group = 0; group < p.fn.rows; group += MIX_GROUP) {
-        float sums[ROWS][32] = {};
-        for (int i = (int)threadIdx.x; i < items; i += STREAM_THREADS) {
-            const int column = begin + i % p.fours * 4;
-            const size_t at = (size_t)(i / p.fours * p.hidden + column);
-            float4 x[ROWS], w[MIX_GROUP];
-            load_mix_weights(w, p.fn, group, at, p.hidden - column);
+/* What the block's columns add to the products of its rows with fn, and, as if they were one more, to the sums of their squares.
+ * A warp takes WARP_MIXES of these, of WARP_ROWS rows at a time. */
+template <int N>
+static __device__ void sum_mixes(const float4 *staged, const float4 *weights, const Streams &p, int first, int rows) {
+    const int items = p.mult * SLICE, lane = lane_id(), of_row = lane / WARP_MIXES;
+    for (int mix = warp_id() * WARP_MIXES; mix <= p.fn.rows; mix += STREAM_WARPS * WARP_MIXES)
+        for (int begin = 0; begin < rows; begin += WARP_ROWS) {
+            float sums[32] = {};
+            for (int i = lane; i < items; i += 32) {
+                float4 w[WARP_MIXES];
 #pragma unroll
-            for (int r = 0; r < ROWS; r++) {
-                x[r] = r < rows ? staged[r * items + i] : make_float4(0, 0, 0, 0);
-                sums[r][MIX_GROUP] += sum_squares(x[r]);
+                for (int o = 0; o < WARP_MIXES; o++) w[o] = weights[min(mix + o, p.fn.rows - 1) * items + i];
+#pragma unroll
+                for (int r = 0; r < WARP_ROWS; r++)
+                    if (begin + r < rows) {
+                        const float4 x = staged[(begin + r) * items + i];
+#pragma unroll
+                        for (int o = 0; o < WARP_MIXES; o++)
+                            sums[r * WARP_MIXES + o] += dot(x, mix + o < p.fn.rows ? w[o] : x);
+                    }
+            }
+            const float sum = sum_of_lane(sums);
+            const int row = begin + of_row, place = mix + lane % WARP_MIXES;
+            if (row < rows && place <= p.fn.rows)
+                p.sums[((size_t)(first + row) * (size_t)p.slices + blockIdx.x) * (size_t)p.pitch + (size_t)place] = sum;
+        }
+}
+
+static size_t streams_shared(const Streams &p) {
+    const int all = (2 + p.mult) * p.mult;
+    return (size_t)((p.fn.rows + STREAM_ROWS) * p.mult * SLICE) * sizeof(float4) + (size_t)(STREAM_ROWS * all) * sizeof(float);
+}
+
+/* Grid: slices, groups of rows. */
+template <int N> static __global__ void __launch_bounds__(STREAM_THREADS) streams_kernel(const __grid_constant__ Streams p) {
+    extern __shared__ __align__(16) uint8_t stream_shared[];
+    const int items = p.mult * SLICE, begin = (int)blockIdx.x * SLICE * 4, first = (int)blockIdx.y * STREAM_ROWS,
+              rows = min((int)STREAM_ROWS, p.n_rows - first);
+    float4 *weights = (float4 *)stream_shared, *staged = weights + p.fn.rows * items;
+    let_next_start();
+    stage_mix_weights(weights, p, begin);
+    wait_for_previous();
+    take_streams<N>(staged, (float *)(staged + STREAM_ROWS * items), p, first, rows, begin);
+    if (p.fn.rows) sum_mixes<N>(staged, weights, p, first, rows);
+}
+
+/* ---- what enters the next sublayer */
+
+/* The sums of all slices, a part for each warp. */
+static __device__ void add_mixes(float (*of_warp)[MAX_MIXES + 1], const Streams &p, int row) {
+    for (int place = lane_id(); place <= p.fn.rows; place += 32) {
+        const float *sums = p.sums + (size_t)row * (size_t)(p.slices * p.pitch) + place;
+        float sum = 0;
+        for (int begin = warp_id(); begin < p.slices; begin += ENTER_WARPS * SLICES_COMING) {
+            float part[SLICES_COMING];
+#pragma unroll
+            for (int i = 0; i < SLICES_COMING; i++) {
+                const int slice = begin + i * ENTER_WARPS;
+                part[i] = slice < p.slices ? __ldcg(sums + (size_t)slice * (size_t)p.pitch) : 0;
             }
 #pragma unroll
-            for (int o = 0; o < MIX_GROUP; o++)
-#pragma unroll
-                for (int r = 0; r < ROWS; r++) sums[r][o] += dot(x[r], w[o]);
+            for (int i = 0; i < SLICES_COMING; i++) sum += part[i];
         }
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            const float sum = sum_of_lane(sums[r]);
-            if (lane < MIX_GROUP && group + lane < p.fn.rows) shared->of_warp[r][warp_id()][group + lane] = sum;
-            if (lane == MIX_GROUP) shared->of_warp[r][warp_id()][p.fn.rows] = sum;
-        }
+        of_warp[warp_id()][place] = sum;
     }
 }
 
-/* Every block gets every block's sums. */
-template <int ROWS> static __device__ void exchange_mixes(StreamShared<ROWS> *shared, const Streams &p, int rows) {
-    const int each = p.fn.rows + 1;
-    __syncthreads();
-    for (int i = (int)threadIdx.x; i < rows * each; i += STREAM_THREADS) {
-        const int r = i / each, place = i % each;
-        float sum = 0;
+/* The sum at a place over all warps. */
+static __device__ inline float mix_sum(const float (*of_warp)[MAX_MIXES + 1], int place) {
+    float sum = 0;
 #pragma unroll
-        for (int w = 0; w < STREAM_WARPS; w++) sum += shared->of_warp[r][w][place];
-        for (int rank = 0; rank < cluster_size(); rank++)
-            cluster_send(&shared->of_block[cluster_rank()][r][place], &shared->arrived, rank, sum);
-    }
-    wait_at(&shared->arrived, 0);
+    for (int w = 0; w < ENTER_WARPS; w++) sum += of_warp[w][place];
+    return sum;
 }
 
-/* By a warp: a row's mixes as they are before Sinkhorn's iteration. */
-template <int ROWS> static __device__ void make_mixes(StreamShared<ROWS> *shared, const Streams &p, int r) {
-    float squares = 0;
-    for (int rank = 0; rank < cluster_size(); rank++) squares += shared->of_block[rank][r][p.fn.rows];
-    const float norm = 1 / sqrtf(squares / (float)p.fn.cols + p.norm_eps);
-    for (int i = lane_id(); i < p.fn.rows; i += 32) {
-        float sum = 0;
-        for (int rank = 0; rank < cluster_size(); rank++) sum += shared->of_block[rank][r][i];
-        const float mix = sum * norm * p.scale[i < p.mult ? 0 : i < 2 * p.mult ? 1 : 2] + p.base[i];
-        shared->mixes[r][i] = i < p.mult ? sigmoid(mix) + p.eps : i < 2 * p.mult ? 2 * sigmoid(mix) : mix;
-    }
+/* The i-th mix of a product with fn, before Sinkhorn's iteration. */
+static __device__ inline float make_mix(const Streams &p, int i, float sum, float squares, float scale, float base) {
+    const float mix = sum * (1 / sqrtf(squares / (float)p.fn.cols + p.norm_eps)) * scale + base;
+    return i < p.mult ? sigmoid(mix) + p.eps : i < 2 * p.mult ? 2 * sigmoid(mix) : mix;
 }
 
 /* Divides every row of the matrix, or every column, by its sum. */
@@ -8230,9 +8260,14 @@ template <int N> static __device__ void sinkhorn(float *matrix, int n, int itera
             if (j < n && k < n) matrix[j * n + k] = m[j][k];
 }
 
-/* By a warp of the first block: a row's mixes, finished, to where the sublayer's end finds them. */
-template <int ROWS> static __device__ void put_mixes(StreamShared<ROWS> *shared, const Streams &p, int row, int r) {
-    float *own = shared->mixes[r], *matrix = own + 2 * p.mult;
+/* By a warp of its own: a row's mixes, to where the sublayer's end finds them. */
+static __device__ void finish_mixes(const float (*of_warp)[MAX_MIXES + 1], const Streams &p, int row) {
+    __shared__ float own[MAX_MIXES];
+    float *matrix = own + 2 * p.mult;
+    const float squares = mix_sum(of_warp, p.fn.rows);
+    for (int i = lane_id(); i < p.fn.rows; i += 32)
+        own[i] = make_mix(p, i, mix_sum(of_warp, i), squares, p.scale[i < p.mult ? 0 : i < 2 * p.mult ? 1 : 2], p.base[i]);
+    __syncwarp();
     if (p.fn.rows > p.mult && lane_id() == 0) {
         if (p.mult == 4) sinkhorn<4>(matrix, 4, p.iterations, p.eps);
         else sinkhorn<MAX_STREAMS>(matrix, p.mult, p.iterations, p.eps);
@@ -8241,104 +8276,119 @@ template <int ROWS> static __device__ void put_mixes(StreamShared<ROWS> *shared,
     for (int i = lane_id(); i < p.fn.rows; i += 32) p.mixes[(size_t)row * (size_t)p.fn.rows + (size_t)i] = own[i];
 }
 
-/* Four columns of what enters the sublayer. */
-static __device__ inline float4 collapse(const float4 *staged, const float *entering, int mult, int fours, int c) {
-    float4 sum = add_scaled(entering[0], staged[c], make_float4(0, 0, 0, 0));
-    for (int j = 1; j < mult; j++) sum = add_scaled(entering[j], staged[j * fours + c], sum);
+template <int N> static __device__ inline float4 collapse(const float4 (&x)[N], const float (&entering)[N], int mult) {
+    float4 sum = add_scaled(entering[0], x[0], make_float4(0, 0, 0, 0));
+#pragma unroll
+    for (int j = 1; j < N; j++)
+        if (j < mult) sum = add_scaled(entering[j], x[j], sum);
     return sum;
 }
 
-/* What enters the sublayer, normed. Meanwhile the first block's last warp finishes the mixes. */
-template <int ROWS>
-static __device__ void enter_sublayer(StreamShared<ROWS> *shared, const float4 *staged, const Streams &p, int first, int rows,
-                                      int begin) {
-    for (int r = 0; r < rows; r++) {
-        const float4 *x = staged + r * p.mult * p.fours;
-        float sum = 0;
-        for (int c = (int)threadIdx.x; c < p.fours; c += STREAM_THREADS)
-            sum += sum_squares(collapse(x, shared->entering[r], p.mult, p.fours, c));
-        send_sum(shared->squares[r], sum);
-    }
-    if (cluster_rank() == 0 && warp_id() == SINKHORN_WARP && p.fn.rows)
-        for (int r = 0; r < rows; r++) put_mixes(shared, p, first + r, r);
-    for (int r = 0; r < rows; r++) {
-        const float4 *x = staged + r * p.mult * p.fours;
-        const float root = sqrtf(take_sum(shared->squares[r]) / (float)p.hidden + p.norm_eps), scale = p.norm ? 1 / root : 1;
-        for (int c = (int)threadIdx.x; c < p.fours; c += STREAM_THREADS) {
-            const int at = begin + 4 * c;
-            store_four(p.y + (size_t)(first + r) * (size_t)p.hidden + at,
-                       weighted(collapse(x, shared->entering[r], p.mult, p.fours, c), scale,
-                                p.norm ? load_four(p.norm + at, p.hidden - at) : make_float4(1, 1, 1, 1)), p.hidden - at);
-        }
-    }
+/* Waits for the warps that share a row's columns, not for the one that finishes its mixes; the sum over the former. */
+static __device__ inline float sum_of_columns(float value) {
+    __shared__ float of_warp[ENTER_WARPS];
+    value = warp_sum(value);
+    if (lane_id() == 0) of_warp[warp_id()] = value;
+    asm volatile("bar.sync 1, %0;" :: "n"((int)ENTER_THREADS) : "memory");
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < ENTER_WARPS; w++) sum += of_warp[w];
+    return sum;
 }
 
-/* The block's weights on their way to the L2 cache, before the kernel in front has ended. */
-static __device__ void prefetch_mix_weights(const Streams &p, int begin) {
-    const int line = 32, lines = divide_up(4 * p.fours, line), columns = min(4 * p.fours, p.hidden - begin);
-    for (int i = (int)threadIdx.x; i < p.fn.rows * p.mult * lines && p.fn.dtype == DTYPE_F32; i += STREAM_THREADS) {
-        const int at = i % lines * line, vector = i / lines;
-        if (at < columns)
-            asm volatile("prefetch.global.L2 [%0];"
-                         :: "l"((const float *)p.fn.data + (size_t)vector * (size_t)p.hidden + begin + at));
-    }
+/* Four of the norm's weights. */
+static __device__ inline float4 norm_weight(const Streams &p, int at) {
+    return p.norm ? load_four(p.norm + at, p.hidden - at) : make_float4(1, 1, 1, 1);
 }
 
-/* Grid: clusters, of ROWS rows each. */
-template <int ROWS>
-static __global__ void __launch_bounds__(STREAM_THREADS) streams_kernel(const __grid_constant__ Streams p) {
-    extern __shared__ __align__(16) uint8_t stream_shared[];
-    StreamShared<ROWS> *shared = (StreamShared<ROWS> *)stream_shared;
-    float4 *staged = (float4 *)(stream_shared + (sizeof *shared + 15) / 16 * 16);
+/* What is added to the mixes, and what they are multiplied by, on its way to the L2 cache. */
+static __device__ inline void prefetch_mix_terms(const Streams &p) {
+    const float *from = lane_id() ? p.base + min(32 * (lane_id() - 1), p.fn.rows - 1) : p.scale;
+    if (lane_id() <= divide_up(MAX_MIXES, 32)) asm volatile("prefetch.global.L2 [%0];" :: "l"(from));
+}
+
+/* The mixes that the streams enter the sublayer by: given, or the first of those that are made of these sums. */
+template <int N>
+static __device__ inline void find_entering(float (&entering)[N], const float (*of_warp)[MAX_MIXES + 1], const Streams &p, int row) {
+    const int lane = lane_id();
+    float mix = 0;
+    if (p.entering != p.mixes) mix = lane < p.mult ? p.entering[(size_t)row * (size_t)p.n_mixes + (size_t)lane] : 0;
+    else {
+        const float sum = mix_sum(of_warp, lane < p.mult ? lane : p.fn.rows), squares = __shfl_sync(~0u, sum, p.mult);
+        if (lane < p.mult) mix = make_mix(p, lane, sum, squares, p.scale[0], p.base[lane]);
+    }
+#pragma unroll
+    for (int j = 0; j < N; j++) entering[j] = __shfl_sync(~0u, mix, j);
+}
+
+/* Grid: rows. */
+template <int N> static __global__ void __launch_bounds__(ENTER_THREADS + 32) enter_kernel(const __grid_constant__ Streams p) {
+    enum { FOURS = N > 4 ? 1 : ENTER_FOURS, STEP = ENTER_THREADS * 4 };
+    extern __shared__ __align__(16) float collapsed[];
+    __shared__ float of_warp[ENTER_WARPS][MAX_MIXES + 1];
+    const int row = (int)blockIdx.x, at = 4 * (int)threadIdx.x;
+    const bool columns = warp_id() < ENTER_WARPS;
+    float4 x[FOURS][N], weight[FOURS];
     let_next_start();
-    const int first = (int)blockIdx.x / cluster_size() * ROWS, rows = min(ROWS, p.n_rows - first),
-              begin = cluster_rank() * 4 * p.fours;
-    if (first == 0) prefetch_mix_weights(p, begin);
-    if (p.y && threadIdx.x == 0) {
-        cluster_open(&shared->arrived, cluster_size() * rows * (p.fn.rows + 1));
-        for (int r = 0; r < rows; r++) cluster_open(&shared->squares[r].arrived, cluster_size() * STREAM_WARPS);
-    }
-    cluster_arrive();
+    if (!columns && p.fn.rows) prefetch_mix_terms(p);
+#pragma unroll
+    for (int i = 0; i < FOURS; i++) weight[i] = norm_weight(p, columns ? at + i * STEP : p.hidden);
     wait_for_previous();
-    for (int i = (int)threadIdx.x; i < rows * p.mult && p.y && p.entering != p.mixes; i += STREAM_THREADS)
-        shared->entering[i / p.mult][i % p.mult] = p.entering[(size_t)(first + i / p.mult) * (size_t)p.n_mixes + i % p.mult];
-    stage_streams(staged, p, first, rows, begin);
+#pragma unroll
+    for (int i = 0; i < FOURS; i++) load_streams(x[i], p, row, columns ? at + i * STEP : p.hidden);
+    if (columns && p.fn.rows) add_mixes(of_warp, p, row);
     __syncthreads();
-    cluster_wait();                                 /* all blocks' barriers are open */
-    if (!p.y) return;
-    if (p.fn.rows) {
-        sum_mixes(shared, staged, p, rows, begin);
-        exchange_mixes(shared, p, rows);
-        if (warp_id() < rows) make_mixes(shared, p, warp_id());
-        __syncthreads();
-        for (int i = (int)threadIdx.x; i < rows * p.mult && p.entering == p.mixes; i += STREAM_THREADS)
-            shared->entering[i / p.mult][i % p.mult] = shared->mixes[i / p.mult][i % p.mult];
-        __syncthreads();
+    if (!columns) {
+        if (p.fn.rows) finish_mixes(of_warp, p, row);
+        return;
     }
-    enter_sublayer(shared, staged, p, first, rows, begin);
+    float entering[N], sum = 0;
+    find_entering(entering, of_warp, p, row);
+    for (int begin = at;;) {
+#pragma unroll
+        for (int i = 0; i < FOURS; i++)
+            if (begin + i * STEP < p.hidden) {
+                const float4 v = collapse(x[i], entering, p.mult);
+                sum += sum_squares(v);
+                *(float4 *)(collapsed + begin + i * STEP) = v;
+            }
+        if ((begin += FOURS * STEP) >= p.hidden) break;
+#pragma unroll
+        for (int i = 0; i < FOURS; i++) load_streams(x[i], p, row, begin + i * STEP);
+    }
+    const float scale = p.norm ? 1 / sqrtf(sum_of_columns(sum) / (float)p.hidden + p.norm_eps) : 1;
+    float *y = p.y + (size_t)row * (size_t)p.hidden;
+#pragma unroll
+    for (int i = 0; i < FOURS; i++)
+        if (at + i * STEP < p.hidden) store_four(y + at + i * STEP, weighted(*(const float4 *)(collapsed + at + i * STEP), scale, weight[i]), p.hidden - at - i * STEP);
+    for (int c = at + FOURS * STEP; c < p.hidden; c += STEP)
+        store_four(y + c, weighted(*(const float4 *)(collapsed + c), scale, norm_weight(p, c)), p.hidden - c);
 }
 
-template <int ROWS> static void launch_streams(const Streams &streams, int split) {
-    const size_t bytes = (sizeof(StreamShared<ROWS>) + 15) / 16 * 16
-                         + (size_t)(ROWS * streams.mult * streams.fours) * sizeof(float4);
-    allow_shared(streams_kernel<ROWS>, bytes);
-    launch_early(streams_kernel<ROWS>, dim3((unsigned)(divide_up(streams.n_rows, ROWS) * split)), STREAM_THREADS, bytes, split,
-                 streams);
+template <int N> static void launch_streams(const Streams &p) {
+    const size_t bytes = streams_shared(p);
+    allow_shared(streams_kernel<N>, bytes);
+    if (p.branch || p.fn.rows)
+        launch(streams_kernel<N>, dim3((unsigned)p.slices, (unsigned)divide_up(p.n_rows, STREAM_ROWS)), STREAM_THREADS, bytes, p);
+    const size_t of_y = (size_t)divide_up(p.hidden, 4) * sizeof(float4);
+    allow_shared(enter_kernel<N>, of_y);
+    if (p.y) launch(enter_kernel<N>, (unsigned)p.n_rows, ENTER_THREADS + 32, of_y, p);
 }
 
 static void mix_streams(float *y, float *streams, const float *branch, const float *leaving, float *mixes,
                         const HyperWeights *weights, const float *entering, const float *norm, int n_rows, const Config *config,
                         PassReport *report, int place) {
-    const int split = gpu.major >= 9 ? MAX_SPLIT : 1, mult = config->hc_mult;
+    const int mult = config->hc_mult;
     if (n_rows <= 0) return;
-    Streams p = {.y = y, .streams = streams, .branch = branch, .leaving = leaving, .mixes = mixes, .fn = {}, .base = NULL,
-                 .scale = NULL, .entering = entering, .norm = norm, .n_rows = n_rows, .mult = mult, .hidden = config->hidden_size,
-                 .n_mixes = (2 + mult) * mult, .iterations = config->hc_sinkhorn_iters,
-                 .fours = divide_up(config->hidden_size, 4 * split), .norm_eps = config->rms_norm_eps, .eps = config->hc_eps,
-                 .report = report, .place = place};
+    Streams p = {.y = y, .streams = streams, .branch = branch, .leaving = leaving, .mixes = mixes, .sums = partials, .fn = {},
+                 .base = NULL, .scale = NULL, .entering = entering, .norm = norm, .n_rows = n_rows, .mult = mult,
+                 .hidden = config->hidden_size, .n_mixes = (2 + mult) * mult, .iterations = config->hc_sinkhorn_iters,
+                 .slices = divide_up(config->hidden_size, 4 * SLICE), .pitch = 0, .norm_eps = config->rms_norm_eps,
+                 .eps = config->hc_eps, .report = report, .place = place};
     if (weights) p.fn = weights->fn, p.base = weights->base, p.scale = weights->scale, p.n_mixes = weights->fn.rows;
-    if (n_rows <= 8 * SHARING_ROWS) launch_streams<1>(p, split);
-    else launch_streams<SHARING_ROWS>(p, split);
+    p.pitch = divide_up(p.fn.rows + 1, 32) * 32;
+    if (mult <= 4) launch_streams<4>(p);
+    else launch_streams<MAX_STREAMS>(p);
 }
 
 static __global__ void first_stream_kernel(float *mixes, int n, int n_mixes) {
