@@ -8106,18 +8106,18 @@ enum {
     WARP_SUMS = 4, WARP_ROWS = 8,   /* sums over a slice that a warp makes at a time: one for each lane */
     ENTER_WARPS = 16, ENTER_THREADS = 32 * ENTER_WARPS,     /* of a row in the second; and one more warp that finishes the mixes */
     ENTER_FOURS = 3,                /* of columns that a thread has on their way */
-    SLICES_COMING = 8,              /* and slices */
+    SLICES_COMING = 10,             /* and slices */
     MAX_MIXES = (2 + MAX_STREAMS) * MAX_STREAMS,
 };
 
 struct Streams {
     float *y, *streams;
     const float *branch, *leaving;
-    float *mixes, *sums;            /* sums: [rows, slices, pitch] a slice's part of the products, and behind them of the squares */
+    float *mixes, *sums;            /* sums: [rows, slices, pitch] a slice's part of the products, and at `squares` of the squares */
     Matrix fn;                      /* no rows: no mixes are made */
     const float *base, *scale, *entering, *norm;
     int n_rows, mult, hidden, n_mixes, iterations;
-    int slices, pitch;
+    int slices, squares, pitch;
     float norm_eps, eps;
     PassReport *report;
     int place;
@@ -8234,13 +8234,13 @@ static __device__ inline float sum_of_lane(float (&sums)[32]) {
     return sums[0];
 }
 
-/* What the block's columns add to the products of its rows with fn, and, as if they were one more, to the sums of their squares.
- * A warp makes WARP_SUMS of these, of WARP_ROWS rows at a time. w: its first weights. */
+/* What the block's columns add to the products of its rows with fn, and to the sums of their squares. A warp makes WARP_SUMS of
+ * these, of WARP_ROWS rows at a time; w: its first weights. The squares are behind all products, by themselves. */
 template <int MULT>
 static __device__ inline void sum_mixes(const float4 *staged, float4 (&w)[WARP_SUMS], const Streams &p, int first, int rows,
                                         int begin) {
     const int items = streams_of<MULT>(p) * SLICE, lane = lane_id();
-    for (int mix = warp_id() * WARP_SUMS; mix <= p.fn.rows; mix += STREAM_WARPS * WARP_SUMS)
+    for (int mix = warp_id() * WARP_SUMS; mix <= p.squares; mix += STREAM_WARPS * WARP_SUMS)
         for (int r0 = 0; r0 < rows; r0 += WARP_ROWS) {
             float sums[32] = {};
             for (int i = lane; i < items; i += 32) {
@@ -8249,14 +8249,15 @@ static __device__ inline void sum_mixes(const float4 *staged, float4 (&w)[WARP_S
                 for (int r = 0; r < WARP_ROWS; r++)
                     if (r0 + r < rows) {
                         const float4 x = staged[(r0 + r) * items + i];
+                        if (mix == p.squares) sums[r * WARP_SUMS] += sum_squares(x);
+                        else
 #pragma unroll
-                        for (int o = 0; o < WARP_SUMS; o++)
-                            sums[r * WARP_SUMS + o] += dot(x, mix + o < p.fn.rows ? w[o] : x);
+                            for (int o = 0; o < WARP_SUMS; o++) sums[r * WARP_SUMS + o] += dot(x, w[o]);
                     }
             }
             const float sum = sum_of_lane(sums);
             const int row = r0 + lane / WARP_SUMS, place = mix + lane % WARP_SUMS;
-            if (row < rows && place <= p.fn.rows)
+            if (row < rows && place <= p.squares)
                 p.sums[((size_t)(first + row) * (size_t)p.slices + blockIdx.x) * (size_t)p.pitch + (size_t)place] = sum;
         }
 }
@@ -8277,9 +8278,10 @@ template <int MULT> static __global__ void __launch_bounds__(STREAM_THREADS) str
 
 /* ---- what enters the next sublayer */
 
-/* The sums of all slices, a part of them for each warp. */
-static __device__ inline void add_sums(float (*of_warp)[MAX_MIXES + 1], const Streams &p, int row) {
-    for (int place = lane_id(); place <= p.fn.rows; place += 32) {
+/* The sums of all slices, a part of them for each warp. meanwhile(): when the first ones have been asked for. */
+template <typename Work>
+static __device__ inline void add_sums(float (*of_warp)[MAX_MIXES + WARP_SUMS], const Streams &p, int row, Work meanwhile) {
+    for (int place = lane_id(); place < p.pitch; place += 32) {
         const float *sums = p.sums + (size_t)row * (size_t)(p.slices * p.pitch) + place;
         float sum = 0;
         for (int begin = warp_id(); begin < p.slices; begin += ENTER_WARPS * SLICES_COMING) {
@@ -8287,27 +8289,35 @@ static __device__ inline void add_sums(float (*of_warp)[MAX_MIXES + 1], const St
 #pragma unroll
             for (int i = 0; i < SLICES_COMING; i++) {
                 const int slice = begin + i * ENTER_WARPS;
-                part[i] = slice < p.slices ? __ldcg(sums + slice * p.pitch) : 0;
+                part[i] = slice < p.slices && place <= p.squares ? __ldcg(sums + slice * p.pitch) : 0;
             }
+            if (begin == warp_id() && place == lane_id()) meanwhile();
 #pragma unroll
             for (int i = 0; i < SLICES_COMING; i++) sum += part[i];
         }
-        of_warp[warp_id()][place] = sum;
+        if (place <= p.squares) of_warp[warp_id()][place] = sum;
     }
 }
 
 /* One of them over all warps. */
-static __device__ inline float mix_sum(const float (*of_warp)[MAX_MIXES + 1], int place) {
-    float sum = 0;
+static __device__ inline float mix_sum(const float (*of_warp)[MAX_MIXES + WARP_SUMS], int place) {
+    float sums[4] = {};
 #pragma unroll
-    for (int w = 0; w < ENTER_WARPS; w++) sum += of_warp[w][place];
-    return sum;
+    for (int w = 0; w < ENTER_WARPS; w++) sums[w % 4] += of_warp[w][place];
+    return sums[0] + sums[1] + (sums[2] + sums[3]);
 }
 
-/* A mix as it is before Sinkhorn's iteration, of its product and of the sum of the squares. */
-static __device__ inline float make_mix(const Streams &p, int i, float product, float squares) {
-    const float scale = rsqrtf(squares / (float)p.fn.cols + p.norm_eps) * p.scale[i < p.mult ? 0 : i < 2 * p.mult ? 1 : 2],
-                mix = fmaf(product, scale, p.base[i]), share = sigmoid(mix);
+/* What a product becomes a mix by: the i-th's. */
+struct MixTerms { float scale, base; };
+
+static __device__ inline MixTerms load_terms(const Streams &p, int i) {
+    if (i >= p.fn.rows) return {};
+    return {load_four(p.scale + (i < p.mult ? 0 : i < 2 * p.mult ? 1 : 2), 1).x, load_four(p.base + i, 1).x};
+}
+
+/* The i-th mix as it is before Sinkhorn's iteration, of its product and of the sum of the squares. */
+static __device__ inline float make_mix(const Streams &p, int i, float product, float squares, MixTerms terms) {
+    const float mix = fmaf(product, rsqrtf(squares / (float)p.fn.cols + p.norm_eps) * terms.scale, terms.base), share = sigmoid(mix);
     return i < p.mult ? share + p.eps : i < 2 * p.mult ? 2 * share : mix;
 }
 
@@ -8339,11 +8349,15 @@ template <int N, bool ROWS> static __device__ inline void divide_by_sums(float (
 template <int N> static __device__ void sinkhorn(float *matrix, int n, int iterations, float eps) {
     const int lane = lane_id();
     if (lane < n) {
-        float *row = matrix + lane * n, largest = row[0], total = 0;
-        for (int k = 1; k < n; k++) largest = fmaxf(largest, row[k]);
-        for (int k = 0; k < n; k++) total += row[k] = expf(row[k] - largest);
+        float *row = matrix + lane * n, m[N], largest = -INFINITY, total = 0;
+#pragma unroll
+        for (int k = 0; k < N; k++) largest = fmaxf(largest, m[k] = k < n ? row[k] : -INFINITY);
+#pragma unroll
+        for (int k = 0; k < N; k++) total += m[k] = expf(m[k] - largest);
         const float share = reciprocal(total);
-        for (int k = 0; k < n; k++) row[k] = fmaf(row[k], share, eps);
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            if (k < n) row[k] = fmaf(m[k], share, eps);
     }
     __syncwarp();
     if (lane) return;
@@ -8365,12 +8379,14 @@ template <int N> static __device__ void sinkhorn(float *matrix, int n, int itera
             if (j < n && k < n) matrix[j * n + k] = m[j][k];
 }
 
-/* By a warp of its own: a row's mixes, to where the sublayer's end finds them. */
-template <int MULT> static __device__ void finish_mixes(const float (*of_warp)[MAX_MIXES + 1], const Streams &p, int row) {
+/* By a warp of its own: a row's mixes, to where the sublayer's end finds them. first: the terms of the lane's first one. */
+template <int MULT>
+static __device__ void finish_mixes(const float (*of_warp)[MAX_MIXES + WARP_SUMS], const Streams &p, int row, MixTerms first) {
     __shared__ float own[MAX_MIXES];
     const int mult = streams_of<MULT>(p);
-    const float squares = mix_sum(of_warp, p.fn.rows);
-    for (int i = lane_id(); i < p.fn.rows; i += 32) own[i] = make_mix(p, i, mix_sum(of_warp, i), squares);
+    const float squares = mix_sum(of_warp, p.squares);
+    for (int i = lane_id(); i < p.fn.rows; i += 32)
+        own[i] = make_mix(p, i, mix_sum(of_warp, i), squares, i < 32 ? first : load_terms(p, i));
     __syncwarp();
     if (p.fn.rows > mult) sinkhorn<MULT ? MULT : MAX_STREAMS>(own + 2 * mult, mult, p.iterations, p.eps);
     __syncwarp();
@@ -8379,13 +8395,14 @@ template <int MULT> static __device__ void finish_mixes(const float (*of_warp)[M
 
 /* The mixes that the streams enter the sublayer by: given, or the first of those that are made of these sums. */
 template <int N>
-static __device__ inline void find_entering(float (&entering)[N], const float (*of_warp)[MAX_MIXES + 1], const Streams &p, int row) {
+static __device__ inline void find_entering(float (&entering)[N], const float (*of_warp)[MAX_MIXES + WARP_SUMS], const Streams &p,
+                                            int row, MixTerms terms) {
     const int lane = lane_id();
     float mix = 0;
     if (p.entering != p.mixes) mix = lane < p.mult ? p.entering[(size_t)row * (size_t)p.n_mixes + (size_t)lane] : 0;
     else {
-        const float sum = mix_sum(of_warp, lane < p.mult ? lane : p.fn.rows), squares = __shfl_sync(~0u, sum, p.mult);
-        if (lane < p.mult) mix = make_mix(p, lane, sum, squares);
+        const float sum = mix_sum(of_warp, lane < p.mult ? lane : p.squares), squares = __shfl_sync(~0u, sum, p.mult);
+        if (lane < p.mult) mix = make_mix(p, lane, sum, squares, terms);
     }
 #pragma unroll
     for (int j = 0; j < N; j++) entering[j] = __shfl_sync(~0u, mix, j);
@@ -8416,34 +8433,31 @@ template <int MULT> static __device__ inline float4 norm_weight(const Streams &p
     return p.norm ? load_columns<MULT>(p.norm + at, p.hidden - at) : make_float4(1, 1, 1, 1);
 }
 
-/* What is added to the mixes, and what they are multiplied by, on its way to the L2 cache. */
-static __device__ inline void prefetch_mix_terms(const Streams &p) {
-    const float *from = lane_id() ? p.base + min(32 * (lane_id() - 1), p.fn.rows - 1) : p.scale;
-    if (lane_id() <= divide_up(MAX_MIXES, 32)) asm volatile("prefetch.global.L2 [%0];" :: "l"(from));
-}
-
 /* Grid: rows. */
 template <int MULT> static __global__ void __launch_bounds__(ENTER_THREADS + 32) enter_kernel(const __grid_constant__ Streams p) {
     enum { N = MULT ? MULT : MAX_STREAMS, FOURS = MULT ? ENTER_FOURS : 1, STEP = ENTER_THREADS * 4 };
     extern __shared__ __align__(16) float collapsed[];
-    __shared__ float of_warp[ENTER_WARPS][MAX_MIXES + 1];
+    __shared__ float of_warp[ENTER_WARPS][MAX_MIXES + WARP_SUMS];
     const int row = (int)blockIdx.x, at = warp_id() < ENTER_WARPS ? 4 * (int)threadIdx.x : p.hidden;
     float4 x[FOURS][N], weight[FOURS];
     let_next_start();
-    if (warp_id() == ENTER_WARPS && p.fn.rows) prefetch_mix_terms(p);
+    const MixTerms terms = load_terms(p, lane_id());
 #pragma unroll
     for (int i = 0; i < FOURS; i++) weight[i] = norm_weight<MULT>(p, at + i * STEP);
     wait_for_previous();
+    auto take = [&](int begin) {
 #pragma unroll
-    for (int i = 0; i < FOURS; i++) load_streams<MULT>(x[i], p, row, at + i * STEP);
-    if (warp_id() < ENTER_WARPS && p.fn.rows) add_sums(of_warp, p, row);
+        for (int i = 0; i < FOURS; i++) load_streams<MULT>(x[i], p, row, begin + i * STEP);
+    };
+    if (!p.fn.rows) take(at);
+    else if (warp_id() < ENTER_WARPS) add_sums(of_warp, p, row, [&] { take(at); });
     __syncthreads();
     if (warp_id() == ENTER_WARPS) {
-        if (p.fn.rows) finish_mixes<MULT>(of_warp, p, row);
+        if (p.fn.rows) finish_mixes<MULT>(of_warp, p, row, terms);
         return;
     }
     float entering[N], sum = 0;
-    find_entering(entering, of_warp, p, row);
+    find_entering(entering, of_warp, p, row, terms);
     for (int begin = at; true;) {
 #pragma unroll
         for (int i = 0; i < FOURS; i++)
@@ -8453,8 +8467,7 @@ template <int MULT> static __global__ void __launch_bounds__(ENTER_THREADS + 32)
                 *(float4 *)(collapsed + begin + i * STEP) = v;
             }
         if ((begin += FOURS * STEP) >= p.hidden) break;
-#pragma unroll
-        for (int i = 0; i < FOURS; i++) load_streams<MULT>(x[i], p, row, begin + i * STEP);
+        take(begin);
     }
     const float scale = p.norm ? 1 / sqrtf(sum_of_columns(sum) / (float)p.hidden + p.norm_eps) : 1;
     float *y = p.y + (size_t)row * (size_t)p.hidden;
@@ -8482,10 +8495,11 @@ static void mix_streams(float *y, float *streams, const float *branch, const flo
     Streams p = {.y = y, .streams = streams, .branch = branch, .leaving = leaving, .mixes = mixes, .sums = partials, .fn = {},
                  .base = NULL, .scale = NULL, .entering = entering, .norm = norm, .n_rows = n_rows, .mult = mult,
                  .hidden = config->hidden_size, .n_mixes = (2 + mult) * mult, .iterations = config->hc_sinkhorn_iters,
-                 .slices = divide_up(config->hidden_size, 4 * SLICE), .pitch = 0, .norm_eps = config->rms_norm_eps,
+                 .slices = divide_up(config->hidden_size, 4 * SLICE), .squares = 0, .pitch = 0, .norm_eps = config->rms_norm_eps,
                  .eps = config->hc_eps, .report = report, .place = place};
     if (weights) p.fn = weights->fn, p.base = weights->base, p.scale = weights->scale, p.n_mixes = weights->fn.rows;
-    p.pitch = divide_up(p.fn.rows + 1, 32) * 32;
+    p.squares = divide_up(p.fn.rows, WARP_SUMS) * WARP_SUMS;
+    p.pitch = divide_up(p.squares + 1, 32) * 32;
     const bool fours = p.hidden % 4 == 0 && ((uintptr_t)y | (uintptr_t)streams | (uintptr_t)branch | (uintptr_t)norm
                                              | (uintptr_t)p.fn.data) % 16 == 0
                        && (!weights || p.fn.dtype == DTYPE_F32);
