@@ -7296,77 +7296,86 @@ template <int KIND> struct RowPiece {
     }
 };
 
-/* Brings `tiles` tiles of the window or of the pool, the block's from number `turn` on. */
-template <int KIND, typename Source>
+/* Brings `tiles` tiles of the window or of the pool, the block's from number `turn` on. BOTH halves of a tile are on their way
+ * together where a thread has registers for two rows' pieces. */
+template <int KIND, bool BOTH, typename Source>
 static __device__ void bring_rows(HopperShared *shared, Source row_of, int bytes, int turn, int tiles) {
-    const int lane = threadIdx.x % 8, slot = threadIdx.x % PRODUCERS / 8;
-    auto row_of_step = [&](int step) { return row_of(min(step, 2 * tiles - 1) * HALF_KEYS + slot); };
-    auto fetch = [&](const uint8_t *row) {          /* it will be wanted soon: into the L2 cache */
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(row), "r"((bytes + 15) / 16 * 16) : "memory");
+    const int lane = threadIdx.x % 8, slot = threadIdx.x % PRODUCERS / 8, steps = 2 * tiles;
+    auto row_of_step = [&](int step) { return row_of(min(step, steps - 1) * HALF_KEYS + slot); };
+    auto fetch = [&](int step) {                    /* it will be wanted soon: into the L2 cache */
+        if (step < steps && lane == 0)
+            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
+                         :: "l"(row_of_step(step)), "r"((bytes + 15) / 16 * 16) : "memory");
     };
-    RowPiece<KIND> piece;
-    const uint8_t *row = row_of_step(0), *next = row_of_step(1);
+    RowPiece<KIND> pieces[BOTH ? 2 : 1];
     if (tiles <= 0) return;
-    if constexpr (KIND != ROW_BF16) {
+    const uint8_t *row = row_of_step(0), *next = row_of_step(1), *after = steps > 2 ? row_of_step(2) : next;
+    if constexpr (KIND != ROW_BF16)
 #pragma unroll
-        for (int b = 0; b < LATENT / 64; b++) piece.load_block(row, b, lane);
-        piece.load_rest(row, lane);
-    }
-    for (int step = 1; step < STEPS_AHEAD && lane == 0; step++) fetch(row_of_step(step));
-    for (int step = 0; step < 2 * tiles; step++) {
-        const int t = turn + step / 2, key = step % 2 * HALF_KEYS + slot;
-        uint8_t *tile = shared->tiles[t % 2];
-        if (lane == 0) fetch(row_of_step(step + STEPS_AHEAD));
-        const uint8_t *later = row_of_step(step + 2);
-        if (t > 1 && step % 2 == 0) wait_at(&shared->empty[t % 2], t / 2 - 1);
-        if constexpr (KIND == ROW_BF16) {
+        for (int half = 0; half < (BOTH ? 2 : 1); half++) {
 #pragma unroll
-            for (int b = 0; b < LATENT / 64; b++)
-                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                             :: "r"(shared_address(place_of(tile + b * COLUMN_BLOCK, key, lane))), "l"(row + b * 128 + lane * 16)
-                             : "memory");
-            if (step % 2) arrive_with_copies(&shared->full[t % 2]);
-        } else {
-#pragma unroll
-            for (int b = 0; b < LATENT / 64; b++) {
-                *(uint4 *)place_of(tile + b * COLUMN_BLOCK, key, lane) = piece.widened(b, lane);
-                piece.load_block(next, b, lane);
-            }
-            piece.load_rest(next, lane);
-            if (step % 2) {
-                show_to_products();
-                arrive_at(&shared->full[t % 2]);
-            }
+            for (int b = 0; b < LATENT / 64; b++) pieces[half].load_block(half ? next : row, b, lane);
+            pieces[half].load_rest(half ? next : row, lane);
         }
-        row = next, next = later;
-    }
+    for (int step = BOTH ? 2 : 1; step < STEPS_AHEAD; step++) fetch(step);
+    for (int tile = 0; tile < tiles; tile++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int step = 2 * tile + half, t = turn + tile, key = half * HALF_KEYS + slot;
+            uint8_t *to = shared->tiles[t % 2];
+            fetch(step + STEPS_AHEAD);
+            const uint8_t *later = step + 3 < steps ? row_of_step(step + 3) : after;
+            if (t > 1 && half == 0) wait_at(&shared->empty[t % 2], t / 2 - 1);
+            if constexpr (KIND == ROW_BF16) {
+#pragma unroll
+                for (int b = 0; b < LATENT / 64; b++)
+                    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                                 :: "r"(shared_address(place_of(to + b * COLUMN_BLOCK, key, lane))), "l"(row + b * 128 + lane * 16)
+                                 : "memory");
+                if (half) arrive_with_copies(&shared->full[t % 2]);
+            } else {
+                RowPiece<KIND> &piece = pieces[BOTH ? half : 0];
+                const uint8_t *coming = BOTH ? after : next;
+#pragma unroll
+                for (int b = 0; b < LATENT / 64; b++) {
+                    *(uint4 *)place_of(to + b * COLUMN_BLOCK, key, lane) = piece.widened(b, lane);
+                    piece.load_block(coming, b, lane);
+                }
+                piece.load_rest(coming, lane);
+                if (half) {
+                    show_to_products();
+                    arrive_at(&shared->full[t % 2]);
+                }
+            }
+            row = next, next = after, after = later;
+        }
     if constexpr (KIND == ROW_BF16) asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-template <typename Source>
+template <bool BOTH, typename Source>
 static __device__ void bring_kind(HopperShared *shared, const RowFormat &format, Source row_of, int turn, int tiles) {
     const int bytes = (int)format.bytes;
-    if (format.dtype == KV_BF16) bring_rows<ROW_BF16>(shared, row_of, bytes, turn, tiles);
-    else if (format.dtype == KV_F4) bring_rows<ROW_E2M1>(shared, row_of, bytes, turn, tiles);
-    else if (format.plain) bring_rows<ROW_E4M3_PLAIN>(shared, row_of, bytes, turn, tiles);
-    else bring_rows<ROW_E4M3>(shared, row_of, bytes, turn, tiles);
+    if (format.dtype == KV_BF16) bring_rows<ROW_BF16, BOTH>(shared, row_of, bytes, turn, tiles);
+    else if (format.dtype == KV_F4) bring_rows<ROW_E2M1, BOTH>(shared, row_of, bytes, turn, tiles);
+    else if (format.plain) bring_rows<ROW_E4M3_PLAIN, BOTH>(shared, row_of, bytes, turn, tiles);
+    else bring_rows<ROW_E4M3, BOTH>(shared, row_of, bytes, turn, tiles);
 }
 
 /* The block's tiles, the window's first. Behind the end of a list, where weights are 0, comes its last row again. */
-static __device__ void bring_windows(HopperShared *shared, const LatentTask<WindowKeys> &task) {
+template <bool BOTH> static __device__ void bring_windows(HopperShared *shared, const LatentTask<WindowKeys> &task) {
     const WindowKeys &keys = task.keys;
     const int own = max(min(keys.window_tiles() - task.first, task.tiles), 0),
               from = max(task.first - keys.window_tiles(), 0) * HOPPER_KEYS, at = task.first * HOPPER_KEYS;
-    if (own) bring_kind(shared, keys.trail_format, [&](int s) { return keys.window_row(min(at + s, keys.seen - 1)); }, 0, own);
+    if (own) bring_kind<BOTH>(shared, keys.trail_format, [&](int s) { return keys.window_row(min(at + s, keys.seen - 1)); }, 0, own);
     if (own < task.tiles)
-        bring_kind(shared, keys.format, [&](int s) { return keys.pool_row(min(from + s, keys.length - keys.seen - 1)); }, own,
-                   task.tiles - own);
+        bring_kind<BOTH>(shared, keys.format, [&](int s) { return keys.pool_row(min(from + s, keys.length - keys.seen - 1)); }, own,
+                         task.tiles - own);
 }
 
 /* By the consumers: the queries as bf16; heads that there are not are zeros. */
 template <typename Lists> static __device__ void load_query(HopperShared *shared, const LatentTask<Lists> &task) {
     const int width = Lists::WIDTH;
-#pragma unroll 12
+#pragma unroll width == LATENT ? 16 : 12             /* a rest would come one after the other */
     for (int i = threadIdx.x; i < LATENT_HEADS * width / 4; i += CONSUMERS) {
         const int head = i / (width / 4), j = i % (width / 4) * 4;
         const float4 four = head < task.n_heads ? *(const float4 *)(task.q + head * width + j) : make_float4(0, 0, 0, 0);
@@ -7591,7 +7600,7 @@ hopper_kernel(const __grid_constant__ Lists lists, float *z, const float *q, int
     else __syncthreads();
     if (group >= CONSUMERS / 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"((int)PRODUCER_REGISTERS));
-        if constexpr (std::is_same_v<Lists, WindowKeys>) bring_windows(shared, task);
+        if constexpr (std::is_same_v<Lists, WindowKeys>) bring_windows<false>(shared, task);
         else if constexpr (FP8) bring_fp8<PAIR>(shared, task);
         else bring_bf16(shared, task);
     } else if (group == 0) {
@@ -7705,7 +7714,7 @@ weigh_lists_kernel(const __grid_constant__ Lists lists, Weighed to, const float 
     }
     __syncthreads();
     if (group >= CONSUMERS / 128) {
-        if constexpr (std::is_same_v<Lists, WindowKeys>) bring_windows(shared, task);
+        if constexpr (std::is_same_v<Lists, WindowKeys>) bring_windows<true>(shared, task);
         else if constexpr (FP8) bring_fp8<false>(shared, task);
         else bring_bf16(shared, task);
         return;
