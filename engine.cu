@@ -2836,6 +2836,8 @@ static __device__ inline uint32_t in_order(float x) {
     return bits >> 31 ? ~bits : bits | 0x80000000;
 }
 
+enum { ROUTE_THREADS = 256 };
+
 struct Router {
     int *picks;
     float *weights;
@@ -2910,11 +2912,12 @@ template <int EACH> static __device__ inline Candidate best_of(const Candidate (
     return best[0];
 }
 
-/* A warp takes a row, a lane EACH neighbouring experts. */
+/* A thread block takes a row: all its threads make scores, and then the first warp chooses, a lane among EACH neighbours. */
 template <int EACH> static __global__ void route_kernel(const __grid_constant__ Router router) {
-    extern __shared__ float chosen[];               /* [per_token] scores, and what limit_groups() needs */
+    extern __shared__ float chosen[];               /* [per_token] scores, what limit_groups() needs, and all scores */
     const int lane = lane_id(), first = lane * EACH;
-    const float *logits = router.logits + (size_t)blockIdx.x * (size_t)router.experts + first;
+    const float *logits = router.logits + (size_t)blockIdx.x * (size_t)router.experts;
+    float *scores = chosen + router.per_token + router.experts + 3 * router.groups;
     int *picks = router.picks + (size_t)blockIdx.x * (size_t)router.per_token;
     float *weights = router.weights + (size_t)blockIdx.x * (size_t)router.per_token;
     float score[EACH], choice[EACH] = {}, total = 0;
@@ -2924,11 +2927,12 @@ template <int EACH> static __global__ void route_kernel(const __grid_constant__ 
     for (int j = 0; j < EACH && !router.table; j += 4)
         *(float4 *)(choice + j) = load_four(router.bias + first + j, router.experts - first - j);
     wait_for_previous();
-#pragma unroll
-    for (int j = 0; j < EACH; j += 4) *(float4 *)(score + j) = load_four(logits + j, router.experts - first - j);
+    for (int e = (int)threadIdx.x; e < router.experts; e += ROUTE_THREADS) scores[e] = router_score(router, logits[e]);
+    __syncthreads();
+    if (warp_id()) return;
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
-        score[j] = router_score(router, score[j]);
+        score[j] = first + j < router.experts ? scores[first + j] : 0;
         choice[j] += score[j];                      /* the bias balances the load: it chooses, it does not weigh */
         if (isnan(choice[j])) choice[j] = INFINITY, score[j] = NAN;         /* chosen, so that it shows */
         choice[j] = fmaxf(choice[j], -1e30f);       /* -inf marks what is out of the race */
@@ -2937,7 +2941,7 @@ template <int EACH> static __global__ void route_kernel(const __grid_constant__ 
     if (router.table)
         for (int i = lane; i < router.per_token; i += 32) {
             picks[i] = router.table[(size_t)router.rows[blockIdx.x].token * (size_t)router.per_token + (size_t)i];
-            chosen[i] = router_score(router, logits[picks[i] - first]);
+            chosen[i] = scores[picks[i]];
         }
 #pragma unroll
     for (int j = 0; j < EACH; j++) candidates[j] = {first + j < router.experts ? in_order(choice[j]) : 0, score[j], j};
@@ -2961,9 +2965,9 @@ template <int EACH> static __global__ void route_kernel(const __grid_constant__ 
 static void launch_route(const Router &router, int n_rows) {
     if (n_rows <= 0) return;
     const auto kernel = router.experts <= 256 ? route_kernel<8> : router.experts <= 512 ? route_kernel<16> : route_kernel<128>;
-    const size_t shared = ((size_t)router.per_token + (size_t)router.experts + 3 * (size_t)router.groups) * sizeof(float);
+    const size_t shared = ((size_t)router.per_token + 2 * (size_t)router.experts + 3 * (size_t)router.groups) * sizeof(float);
     allow_shared(kernel, shared);
-    launch(kernel, (unsigned)n_rows, 32, shared, router);
+    launch(kernel, (unsigned)n_rows, ROUTE_THREADS, shared, router);
 }
 
 static void route(int *picks, float *weights, const float *logits, const float *bias, int n_rows, const Config *config) {
