@@ -7376,15 +7376,30 @@ template <bool BOTH> static __device__ void bring_windows(HopperShared *shared, 
                          task.tiles - own);
 }
 
-/* By the consumers: the queries as bf16; heads that there are not are zeros. */
+/* By the consumers: the queries as bf16; heads that there are not are zeros. A warp takes every eighth head, so that of where its
+ * values go all but a constant is the same for all of them. */
 template <typename Lists> static __device__ void load_query(HopperShared *shared, const LatentTask<Lists> &task) {
-    const int width = Lists::WIDTH;
-#pragma unroll width == LATENT ? 16 : 12             /* a rest would come one after the other */
-    for (int i = threadIdx.x; i < LATENT_HEADS * width / 4; i += CONSUMERS) {
-        const int head = i / (width / 4), j = i % (width / 4) * 4;
-        const float4 four = head < task.n_heads ? *(const float4 *)(task.q + head * width + j) : make_float4(0, 0, 0, 0);
-        *(uint2 *)(shared->query + j / 64 * COLUMN_BLOCK + head * 128 + (j / 8 % 8 ^ head % 8) * 16 + j % 8 * 2) =
-            make_uint2(pair_bf16(four.x, four.y), pair_bf16(four.z, four.w));
+    enum { WIDTH = Lists::WIDTH, FOURS = (WIDTH + 127) / 128, WARPS = CONSUMERS / 32, AT_ONCE = WIDTH == LATENT ? 4 : 2 };
+    static_assert(WARPS == 8, "heads of a warp are swizzled alike");
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const float *from = task.q + warp * WIDTH + lane * 4;
+    uint8_t *to = shared->query + lane / 16 * COLUMN_BLOCK + warp * 128 + (lane / 2 % 8 ^ warp) * 16 + lane % 2 * 8;
+#pragma unroll 1
+    for (int first = 0; first < LATENT_HEADS; first += WARPS * AT_ONCE, from += WARPS * AT_ONCE * WIDTH, to += WARPS * AT_ONCE * 128) {
+        float4 four[AT_ONCE][FOURS] = {};
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+#pragma unroll
+            for (int c = 0; c < FOURS; c++)
+                if (first + i * WARPS + warp < task.n_heads && lane * 4 + c * 128 < WIDTH)
+                    four[i][c] = *(const float4 *)(from + i * WARPS * WIDTH + c * 128);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+#pragma unroll
+            for (int c = 0; c < FOURS; c++)
+                if (lane * 4 + c * 128 < WIDTH)
+                    *(uint2 *)(to + i * WARPS * 128 + c * 2 * COLUMN_BLOCK) =
+                        make_uint2(pair_bf16(four[i][c].x, four[i][c].y), pair_bf16(four[i][c].z, four[i][c].w));
     }
     show_to_products();
     consumers_wait(QUERY_READY);
@@ -7626,7 +7641,7 @@ hopper_kernel(const __grid_constant__ Lists lists, float *z, const float *q, int
 enum {
     LIST_GROUPS = LATENT_HEADS / 16,
     FEW_LISTS = 36,             /* rows and groups of 64 heads, that leave multiprocessors idle when each has a thread block; */
-    FEW_WINDOWS = 24,           /* and the same of windows, whose lists are shorter */
+    FEW_WINDOWS = 32,           /* and the same of windows, whose lists are shorter */
     ADDERS = 512,               /* threads */
     KEY_STEPS = HOPPER_KEYS / 16, VALUE_PAIRS = LATENT / 16,    /* products of a tile: over 16 keys, for twice eight values */
 };
@@ -7824,7 +7839,7 @@ add_lists_kernel(const __grid_constant__ Lists lists, float *z, Weighed from, in
         if (summer < 0) adding.find_joining(shared, &maximum, scale * LOG2_E);
         adding.multiply(shared);
         __syncthreads();
-        adding.load(first + A::TILES);
+        if (first + A::TILES < tiles) adding.load(first + A::TILES);
         if (summer >= 0 && summer < A::HEADS * 4)
 #pragma unroll
             for (int t = 0; t < A::TILES; t++)
