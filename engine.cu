@@ -3645,7 +3645,8 @@ static __device__ void multiply_exactly(float total[4], const Experts &e, const 
 #pragma unroll 1
         for (int k = begin; k < min(begin + EXACT_SEGMENT, cols); k += EXACT_STEP) {
             float w[EXACT_STEP], v[4][EXACT_STEP];
-            const float of_block = stored == DTYPE_F8_E4M3 ? scale[k / block] : stored == DTYPE_F4_E2M1 ? widen_e8m0(exponents[k / block]) : 1;
+            const float of_block = stored == DTYPE_F8_E4M3   ? scale[k / block]
+                                   : stored == DTYPE_F4_E2M1 ? widen_e8m0(exponents[k / block]) : 1;
             load_weights(w, data, k, cols - k, stored);
 #pragma unroll
             for (int c = 0; c < 4; c++)
@@ -4090,7 +4091,7 @@ static __device__ inline float cached_value(const uint8_t *row, const RowFormat 
     return code * cached_scale(row, format, i / format.group);
 }
 
-/* Values i and the next seven of a row that has `count` of them; zeros behind. Those that need no scale are on their way together. */
+/* Values i and the next seven of a row that has `count` of them; zeros behind. What needs no scale is on its way together. */
 static __device__ inline void cached_eight(float (&v)[8], const uint8_t *row, const RowFormat &format, int i, int count) {
     if (format.dtype == KV_F32)
 #pragma unroll
@@ -6008,13 +6009,13 @@ static __device__ float fold_value(float total, float next, float2 shares) {
     return __fmaf_rn(next, shares.y, __fmul_rn(total, shares.x));
 }
 
-/* ---- any shape: a warp for a head and tile, a lane for each key of it, then for each value. As many tiles of a chunk as there is
- * room for are in shared memory at a time. What is summed up by itself is a tile; tiles join in their order, so that it changes no
- * bit how many heads a thread block has: all of its warps', or, where rows are few, one. */
+/* ---- any shape: a warp for a head and tile, a lane for each key of it, then for each value. As many tiles of a chunk as there
+ * is room for are in shared memory at a time. What is summed up by itself is a tile; tiles join in their order, so that no bit
+ * depends on how many heads a thread block has: one for each warp, or, where rows are few, one. */
 
 struct TilePart { float maximum, sum, values[]; };     /* of a tile and head, in shared memory: value_dim values */
 
-/* Keys [first, first + n) of the list, of which rows[] says where they lie, go to shared memory, and values if they are others. */
+/* So many values of keys [first, first + n) of the list, from `start` on, go to shared memory; rows[] says where the keys lie. */
 template <typename Keys>
 static __device__ inline void stage_keys(float *to, int pitch, const uint8_t *const *rows, const Keys &keys, int first, int n,
                                          int start, int dim) {
@@ -6055,6 +6056,20 @@ static __device__ inline void attend_tile(TilePart *part, const float *query, co
     }
 }
 
+/* Tiles join what a head has so far, of which a thread has every step-th value from `first` on. */
+static __device__ inline void join_tiles(float (&total)[LANE_VALUES], float *maximum, float *sum, const float *parts, int tiles,
+                                         int first, int step, int value_dim) {
+    for (int tile = 0; tile < tiles; tile++) {
+        const TilePart *part = (const TilePart *)(parts + tile * (value_dim + 2));
+        const float2 shares = fold_chunk(maximum, sum, part->maximum, part->sum);
+#pragma unroll
+        for (int i = 0; i < LANE_VALUES; i++) {
+            if (step * i >= value_dim) break;
+            if (first + step * i < value_dim) total[i] = fold_value(total[i], part->values[first + step * i], shares);
+        }
+    }
+}
+
 /* Grid: rows, groups of `each` heads of a key/value head, and thread blocks that share lists. */
 template <typename Keys>
 static __global__ void __launch_bounds__(32 * ATTEND_WARPS)
@@ -6062,14 +6077,14 @@ attend_kernel(Keys lists, Attend a, int key_dim, int value_dim, int each, int mo
     begin_kernel();
     extern __shared__ float attend_shared[];
     __shared__ const uint8_t *rows[SPLIT_KEYS];
-    const int r = a.first_row + blockIdx.x, group = a.heads / a.kv_heads, blocks = divide_up(group, each), kv = blockIdx.y / blocks,
-              team = ATTEND_WARPS / each, own = warp_id() / team, within = (int)threadIdx.x % (32 * team),
-              member = blockIdx.y % blocks * each + own, head = kv * group + member;
+    const int r = a.first_row + blockIdx.x, group = a.heads / a.kv_heads, blocks = divide_up(group, each),
+              kv = blockIdx.y / blocks, team = ATTEND_WARPS / each, own = warp_id() / team,
+              within = (int)threadIdx.x % (32 * team), member = blockIdx.y % blocks * each + own, head = kv * group + member;
     const int key_pitch = key_dim + 1; /* 32 lanes read the same value of 32 keys: odd pitches keep them apart */
     const int value_pitch = Keys::shared ? key_pitch : value_dim, room = most_tiles * TILE_KEYS, part_floats = value_dim + 2;
-    float *key_tile = attend_shared, *query = key_tile + room * key_pitch + own * key_dim,
-          *value_tile = Keys::shared ? key_tile : key_tile + room * key_pitch + each * key_dim,
-          *parts = key_tile + room * key_pitch + each * key_dim + (Keys::shared ? 0 : room * value_dim) + own * most_tiles * part_floats;
+    float *key_tile = attend_shared, *queries = key_tile + room * key_pitch, *query = queries + own * key_dim,
+          *behind = queries + each * key_dim, *value_tile = Keys::shared ? key_tile : behind,
+          *parts = behind + (Keys::shared ? 0 : room * value_dim) + own * most_tiles * part_floats;
     const Keys keys = lists.of(r);
     const bool works = member < group, writes = !a.parts || std::is_same_v<Keys, WindowKeys>;
     for (int j = within; j < key_dim && works; j += 32 * team) query[j] = a.q[((size_t)r * a.heads + head) * key_dim + j];
@@ -6086,7 +6101,8 @@ attend_kernel(Keys lists, Attend a, int key_dim, int value_dim, int each, int mo
             __syncthreads();
             stage_keys(key_tile, key_pitch, rows + (first - begin), keys, first, n, keys.start(kv), key_dim);
             if (!Keys::shared)
-                stage_keys(value_tile, value_pitch, rows + (first - begin), keys, first, n, keys.start(a.kv_heads + kv), value_dim);
+                stage_keys(value_tile, value_pitch, rows + (first - begin), keys, first, n, keys.start(a.kv_heads + kv),
+                           value_dim);
             __syncthreads();
             for (int tile = within / 32; tile * TILE_KEYS < n && works; tile += team) {
                 const int at = tile * TILE_KEYS, s = at + lane_id();
@@ -6095,16 +6111,7 @@ attend_kernel(Keys lists, Attend a, int key_dim, int value_dim, int each, int mo
                             s < n && first + s >= keys.first, a.scale);
             }
             __syncthreads();
-            for (int tile = 0; tile * TILE_KEYS < n && works; tile++) {
-                const TilePart *part = (const TilePart *)(parts + tile * part_floats);
-                const float2 shares = fold_chunk(&maximum, &sum, part->maximum, part->sum);
-#pragma unroll
-                for (int i = 0; i < LANE_VALUES; i++) {
-                    if (32 * team * i >= value_dim) break;
-                    if (within + 32 * team * i < value_dim)
-                        total[i] = fold_value(total[i], part->values[within + 32 * team * i], shares);
-                }
-            }
+            if (works) join_tiles(total, &maximum, &sum, parts, divide_up(n, TILE_KEYS), within, 32 * team, value_dim);
         }
         if (!works) continue;
         float *part = a.parts ? partial_of(a.parts, blockIdx.x, head, a.heads, chunk, a.chunks, value_dim) : NULL,
@@ -7300,80 +7307,75 @@ template <int KIND> struct RowPiece {
     }
 };
 
-/* Brings `tiles` tiles of the window or of the pool, the block's from number `turn` on. BOTH halves of a tile are on their way
- * together where a thread has registers for two rows' pieces. */
-template <int KIND, bool BOTH, typename Source>
+/* Brings `tiles` tiles of the window or of the pool, the block's from number `turn` on. */
+template <int KIND, typename Source>
 static __device__ void bring_rows(HopperShared *shared, Source row_of, int bytes, int turn, int tiles) {
     const int lane = threadIdx.x % 8, slot = threadIdx.x % PRODUCERS / 8, steps = 2 * tiles;
-    auto row_of_step = [&](int step) { return row_of(min(step, steps - 1) * HALF_KEYS + slot); };
+    auto row_of_step = [&](int step) { return row_of(step * HALF_KEYS + slot); };
     auto fetch = [&](int step) {                    /* it will be wanted soon: into the L2 cache */
         if (step < steps && lane == 0)
             asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
                          :: "l"(row_of_step(step)), "r"((bytes + 15) / 16 * 16) : "memory");
     };
-    RowPiece<KIND> pieces[BOTH ? 2 : 1];
+    RowPiece<KIND> piece;
     if (tiles <= 0) return;
-    const uint8_t *row = row_of_step(0), *next = row_of_step(1), *after = steps > 2 ? row_of_step(2) : next;
-    if constexpr (KIND != ROW_BF16)
+    const uint8_t *row = row_of_step(0), *next = row_of_step(1);
+    if constexpr (KIND != ROW_BF16) {
 #pragma unroll
-        for (int half = 0; half < (BOTH ? 2 : 1); half++) {
+        for (int b = 0; b < LATENT / 64; b++) piece.load_block(row, b, lane);
+        piece.load_rest(row, lane);
+    }
+#pragma unroll 1
+    for (int step = 1; step < STEPS_AHEAD; step++) fetch(step);
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+        const int t = turn + step / 2, key = step % 2 * HALF_KEYS + slot;
+        uint8_t *tile = shared->tiles[t % 2];
+        fetch(step + STEPS_AHEAD);
+        const uint8_t *later = step + 2 < steps ? row_of_step(step + 2) : next;
+        if (t > 1 && step % 2 == 0) wait_at(&shared->empty[t % 2], t / 2 - 1);
+        if constexpr (KIND == ROW_BF16) {
 #pragma unroll
-            for (int b = 0; b < LATENT / 64; b++) pieces[half].load_block(half ? next : row, b, lane);
-            pieces[half].load_rest(half ? next : row, lane);
-        }
-    for (int step = BOTH ? 2 : 1; step < STEPS_AHEAD; step++) fetch(step);
-    for (int tile = 0; tile < tiles; tile++)
+            for (int b = 0; b < LATENT / 64; b++)
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                             :: "r"(shared_address(place_of(tile + b * COLUMN_BLOCK, key, lane))), "l"(row + b * 128 + lane * 16)
+                             : "memory");
+            if (step % 2) arrive_with_copies(&shared->full[t % 2]);
+        } else {
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int step = 2 * tile + half, t = turn + tile, key = half * HALF_KEYS + slot;
-            uint8_t *to = shared->tiles[t % 2];
-            fetch(step + STEPS_AHEAD);
-            const uint8_t *later = step + 3 < steps ? row_of_step(step + 3) : after;
-            if (t > 1 && half == 0) wait_at(&shared->empty[t % 2], t / 2 - 1);
-            if constexpr (KIND == ROW_BF16) {
-#pragma unroll
-                for (int b = 0; b < LATENT / 64; b++)
-                    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                                 :: "r"(shared_address(place_of(to + b * COLUMN_BLOCK, key, lane))), "l"(row + b * 128 + lane * 16)
-                                 : "memory");
-                if (half) arrive_with_copies(&shared->full[t % 2]);
-            } else {
-                RowPiece<KIND> &piece = pieces[BOTH ? half : 0];
-                const uint8_t *coming = BOTH ? after : next;
-#pragma unroll
-                for (int b = 0; b < LATENT / 64; b++) {
-                    *(uint4 *)place_of(to + b * COLUMN_BLOCK, key, lane) = piece.widened(b, lane);
-                    piece.load_block(coming, b, lane);
-                }
-                piece.load_rest(coming, lane);
-                if (half) {
-                    show_to_products();
-                    arrive_at(&shared->full[t % 2]);
-                }
+            for (int b = 0; b < LATENT / 64; b++) {
+                *(uint4 *)place_of(tile + b * COLUMN_BLOCK, key, lane) = piece.widened(b, lane);
+                piece.load_block(next, b, lane);
             }
-            row = next, next = after, after = later;
+            piece.load_rest(next, lane);
+            if (step % 2) {
+                show_to_products();
+                arrive_at(&shared->full[t % 2]);
+            }
         }
+        row = next, next = later;
+    }
     if constexpr (KIND == ROW_BF16) asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-template <bool BOTH, typename Source>
+template <typename Source>
 static __device__ void bring_kind(HopperShared *shared, const RowFormat &format, Source row_of, int turn, int tiles) {
     const int bytes = (int)format.bytes;
-    if (format.dtype == KV_BF16) bring_rows<ROW_BF16, BOTH>(shared, row_of, bytes, turn, tiles);
-    else if (format.dtype == KV_F4) bring_rows<ROW_E2M1, BOTH>(shared, row_of, bytes, turn, tiles);
-    else if (format.plain) bring_rows<ROW_E4M3_PLAIN, BOTH>(shared, row_of, bytes, turn, tiles);
-    else bring_rows<ROW_E4M3, BOTH>(shared, row_of, bytes, turn, tiles);
+    if (format.dtype == KV_BF16) bring_rows<ROW_BF16>(shared, row_of, bytes, turn, tiles);
+    else if (format.dtype == KV_F4) bring_rows<ROW_E2M1>(shared, row_of, bytes, turn, tiles);
+    else if (format.plain) bring_rows<ROW_E4M3_PLAIN>(shared, row_of, bytes, turn, tiles);
+    else bring_rows<ROW_E4M3>(shared, row_of, bytes, turn, tiles);
 }
 
 /* The block's tiles, the window's first. Behind the end of a list, where weights are 0, comes its last row again. */
-template <bool BOTH> static __device__ void bring_windows(HopperShared *shared, const LatentTask<WindowKeys> &task) {
+static __device__ void bring_windows(HopperShared *shared, const LatentTask<WindowKeys> &task) {
     const WindowKeys &keys = task.keys;
     const int own = max(min(keys.window_tiles() - task.first, task.tiles), 0),
               from = max(task.first - keys.window_tiles(), 0) * HOPPER_KEYS, at = task.first * HOPPER_KEYS;
-    if (own) bring_kind<BOTH>(shared, keys.trail_format, [&](int s) { return keys.window_row(min(at + s, keys.seen - 1)); }, 0, own);
+    if (own) bring_kind(shared, keys.trail_format, [&](int s) { return keys.window_row(min(at + s, keys.seen - 1)); }, 0, own);
     if (own < task.tiles)
-        bring_kind<BOTH>(shared, keys.format, [&](int s) { return keys.pool_row(min(from + s, keys.length - keys.seen - 1)); }, own,
-                         task.tiles - own);
+        bring_kind(shared, keys.format, [&](int s) { return keys.pool_row(min(from + s, keys.length - keys.seen - 1)); }, own,
+                   task.tiles - own);
 }
 
 /* By the consumers: the queries as bf16; heads that there are not are zeros. A warp takes every eighth head, so that of where its
@@ -7385,7 +7387,7 @@ template <typename Lists> static __device__ void load_query(HopperShared *shared
     const float *from = task.q + warp * WIDTH + lane * 4;
     uint8_t *to = shared->query + lane / 16 * COLUMN_BLOCK + warp * 128 + (lane / 2 % 8 ^ warp) * 16 + lane % 2 * 8;
 #pragma unroll 1
-    for (int first = 0; first < LATENT_HEADS; first += WARPS * AT_ONCE, from += WARPS * AT_ONCE * WIDTH, to += WARPS * AT_ONCE * 128) {
+    for (int first = 0; first < LATENT_HEADS; first += WARPS * AT_ONCE) {
         float4 four[AT_ONCE][FOURS] = {};
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++)
@@ -7400,6 +7402,7 @@ template <typename Lists> static __device__ void load_query(HopperShared *shared
                 if (lane * 4 + c * 128 < WIDTH)
                     *(uint2 *)(to + i * WARPS * 128 + c * 2 * COLUMN_BLOCK) =
                         make_uint2(pair_bf16(four[i][c].x, four[i][c].y), pair_bf16(four[i][c].z, four[i][c].w));
+        from += WARPS * AT_ONCE * WIDTH, to += WARPS * AT_ONCE * 128;
     }
     show_to_products();
     consumers_wait(QUERY_READY);
@@ -7619,7 +7622,7 @@ hopper_kernel(const __grid_constant__ Lists lists, float *z, const float *q, int
     else __syncthreads();
     if (group >= CONSUMERS / 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"((int)PRODUCER_REGISTERS));
-        if constexpr (std::is_same_v<Lists, WindowKeys>) bring_windows<false>(shared, task);
+        if constexpr (std::is_same_v<Lists, WindowKeys>) bring_windows(shared, task);
         else if constexpr (FP8) bring_fp8<PAIR>(shared, task);
         else bring_bf16(shared, task);
     } else if (group == 0) {
@@ -7733,7 +7736,7 @@ weigh_lists_kernel(const __grid_constant__ Lists lists, Weighed to, const float 
     }
     __syncthreads();
     if (group >= CONSUMERS / 128) {
-        if constexpr (std::is_same_v<Lists, WindowKeys>) bring_windows<true>(shared, task);
+        if constexpr (std::is_same_v<Lists, WindowKeys>) bring_windows(shared, task);
         else if constexpr (FP8) bring_fp8<false>(shared, task);
         else bring_bf16(shared, task);
         return;
@@ -7919,17 +7922,18 @@ static void attend_split(const Attend &a, int value_dim, int longest, int side, 
 
 /* In f32. */
 template <typename Keys> static void attend(const Keys &keys, const Attend &a, int key_dim, int value_dim, int longest) {
-    const int each = a.n_rows * a.heads <= 4 * gpu.multiprocessors ? 1 : (int)ATTEND_WARPS, chunks = divide_up(longest, SPLIT_KEYS),
-              blocks = a.kv_heads * divide_up(a.heads / a.kv_heads, each), side = chunks < 64 ? chunks : 64;
+    const int each = a.n_rows * a.heads <= 4 * gpu.multiprocessors ? 1 : (int)ATTEND_WARPS,
+              blocks = a.kv_heads * divide_up(a.heads / a.kv_heads, each), chunks = divide_up(longest, SPLIT_KEYS),
+              side = chunks < 64 ? chunks : 64, width = key_dim + 1 + (Keys::shared ? 0 : value_dim);
     const size_t queries = (size_t)(each * key_dim) * sizeof(float),
-                 of_tile = (size_t)(TILE_KEYS * (key_dim + 1 + (Keys::shared ? 0 : value_dim)) + each * (value_dim + 2)) * sizeof(float);
+                 of_tile = (size_t)(TILE_KEYS * width + each * (value_dim + 2)) * sizeof(float);
     int tiles = SPLIT_KEYS / TILE_KEYS;             /* in shared memory, of which two blocks have half each if they can */
     while (tiles > 1 && queries + tiles * of_tile > gpu.shared_per_block / 2) tiles--;
     const size_t bytes = queries + tiles * of_tile;
     attend_split(a, value_dim, longest, side, [&](const Attend &part) {
         allow_shared(attend_kernel<Keys>, bytes);
-        launch(attend_kernel<Keys>, dim3(part.n_rows, blocks, side), 32 * ATTEND_WARPS, bytes, keys, part, key_dim, value_dim, each,
-               tiles);
+        launch(attend_kernel<Keys>, dim3(part.n_rows, blocks, side), 32 * ATTEND_WARPS, bytes, keys, part, key_dim, value_dim,
+               each, tiles);
     });
 }
 
@@ -8132,7 +8136,7 @@ enum {
     STREAM_ROWS = 32,               /* rows that it takes */
     STREAM_THREADS = STREAM_ROWS * SLICE, STREAM_WARPS = STREAM_THREADS / 32,
     WARP_SUMS = 4, WARP_ROWS = 8,   /* sums over a slice that a warp makes at a time: one for each lane */
-    ENTER_WARPS = 16, ENTER_THREADS = 32 * ENTER_WARPS,     /* of a row in the second; and one more warp that finishes the mixes */
+    ENTER_WARPS = 16, ENTER_THREADS = 32 * ENTER_WARPS,     /* of a row in the second; one more warp finishes the mixes */
     ENTER_FOURS = 3,                /* of columns that a thread has on their way */
     SLICES_COMING = 10,             /* and slices */
     MAX_MIXES = (2 + MAX_STREAMS) * MAX_STREAMS,
@@ -8141,7 +8145,7 @@ enum {
 struct Streams {
     float *y, *streams;
     const float *branch, *leaving;
-    float *mixes, *sums;            /* sums: [rows, slices, pitch] a slice's part of the products, and at `squares` of the squares */
+    float *mixes, *sums;            /* sums: [rows, slices, pitch] a slice's part of the products, at `squares` of the squares */
     Matrix fn;                      /* no rows: no mixes are made */
     const float *base, *scale, *entering, *norm;
     int n_rows, mult, hidden, n_mixes, iterations;
@@ -8295,7 +8299,8 @@ template <int MULT> static __global__ void __launch_bounds__(STREAM_THREADS) str
     enum { MOST = MULT ? MULT : MAX_STREAMS };
     __shared__ float4 staged[STREAM_ROWS * MOST * SLICE];
     __shared__ float leaving[STREAM_ROWS * (2 + MOST) * MOST];
-    const int begin = (int)blockIdx.x * SLICE * 4, first = (int)blockIdx.y * STREAM_ROWS, rows = min((int)STREAM_ROWS, p.n_rows - first);
+    const int begin = (int)blockIdx.x * SLICE * 4, first = (int)blockIdx.y * STREAM_ROWS,
+              rows = min((int)STREAM_ROWS, p.n_rows - first);
     float4 w[WARP_SUMS];
     let_next_start();
     if (MULT && p.fn.rows) load_mix_weights<MULT>(w, p, warp_id() * WARP_SUMS, lane_id(), begin);
@@ -8345,7 +8350,8 @@ static __device__ inline MixTerms load_terms(const Streams &p, int i) {
 
 /* The i-th mix as it is before Sinkhorn's iteration, of its product and of the sum of the squares. */
 static __device__ inline float make_mix(const Streams &p, int i, float product, float squares, MixTerms terms) {
-    const float mix = fmaf(product, rsqrtf(squares / (float)p.fn.cols + p.norm_eps) * terms.scale, terms.base), share = sigmoid(mix);
+    const float norm = rsqrtf(squares / (float)p.fn.cols + p.norm_eps), mix = fmaf(product, norm * terms.scale, terms.base),
+                share = sigmoid(mix);
     return i < p.mult ? share + p.eps : i < 2 * p.mult ? 2 * share : mix;
 }
 
