@@ -2836,6 +2836,8 @@ static __device__ inline uint32_t in_order(float x) {
     return bits >> 31 ? ~bits : bits | 0x80000000;
 }
 
+enum { ROUTE_THREADS = 256 };
+
 struct Router {
     int *picks;
     float *weights;
@@ -2910,11 +2912,12 @@ template <int EACH> static __device__ inline Candidate best_of(const Candidate (
     return best[0];
 }
 
-/* A warp takes a row, a lane EACH neighbouring experts. */
+/* A thread block takes a row: all its threads make scores, and then the first warp chooses, a lane among EACH neighbours. */
 template <int EACH> static __global__ void route_kernel(const __grid_constant__ Router router) {
-    extern __shared__ float chosen[];               /* [per_token] scores, and what limit_groups() needs */
+    extern __shared__ float chosen[];               /* [per_token] scores, what limit_groups() needs, and all scores */
     const int lane = lane_id(), first = lane * EACH;
-    const float *logits = router.logits + (size_t)blockIdx.x * (size_t)router.experts + first;
+    const float *logits = router.logits + (size_t)blockIdx.x * (size_t)router.experts;
+    float *scores = chosen + router.per_token + router.experts + 3 * router.groups;
     int *picks = router.picks + (size_t)blockIdx.x * (size_t)router.per_token;
     float *weights = router.weights + (size_t)blockIdx.x * (size_t)router.per_token;
     float score[EACH], choice[EACH] = {}, total = 0;
@@ -2924,11 +2927,12 @@ template <int EACH> static __global__ void route_kernel(const __grid_constant__ 
     for (int j = 0; j < EACH && !router.table; j += 4)
         *(float4 *)(choice + j) = load_four(router.bias + first + j, router.experts - first - j);
     wait_for_previous();
-#pragma unroll
-    for (int j = 0; j < EACH; j += 4) *(float4 *)(score + j) = load_four(logits + j, router.experts - first - j);
+    for (int e = (int)threadIdx.x; e < router.experts; e += ROUTE_THREADS) scores[e] = router_score(router, logits[e]);
+    __syncthreads();
+    if (warp_id()) return;
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
-        score[j] = router_score(router, score[j]);
+        score[j] = first + j < router.experts ? scores[first + j] : 0;
         choice[j] += score[j];                      /* the bias balances the load: it chooses, it does not weigh */
         if (isnan(choice[j])) choice[j] = INFINITY, score[j] = NAN;         /* chosen, so that it shows */
         choice[j] = fmaxf(choice[j], -1e30f);       /* -inf marks what is out of the race */
@@ -2937,7 +2941,7 @@ template <int EACH> static __global__ void route_kernel(const __grid_constant__ 
     if (router.table)
         for (int i = lane; i < router.per_token; i += 32) {
             picks[i] = router.table[(size_t)router.rows[blockIdx.x].token * (size_t)router.per_token + (size_t)i];
-            chosen[i] = router_score(router, logits[picks[i] - first]);
+            chosen[i] = scores[picks[i]];
         }
 #pragma unroll
     for (int j = 0; j < EACH; j++) candidates[j] = {first + j < router.experts ? in_order(choice[j]) : 0, score[j], j};
@@ -2961,9 +2965,9 @@ template <int EACH> static __global__ void route_kernel(const __grid_constant__ 
 static void launch_route(const Router &router, int n_rows) {
     if (n_rows <= 0) return;
     const auto kernel = router.experts <= 256 ? route_kernel<8> : router.experts <= 512 ? route_kernel<16> : route_kernel<128>;
-    const size_t shared = ((size_t)router.per_token + (size_t)router.experts + 3 * (size_t)router.groups) * sizeof(float);
+    const size_t shared = ((size_t)router.per_token + 2 * (size_t)router.experts + 3 * (size_t)router.groups) * sizeof(float);
     allow_shared(kernel, shared);
-    launch(kernel, (unsigned)n_rows, 32, shared, router);
+    launch(kernel, (unsigned)n_rows, ROUTE_THREADS, shared, router);
 }
 
 static void route(int *picks, float *weights, const float *logits, const float *bias, int n_rows, const Config *config) {
@@ -2990,6 +2994,8 @@ enum {
     TILE_ROWS = 16,             /* of weights in a tile: of one matrix, or eight each of gate and up */
     TILE_BYTES = 128,           /* of each of its rows */
     TILE_COLUMNS = 8,           /* rows of x that meet a tile */
+    EXACT_SEGMENT = 32,         /* columns of a segment where weights of any type are multiplied in f32, */
+    EXACT_STEP = 8,             /* and of these as many as are on their way together, which share a scale */
     ENOUGH_STAGES = 3, MAX_STAGES = 4,              /* tiles that a warp has on their way; fewer where shared memory is small */
     RUN = 4,                    /* units after which the next rows of the same expert have their turn */
     LONG_RUN = 32,              /* the same where rows are many, and neighbouring blocks take these at the same time */
@@ -3603,6 +3609,20 @@ static __device__ inline void multiply_segment(float total[4], const uint8_t *ro
     }
 }
 
+/* The first `count` of EXACT_STEP neighbouring stored weights, and zeros. */
+template <DType D> static __device__ inline void load_weights(float (&w)[EXACT_STEP], const uint8_t *data, int at, int count) {
+#pragma unroll
+    for (int i = 0; i < EXACT_STEP; i++) w[i] = i < count ? load_stored(data, (size_t)(at + i), D) : 0;
+}
+
+static __device__ inline void load_weights(float (&w)[EXACT_STEP], const uint8_t *data, int at, int count, DType stored) {
+    if (stored == DTYPE_F4_E2M1) load_weights<DTYPE_F4_E2M1>(w, data, at, count);
+    else if (stored == DTYPE_F8_E4M3) load_weights<DTYPE_F8_E4M3>(w, data, at, count);
+    else if (stored == DTYPE_BF16) load_weights<DTYPE_BF16>(w, data, at, count);
+    else if (stored == DTYPE_F16) load_weights<DTYPE_F16>(w, data, at, count);
+    else load_weights<DTYPE_F32>(w, data, at, count);
+}
+
 /* The same in plain f32, for weights of any type at any address: a lane has one row and half of the columns of x. */
 static __device__ void multiply_exactly(float total[4], const Experts &e, const ExpertMemory &m, bool down,
                                         int work, int strip) {
@@ -3611,7 +3631,7 @@ static __device__ void multiply_exactly(float total[4], const Experts &e, const 
               which = down ? DOWN : lane % TILE_ROWS < 8 ? GATE : UP;
     const Matrix &any = work < m.plan->shared_works ? e.shared[which] : e.table[which][0];
     const DType stored = any.dtype;
-    const int block = scale_block(&any);
+    const int block = stored == DTYPE_F4_E2M1 ? EXPONENT_BLOCK : scale_block(&any);
     const Chosen &chosen = m.chosen[m.works[work].chosen];
     const int row = min(strip * high + lane % high, rows - 1);
     const uint8_t *data = chosen.data[which] + (size_t)row * weight_bytes(stored, (size_t)cols);
@@ -3621,13 +3641,21 @@ static __device__ void multiply_exactly(float total[4], const Experts &e, const 
         const int pick = m.order[order + min(lane / 16 * 4 + c, last)];
         x[c] = down ? e.gated + gated_row(e, pick) : e.x + (size_t)row_of(pick) * (size_t)e.hidden;
     }
-    for (int begin = segment_of(e, down) * SEGMENT; begin < cols; begin += segments_of(e, down) * SEGMENT)
+    for (int begin = segment_of(e, down) * EXACT_SEGMENT; begin < cols; begin += segments_of(e, down) * EXACT_SEGMENT)
 #pragma unroll 1
-        for (int k = begin; k < min(begin + SEGMENT, cols); k++) {
-            float weight = load_stored(data, (size_t)k, stored);
-            if (stored == DTYPE_F8_E4M3) weight *= scale[k / block];
-            if (stored == DTYPE_F4_E2M1) weight *= widen_e8m0(exponents[k / EXPONENT_BLOCK]);
-            for (int c = 0; c < 4; c++) total[c] = fmaf(weight, __ldcg(x[c] + k), total[c]);
+        for (int k = begin; k < min(begin + EXACT_SEGMENT, cols); k += EXACT_STEP) {
+            float w[EXACT_STEP], v[4][EXACT_STEP];
+            const float of_block = stored == DTYPE_F8_E4M3   ? scale[k / block]
+                                   : stored == DTYPE_F4_E2M1 ? widen_e8m0(exponents[k / block]) : 1;
+            load_weights(w, data, k, cols - k, stored);
+#pragma unroll
+            for (int c = 0; c < 4; c++)
+#pragma unroll
+                for (int i = 0; i < EXACT_STEP; i++) v[c][i] = k + i < cols ? __ldcg(x[c] + k + i) : 0;
+#pragma unroll
+            for (int i = 0; i < EXACT_STEP; i++)
+#pragma unroll
+                for (int c = 0; c < 4; c++) total[c] = fmaf(w[i] * of_block, v[c][i], total[c]);
         }
 }
 
@@ -3937,8 +3965,9 @@ static int count_terms(DType dtype, const Experts &e) {
 
 /* As many segments as there are columns for, or the next lower power of two. */
 static int count_segment_bits(DType D, int cols) {
+    const int least = D == EXACT ? EXACT_SEGMENT : D == DTYPE_F4_E2M1 ? 8 * SEGMENT : SEGMENT;
     int bits = 0;
-    while (bits < MAX_SEGMENT_BITS && 2 << bits <= divide_up(cols, D == DTYPE_F4_E2M1 ? 8 * SEGMENT : SEGMENT)) bits++;
+    while (bits < MAX_SEGMENT_BITS && 2 << bits <= divide_up(cols, least)) bits++;
     return bits;
 }
 
@@ -4060,6 +4089,18 @@ static __device__ inline float cached_value(const uint8_t *row, const RowFormat 
         return __uint_as_float(load_bytes(row + quantised_bytes(format) + 2 * (i - format.quantised), 2) << 16);
     const float code = format.dtype == KV_F8 ? widen_e4m3(row[i]) : widen_e2m1((uint32_t)row[i / 2] >> i % 2 * 4);
     return code * cached_scale(row, format, i / format.group);
+}
+
+/* Values i and the next seven of a row that has `count` of them; zeros behind. What needs no scale is on its way together. */
+static __device__ inline void cached_eight(float (&v)[8], const uint8_t *row, const RowFormat &format, int i, int count) {
+    if (format.dtype == KV_F32)
+#pragma unroll
+        for (int k = 0; k < 8; k++) v[k] = i + k < count ? ((const float *)row)[i + k] : 0;
+    else if (format.dtype == KV_BF16)
+#pragma unroll
+        for (int k = 0; k < 8; k++) v[k] = i + k < count ? __bfloat162float(((const __nv_bfloat16 *)row)[i + k]) : 0;
+    else
+        for (int k = 0; k < 8; k++) v[k] = i + k < count ? cached_value(row, format, i + k) : 0;
 }
 
 /* ---- writing rows; the bits are the C twin's */
@@ -5722,8 +5763,8 @@ typedef struct Attend {
 } Attend;
 
 /* ---- lists of keys: of(r) is row r's, the keys [first, length) of those that its run of rows has in common, and span(r) then
- * the same of another row of the run; bound(): how many there can be. A key is a cached row, at(row, s, i) its value i; those of
- * a key/value head begin at start(head), and what the key stands for does at start(kv_heads + head). Rows of a run share tiles,
+ * the same of another row of the run; bound(): how many there can be. A key is a cached row of format_of(key); the values of a
+ * key/value head begin at start(head), and what the key stands for does at start(kv_heads + head). Rows of a run share tiles,
  * `each` of them at most: tiles() says how many there are in a launch, and tile() which rows one has. */
 
 typedef struct TileRows { int first, end; } TileRows;
@@ -5761,7 +5802,7 @@ struct SelectedKeys {
     __device__ int tiles() const { return divide_up(length, HOPPER_KEYS); }
     __device__ int keys_in(int tile) const { return length - tile * HOPPER_KEYS; }
     __device__ const uint8_t *row(int s) const { return row_at(pool, format.stride, locations[s]); }
-    __device__ float at(const uint8_t *row, int, int i) const { return cached_value(row, format, i); }
+    __device__ RowFormat format_of(int) const { return format; }
 };
 
 /* The n-th bit that is set of these words. */
@@ -5829,7 +5870,7 @@ struct HistoryKeys {
     __device__ ListSpan span(int r) const { return {0, rows[r].position + 1}; }
     __device__ int bound() const { return context_pages * PAGE_ROWS; }
     __device__ int start(int head) const { return head * dim; }
-    __device__ float at(const uint8_t *row, int, int i) const { return cached_value(row, format, i); }
+    __device__ RowFormat format_of(int) const { return format; }
 };
 
 /* The ring's rows that the first row of a block sees, then those of the block. */
@@ -5879,8 +5920,10 @@ struct BlockKeys {
                              : ring + (size_t)(t % ring_rows) * format.stride;
     }
     __device__ int start(int head) const { return head * dim; }
-    __device__ float at(const uint8_t *row, int s, int i) const {
-        return own(s) ? ((const float *)row)[i] : cached_value(row, format, i);
+    __device__ RowFormat format_of(int s) const {
+        RowFormat of_row = format;
+        if (own(s)) of_row.dtype = KV_F32;
+        return of_row;
     }
 };
 
@@ -5920,7 +5963,7 @@ struct WindowKeys {
     }
     __device__ int start(int) const { return 0; }
     __device__ const uint8_t *row(int s) const { return s < seen ? window_row(s) : pool_row(s - seen); }
-    __device__ float at(const uint8_t *row, int s, int i) const { return cached_value(row, s < seen ? trail_format : format, i); }
+    __device__ RowFormat format_of(int s) const { return s < seen ? trail_format : format; }
     /* Tiles of HOPPER_KEYS, the window's first: each is of one format. */
     __device__ int window_tiles() const { return divide_up(seen, HOPPER_KEYS); }
     __device__ int tiles() const { return window_tiles() + divide_up(length - seen, HOPPER_KEYS); }
@@ -5966,74 +6009,118 @@ static __device__ float fold_value(float total, float next, float2 shares) {
     return __fmaf_rn(next, shares.y, __fmul_rn(total, shares.x));
 }
 
-/* ---- any shape: a warp for each head, a lane for each key of a tile, then for each value */
+/* ---- any shape: a warp for a head and tile, a lane for each key of it, then for each value. As many tiles of a chunk as there
+ * is room for are in shared memory at a time. What is summed up by itself is a tile; tiles join in their order, so that no bit
+ * depends on how many heads a thread block has: one for each warp, or, where rows are few, one. */
 
-template <typename Keys> static __global__ void attend_kernel(Keys lists, Attend a, int key_dim, int value_dim) {
+struct TilePart { float maximum, sum, values[]; };     /* of a tile and head, in shared memory: value_dim values */
+
+/* So many values of keys [first, first + n) of the list, from `start` on, go to shared memory; rows[] says where the keys lie. */
+template <typename Keys>
+static __device__ inline void stage_keys(float *to, int pitch, const uint8_t *const *rows, const Keys &keys, int first, int n,
+                                         int start, int dim) {
+    const int pieces = divide_up(dim, 8);
+#pragma unroll 4
+    for (int i = (int)threadIdx.x; i < n * pieces; i += 32 * ATTEND_WARPS) {
+        const int s = i / pieces, j = i % pieces * 8;
+        float v[8];
+        cached_eight(v, rows[s], keys.format_of(first + s), start + j, start + dim);
+#pragma unroll
+        for (int k = 0; k < 8; k++)
+            if (j + k < dim) to[s * pitch + j + k] = v[k];
+    }
+}
+
+/* By a warp: what n keys of a tile come to for a query; `seen` says of the lane's key that it is one of them. */
+static __device__ inline void attend_tile(TilePart *part, const float *query, const float *keys, int key_pitch, int key_dim,
+                                          const float *values, int value_pitch, int value_dim, int n, bool seen, float scale) {
+    const int lane = lane_id();
+    const float *key = keys + lane * key_pitch;
+    float score = 0;
+#pragma unroll 8
+    for (int j = 0; j < key_dim && seen; j++) score = fmaf(query[j], key[j], score);
+    score = seen ? score * scale : -FLT_MAX;
+    const float largest = warp_maximum(score), weight = seen ? expf(score - largest) : 0, sum = warp_total(weight);
+    if (lane == 0) part->maximum = largest, part->sum = sum;
+    for (int first = 0; first < value_dim; first += 64) {
+        const int low = min(first + lane, value_dim - 1), high = min(first + 32 + lane, value_dim - 1);
+        float total[2] = {};
+#pragma unroll 8
+        for (int s = 0; s < n; s++) {
+            const float share = __shfl_sync(~0u, weight, s);
+            total[0] = fmaf(share, values[s * value_pitch + low], total[0]);
+            total[1] = fmaf(share, values[s * value_pitch + high], total[1]);
+        }
+        part->values[low] = total[0];
+        if (first + 32 < value_dim) part->values[high] = total[1];
+    }
+}
+
+/* Tiles join what a head has so far, of which a thread has every step-th value from `first` on. */
+static __device__ inline void join_tiles(float (&total)[LANE_VALUES], float *maximum, float *sum, const float *parts, int tiles,
+                                         int first, int step, int value_dim) {
+    for (int tile = 0; tile < tiles; tile++) {
+        const TilePart *part = (const TilePart *)(parts + tile * (value_dim + 2));
+        const float2 shares = fold_chunk(maximum, sum, part->maximum, part->sum);
+#pragma unroll
+        for (int i = 0; i < LANE_VALUES; i++) {
+            if (step * i >= value_dim) break;
+            if (first + step * i < value_dim) total[i] = fold_value(total[i], part->values[first + step * i], shares);
+        }
+    }
+}
+
+/* Grid: rows, groups of `each` heads of a key/value head, and thread blocks that share lists. */
+template <typename Keys>
+static __global__ void __launch_bounds__(32 * ATTEND_WARPS)
+attend_kernel(Keys lists, Attend a, int key_dim, int value_dim, int each, int most_tiles) {
     begin_kernel();
     extern __shared__ float attend_shared[];
-    const int r = a.first_row + blockIdx.x, group = a.heads / a.kv_heads, tiles = divide_up(group, ATTEND_WARPS),
-              kv = blockIdx.y / tiles, warp = threadIdx.x / 32, lane = threadIdx.x % 32,
-              member = blockIdx.y % tiles * ATTEND_WARPS + warp, head = kv * group + member;
+    __shared__ const uint8_t *rows[SPLIT_KEYS];
+    const int r = a.first_row + blockIdx.x, group = a.heads / a.kv_heads, blocks = divide_up(group, each),
+              kv = blockIdx.y / blocks, team = ATTEND_WARPS / each, own = warp_id() / team,
+              within = (int)threadIdx.x % (32 * team), member = blockIdx.y % blocks * each + own, head = kv * group + member;
     const int key_pitch = key_dim + 1; /* 32 lanes read the same value of 32 keys: odd pitches keep them apart */
-    float *key_tile = attend_shared, *query = key_tile + TILE_KEYS * key_pitch + warp * key_dim,
-          *value_tile = Keys::shared ? key_tile : key_tile + TILE_KEYS * key_pitch + ATTEND_WARPS * key_dim;
-    const int value_pitch = Keys::shared ? key_pitch : value_dim;
+    const int value_pitch = Keys::shared ? key_pitch : value_dim, room = most_tiles * TILE_KEYS, part_floats = value_dim + 2;
+    float *key_tile = attend_shared, *queries = key_tile + room * key_pitch, *query = queries + own * key_dim,
+          *behind = queries + each * key_dim, *value_tile = Keys::shared ? key_tile : behind,
+          *parts = behind + (Keys::shared ? 0 : room * value_dim) + own * most_tiles * part_floats;
     const Keys keys = lists.of(r);
-    const bool works = member < group;
-    for (int j = lane; j < key_dim && works; j += 32) query[j] = a.q[((size_t)r * a.heads + head) * key_dim + j];
-    const bool writes = !a.parts || std::is_same_v<Keys, WindowKeys>;
+    const bool works = member < group, writes = !a.parts || std::is_same_v<Keys, WindowKeys>;
+    for (int j = within; j < key_dim && works; j += 32 * team) query[j] = a.q[((size_t)r * a.heads + head) * key_dim + j];
     const int length = writes ? max(keys.length, 1) : keys.length;      /* without parts even an empty list writes its y */
     if (a.parts && !threadIdx.x) list_lengths[r] = length;
     for (int chunk = blockIdx.z; chunk * SPLIT_KEYS < length; chunk += gridDim.z) {
-        const int end = min(keys.length, (chunk + 1) * SPLIT_KEYS);
+        const int begin = chunk * SPLIT_KEYS, end = min(keys.length, begin + SPLIT_KEYS);
         float maximum = -FLT_MAX, sum = 0, total[LANE_VALUES] = {0};
         if constexpr (std::is_same_v<Keys, WindowKeys>)
             if (chunk == 0 && works) maximum = keys.sinks[head], sum = 1;
-        for (int begin = chunk * SPLIT_KEYS; begin < end; begin += TILE_KEYS) {
-            const int n = min(end - begin, (int)TILE_KEYS);
+        for (int s = (int)threadIdx.x; s < end - begin; s += 32 * ATTEND_WARPS) rows[s] = keys.row(begin + s);
+        for (int first = begin; first < end; first += room) {
+            const int n = min(end - first, room);
             __syncthreads();
-            const uint8_t *rows[TILE_KEYS / ATTEND_WARPS];
-#pragma unroll
-            for (int u = 0; u < TILE_KEYS / ATTEND_WARPS; u++) {
-                const int s = warp + u * ATTEND_WARPS;
-                rows[u] = s < n ? keys.row(begin + s) : NULL;
-            }
-            for (int j = lane; j < key_dim + (Keys::shared ? 0 : value_dim); j += 32)
-#pragma unroll
-                for (int u = 0; u < TILE_KEYS / ATTEND_WARPS; u++) {
-                    const int s = warp + u * ATTEND_WARPS, v = j - key_dim;
-                    if (!rows[u]) continue;
-                    if (v < 0) key_tile[s * key_pitch + j] = keys.at(rows[u], begin + s, keys.start(kv) + j);
-                    else value_tile[s * value_pitch + v] = keys.at(rows[u], begin + s, keys.start(a.kv_heads + kv) + v);
-                }
+            stage_keys(key_tile, key_pitch, rows + (first - begin), keys, first, n, keys.start(kv), key_dim);
+            if (!Keys::shared)
+                stage_keys(value_tile, value_pitch, rows + (first - begin), keys, first, n, keys.start(a.kv_heads + kv),
+                           value_dim);
             __syncthreads();
-            const bool seen = lane < n && begin + lane >= keys.first;
-            float score = 0;
-            for (int j = 0; j < key_dim && seen && works; j++) score += query[j] * key_tile[lane * key_pitch + j];
-            score = seen ? score * a.scale : -FLT_MAX;
-            const float largest = fmaxf(maximum, warp_maximum(score)), shrink = expf(maximum - largest),
-                        weight = seen ? expf(score - largest) : 0;
-            sum = sum * shrink + warp_total(weight);
-            maximum = largest;
-#pragma unroll
-            for (int i = 0; i < LANE_VALUES; i++) total[i] *= shrink;
-            for (int s = 0; s < n; s++) {
-                const float share = __shfl_sync(~0u, weight, s);
-#pragma unroll
-                for (int i = 0; i < LANE_VALUES; i++) {
-                    if (32 * i >= value_dim) break;
-                    if (lane + 32 * i < value_dim) total[i] += share * value_tile[s * value_pitch + lane + 32 * i];
-                }
+            for (int tile = within / 32; tile * TILE_KEYS < n && works; tile += team) {
+                const int at = tile * TILE_KEYS, s = at + lane_id();
+                attend_tile((TilePart *)(parts + tile * part_floats), query, key_tile + at * key_pitch, key_pitch, key_dim,
+                            value_tile + at * value_pitch, value_pitch, value_dim, min(n - at, (int)TILE_KEYS),
+                            s < n && first + s >= keys.first, a.scale);
             }
+            __syncthreads();
+            if (works) join_tiles(total, &maximum, &sum, parts, divide_up(n, TILE_KEYS), within, 32 * team, value_dim);
         }
         if (!works) continue;
         float *part = a.parts ? partial_of(a.parts, blockIdx.x, head, a.heads, chunk, a.chunks, value_dim) : NULL,
               *out = part ? part + 2 : a.y + ((size_t)r * a.heads + head) * value_dim;
         const float inverse = 1 / sum;
-        if (!lane && part) part[0] = maximum, part[1] = sum;
+        if (!within && part) part[0] = maximum, part[1] = sum;
 #pragma unroll
         for (int i = 0; i < LANE_VALUES; i++)
-            if (lane + 32 * i < value_dim) out[lane + 32 * i] = part ? total[i] : total[i] * inverse;
+            if (within + 32 * team * i < value_dim) out[within + 32 * team * i] = part ? total[i] : total[i] * inverse;
     }
 }
 
@@ -7223,25 +7310,29 @@ template <int KIND> struct RowPiece {
 /* Brings `tiles` tiles of the window or of the pool, the block's from number `turn` on. */
 template <int KIND, typename Source>
 static __device__ void bring_rows(HopperShared *shared, Source row_of, int bytes, int turn, int tiles) {
-    const int lane = threadIdx.x % 8, slot = threadIdx.x % PRODUCERS / 8;
-    auto row_of_step = [&](int step) { return row_of(min(step, 2 * tiles - 1) * HALF_KEYS + slot); };
-    auto fetch = [&](const uint8_t *row) {          /* it will be wanted soon: into the L2 cache */
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(row), "r"((bytes + 15) / 16 * 16) : "memory");
+    const int lane = threadIdx.x % 8, slot = threadIdx.x % PRODUCERS / 8, steps = 2 * tiles;
+    auto row_of_step = [&](int step) { return row_of(step * HALF_KEYS + slot); };
+    auto fetch = [&](int step) {                    /* it will be wanted soon: into the L2 cache */
+        if (step < steps && lane == 0)
+            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
+                         :: "l"(row_of_step(step)), "r"((bytes + 15) / 16 * 16) : "memory");
     };
     RowPiece<KIND> piece;
-    const uint8_t *row = row_of_step(0), *next = row_of_step(1);
     if (tiles <= 0) return;
+    const uint8_t *row = row_of_step(0), *next = row_of_step(1);
     if constexpr (KIND != ROW_BF16) {
 #pragma unroll
         for (int b = 0; b < LATENT / 64; b++) piece.load_block(row, b, lane);
         piece.load_rest(row, lane);
     }
-    for (int step = 1; step < STEPS_AHEAD && lane == 0; step++) fetch(row_of_step(step));
-    for (int step = 0; step < 2 * tiles; step++) {
+#pragma unroll 1
+    for (int step = 1; step < STEPS_AHEAD; step++) fetch(step);
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
         const int t = turn + step / 2, key = step % 2 * HALF_KEYS + slot;
         uint8_t *tile = shared->tiles[t % 2];
-        if (lane == 0) fetch(row_of_step(step + STEPS_AHEAD));
-        const uint8_t *later = row_of_step(step + 2);
+        fetch(step + STEPS_AHEAD);
+        const uint8_t *later = step + 2 < steps ? row_of_step(step + 2) : next;
         if (t > 1 && step % 2 == 0) wait_at(&shared->empty[t % 2], t / 2 - 1);
         if constexpr (KIND == ROW_BF16) {
 #pragma unroll
@@ -7287,15 +7378,31 @@ static __device__ void bring_windows(HopperShared *shared, const LatentTask<Wind
                    task.tiles - own);
 }
 
-/* By the consumers: the queries as bf16; heads that there are not are zeros. */
+/* By the consumers: the queries as bf16; heads that there are not are zeros. A warp takes every eighth head, so that of where its
+ * values go all but a constant is the same for all of them. */
 template <typename Lists> static __device__ void load_query(HopperShared *shared, const LatentTask<Lists> &task) {
-    const int width = Lists::WIDTH;
-#pragma unroll 12
-    for (int i = threadIdx.x; i < LATENT_HEADS * width / 4; i += CONSUMERS) {
-        const int head = i / (width / 4), j = i % (width / 4) * 4;
-        const float4 four = head < task.n_heads ? *(const float4 *)(task.q + head * width + j) : make_float4(0, 0, 0, 0);
-        *(uint2 *)(shared->query + j / 64 * COLUMN_BLOCK + head * 128 + (j / 8 % 8 ^ head % 8) * 16 + j % 8 * 2) =
-            make_uint2(pair_bf16(four.x, four.y), pair_bf16(four.z, four.w));
+    enum { WIDTH = Lists::WIDTH, FOURS = (WIDTH + 127) / 128, WARPS = CONSUMERS / 32, AT_ONCE = WIDTH == LATENT ? 4 : 2 };
+    static_assert(WARPS == 8, "heads of a warp are swizzled alike");
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const float *from = task.q + warp * WIDTH + lane * 4;
+    uint8_t *to = shared->query + lane / 16 * COLUMN_BLOCK + warp * 128 + (lane / 2 % 8 ^ warp) * 16 + lane % 2 * 8;
+#pragma unroll 1
+    for (int first = 0; first < LATENT_HEADS; first += WARPS * AT_ONCE) {
+        float4 four[AT_ONCE][FOURS] = {};
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+#pragma unroll
+            for (int c = 0; c < FOURS; c++)
+                if (first + i * WARPS + warp < task.n_heads && lane * 4 + c * 128 < WIDTH)
+                    four[i][c] = *(const float4 *)(from + i * WARPS * WIDTH + c * 128);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+#pragma unroll
+            for (int c = 0; c < FOURS; c++)
+                if (lane * 4 + c * 128 < WIDTH)
+                    *(uint2 *)(to + i * WARPS * 128 + c * 2 * COLUMN_BLOCK) =
+                        make_uint2(pair_bf16(four[i][c].x, four[i][c].y), pair_bf16(four[i][c].z, four[i][c].w));
+        from += WARPS * AT_ONCE * WIDTH, to += WARPS * AT_ONCE * 128;
     }
     show_to_products();
     consumers_wait(QUERY_READY);
@@ -7537,7 +7644,7 @@ hopper_kernel(const __grid_constant__ Lists lists, float *z, const float *q, int
 enum {
     LIST_GROUPS = LATENT_HEADS / 16,
     FEW_LISTS = 36,             /* rows and groups of 64 heads, that leave multiprocessors idle when each has a thread block; */
-    FEW_WINDOWS = 24,           /* and the same of windows, whose lists are shorter */
+    FEW_WINDOWS = 32,           /* and the same of windows, whose lists are shorter */
     ADDERS = 512,               /* threads */
     KEY_STEPS = HOPPER_KEYS / 16, VALUE_PAIRS = LATENT / 16,    /* products of a tile: over 16 keys, for twice eight values */
 };
@@ -7735,7 +7842,7 @@ add_lists_kernel(const __grid_constant__ Lists lists, float *z, Weighed from, in
         if (summer < 0) adding.find_joining(shared, &maximum, scale * LOG2_E);
         adding.multiply(shared);
         __syncthreads();
-        adding.load(first + A::TILES);
+        if (first + A::TILES < tiles) adding.load(first + A::TILES);
         if (summer >= 0 && summer < A::HEADS * 4)
 #pragma unroll
             for (int t = 0; t < A::TILES; t++)
@@ -7815,13 +7922,18 @@ static void attend_split(const Attend &a, int value_dim, int longest, int side, 
 
 /* In f32. */
 template <typename Keys> static void attend(const Keys &keys, const Attend &a, int key_dim, int value_dim, int longest) {
-    const size_t values = Keys::shared ? 0 : TILE_KEYS * value_dim,
-                 bytes = (TILE_KEYS * (key_dim + 1) + ATTEND_WARPS * key_dim + values) * sizeof(float);
-    const int blocks = a.kv_heads * divide_up(a.heads / a.kv_heads, ATTEND_WARPS), chunks = divide_up(longest, SPLIT_KEYS),
-              side = chunks < 64 ? chunks : 64;
+    const int each = a.n_rows * a.heads <= 4 * gpu.multiprocessors ? 1 : (int)ATTEND_WARPS,
+              blocks = a.kv_heads * divide_up(a.heads / a.kv_heads, each), chunks = divide_up(longest, SPLIT_KEYS),
+              side = chunks < 64 ? chunks : 64, width = key_dim + 1 + (Keys::shared ? 0 : value_dim);
+    const size_t queries = (size_t)(each * key_dim) * sizeof(float),
+                 of_tile = (size_t)(TILE_KEYS * width + each * (value_dim + 2)) * sizeof(float);
+    int tiles = SPLIT_KEYS / TILE_KEYS;             /* in shared memory, of which two blocks have half each if they can */
+    while (tiles > 1 && queries + tiles * of_tile > gpu.shared_per_block / 2) tiles--;
+    const size_t bytes = queries + tiles * of_tile;
     attend_split(a, value_dim, longest, side, [&](const Attend &part) {
         allow_shared(attend_kernel<Keys>, bytes);
-        launch(attend_kernel<Keys>, dim3(part.n_rows, blocks, side), 32 * ATTEND_WARPS, bytes, keys, part, key_dim, value_dim);
+        launch(attend_kernel<Keys>, dim3(part.n_rows, blocks, side), 32 * ATTEND_WARPS, bytes, keys, part, key_dim, value_dim,
+               each, tiles);
     });
 }
 
@@ -8010,42 +8122,54 @@ static void block_attention(float *y, const float *q, const float *kv, const uin
 /* =====================================================================================================================
  * DeepSeek-V4
  *
- *     mix_streams -> streams_kernel -> stage_streams (what the last sublayer adds), sum_mixes, make_mixes, collapse
+ *     mix_streams -> streams_kernel -> take_streams (what the last sublayer adds), sum_mixes
+ *                 -> enter_kernel -> add_sums, find_entering, collapse; finish_mixes -> sinkhorn
  *
- * Owns: parallel residual streams, Engram's gate, what windows see, and what --qat rounds. From one sublayer to the next is one
- * launch: a row's streams are divided among the blocks of a cluster by columns. These send each other their parts of the products
- * with the f32 matrix of the mixes, and of the sum of squares of the norm, and all add up the same in the order of the blocks.
+ * Owns: parallel residual streams, Engram's gate, what windows see, and what --qat rounds. From one sublayer to the next are two
+ * launches, since a row's mixes are sums over all of its streams. In the first, blocks divide the columns, so that all
+ * multiprocessors read the f32 matrix of the mixes, once for many rows, and before the kernel in front has ended. What a block's
+ * columns add to each sum stays in `partials`; in the second a block for each row adds them up, in their order.
  */
 
 enum {
-    STREAM_THREADS = 256, STREAM_WARPS = STREAM_THREADS / 32,
-    MIX_GROUP = 24,                 /* mixes that a thread adds up at a time, beside a sum of squares: all of four streams */
+    SLICE = 8,                      /* fours of columns that a block of the first kernel takes, of all streams */
+    STREAM_ROWS = 32,               /* rows that it takes */
+    STREAM_THREADS = STREAM_ROWS * SLICE, STREAM_WARPS = STREAM_THREADS / 32,
+    WARP_SUMS = 4, WARP_ROWS = 8,   /* sums over a slice that a warp makes at a time: one for each lane */
+    ENTER_WARPS = 16, ENTER_THREADS = 32 * ENTER_WARPS,     /* of a row in the second; one more warp finishes the mixes */
+    ENTER_FOURS = 3,                /* of columns that a thread has on their way */
+    SLICES_COMING = 10,             /* and slices */
     MAX_MIXES = (2 + MAX_STREAMS) * MAX_STREAMS,
-    SHARING_ROWS = 4,               /* rows of a cluster, where there are many */
-    SINKHORN_WARP = STREAM_WARPS - 1,
 };
 
 struct Streams {
     float *y, *streams;
     const float *branch, *leaving;
-    float *mixes;
+    float *mixes, *sums;            /* sums: [rows, slices, pitch] a slice's part of the products, at `squares` of the squares */
     Matrix fn;                      /* no rows: no mixes are made */
     const float *base, *scale, *entering, *norm;
     int n_rows, mult, hidden, n_mixes, iterations;
-    int fours;                      /* of columns of a block */
+    int slices, squares, pitch;
     float norm_eps, eps;
     PassReport *report;
     int place;
 };
 
-/* A block's shared memory; behind it float4 [ROWS, mult, fours] of the streams. */
-template <int ROWS> struct StreamShared {
-    RowSum squares[ROWS];                           /* of what enters the sublayer */
-    float of_warp[ROWS][STREAM_WARPS][MAX_MIXES + 1];
-    float of_block[MAX_SPLIT][ROWS][MAX_MIXES + 1]; /* products, and behind them the sum of squares */
-    uint64_t arrived;
-    float mixes[ROWS][MAX_MIXES], entering[ROWS][MAX_STREAMS];
-};
+/* A template argument MULT is the number of streams where columns come in whole fours and fn is f32; 0: any number and shape. */
+template <int MULT> static __device__ inline int streams_of(const Streams &p) { return MULT ? MULT : p.mult; }
+
+template <int MULT> static __device__ inline float4 load_columns(const float *p, int count) {
+    float4 v = {};
+    if (!MULT) return load_four(p, count);
+    if (count > 0)
+        asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
+    return v;
+}
+
+template <int MULT> static __device__ inline void store_columns(float *p, float4 v, int count) {
+    if (!MULT) store_four(p, v, count);
+    else if (count > 0) *(float4 *)p = v;
+}
 
 static __device__ inline float sigmoid(float x) { return 1 / (1 + expf(-x)); }
 
@@ -8055,59 +8179,76 @@ static __device__ inline float4 add_scaled(float scale, float4 v, float4 sum) {
     return make_float4(fmaf(scale, v.x, sum.x), fmaf(scale, v.y, sum.y), fmaf(scale, v.z, sum.z), fmaf(scale, v.w, sum.w));
 }
 
-/* Four neighbouring columns from `at` on of all streams of a row, with what the last sublayer adds to them. */
-static __device__ inline void take_streams(float4 (&x)[MAX_STREAMS], const Streams &p, int row, int at) {
-    const int left = p.hidden - at, all = (2 + p.mult) * p.mult;
-    float *streams = p.streams + (size_t)row * (size_t)(p.mult * p.hidden) + at;
-    float4 before[MAX_STREAMS], added = {};
+/* Four neighbouring columns from `at` on of all streams of a row. */
+template <int MULT, int N> static __device__ inline void load_streams(float4 (&x)[N], const Streams &p, int row, int at) {
+    const int mult = streams_of<MULT>(p);
+    const float *streams = p.streams + (size_t)row * (size_t)(mult * p.hidden) + at;
 #pragma unroll
-    for (int j = 0; j < MAX_STREAMS; j++)
-        if (j < p.mult) x[j] = load_four(streams + (size_t)j * (size_t)p.hidden, left);
-    if (!p.branch) return;
-    added = load_four(p.branch + (size_t)row * (size_t)p.hidden + at, left);
-    const float *post = p.leaving + (size_t)row * (size_t)all + p.mult, *matrix = post + p.mult;
+    for (int j = 0; j < N; j++)
+        x[j] = load_columns<MULT>(streams + (size_t)j * (size_t)p.hidden, j < mult ? p.hidden - at : 0);
+}
+
+/* Streams x take up what the last sublayer adds. */
+template <int MULT, int N>
+static __device__ inline void expand(float4 (&x)[N], float4 added, const float *leaving, const Streams &p, int row, int at) {
+    const int mult = streams_of<MULT>(p);
+    const float *post = leaving + mult, *matrix = post + mult;
+    float *streams = p.streams + (size_t)row * (size_t)(mult * p.hidden) + at;
+    float4 before[N];
+    bool good = true;
 #pragma unroll
-    for (int j = 0; j < MAX_STREAMS; j++) before[j] = x[j];
+    for (int j = 0; j < N; j++) before[j] = x[j];
 #pragma unroll
-    for (int k = 0; k < MAX_STREAMS; k++) {
-        if (k >= p.mult) break;
+    for (int k = 0; k < N; k++) {
+        if (k >= mult) break;
         x[k] = add_scaled(post[k], added, make_float4(0, 0, 0, 0));
 #pragma unroll
-        for (int j = 0; j < MAX_STREAMS; j++)
-            if (j < p.mult) x[k] = add_scaled(matrix[j * p.mult + k], before[j], x[k]);
-        store_four(streams + (size_t)k * (size_t)p.hidden, x[k], left);
-        if (left > 0 && !is_finite(x[k])) report_bad(p.report, p.place, row);
+        for (int j = 0; j < N; j++)
+            if (j < mult) x[k] = add_scaled(matrix[j * mult + k], before[j], x[k]);
+        store_columns<MULT>(streams + (size_t)k * (size_t)p.hidden, x[k], p.hidden - at);
+        good = good && is_finite(x[k]);
     }
+    if (!good && at < p.hidden) report_bad(p.report, p.place, row);
 }
 
-/* The block's columns, from `begin` on, of so many rows into shared memory. */
-static __device__ void stage_streams(float4 *staged, const Streams &p, int first, int rows, int begin) {
-    for (int i = (int)threadIdx.x; i < rows * p.fours; i += STREAM_THREADS) {
-        const int r = i / p.fours, c = i % p.fours;
-        float4 x[MAX_STREAMS];
-        take_streams(x, p, first + r, begin + 4 * c);
-#pragma unroll
-        for (int j = 0; j < MAX_STREAMS; j++)
-            if (j < p.mult) staged[(r * p.mult + j) * p.fours + c] = x[j];
+/* The block's columns of its rows, with what the last sublayer adds to them, go to shared memory: [rows, streams, SLICE]. A
+ * thread takes four columns of a row. */
+template <int MULT>
+static __device__ inline void take_streams(float4 *staged, float *leaving, const Streams &p, int first, int rows, int begin) {
+    const int mult = streams_of<MULT>(p), all = (2 + mult) * mult, r = (int)threadIdx.x / SLICE, c = (int)threadIdx.x % SLICE,
+              at = begin + 4 * c;
+    float4 x[MULT ? MULT : MAX_STREAMS], added = {};
+    if (r < rows) {
+        load_streams<MULT>(x, p, first + r, at);
+        if (p.branch) added = load_columns<MULT>(p.branch + (size_t)(first + r) * (size_t)p.hidden + at, p.hidden - at);
     }
+    for (int i = (int)threadIdx.x; i < rows * all && p.branch; i += STREAM_THREADS)
+        leaving[i] = p.leaving[(size_t)first * (size_t)all + (size_t)i];
+    __syncthreads();
+    if (r < rows) {
+        if (p.branch) expand<MULT>(x, added, leaving + r * all, p, first + r, at);
+#pragma unroll
+        for (int j = 0; j < (MULT ? MULT : MAX_STREAMS); j++)
+            if (j < mult) staged[(r * mult + j) * SLICE + c] = x[j];
+    }
+    __syncthreads();
 }
 
-/* Four neighbouring weights of each of a group of rows, from row `first` and value `at` of it on; all are on their way before the
- * first is used. */
-static __device__ inline void load_mix_weights(float4 (&w)[MIX_GROUP], const Matrix &fn, int first, size_t at, int left) {
-    const float *floats = (const float *)fn.data + at;
-    const bool simple = fn.dtype == DTYPE_F32 && left >= 4 && (uintptr_t)floats % 16 == 0 && fn.cols % 4 == 0;
-    if (simple)
+/* What item i of the block's columns, [streams, SLICE], meets in rows `mix` and the next of fn. */
+template <int MULT>
+static __device__ inline void load_mix_weights(float4 (&w)[WARP_SUMS], const Streams &p, int mix, int i, int begin) {
+    const int column = begin + i % SLICE * 4, left = i < streams_of<MULT>(p) * SLICE ? p.hidden - column : 0;
+    const size_t at = (size_t)(i / SLICE * p.hidden + column);
 #pragma unroll
-        for (int o = 0; o < MIX_GROUP; o++)
-            w[o] = __ldg((const float4 *)(floats + (size_t)min(first + o, fn.rows - 1) * (size_t)fn.cols));
-    else
-        for (int o = 0; o < MIX_GROUP; o++) {
-            float v[4];
-            const size_t row = (size_t)min(first + o, fn.rows - 1) * (size_t)fn.cols;
-            for (int i = 0; i < 4; i++) v[i] = i < left ? load_stored(fn.data, row + at + (size_t)i, fn.dtype) : 0;
+    for (int o = 0; o < WARP_SUMS; o++) {
+        const size_t from = (size_t)min(mix + o, p.fn.rows - 1) * (size_t)p.fn.cols + at;
+        float v[4];
+        if (MULT || p.fn.dtype == DTYPE_F32) w[o] = load_columns<MULT>((const float *)p.fn.data + from, left);
+        else {
+            for (int k = 0; k < 4; k++) v[k] = k < left ? load_stored(p.fn.data, from + (size_t)k, p.fn.dtype) : 0;
             w[o] = make_float4(v[0], v[1], v[2], v[3]);
         }
+    }
 }
 
 /* Of 32 sums of each lane, lane l has the l-th over all lanes. */
@@ -8116,82 +8257,120 @@ static __device__ inline float sum_of_lane(float (&sums)[32]) {
     for (int half = 16; half; half /= 2) {
         const bool upper = lane_id() & half;
 #pragma unroll
-        for (int i = 0; i < half; i++) {
-            const float given = upper ? sums[i] : sums[i + half], kept = upper ? sums[i + half] : sums[i];
-            sums[i] = kept + __shfl_xor_sync(~0u, given, half);
-        }
+        for (int i = 0; i < 16; i++)                /* a loop to `half` would not be unrolled */
+            if (i < half) {
+                const float given = upper ? sums[i] : sums[i + half], kept = upper ? sums[i + half] : sums[i];
+                sums[i] = kept + __shfl_xor_sync(~0u, given, half);
+            }
     }
     return sums[0];
 }
 
-/* What the block's columns add to the products of its rows with fn, and to the sums of their squares. */
-template <int ROWS>
-static __device__ void sum_mixes(StreamShared<ROWS> *shared, const float4 *staged, const Streams &p, int rows, int begin) {
-    const int items = p.mult * p.fours, lane = lane_id();
-    for (int group = 0; group < p.fn.rows; group += MIX_GROUP) {
-        float sums[ROWS][32] = {};
-        for (int i = (int)threadIdx.x; i < items; i += STREAM_THREADS) {
-            const int column = begin + i % p.fours * 4;
-            const size_t at = (size_t)(i / p.fours * p.hidden + column);
-            float4 x[ROWS], w[MIX_GROUP];
-            load_mix_weights(w, p.fn, group, at, p.hidden - column);
+/* What the block's columns add to the products of its rows with fn, and to the sums of their squares. A warp makes WARP_SUMS of
+ * these, of WARP_ROWS rows at a time; w: its first weights. The squares are behind all products, by themselves. */
+template <int MULT>
+static __device__ inline void sum_mixes(const float4 *staged, float4 (&w)[WARP_SUMS], const Streams &p, int first, int rows,
+                                        int begin) {
+    const int items = streams_of<MULT>(p) * SLICE, lane = lane_id();
+    for (int mix = warp_id() * WARP_SUMS; mix <= p.squares; mix += STREAM_WARPS * WARP_SUMS)
+        for (int r0 = 0; r0 < rows; r0 += WARP_ROWS) {
+            float sums[32] = {};
+            for (int i = lane; i < items; i += 32) {
+                if (!MULT) load_mix_weights<MULT>(w, p, mix, i, begin);
 #pragma unroll
-            for (int r = 0; r < ROWS; r++) {
-                x[r] = r < rows ? staged[r * items + i] : make_float4(0, 0, 0, 0);
-                sums[r][MIX_GROUP] += sum_squares(x[r]);
+                for (int r = 0; r < WARP_ROWS; r++)
+                    if (r0 + r < rows) {
+                        const float4 x = staged[(r0 + r) * items + i];
+                        if (mix == p.squares) sums[r * WARP_SUMS] += sum_squares(x);
+                        else
+#pragma unroll
+                            for (int o = 0; o < WARP_SUMS; o++) sums[r * WARP_SUMS + o] += dot(x, w[o]);
+                    }
             }
-#pragma unroll
-            for (int o = 0; o < MIX_GROUP; o++)
-#pragma unroll
-                for (int r = 0; r < ROWS; r++) sums[r][o] += dot(x[r], w[o]);
+            const float sum = sum_of_lane(sums);
+            const int row = r0 + lane / WARP_SUMS, place = mix + lane % WARP_SUMS;
+            if (row < rows && place <= p.squares)
+                p.sums[((size_t)(first + row) * (size_t)p.slices + blockIdx.x) * (size_t)p.pitch + (size_t)place] = sum;
         }
+}
+
+/* Grid: slices, groups of rows. */
+template <int MULT> static __global__ void __launch_bounds__(STREAM_THREADS) streams_kernel(const __grid_constant__ Streams p) {
+    enum { MOST = MULT ? MULT : MAX_STREAMS };
+    __shared__ float4 staged[STREAM_ROWS * MOST * SLICE];
+    __shared__ float leaving[STREAM_ROWS * (2 + MOST) * MOST];
+    const int begin = (int)blockIdx.x * SLICE * 4, first = (int)blockIdx.y * STREAM_ROWS,
+              rows = min((int)STREAM_ROWS, p.n_rows - first);
+    float4 w[WARP_SUMS];
+    let_next_start();
+    if (MULT && p.fn.rows) load_mix_weights<MULT>(w, p, warp_id() * WARP_SUMS, lane_id(), begin);
+    wait_for_previous();
+    take_streams<MULT>(staged, leaving, p, first, rows, begin);
+    if (p.fn.rows) sum_mixes<MULT>(staged, w, p, first, rows, begin);
+}
+
+/* ---- what enters the next sublayer */
+
+/* The sums of all slices, a part of them for each warp. meanwhile(): when the first ones have been asked for. */
+template <typename Work>
+static __device__ inline void add_sums(float (*of_warp)[MAX_MIXES + WARP_SUMS], const Streams &p, int row, Work meanwhile) {
+    for (int place = lane_id(); place < p.pitch; place += 32) {
+        const float *sums = p.sums + (size_t)row * (size_t)(p.slices * p.pitch) + place;
+        float sum = 0;
+        for (int begin = warp_id(); begin < p.slices; begin += ENTER_WARPS * SLICES_COMING) {
+            float part[SLICES_COMING];
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            const float sum = sum_of_lane(sums[r]);
-            if (lane < MIX_GROUP && group + lane < p.fn.rows) shared->of_warp[r][warp_id()][group + lane] = sum;
-            if (lane == MIX_GROUP) shared->of_warp[r][warp_id()][p.fn.rows] = sum;
+            for (int i = 0; i < SLICES_COMING; i++) {
+                const int slice = begin + i * ENTER_WARPS;
+                part[i] = slice < p.slices && place <= p.squares ? __ldcg(sums + slice * p.pitch) : 0;
+            }
+            if (begin == warp_id() && place == lane_id()) meanwhile();
+#pragma unroll
+            for (int i = 0; i < SLICES_COMING; i++) sum += part[i];
         }
+        if (place <= p.squares) of_warp[warp_id()][place] = sum;
     }
 }
 
-/* Every block gets every block's sums. */
-template <int ROWS> static __device__ void exchange_mixes(StreamShared<ROWS> *shared, const Streams &p, int rows) {
-    const int each = p.fn.rows + 1;
-    __syncthreads();
-    for (int i = (int)threadIdx.x; i < rows * each; i += STREAM_THREADS) {
-        const int r = i / each, place = i % each;
-        float sum = 0;
+/* One of them over all warps. */
+static __device__ inline float mix_sum(const float (*of_warp)[MAX_MIXES + WARP_SUMS], int place) {
+    float sums[4] = {};
 #pragma unroll
-        for (int w = 0; w < STREAM_WARPS; w++) sum += shared->of_warp[r][w][place];
-        for (int rank = 0; rank < cluster_size(); rank++)
-            cluster_send(&shared->of_block[cluster_rank()][r][place], &shared->arrived, rank, sum);
-    }
-    wait_at(&shared->arrived, 0);
+    for (int w = 0; w < ENTER_WARPS; w++) sums[w % 4] += of_warp[w][place];
+    return sums[0] + sums[1] + (sums[2] + sums[3]);
 }
 
-/* By a warp: a row's mixes as they are before Sinkhorn's iteration. */
-template <int ROWS> static __device__ void make_mixes(StreamShared<ROWS> *shared, const Streams &p, int r) {
-    float squares = 0;
-    for (int rank = 0; rank < cluster_size(); rank++) squares += shared->of_block[rank][r][p.fn.rows];
-    const float norm = 1 / sqrtf(squares / (float)p.fn.cols + p.norm_eps);
-    for (int i = lane_id(); i < p.fn.rows; i += 32) {
-        float sum = 0;
-        for (int rank = 0; rank < cluster_size(); rank++) sum += shared->of_block[rank][r][i];
-        const float mix = sum * norm * p.scale[i < p.mult ? 0 : i < 2 * p.mult ? 1 : 2] + p.base[i];
-        shared->mixes[r][i] = i < p.mult ? sigmoid(mix) + p.eps : i < 2 * p.mult ? 2 * sigmoid(mix) : mix;
-    }
+/* What a product becomes a mix by: the i-th's. */
+struct MixTerms { float scale, base; };
+
+static __device__ inline MixTerms load_terms(const Streams &p, int i) {
+    if (i >= p.fn.rows) return {};
+    return {load_four(p.scale + (i < p.mult ? 0 : i < 2 * p.mult ? 1 : 2), 1).x, load_four(p.base + i, 1).x};
+}
+
+/* The i-th mix as it is before Sinkhorn's iteration, of its product and of the sum of the squares. */
+static __device__ inline float make_mix(const Streams &p, int i, float product, float squares, MixTerms terms) {
+    const float norm = rsqrtf(squares / (float)p.fn.cols + p.norm_eps), mix = fmaf(product, norm * terms.scale, terms.base),
+                share = sigmoid(mix);
+    return i < p.mult ? share + p.eps : i < 2 * p.mult ? 2 * share : mix;
+}
+
+/* 1 / x of what is neither large nor small. */
+static __device__ inline float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 
 /* Divides every row of the matrix, or every column, by its sum. */
-template <int N, bool ROWS> static __device__ inline void divide_by_sums(float (&m)[N][N], int n, float eps) {
+template <int N, bool ROWS> static __device__ inline void divide_by_sums(float (&m)[N][N], float eps) {
     float share[N];
 #pragma unroll
     for (int j = 0; j < N; j++) {
-        float total = eps;
+        float even = eps, odd = 0;
 #pragma unroll
-        for (int k = 0; k < N; k++)
-            if (k < n) total += ROWS ? m[j][k] : m[k][j];
-        share[j] = __fdividef(1, total);
+        for (int k = 0; k < N; k++) (k % 2 ? odd : even) += ROWS ? m[j][k] : m[k][j];
+        share[j] = reciprocal(even + odd);
     }
 #pragma unroll
     for (int j = 0; j < N; j++)
@@ -8199,29 +8378,33 @@ template <int N, bool ROWS> static __device__ inline void divide_by_sums(float (
         for (int k = 0; k < N; k++) m[j][k] *= share[ROWS ? j : k];
 }
 
-/* Towards the nearest doubly stochastic matrix (Sinkhorn and Knopp 1967): the first step's rows are a softmax. By one thread:
- * others would have to wait for each other 40 times. */
+/* Towards the nearest doubly stochastic matrix (Sinkhorn and Knopp 1967): the first step's rows are a softmax, a lane's each.
+ * The others are one thread's: more would have to wait for each other 40 times. */
 template <int N> static __device__ void sinkhorn(float *matrix, int n, int iterations, float eps) {
-    float m[N][N] = {};
+    const int lane = lane_id();
+    if (lane < n) {
+        float *row = matrix + lane * n, m[N], largest = -INFINITY, total = 0;
 #pragma unroll
-    for (int j = 0; j < N; j++) {
-        if (j >= n) break;
-        float largest = -INFINITY, total = 0;
+        for (int k = 0; k < N; k++) largest = fmaxf(largest, m[k] = k < n ? row[k] : -INFINITY);
 #pragma unroll
-        for (int k = 0; k < N; k++)
-            if (k < n) largest = fmaxf(largest, m[j][k] = matrix[j * n + k]);
-#pragma unroll
-        for (int k = 0; k < N; k++)
-            if (k < n) total += m[j][k] = expf(m[j][k] - largest);
+        for (int k = 0; k < N; k++) total += m[k] = expf(m[k] - largest);
+        const float share = reciprocal(total);
 #pragma unroll
         for (int k = 0; k < N; k++)
-            if (k < n) m[j][k] = m[j][k] / total + eps;
+            if (k < n) row[k] = fmaf(m[k], share, eps);
     }
-    divide_by_sums<N, false>(m, n, eps);
+    __syncwarp();
+    if (lane) return;
+    float m[N][N];
+#pragma unroll
+    for (int j = 0; j < N; j++)
+#pragma unroll
+        for (int k = 0; k < N; k++) m[j][k] = j < n && k < n ? matrix[j * n + k] : 0;
+    divide_by_sums<N, false>(m, eps);
 #pragma unroll 1
     for (int i = 1; i < iterations; i++) {
-        divide_by_sums<N, true>(m, n, eps);
-        divide_by_sums<N, false>(m, n, eps);
+        divide_by_sums<N, true>(m, eps);
+        divide_by_sums<N, false>(m, eps);
     }
 #pragma unroll
     for (int j = 0; j < N; j++)
@@ -8230,115 +8413,133 @@ template <int N> static __device__ void sinkhorn(float *matrix, int n, int itera
             if (j < n && k < n) matrix[j * n + k] = m[j][k];
 }
 
-/* By a warp of the first block: a row's mixes, finished, to where the sublayer's end finds them. */
-template <int ROWS> static __device__ void put_mixes(StreamShared<ROWS> *shared, const Streams &p, int row, int r) {
-    float *own = shared->mixes[r], *matrix = own + 2 * p.mult;
-    if (p.fn.rows > p.mult && lane_id() == 0) {
-        if (p.mult == 4) sinkhorn<4>(matrix, 4, p.iterations, p.eps);
-        else sinkhorn<MAX_STREAMS>(matrix, p.mult, p.iterations, p.eps);
-    }
+/* By a warp of its own: a row's mixes, to where the sublayer's end finds them. first: the terms of the lane's first one. */
+template <int MULT>
+static __device__ void finish_mixes(const float (*of_warp)[MAX_MIXES + WARP_SUMS], const Streams &p, int row, MixTerms first) {
+    __shared__ float own[MAX_MIXES];
+    const int mult = streams_of<MULT>(p);
+    const float squares = mix_sum(of_warp, p.squares);
+    for (int i = lane_id(); i < p.fn.rows; i += 32)
+        own[i] = make_mix(p, i, mix_sum(of_warp, i), squares, i < 32 ? first : load_terms(p, i));
+    __syncwarp();
+    if (p.fn.rows > mult) sinkhorn<MULT ? MULT : MAX_STREAMS>(own + 2 * mult, mult, p.iterations, p.eps);
     __syncwarp();
     for (int i = lane_id(); i < p.fn.rows; i += 32) p.mixes[(size_t)row * (size_t)p.fn.rows + (size_t)i] = own[i];
 }
 
-/* Four columns of what enters the sublayer. */
-static __device__ inline float4 collapse(const float4 *staged, const float *entering, int mult, int fours, int c) {
-    float4 sum = add_scaled(entering[0], staged[c], make_float4(0, 0, 0, 0));
-    for (int j = 1; j < mult; j++) sum = add_scaled(entering[j], staged[j * fours + c], sum);
+/* The mixes that the streams enter the sublayer by: given, or the first of those that are made of these sums. */
+template <int N>
+static __device__ inline void find_entering(float (&entering)[N], const float (*of_warp)[MAX_MIXES + WARP_SUMS], const Streams &p,
+                                            int row, MixTerms terms) {
+    const int lane = lane_id();
+    float mix = 0;
+    if (p.entering != p.mixes) mix = lane < p.mult ? p.entering[(size_t)row * (size_t)p.n_mixes + (size_t)lane] : 0;
+    else {
+        const float sum = mix_sum(of_warp, lane < p.mult ? lane : p.squares), squares = __shfl_sync(~0u, sum, p.mult);
+        if (lane < p.mult) mix = make_mix(p, lane, sum, squares, terms);
+    }
+#pragma unroll
+    for (int j = 0; j < N; j++) entering[j] = __shfl_sync(~0u, mix, j);
+}
+
+template <int MULT, int N>
+static __device__ inline float4 collapse(const float4 (&x)[N], const float (&entering)[N], const Streams &p) {
+    float4 sum = add_scaled(entering[0], x[0], make_float4(0, 0, 0, 0));
+#pragma unroll
+    for (int j = 1; j < N; j++)
+        if (j < streams_of<MULT>(p)) sum = add_scaled(entering[j], x[j], sum);
     return sum;
 }
 
-/* What enters the sublayer, normed. Meanwhile the first block's last warp finishes the mixes. */
-template <int ROWS>
-static __device__ void enter_sublayer(StreamShared<ROWS> *shared, const float4 *staged, const Streams &p, int first, int rows,
-                                      int begin) {
-    for (int r = 0; r < rows; r++) {
-        const float4 *x = staged + r * p.mult * p.fours;
-        float sum = 0;
-        for (int c = (int)threadIdx.x; c < p.fours; c += STREAM_THREADS)
-            sum += sum_squares(collapse(x, shared->entering[r], p.mult, p.fours, c));
-        send_sum(shared->squares[r], sum);
-    }
-    if (cluster_rank() == 0 && warp_id() == SINKHORN_WARP && p.fn.rows)
-        for (int r = 0; r < rows; r++) put_mixes(shared, p, first + r, r);
-    for (int r = 0; r < rows; r++) {
-        const float4 *x = staged + r * p.mult * p.fours;
-        const float root = sqrtf(take_sum(shared->squares[r]) / (float)p.hidden + p.norm_eps), scale = p.norm ? 1 / root : 1;
-        for (int c = (int)threadIdx.x; c < p.fours; c += STREAM_THREADS) {
-            const int at = begin + 4 * c;
-            store_four(p.y + (size_t)(first + r) * (size_t)p.hidden + at,
-                       weighted(collapse(x, shared->entering[r], p.mult, p.fours, c), scale,
-                                p.norm ? load_four(p.norm + at, p.hidden - at) : make_float4(1, 1, 1, 1)), p.hidden - at);
-        }
-    }
+/* The sum over the warps that share a row's columns; the one that finishes its mixes is not waited for. */
+static __device__ inline float sum_of_columns(float value) {
+    __shared__ float of_warp[ENTER_WARPS];
+    value = warp_sum(value);
+    if (lane_id() == 0) of_warp[warp_id()] = value;
+    asm volatile("bar.sync 1, %0;" :: "n"((int)ENTER_THREADS) : "memory");
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < ENTER_WARPS; w++) sum += of_warp[w];
+    return sum;
 }
 
-/* The block's weights on their way to the L2 cache, before the kernel in front has ended. */
-static __device__ void prefetch_mix_weights(const Streams &p, int begin) {
-    const int line = 32, lines = divide_up(4 * p.fours, line), columns = min(4 * p.fours, p.hidden - begin);
-    for (int i = (int)threadIdx.x; i < p.fn.rows * p.mult * lines && p.fn.dtype == DTYPE_F32; i += STREAM_THREADS) {
-        const int at = i % lines * line, vector = i / lines;
-        if (at < columns)
-            asm volatile("prefetch.global.L2 [%0];"
-                         :: "l"((const float *)p.fn.data + (size_t)vector * (size_t)p.hidden + begin + at));
-    }
+template <int MULT> static __device__ inline float4 norm_weight(const Streams &p, int at) {
+    return p.norm ? load_columns<MULT>(p.norm + at, p.hidden - at) : make_float4(1, 1, 1, 1);
 }
 
-/* Grid: clusters, of ROWS rows each. */
-template <int ROWS>
-static __global__ void __launch_bounds__(STREAM_THREADS) streams_kernel(const __grid_constant__ Streams p) {
-    extern __shared__ __align__(16) uint8_t stream_shared[];
-    StreamShared<ROWS> *shared = (StreamShared<ROWS> *)stream_shared;
-    float4 *staged = (float4 *)(stream_shared + (sizeof *shared + 15) / 16 * 16);
+/* Grid: rows. */
+template <int MULT> static __global__ void __launch_bounds__(ENTER_THREADS + 32) enter_kernel(const __grid_constant__ Streams p) {
+    enum { N = MULT ? MULT : MAX_STREAMS, FOURS = MULT ? ENTER_FOURS : 1, STEP = ENTER_THREADS * 4 };
+    extern __shared__ __align__(16) float collapsed[];
+    __shared__ float of_warp[ENTER_WARPS][MAX_MIXES + WARP_SUMS];
+    const int row = (int)blockIdx.x, at = warp_id() < ENTER_WARPS ? 4 * (int)threadIdx.x : p.hidden;
+    float4 x[FOURS][N], weight[FOURS];
     let_next_start();
-    const int first = (int)blockIdx.x / cluster_size() * ROWS, rows = min(ROWS, p.n_rows - first),
-              begin = cluster_rank() * 4 * p.fours;
-    if (first == 0) prefetch_mix_weights(p, begin);
-    if (p.y && threadIdx.x == 0) {
-        cluster_open(&shared->arrived, cluster_size() * rows * (p.fn.rows + 1));
-        for (int r = 0; r < rows; r++) cluster_open(&shared->squares[r].arrived, cluster_size() * STREAM_WARPS);
-    }
-    cluster_arrive();
+    const MixTerms terms = load_terms(p, lane_id());
+#pragma unroll
+    for (int i = 0; i < FOURS; i++) weight[i] = norm_weight<MULT>(p, at + i * STEP);
     wait_for_previous();
-    for (int i = (int)threadIdx.x; i < rows * p.mult && p.y && p.entering != p.mixes; i += STREAM_THREADS)
-        shared->entering[i / p.mult][i % p.mult] = p.entering[(size_t)(first + i / p.mult) * (size_t)p.n_mixes + i % p.mult];
-    stage_streams(staged, p, first, rows, begin);
+    auto take = [&](int begin) {
+#pragma unroll
+        for (int i = 0; i < FOURS; i++) load_streams<MULT>(x[i], p, row, begin + i * STEP);
+    };
+    if (!p.fn.rows) take(at);
+    else if (warp_id() < ENTER_WARPS) add_sums(of_warp, p, row, [&] { take(at); });
     __syncthreads();
-    cluster_wait();                                 /* all blocks' barriers are open */
-    if (!p.y) return;
-    if (p.fn.rows) {
-        sum_mixes(shared, staged, p, rows, begin);
-        exchange_mixes(shared, p, rows);
-        if (warp_id() < rows) make_mixes(shared, p, warp_id());
-        __syncthreads();
-        for (int i = (int)threadIdx.x; i < rows * p.mult && p.entering == p.mixes; i += STREAM_THREADS)
-            shared->entering[i / p.mult][i % p.mult] = shared->mixes[i / p.mult][i % p.mult];
-        __syncthreads();
+    if (warp_id() == ENTER_WARPS) {
+        if (p.fn.rows) finish_mixes<MULT>(of_warp, p, row, terms);
+        return;
     }
-    enter_sublayer(shared, staged, p, first, rows, begin);
+    float entering[N], sum = 0;
+    find_entering(entering, of_warp, p, row, terms);
+    for (int begin = at; true;) {
+#pragma unroll
+        for (int i = 0; i < FOURS; i++)
+            if (begin + i * STEP < p.hidden) {
+                const float4 v = collapse<MULT>(x[i], entering, p);
+                sum += sum_squares(v);
+                *(float4 *)(collapsed + begin + i * STEP) = v;
+            }
+        if ((begin += FOURS * STEP) >= p.hidden) break;
+        take(begin);
+    }
+    const float scale = p.norm ? 1 / sqrtf(sum_of_columns(sum) / (float)p.hidden + p.norm_eps) : 1;
+    float *y = p.y + (size_t)row * (size_t)p.hidden;
+#pragma unroll
+    for (int i = 0, c = at; i < FOURS; i++, c += STEP)
+        if (c < p.hidden) store_columns<MULT>(y + c, weighted(*(const float4 *)(collapsed + c), scale, weight[i]), p.hidden - c);
+    for (int c = at + FOURS * STEP; c < p.hidden; c += STEP)
+        store_columns<MULT>(y + c, weighted(*(const float4 *)(collapsed + c), scale, norm_weight<MULT>(p, c)), p.hidden - c);
 }
 
-template <int ROWS> static void launch_streams(const Streams &streams, int split) {
-    const size_t bytes = (sizeof(StreamShared<ROWS>) + 15) / 16 * 16
-                         + (size_t)(ROWS * streams.mult * streams.fours) * sizeof(float4);
-    allow_shared(streams_kernel<ROWS>, bytes);
-    launch_early(streams_kernel<ROWS>, dim3((unsigned)(divide_up(streams.n_rows, ROWS) * split)), STREAM_THREADS, bytes, split,
-                 streams);
+template <int MULT> static void launch_streams(const Streams &p) {
+    const size_t of_row = (size_t)divide_up(p.hidden, 4) * sizeof(float4);
+    if (p.branch || p.fn.rows)
+        launch(streams_kernel<MULT>, dim3((unsigned)p.slices, (unsigned)divide_up(p.n_rows, STREAM_ROWS)), STREAM_THREADS, 0, p);
+    if (!p.y) return;
+    allow_shared(enter_kernel<MULT>, of_row);
+    launch(enter_kernel<MULT>, (unsigned)p.n_rows, ENTER_THREADS + 32, of_row, p);
 }
 
 static void mix_streams(float *y, float *streams, const float *branch, const float *leaving, float *mixes,
                         const HyperWeights *weights, const float *entering, const float *norm, int n_rows, const Config *config,
                         PassReport *report, int place) {
-    const int split = gpu.major >= 9 ? MAX_SPLIT : 1, mult = config->hc_mult;
+    const int mult = config->hc_mult;
     if (n_rows <= 0) return;
-    Streams p = {.y = y, .streams = streams, .branch = branch, .leaving = leaving, .mixes = mixes, .fn = {}, .base = NULL,
-                 .scale = NULL, .entering = entering, .norm = norm, .n_rows = n_rows, .mult = mult, .hidden = config->hidden_size,
-                 .n_mixes = (2 + mult) * mult, .iterations = config->hc_sinkhorn_iters,
-                 .fours = divide_up(config->hidden_size, 4 * split), .norm_eps = config->rms_norm_eps, .eps = config->hc_eps,
-                 .report = report, .place = place};
+    Streams p = {.y = y, .streams = streams, .branch = branch, .leaving = leaving, .mixes = mixes, .sums = partials, .fn = {},
+                 .base = NULL, .scale = NULL, .entering = entering, .norm = norm, .n_rows = n_rows, .mult = mult,
+                 .hidden = config->hidden_size, .n_mixes = (2 + mult) * mult, .iterations = config->hc_sinkhorn_iters,
+                 .slices = divide_up(config->hidden_size, 4 * SLICE), .squares = 0, .pitch = 0, .norm_eps = config->rms_norm_eps,
+                 .eps = config->hc_eps, .report = report, .place = place};
     if (weights) p.fn = weights->fn, p.base = weights->base, p.scale = weights->scale, p.n_mixes = weights->fn.rows;
-    if (n_rows <= 8 * SHARING_ROWS) launch_streams<1>(p, split);
-    else launch_streams<SHARING_ROWS>(p, split);
+    p.squares = divide_up(p.fn.rows, WARP_SUMS) * WARP_SUMS;
+    p.pitch = divide_up(p.squares + 1, 32) * 32;
+    const bool fours = p.hidden % 4 == 0 && ((uintptr_t)y | (uintptr_t)streams | (uintptr_t)branch | (uintptr_t)norm
+                                             | (uintptr_t)p.fn.data) % 16 == 0
+                       && (!weights || p.fn.dtype == DTYPE_F32);
+    if (fours && mult == 4) launch_streams<4>(p);
+    else if (fours && mult == 2) launch_streams<2>(p);
+    else launch_streams<0>(p);
 }
 
 static __global__ void first_stream_kernel(float *mixes, int n, int n_mixes) {
