@@ -2990,8 +2990,10 @@ enum {
     SEGMENT = 128,              /* columns of a segment at least, of e2m1 eight times that; the segments take tiles in turns */
     MAX_SEGMENT_BITS = 3,
     PACKED_SEGMENT_BITS = 2,    /* of packed weights: a segment is a warpgroup's */
-    PACKED_THREADS = EXPERT_THREADS + 128,          /* four warps more, which fetch weights for a segment each */
+    PACKED_THREADS = EXPERT_THREADS + 128,          /* four warps more, which fetch for a segment each */
     PACKED_COLUMNS = 4,         /* rows of x that meet a tile of packed weights */
+    PACKED_BUFFERS = 8,         /* works at most whose rows of gated are on their way or at hand */
+    SCALED_TOGETHER = 32,       /* neighbours in a row of x or gated that have one scale: a block of e2m1, and a unit's rows */
     TILE_ROWS = 16,             /* of weights in a tile: of one matrix, or eight each of gate and up */
     TILE_BYTES = 128,           /* of each of its rows */
     TILE_COLUMNS = 8,           /* rows of x that meet a tile */
@@ -3033,6 +3035,7 @@ struct Experts {
     int segment_bits[3];        /* 2^bits warps share the columns of a strip, in either phase: a team */
     int columns;                /* rows of x that meet a tile at a time */
     int gated_bytes;            /* of shared memory for rows of gated */
+    int gated_places;           /* where weights are packed, for as many works' */
     int most_chosen, stages, slot_bytes, x_bytes;   /* what lay_out_experts() has found room for */
 };
 
@@ -3434,6 +3437,12 @@ static __host__ __device__ inline int x_stride(const Experts &e, int cols) {
     return (x_scales(e, cols) + divide_up(cols, X_BLOCK) * X_BLOCK / 64 * (int)sizeof(float) + 127) / 128 * 128 + STAGED_PAD;
 }
 
+/* A power of two by which a value of that size must be divided to be from 2^top on and below twice that. */
+static __device__ inline float scale_below(float most, int top) {
+    return __uint_as_float((254 - min(254 + (uint32_t)top - (__float_as_uint(most) >> 23), 253u)) << 23);
+}
+static __device__ inline float inverse_power(float power) { return __uint_as_float((254u << 23) - __float_as_uint(power)); }
+
 /* v becomes its scale times v, with the lanes of one tile, whose largest value then is from 2^top on and below twice that.
  * Returns what undoes that. */
 static __device__ inline float scale_values(float v[8], int lanes, int top) {
@@ -3441,10 +3450,10 @@ static __device__ inline float scale_values(float v[8], int lanes, int top) {
 #pragma unroll
     for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(v[i]));
     for (int distance = 1; distance < lanes; distance *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
-    const uint32_t exponent = min(254 + (uint32_t)top - (__float_as_uint(most) >> 23), 253u);
+    const float undo = scale_below(most, top);
 #pragma unroll
-    for (int i = 0; i < 8; i++) v[i] *= __uint_as_float(exponent << 23);
-    return __uint_as_float((254 - exponent) << 23);
+    for (int i = 0; i < 8; i++) v[i] *= inverse_power(undo);
+    return undo;
 }
 
 /* Eight columns of a pick's row of x, or of gated. */
@@ -3687,11 +3696,11 @@ enum { DIGITS = 3, DIGIT_BITS = 5 };
 static __host__ __device__ constexpr int padded_rows(int count) { return count <= 2 ? 2 : PACKED_COLUMNS; }
 
 /* Bytes from 16 values of the columns to the next, the 16 more spread them over the banks; and of a work's rows in shared memory,
- * behind which stand the scales that undo those of each row's tiles. */
+ * behind which stand the scales that undo those of each row. */
 static __host__ __device__ constexpr int part_bytes(int rows) { return (DIGITS * rows + 1) * 16; }
 static __host__ __device__ constexpr int digit_bytes(int cols, int rows) { return cols / 16 * part_bytes(rows); }
 static __host__ __device__ constexpr int packed_bytes(int cols, int rows) {
-    return digit_bytes(cols, rows) + rows * (cols / TILE_BYTES) * (int)sizeof(float);
+    return digit_bytes(cols, rows) + rows * (cols / SCALED_TOGETHER) * (int)sizeof(float);
 }
 
 /* Columns of a row that a block of a cluster has: its warps' segments. */
@@ -3699,16 +3708,29 @@ static __host__ __device__ inline int own_columns(const Experts &e, bool down) {
     return down ? e.inter >> e.split_bits : e.hidden;
 }
 
-/* Barriers of the ring, for each of its stages and segments: the tiles have come; the four warps have done with them. */
-struct PackedStages { uint64_t filled[MAX_STAGES][1 << PACKED_SEGMENT_BITS], used[MAX_STAGES][1 << PACKED_SEGMENT_BITS]; };
+/* Columns of a row that follow each other in a block's shared memory, and, where a cluster has two blocks, lie in turns in both. */
+static __device__ inline int turn_columns(DType D) { return 1 << (tile_bits(D) + PACKED_SEGMENT_BITS); }
+
+/* Which column of the whole row a block's column of down is, if it begins 16 of them. */
+static __device__ inline int whole_column(const Experts &e, DType D, int column) {
+    const int turn = turn_columns(D);
+    return e.split_bits ? (column / turn * 2 + cluster_rank()) * turn + column % turn : column;
+}
+
+/* Barriers: of the ring, for each of its stages and segments: the tiles have come; the four warps have done with them. The same
+ * for the places of works' rows of gated, and of all warps. */
+struct PackedStages {
+    uint64_t filled[MAX_STAGES][1 << PACKED_SEGMENT_BITS], used[MAX_STAGES][1 << PACKED_SEGMENT_BITS];
+    uint64_t gated_filled[PACKED_BUFFERS], gated_used[PACKED_BUFFERS];
+};
 static __device__ inline PackedStages &packed_stages() {
     __shared__ PackedStages stages;
     return stages;
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-/* The next digit of eight values, which become what it leaves: four even ones and four odd ones, or neighbours. */
-static __device__ inline uint2 take_digit(float v[8], bool apart) {
+/* The next digit of eight values, which become what it leaves: four even ones and four odd ones. */
+static __device__ inline uint2 take_digit(float v[8]) {
     float digit[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -3717,42 +3739,51 @@ static __device__ inline uint2 take_digit(float v[8], bool apart) {
     }
     uint32_t pair[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float2 two = apart ? make_float2(digit[i % 2 * 4 + i / 2], digit[i % 2 * 4 + i / 2 + 2])
-                                 : make_float2(digit[2 * i], digit[2 * i + 1]);
-        pair[i] = __nv_cvt_float2_to_fp8x2(two, __NV_SATFINITE, __NV_E4M3);
-    }
+    for (int i = 0; i < 4; i++)
+        pair[i] = __nv_cvt_float2_to_fp8x2(make_float2(digit[i % 2 * 4 + i / 2], digit[i % 2 * 4 + i / 2 + 2]), __NV_SATFINITE,
+                                           __NV_E4M3);
     return make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
 }
 
-/* The rows of works [work, end) as digits, for the whole block. A warp takes X_BLOCK columns of a row. */
-static __device__ void stage_terms(const Experts &e, const ExpertMemory &m, uint8_t *to, bool down, int work, int end) {
-    const int own = own_columns(e, down), blocks = own / X_BLOCK, lane = lane_id(), last = m.works[end].begin;
-    int slot = m.works[work].begin, block = warp_id();
-#pragma unroll 2
-    for (; true; block += EXPERT_WARPS) {
-        while (block >= blocks) block -= blocks, slot++;
-        if (slot >= last) break;
-        for (; slot >= m.works[work + 1].begin; work++) to += packed_bytes(own, padded_rows(count_of(m, work)));
-        const int pick = m.order[slot], rows = padded_rows(count_of(m, work)), row = slot - m.works[work].begin;
-        const bool apart = e.dtype[is_shared(e, pick)] == DTYPE_F4_E2M1;
-        const int turn = segments_of(e, down) / (apart ? 1 : 2);        /* blocks of columns that are this block's in turns */
-        const int global = down && e.split_bits ? ((block / turn << e.split_bits) + cluster_rank()) * turn + block % turn : block;
-        const int tile = apart ? block : 2 * block + lane / 16;
-        float v[8];
-        load_columns(v, e, pick, down, global * X_BLOCK + lane * 8);
-        ((float *)(to + digit_bytes(own, rows)))[row * (own / TILE_BYTES) + tile] = scale_values(v, apart ? 32 : 16, 3);
-        uint8_t *at = to + (block * 16 + (apart ? lane / 4 * 2 : lane / 2)) * part_bytes(rows) + row * 16;
+/* The rows of x of a work as digits, for the whole block. A warp takes X_BLOCK columns of a row, and two of these at a time. */
+static __device__ void stage_terms(const Experts &e, const ExpertMemory &m, uint8_t *to, int work) {
+    const int blocks = e.hidden / X_BLOCK, lane = lane_id(), first = m.works[work].begin, count = count_of(m, work),
+              rows = padded_rows(count);
+#pragma unroll 1
+    for (int task = warp_id(); task < count * blocks; task += 2 * EXPERT_WARPS) {
+        float v[2][8];
 #pragma unroll
-        for (int digit = 0; digit < DIGITS; digit++, at += rows * 16) {
-            const uint2 eight = take_digit(v, apart);
-            if (apart) {
-                *(uint32_t *)(at + lane % 4 * 4) = eight.x;
-                *(uint32_t *)(at + part_bytes(rows) + lane % 4 * 4) = eight.y;
-            } else *(uint2 *)(at + lane % 2 * 8) = eight;
+        for (int i = 0; i < 2; i++) {
+            const int t = min(task + i * EXPERT_WARPS, count * blocks - 1), row = t / blocks;
+            load_eight(v[i], e.x + (size_t)row_of(m.order[first + row]) * (size_t)e.hidden + (t - row * blocks) * X_BLOCK + lane * 8,
+                       8, e.aligned);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int t = task + i * EXPERT_WARPS, row = t / blocks, block = t - row * blocks;
+            if (t >= count * blocks) break;
+            ((float *)(to + digit_bytes(e.hidden, rows)))[row * (e.hidden / SCALED_TOGETHER) + block * 8 + lane / 4] =
+                scale_values(v[i], SCALED_TOGETHER / 8, DIGIT_BITS - 2);
+            uint8_t *at = to + (block * 16 + lane / 4 * 2) * part_bytes(rows) + row * 16 + lane % 4 * 4;
+#pragma unroll
+            for (int digit = 0; digit < DIGITS; digit++, at += rows * 16) {
+                const uint2 eight = take_digit(v[i]);
+                *(uint32_t *)at = eight.x;
+                *(uint32_t *)(at + part_bytes(rows)) = eight.y;
+            }
         }
     }
     show_to_products();
+}
+
+/* Of each 32 bytes of either row eight. */
+static __device__ inline void load_eights(Tile *tile, const uint8_t *slot) {
+    const int g = lane_id() / 4, t = lane_id() % 4;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const uint2 eight = *(const uint2 *)(slot + (g + i % 2 * 8) * TILE_BYTES + ((i / 2 * 2 + t / 2 ^ swizzled(g)) * 16 + t % 2 * 8));
+        tile->word[2 * i] = eight.x, tile->word[2 * i + 1] = eight.y;
+    }
 }
 
 /* sum = A B: 64 rows of weights, 32 columns, COLUMNS digits. */
@@ -3770,10 +3801,10 @@ template <int COLUMNS> static __device__ inline void multiply_digits(float sum[C
 #undef DIGIT_INPUTS
 }
 
-/* total += a tile times digits, which begin at x, in units of 16 bytes. undo: what undoes the scales of x, of either column of a
- * thread. */
+/* total += a tile times digits, which begin at x, in units of 16 bytes. undo: what undoes the scales of x in the row of a thread's
+ * first column; `apart` further on stands the same for the other one. */
 template <DType D, int ROWS>
-static __device__ inline void multiply_packed_tile(float total[][4], const Tile &tile, uint32_t x, const float undo[2]) {
+static __device__ inline void multiply_packed_tile(float total[][4], const Tile &tile, uint32_t x, const float *undo, int apart) {
     constexpr int columns = (DIGITS * ROWS + 7) / 8 * 8, sums = columns / 8, stretches = D == DTYPE_F4_E2M1 ? 8 : 4,
                   together = sums == 1 ? 4 : 2;
     constexpr uint64_t layout = (uint64_t)(128 >> 4) << 32 | (part_bytes(ROWS) >> 4) << 16;
@@ -3790,7 +3821,10 @@ static __device__ inline void multiply_packed_tile(float total[][4], const Tile 
                 a[i][0] = upper.x, a[i][1] = lower.x, a[i][2] = upper.y, a[i][3] = lower.y;
             } else
 #pragma unroll
-                for (int j = 0; j < 4; j++) a[i][j] = tile.word[4 * (first + i) + j];
+                for (int j = 0; j < 2; j++) {
+                    const uint32_t *words = tile.word + 4 * (first + i) + 2 * j;
+                    a[i][j] = __byte_perm(words[0], words[1], 0x6420), a[i][j + 2] = __byte_perm(words[0], words[1], 0x7531);
+                }
         begin_products();
 #pragma unroll
         for (int i = 0; i < together; i++)
@@ -3803,17 +3837,19 @@ static __device__ inline void multiply_packed_tile(float total[][4], const Tile 
 #pragma unroll
         for (int i = 0; i < together * 4; i++) asm volatile("" : "+r"(a[i / 4][i % 4]) :: "memory");
 #pragma unroll
-        for (int i = 0; i < together * sums * 4; i++) {
-            const int at = first + i / (sums * 4), j = i / 4 % sums, k = i % 4;
-            const uint2 &exponents = tile.scale[k / 2];
-            const float scale = D == DTYPE_F4_E2M1 ? e2m1_scale(at < 4 ? exponents.x : exponents.y, at % 4) : 1;
-            sum[j][k] = fmaf(scale, part[i / (sums * 4)][j][k], sum[j][k]);
-        }
+        for (int i = 0; i < together; i++)
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const uint32_t exponents = first + i < 4 ? tile.scale[k / 2].x : tile.scale[k / 2].y;
+                const float scale = undo[first + i + k % 2 * apart] * (D == DTYPE_F4_E2M1 ? e2m1_scale(exponents, (first + i) % 4) : 1);
+#pragma unroll
+                for (int j = 0; j < sums; j++) sum[j][k] = fmaf(scale, part[i][j][k], sum[j][k]);
+            }
     }
 #pragma unroll
     for (int i = 0; i < sums * 4; i++) {
         const float scale = D == DTYPE_F4_E2M1 ? E2M1_REPAIR : __uint_as_float(i % 4 < 2 ? tile.scale[0].x : tile.scale[0].y);
-        total[i / 4][i % 4] = fmaf(scale * undo[i % 2], sum[i / 4][i % 4], total[i / 4][i % 4]);
+        total[i / 4][i % 4] = fmaf(scale, sum[i / 4][i % 4], total[i / 4][i % 4]);
     }
 }
 
@@ -3834,7 +3870,8 @@ template <DType D, int ROWS>
 static __device__ inline void multiply_rows(float y[4], const uint8_t *rows, int *step, const Experts &e, const ExpertMemory &m,
                                             bool down) {
     const int own = own_columns(e, down), end = own >> tile_bits(D), lane = lane_id(), segment = segment_of(e, down);
-    const float *undo = (const float *)(rows + digit_bytes(own, ROWS)) + lane % 4 * 2 % ROWS * (own / TILE_BYTES);
+    const int apart = own / SCALED_TOGETHER;
+    const float *undo = (const float *)(rows + digit_bytes(own, ROWS)) + lane % 4 * 2 % ROWS * apart;
     float total[ROWS / 2][4] = {};
 #pragma unroll 1
     for (int i = segment; i - segment < end; i += 1 << PACKED_SEGMENT_BITS, ++*step) {
@@ -3844,14 +3881,16 @@ static __device__ inline void multiply_rows(float y[4], const uint8_t *rows, int
         if (i < end) {
             const uint8_t *at = m.ring + (stage * EXPERT_WARPS + warp_id()) * e.slot_bytes, *scales = at + TILE_ROWS * TILE_BYTES;
             Tile tile;
-            load_words(&tile, at);
-            if (D == DTYPE_F4_E2M1)
+            if (D == DTYPE_F4_E2M1) {
+                load_words(&tile, at);
                 for (int j = 0; j < 2; j++) tile.scale[j] = ((const uint2 *)scales)[lane / 4 + 8 * j];
-            else tile.scale[0] = *(const uint2 *)scales;
-            const float of_tile[2] = {undo[i], undo[own / TILE_BYTES + i]};
+            } else {
+                load_eights(&tile, at);
+                tile.scale[0] = *(const uint2 *)scales;
+            }
             const uint32_t at_x = shared_address(rows) + (uint32_t)((i << tile_bits(D)) / 16 * part_bytes(ROWS)),
                            x = __shfl_sync(~0u, at_x >> 4 & 0x3fff, 0);     /* in a cluster addresses have more bits */
-            multiply_packed_tile<D, ROWS>(total, tile, x, of_tile);
+            multiply_packed_tile<D, ROWS>(total, tile, x, undo + (i << tile_bits(D)) / SCALED_TOGETHER, apart);
         }
         __syncwarp();
         if (lane == 0) arrive_at(&stages.used[stage][segment]);
@@ -3869,7 +3908,7 @@ static __device__ inline void multiply_terms(float y[4], const uint8_t *rows, in
     else multiply_rows<DTYPE_F8_E4M3, PACKED_COLUMNS>(y, rows, step, e, m, down);
 }
 #else
-static __device__ inline void stage_terms(const Experts &, const ExpertMemory &, uint8_t *, bool, int, int) {}
+static __device__ inline void stage_terms(const Experts &, const ExpertMemory &, uint8_t *, int) {}
 static __device__ inline void multiply_terms(float *, const uint8_t *, int *, const Experts &, const ExpertMemory &, bool, int) {}
 #endif
 
@@ -3951,7 +3990,7 @@ static __device__ void add_down(const Experts &e, const ExpertMemory &m, int col
     for (int i = (int)threadIdx.x; i < columns * TILE_ROWS; i += EXPERT_THREADS) {
         const int first = i / TILE_ROWS, r = i % TILE_ROWS, out = m.strip[first] * TILE_ROWS + r;
         if (!m.leads[first] || out >= e.hidden) continue;
-        float *y = m.y + (size_t)row_of(m.pick[first]) * (size_t)e.hidden + (size_t)out;
+        float *y = e.y + (size_t)row_of(m.pick[first]) * (size_t)e.hidden + (size_t)out;
         float sum = is_shared(e, m.pick[first]) ? 0 : *y;
 #pragma unroll 1
         for (int c = first; c < columns; c = m.next[c]) sum += m.down_sums[c * segments * TILE_ROWS + r];
@@ -4215,15 +4254,57 @@ static __device__ inline void fetch_step(const Source &source, const Experts &e,
     arrive_with_copies(&stages.filled[stage][segment]);
 }
 
+/* All blocks have written gated: the warps that multiply know it and tell those that fetch. */
+static __device__ inline void tell_open() { asm volatile("bar.arrive 2, %0;" :: "n"((int)PACKED_THREADS) : "memory"); }
+static __device__ inline void wait_open() { asm volatile("bar.sync 2, %0;" :: "n"((int)PACKED_THREADS) : "memory"); }
+
+/* The places of works' rows of gated, which are taken in turns. */
+struct GatedTurn { int place, round; };
+static __device__ inline void next_turn(GatedTurn *turn, const Experts &e) {
+    if (++turn->place == e.gated_places) turn->place = 0, turn->round++;
+}
+
+/* Starts to bring a warp's segment of the rows of gated of a work. */
+static __device__ inline void bring_gated(const Experts &e, const ExpertMemory &m, int work, const GatedTurn &turn) {
+    const DType D = type_of(e, m, work);
+    const int own = own_columns(e, true), count = count_of(m, work), rows = padded_rows(count), lane = lane_id(),
+              columns = 1 << tile_bits(D), pieces = columns / 16 * DIGITS, segment = warp_id() - EXPERT_WARPS;
+    PackedStages &stages = packed_stages();
+    if (turn.round) wait_at(&stages.gated_used[turn.place], turn.round - 1);
+    uint8_t *to = m.gated + turn.place * packed_bytes(own, padded_rows(e.columns));
+    for (int r = 0; r < count; r++) {
+        const uint8_t *row = (const uint8_t *)(e.gated + gated_row(e, m.order[m.works[work].begin + r]));
+        for (int begin = segment * columns; begin < own; begin += turn_columns(D)) {
+            const int whole = whole_column(e, D, begin);
+            uint8_t *digits = to + begin / 16 * part_bytes(rows) + r * 16,
+                    *scales = to + digit_bytes(own, rows) + (r * own + begin) / SCALED_TOGETHER * (int)sizeof(float);
+#pragma unroll 2
+            for (int i = lane; i < pieces; i += 32)
+                start_copy_to_shared(digits + i / DIGITS * part_bytes(rows) + i % DIGITS * rows * 16,
+                                     row + whole * DIGITS + i * 16, true);
+            if (lane < columns / (4 * SCALED_TOGETHER))
+                start_copy_to_shared(scales + lane * 16,
+                                     row + e.inter * DIGITS + whole / SCALED_TOGETHER * (int)sizeof(float) + lane * 16, true);
+        }
+    }
+    arrive_with_copies(&stages.gated_filled[turn.place]);
+}
+
 /* Fetches strip after strip. Until the plan is known, which all threads wait for together, there is the shared expert, and no
- * more than the ring holds. */
+ * more than the ring holds. In the second phase gated comes along, as late as can be: when the ring is full of weights. */
 static __device__ inline void fetch_all(const Experts &e, const ExpertMemory &m) {
     const Plan &plan = *m.plan;
     bool known = false;
-    int step = 0;
-    const auto fetch_strip = [&](int work, int strip, bool down) {
+    int step = 0, first_down = 0, brought = 0;
+    GatedTurn turn = {};
+    const auto bring_works = [&](int end) {
+        if (brought == 0) wait_open();
+        for (; brought < end; brought++, next_turn(&turn, e)) bring_gated(e, m, brought % plan.works, turn);
+    };
+    const auto fetch_strip = [&](int work, int strip, bool down, int turns) {
         for (Source source = find_source(e, m, work, strip, down); source.bytes > 0; step++) {
             if (step == e.stages && !known) __syncthreads(), known = true;
+            if (down && step - first_down >= e.stages) bring_works(turns);
             fetch_step(source, e, m, step);
             source.row[0] += source.step, source.row[1] += source.step, source.scale += source.scale_step;
             source.bytes -= source.step;
@@ -4234,76 +4315,141 @@ static __device__ inline void fetch_all(const Experts &e, const ExpertMemory &m)
         if (place >= plan.gate) break;
         const Span span = find_packed(e, m, place);
 #pragma unroll 1
-        for (int i = 0; i < span.strips; i++) fetch_strip(span.work, span.strip + i, false);
+        for (int i = 0; i < span.strips; i++) fetch_strip(span.work, span.strip + i, false, 0);
         place += e.many ? 1 : span.strips;
     }
+    first_down = step;
 #pragma unroll 1
-    for (int index = 0; index < plan.strips; index++)
-#pragma unroll 1
-        for (int work = 0; work < plan.works; work++) fetch_strip(work, packed_strip(e, index), true);
+    for (int i = 0; i < plan.strips * plan.works; i++)
+        fetch_strip(i % plan.works, packed_strip(e, i / plan.works), true, i + 1);
+    bring_works(plan.strips * plan.works);
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-/* The first phase, of which all teams take the same unit at the same time. */
+/* ---- sums where weights are packed: of an entry, a row that meets a strip, all teams' stand together */
+
+/* A warp's sums to entries [first, first + count) of those that wait. */
+static __device__ inline void put_entries(float *sums, const float total[4], int team, int segment, int first, int count) {
+    const int lane = lane_id(), teams = EXPERT_WARPS >> PACKED_SEGMENT_BITS;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int column = lane % 4 * 2 + i % 2, at = ((first + column) * teams + team) << PACKED_SEGMENT_BITS | segment;
+        if (column < count) sums[at * TILE_ROWS + lane / 4 + i / 2 * 8] = total[i];
+    }
+}
+
+/* Values of gated, 32 for each entry that waits, as digits to where the row of its pick is: of each 16 the digits after each
+ * other, and behind the row the scales. A warp takes an entry. */
+static __device__ void leave_gated(const Experts &e, const ExpertMemory &m, int entries) {
+    const int lane = lane_id(), segments = 1 << PACKED_SEGMENT_BITS;
+#pragma unroll 1
+    for (int entry = warp_id(); entry < entries; entry += EXPERT_WARPS) {
+        const int column = entry * 4 + lane / 8, pick = m.pick[entry], unit = m.strip[entry];
+        float v = gate_up(add_segments(m.sums, segments, column, lane % 8), add_segments(m.sums, segments, column, 8 + lane % 8),
+                          e.limit);
+        float most = fabsf(v);
+        for (int distance = 1; distance < 32; distance *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
+        const float undo = scale_below(most, DIGIT_BITS - 2);
+        v *= inverse_power(undo);
+        uint8_t *row = (uint8_t *)(e.gated + gated_row(e, pick)),
+                *at = row + (unit * 2 + lane % 2) * DIGITS * 16 + lane / 8 * 4 + lane % 8 / 2;
+#pragma unroll
+        for (int i = 0; i < DIGITS; i++) {
+            const float digit = v + 0x1.8p23f - 0x1.8p23f;
+            at[i * 16] = __nv_cvt_float_to_fp8(digit, __NV_SATFINITE, __NV_E4M3);
+            v = (v - digit) * (1 << DIGIT_BITS);
+        }
+        if (lane == 0) ((float *)(row + e.inter * DIGITS))[unit] = undo;
+    }
+}
+
+/* y += weight * down gated for so many entries that wait, which follow each other in the order of the picks: the first one of a row
+ * takes its others along. weight: of the lane's entry. */
+static __device__ void add_entries(const Experts &e, const ExpertMemory &m, int begin, int entries, int strip, float weight) {
+    const int lane = lane_id(), segments = 1 << PACKED_SEGMENT_BITS, teams = EXPERT_WARPS / segments;
+    const int pick = m.order[begin + min(lane, entries - 1)];
+    const unsigned same = __match_any_sync(~0u, lane < entries ? row_of(pick) : -1 - lane);
+#pragma unroll 1
+    for (int task = warp_id(); task < 2 * entries; task += EXPERT_WARPS) {      /* 32 rows of the strip */
+        const int entry = task / 2, r = task % 2 * 32 + lane, first = __shfl_sync(~0u, pick, entry);
+        unsigned left = __shfl_sync(~0u, same, entry);
+        if (__ffs((int)left) - 1 != entry) continue;
+        float *y = m.y + (size_t)row_of(first) * (size_t)e.hidden + (size_t)(strip * GROUP_ROWS + r);
+        float sum = is_shared(e, first) ? 0 : __ldcg(y);
+        for (; left; left &= left - 1) {
+            const int other = __ffs((int)left) - 1;
+            sum += __shfl_sync(~0u, weight, other) * add_segments(m.down_sums, segments, other * teams + r / TILE_ROWS, r % TILE_ROWS);
+        }
+        *y = sum;
+    }
+}
+
+/* ---- the phases where weights are packed */
+
+/* The first one: all warps take the same unit at the same time. */
 static __device__ inline void multiply_packed_gate_up(int *step, const Experts &e, const ExpertMemory &m) {
-    const int segments = segments_of(e, false), teams = teams_of(e, false), team = team_of(e, false);
-    int used = 0, staged = -1;  /* as in multiply_gate_up() */
+    const int team = team_of(e, false), segment = segment_of(e, false);
+    int used = 0, staged = -1;  /* entries that wait; staged: as in multiply_gate_up() */
     for (int place = 0; place < m.plan->gate;) {
         const Span span = find_packed(e, m, place);
-        const int count = count_of(m, span.work), rows = e.n_rows > 1 ? span.work : (int)type_of(e, m, span.work);
+        const int count = count_of(m, span.work), rows = e.n_rows > 1 ? span.work : 0;
         if (rows != staged) {
             sync_warps();
-            stage_terms(e, m, m.x, false, span.work, span.work + 1);
+            stage_terms(e, m, m.x, span.work);
             sync_warps();
         }
         staged = rows;
 #pragma unroll 1
         for (int i = 0; i < span.strips; i++) {
-            const int strip = (span.strip + i) * teams + team;
-            if ((used + teams * count) * segments > MAX_SUMS) {
+            if (used + count > MAX_SUMS / EXPERT_WARPS) {
                 sync_warps();
-                add_gate_up(e, m, used);
+                leave_gated(e, m, used);
                 sync_warps();
                 used = 0;
             }
             float total[4];
             multiply_terms(total, m.x, step, e, m, false, span.work);
-            put_columns(e, m, total, false, span.work, strip, used + team * count, count);
-            used += teams * count;
+            put_entries(m.sums, total, team, segment, used, count);
+            if (threadIdx.x < (unsigned)count) {
+                m.strip[used + (int)threadIdx.x] = span.strip + i;
+                m.pick[used + (int)threadIdx.x] = m.order[m.works[span.work].begin + (int)threadIdx.x];
+            }
+            used += count;
         }
         place += e.many ? 1 : span.strips;
     }
     sync_warps();
-    add_gate_up(e, m, used);
+    leave_gated(e, m, used);
 }
 
-/* The second one: all warps take the same works, of as many at a time as there is room for. */
+/* The second one: all warps take the same works, of as many at a time as there is room for sums. */
 static __device__ inline void multiply_packed_down(int *step, const Experts &e, const ExpertMemory &m) {
-    const int segments = segments_of(e, true), teams = teams_of(e, true), team = team_of(e, true), own = own_columns(e, true);
+    const int team = team_of(e, true), segment = segment_of(e, true), lane = lane_id();
+    const int place_bytes = packed_bytes(own_columns(e, true), padded_rows(e.columns));
+    PackedStages &stages = packed_stages();
+    GatedTurn turn = {};
 #pragma unroll 1
     for (int index = 0; index < m.plan->strips; index++)
 #pragma unroll 1
         for (int begin = 0, end = 0; begin < m.plan->works; begin = end) {
-            const int from = m.works[begin].begin, strip = packed_strip(e, index) * teams + team;
-            for (int bytes = 0; end < m.plan->works; end++) {
-                bytes += packed_bytes(own, padded_rows(count_of(m, end)));
-                const int columns = (m.works[end + 1].begin - from) * teams;
-                if (end > begin && (bytes > e.gated_bytes || columns * segments > MAX_DOWN_SUMS)) break;
-            }
-            sync_warps();
-            stage_terms(e, m, m.gated, true, begin, end);
-            sync_warps();
-            const uint8_t *rows = m.gated;
+            const int from = m.works[begin].begin;
+            while (end < m.plan->works && m.works[end + 1].begin - from <= MAX_DOWN_SUMS / EXPERT_WARPS) end++;
+            const int entries = m.works[end].begin - from, pick = m.order[from + min(lane, entries - 1)];
+            const float weight = is_shared(e, pick) ? 1 : e.weights[row_of(pick) * e.per_token + number_of(pick)];
 #pragma unroll 1
-            for (int work = begin; work < end; work++) {
+            for (int work = begin; work < end; work++, next_turn(&turn, e)) {
                 const int count = count_of(m, work);
                 float total[4];
-                multiply_terms(total, rows, step, e, m, true, work);
-                put_columns(e, m, total, true, work, strip, (m.works[work].begin - from) * teams + team * count, count);
-                rows += packed_bytes(own, padded_rows(count));
+                wait_at(&stages.gated_filled[turn.place], turn.round);
+                show_to_products();
+                multiply_terms(total, m.gated + turn.place * place_bytes, step, e, m, true, work);
+                __syncwarp();
+                if (lane == 0) arrive_at(&stages.gated_used[turn.place]);
+                put_entries(m.down_sums, total, team, segment, m.works[work].begin - from, count);
             }
             sync_warps();
-            add_down(e, m, (m.works[end].begin - from) * teams);
+            add_entries(e, m, from, entries, packed_strip(e, index), weight);
+            sync_warps();
         }
 }
 
@@ -4329,6 +4475,10 @@ static __global__ void __launch_bounds__(PACKED_THREADS, 1) packed_experts_kerne
         start_barrier(&packed_stages().filled[0][0] + threadIdx.x, 32);
         start_barrier(&packed_stages().used[0][0] + threadIdx.x, 4);
     }
+    if (threadIdx.x < PACKED_BUFFERS) {
+        start_barrier(packed_stages().gated_filled + threadIdx.x, 32 << PACKED_SEGMENT_BITS);
+        start_barrier(packed_stages().gated_used + threadIdx.x, EXPERT_WARPS);
+    }
     __syncthreads();
     if (!fetches) prepare(e, m);
     __syncthreads();
@@ -4344,6 +4494,7 @@ static __global__ void __launch_bounds__(PACKED_THREADS, 1) packed_experts_kerne
     int step = 0;
     multiply_packed_gate_up(&step, e, m);
     wait_for_all_blocks();
+    tell_open();
     let_next_start();
     multiply_packed_down(&step, e, m);
     if (!e.split_bits) return;
@@ -4372,7 +4523,8 @@ static size_t lay_out_experts(Experts *e) {
     for (int least = e->packed ? (int)MAX_STAGES : e->many ? ENOUGH_STAGES - 1 : ENOUGH_STAGES; least; least--)
         for (e->columns = min(e->n_rows, (int)(e->packed ? PACKED_COLUMNS : TILE_COLUMNS)); e->columns; e->columns--)
             for (e->stages = MAX_STAGES; e->stages >= least; e->stages -= 1 + (e->packed && e->stages == MAX_STAGES)) {
-                e->gated_bytes = staged_bytes(*e, true, e->packed ? e->columns : min(picks, teams * e->columns));
+                e->gated_bytes = e->packed ? 2 * staged_bytes(*e, true, e->columns)
+                                           : staged_bytes(*e, true, min(picks, teams * e->columns));
                 e->x_bytes = max(max(staged_bytes(*e, false, e->columns), lists), DOWN_SUM_BYTES + e->gated_bytes);
                 e->x_bytes = (e->x_bytes + 15) / 16 * 16;
                 const size_t works = (size_t)(e->most_chosen + divide_up(picks, e->columns) + 1),
@@ -4381,10 +4533,12 @@ static size_t lay_out_experts(Experts *e) {
                                      + (size_t)e->most_chosen * sizeof(Chosen) + works * sizeof(Work)
                                      + (size_t)picks * sizeof(int) + SMALL_SHARED;
                 if (bytes > gpu.shared_per_block) continue;
-                const int room = (int)(gpu.shared_per_block - bytes) / 16 * 16, all = picks * staged_bytes(*e, true, 1),
+                const int room = (int)(gpu.shared_per_block - bytes) / 16 * 16,
+                          all = e->packed ? PACKED_BUFFERS * staged_bytes(*e, true, e->columns) : picks * staged_bytes(*e, true, 1),
                           more = max(min(DOWN_SUM_BYTES + all - e->x_bytes, room), 0);
                 e->x_bytes += more;
                 e->gated_bytes = e->x_bytes - DOWN_SUM_BYTES;
+                if (e->packed) e->gated_places = min(e->gated_bytes / staged_bytes(*e, true, e->columns), (int)PACKED_BUFFERS);
                 return bytes + (size_t)more - SMALL_SHARED;
             }
     return 0;
@@ -4496,7 +4650,7 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
                         .slots = slots, .aligned = floats_aligned(in, (size_t)hidden),
                         .many = false, .packed = false, .split_bits = 0,
                         .dtype = {dtype, merged ? shared_dtype : dtype}, .terms = {}, .segment_bits = {}, .columns = 0,
-                        .gated_bytes = 0, .most_chosen = min(n * per_token, config->n_routed_experts) + merged, .stages = 0,
+                        .gated_bytes = 0, .gated_places = 0, .most_chosen = min(n * per_token, config->n_routed_experts) + merged, .stages = 0,
                         .slot_bytes = 0, .x_bytes = 0});
     }
 }
