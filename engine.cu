@@ -3114,11 +3114,13 @@ static __device__ inline void sync_warps() { asm volatile("bar.sync 1, %0;" :: "
 /* Where the share of a block begins, of n things that are dealt out in runs. */
 static __device__ inline int share_begin(int n, int block) { return (int)((unsigned)n * (unsigned)block / gridDim.x); }
 
+static __device__ inline int shared_works(const Experts &e) { return e.slots > e.per_token ? divide_up(e.n_rows, e.columns) : 0; }
+
 static __device__ void plan_shared(Plan *plan, const Experts &e) {
     const int block = (int)blockIdx.x;
     *plan = {};
     plan->units = divide_up(e.inter, teams_of(e, false) * TILE_ROWS / 2);
-    plan->shared_works = e.slots > e.per_token ? divide_up(e.n_rows, e.columns) : 0;
+    plan->shared_works = shared_works(e);
     plan->works = plan->shared_works;
     plan->first_shared = share_begin(plan->shared_works * plan->units, block);
     if (!e.many) plan->gate = plan->shared = share_begin(plan->shared_works * plan->units, block + 1) - plan->first_shared;
@@ -3242,17 +3244,18 @@ static __device__ void put_expert(const Experts &e, const ExpertMemory &m, int e
         m.works[work++] = {.chosen = (uint16_t)chosen, .begin = (uint16_t)(begin + i)};
 }
 
-/* The works where there is one row: its picks in the order of the experts. Returns their number. */
+static __device__ inline bool lists_row(const Experts &e) { return e.n_rows == 1 && e.slots <= 32; }
+
+/* The works where there is one row, by one warp: its picks in the order of the experts. Returns their number. */
 static __device__ int list_row(const Experts &e, const ExpertMemory &m) {
     const int pick = min(lane_id(), e.slots - 1), expert = listed_expert(e, pick);
     int place = 0;
     for (int other = 0; other < e.slots; other++) place += __shfl_sync(~0u, expert, other) < expert;
-    if (threadIdx.x < (unsigned)e.slots) {
+    if (lane_id() < e.slots) {
         put_expert(e, m, expert, place, place, place, 1);
         m.order[place] = pick;
     }
-    if (threadIdx.x == 0) m.works[e.slots] = {.chosen = NOBODY, .begin = (uint16_t)e.slots};
-    sync_warps();
+    if (lane_id() == 0) m.works[e.slots] = {.chosen = NOBODY, .begin = (uint16_t)e.slots};
     return e.slots;
 }
 
@@ -3745,22 +3748,22 @@ static __device__ inline uint2 take_digit(float v[8]) {
     return make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
 }
 
-/* The rows of x of a work as digits, for the whole block. A warp takes X_BLOCK columns of a row, and two of these at a time. */
-static __device__ void stage_terms(const Experts &e, const ExpertMemory &m, uint8_t *to, int work) {
-    const int blocks = e.hidden / X_BLOCK, lane = lane_id(), first = m.works[work].begin, count = count_of(m, work),
-              rows = padded_rows(count);
+/* So many picks' rows of x as digits, by the first `warps` of a block. Each takes X_BLOCK columns of a row, and two of these at a
+ * time. */
+static __device__ void stage_terms(const Experts &e, uint8_t *to, const int *picks, int count, int warps) {
+    const int blocks = e.hidden / X_BLOCK, lane = lane_id(), rows = padded_rows(count);
 #pragma unroll 1
-    for (int task = warp_id(); task < count * blocks; task += 2 * EXPERT_WARPS) {
+    for (int task = warp_id(); task < count * blocks; task += 2 * warps) {
         float v[2][8];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int t = min(task + i * EXPERT_WARPS, count * blocks - 1), row = t / blocks;
-            load_eight(v[i], e.x + (size_t)row_of(m.order[first + row]) * (size_t)e.hidden + (t - row * blocks) * X_BLOCK + lane * 8,
+            const int t = min(task + i * warps, count * blocks - 1), row = t / blocks;
+            load_eight(v[i], e.x + (size_t)row_of(picks[row]) * (size_t)e.hidden + (t - row * blocks) * X_BLOCK + lane * 8,
                        8, e.aligned);
         }
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int t = task + i * EXPERT_WARPS, row = t / blocks, block = t - row * blocks;
+            const int t = task + i * warps, row = t / blocks, block = t - row * blocks;
             if (t >= count * blocks) break;
             ((float *)(to + digit_bytes(e.hidden, rows)))[row * (e.hidden / SCALED_TOGETHER) + block * 8 + lane / 4] =
                 scale_values(v[i], SCALED_TOGETHER / 8, DIGIT_BITS - 2);
@@ -3908,7 +3911,7 @@ static __device__ inline void multiply_terms(float y[4], const uint8_t *rows, in
     else multiply_rows<DTYPE_F8_E4M3, PACKED_COLUMNS>(y, rows, step, e, m, down);
 }
 #else
-static __device__ inline void stage_terms(const Experts &, const ExpertMemory &, uint8_t *, int) {}
+static __device__ inline void stage_terms(const Experts &, uint8_t *, const int *, int, int) {}
 static __device__ inline void multiply_terms(float *, const uint8_t *, int *, const Experts &, const ExpertMemory &, bool, int) {}
 #endif
 
@@ -4042,7 +4045,7 @@ static __device__ ExpertMemory expert_memory(const Experts &e, uint8_t *shared) 
 /* What can be done before it is known who is chosen: the shared expert's weights may be read, and what says where those of the
  * others are comes closer. */
 static __device__ void prepare(const Experts &e, const ExpertMemory &m) {
-    const int works = m.plan->shared_works, bytes = e.experts * (int)sizeof(Matrix), line = 128;
+    const int works = shared_works(e), bytes = e.experts * (int)sizeof(Matrix), line = 128;
     if (threadIdx.x == 0) m.chosen[0] = chosen_matrices(e.shared[GATE], e.shared[UP], e.shared[DOWN]);
     for (int i = (int)threadIdx.x; i <= works; i += EXPERT_THREADS) m.works[i].chosen = i < works ? 0 : NOBODY;
     for (int i = (int)(threadIdx.x * gridDim.x + blockIdx.x) * line; i < bytes; i += (int)(EXPERT_THREADS * gridDim.x) * line)
@@ -4050,7 +4053,6 @@ static __device__ void prepare(const Experts &e, const ExpertMemory &m) {
             asm volatile("prefetch.global.L2 [%0];" :: "l"((const uint8_t *)e.table[matrix] + i));
     const int masks = (e.experts + e.slots - e.per_token) * divide_up(e.n_rows, 32);
     for (int i = (int)threadIdx.x; i < masks; i += EXPERT_THREADS) ((uint32_t *)m.x)[i] = 0;
-    sync_warps();
 }
 
 /* The first phase, of which all teams take the same unit at the same time. */
@@ -4155,8 +4157,8 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const
     __shared__ Plan plan;
     m.plan = &plan;
     if (threadIdx.x == 0) plan_shared(&plan, e);
-    sync_warps();
     prepare(e, m);
+    sync_warps();
     Stream stream = {};
     int ahead = 0, slot = 0;
     for (bool known = false; true; known = true) {              /* as many tiles on their way as there is room for */
@@ -4166,7 +4168,8 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const
         }
         if (known) break;
         wait_for_previous();
-        const int works = e.n_rows == 1 && e.slots <= 32 ? list_row(e, m) : list_works(e, m);
+        const int works = lists_row(e) ? e.slots : list_works(e, m);
+        if (lists_row(e) && warp_id() == 0) list_row(e, m);
         if (threadIdx.x == 0) plan_all(&plan, e, works);
         sync_warps();
     }
@@ -4389,13 +4392,13 @@ static __device__ void add_entries(const Experts &e, const ExpertMemory &m, int 
 /* The first one: all warps take the same unit at the same time. */
 static __device__ inline void multiply_packed_gate_up(int *step, const Experts &e, const ExpertMemory &m) {
     const int team = team_of(e, false), segment = segment_of(e, false);
-    int used = 0, staged = -1;  /* entries that wait; staged: as in multiply_gate_up() */
+    int used = 0, staged = lists_row(e) ? 0 : -1;   /* entries that wait; the work whose rows are at hand: a single one's are */
     for (int place = 0; place < m.plan->gate;) {
         const Span span = find_packed(e, m, place);
-        const int count = count_of(m, span.work), rows = e.n_rows > 1 ? span.work : 0;
+        const int count = count_of(m, span.work), rows = lists_row(e) ? 0 : span.work;
         if (rows != staged) {
             sync_warps();
-            stage_terms(e, m, m.x, span.work);
+            stage_terms(e, m.x, m.order + m.works[span.work].begin, count, EXPERT_WARPS);
             sync_warps();
         }
         staged = rows;
@@ -4479,7 +4482,6 @@ static __global__ void __launch_bounds__(PACKED_THREADS, 1) packed_experts_kerne
         start_barrier(packed_stages().gated_filled + threadIdx.x, 32 << PACKED_SEGMENT_BITS);
         start_barrier(packed_stages().gated_used + threadIdx.x, EXPERT_WARPS);
     }
-    __syncthreads();
     if (!fetches) prepare(e, m);
     __syncthreads();
     if (fetches) {
@@ -4487,9 +4489,16 @@ static __global__ void __launch_bounds__(PACKED_THREADS, 1) packed_experts_kerne
         if (e.split_bits) cluster_barrier();
         return;
     }
+    const bool one = lists_row(e);
+    const int first_pick = 0;
+    if (one && threadIdx.x == 0) plan_all(&plan, e, e.slots);
     wait_for_previous();
-    const int works = e.n_rows == 1 && e.slots <= 32 ? list_row(e, m) : list_works(e, m);
-    if (threadIdx.x == 0) plan_all(&plan, e, works);
+    if (one && warp_id() == EXPERT_WARPS - 1) list_row(e, m);
+    else if (one) stage_terms(e, m.x, &first_pick, 1, EXPERT_WARPS - 1);
+    else {
+        const int works = list_works(e, m);
+        if (threadIdx.x == 0) plan_all(&plan, e, works);
+    }
     __syncthreads();                                /* with the warps that fetch */
     int step = 0;
     multiply_packed_gate_up(&step, e, m);
