@@ -2992,7 +2992,7 @@ enum {
     PACKED_SEGMENT_BITS = 2,    /* of packed weights: a segment is a warpgroup's */
     PACKED_THREADS = EXPERT_THREADS + 128,          /* four warps more, which fetch for a segment each */
     PACKED_COLUMNS = 4,         /* rows of x that meet a tile of packed weights */
-    PACKED_BUFFERS = 8,         /* works at most whose rows of gated are on their way or at hand */
+    PACKED_ENTRIES = 64,        /* rows of works whose sums with a strip of down wait to be added up; in the first phase a quarter */
     SCALED_TOGETHER = 32,       /* neighbours in a row of x or gated that have one scale: a block of e2m1, and a unit's rows */
     TILE_ROWS = 16,             /* of weights in a tile: of one matrix, or eight each of gate and up */
     TILE_BYTES = 128,           /* of each of its rows */
@@ -3034,8 +3034,7 @@ struct Experts {
     int terms[2];               /* of x, that these meet */
     int segment_bits[3];        /* 2^bits warps share the columns of a strip, in either phase: a team */
     int columns;                /* rows of x that meet a tile at a time */
-    int gated_bytes;            /* of shared memory for rows of gated */
-    int gated_places;           /* where weights are packed, for as many works' */
+    int gated_rows;             /* of gated that are in shared memory at a time */
     int most_chosen, stages, slot_bytes, x_bytes;   /* what lay_out_experts() has found room for */
 };
 
@@ -3706,25 +3705,19 @@ static __host__ __device__ constexpr int packed_bytes(int cols, int rows) {
     return digit_bytes(cols, rows) + rows * (cols / SCALED_TOGETHER) * (int)sizeof(float);
 }
 
-/* Columns of a row that a block of a cluster has: its warps' segments. */
-static __host__ __device__ inline int own_columns(const Experts &e, bool down) {
-    return down ? e.inter >> e.split_bits : e.hidden;
+/* Columns of down that a block of a cluster has, which follow each other. */
+static __host__ __device__ inline int own_columns(const Experts &e) { return e.inter >> e.split_bits; }
+
+/* Bytes at most of the rows of gated that meet a tile. */
+static __host__ __device__ inline int piece_bytes(const Experts &e) {
+    return packed_bytes(1 << tile_bits(DTYPE_F4_E2M1), padded_rows(e.columns));
 }
 
-/* Columns of a row that follow each other in a block's shared memory, and, where a cluster has two blocks, lie in turns in both. */
-static __device__ inline int turn_columns(DType D) { return 1 << (tile_bits(D) + PACKED_SEGMENT_BITS); }
-
-/* Which column of the whole row a block's column of down is, if it begins 16 of them. */
-static __device__ inline int whole_column(const Experts &e, DType D, int column) {
-    const int turn = turn_columns(D);
-    return e.split_bits ? (column / turn * 2 + cluster_rank()) * turn + column % turn : column;
-}
-
-/* Barriers: of the ring, for each of its stages and segments: the tiles have come; the four warps have done with them. The same
- * for the places of works' rows of gated, and of all warps. */
+/* Barriers of the ring, for each of its stages and segments: the tiles have come; the rows of gated beside them; the four warps have
+ * done with both. */
 struct PackedStages {
-    uint64_t filled[MAX_STAGES][1 << PACKED_SEGMENT_BITS], used[MAX_STAGES][1 << PACKED_SEGMENT_BITS];
-    uint64_t gated_filled[PACKED_BUFFERS], gated_used[PACKED_BUFFERS];
+    uint64_t filled[MAX_STAGES][1 << PACKED_SEGMENT_BITS], gated[MAX_STAGES][1 << PACKED_SEGMENT_BITS],
+             used[MAX_STAGES][1 << PACKED_SEGMENT_BITS];
 };
 static __device__ inline PackedStages &packed_stages() {
     __shared__ PackedStages stages;
@@ -3867,20 +3860,29 @@ template <int ROWS> static __device__ inline void add_digits(float y[4], const f
     }
 }
 
-/* This warp's segment of one strip times the rows of one work. All warps of a warpgroup come along. step: how many the block has
- * taken before. */
+/* What a warpgroup has taken: steps of the ring, and those of them in the second phase. */
+struct Steps { int all, down; };
+
+/* One strip times the rows of one work: in the first phase this warp's segment, in the second one all columns that the block has.
+ * All warps of a warpgroup come along. */
 template <DType D, int ROWS>
-static __device__ inline void multiply_rows(float y[4], const uint8_t *rows, int *step, const Experts &e, const ExpertMemory &m,
-                                            bool down) {
-    const int own = own_columns(e, down), end = own >> tile_bits(D), lane = lane_id(), segment = segment_of(e, down);
-    const int apart = own / SCALED_TOGETHER;
-    const float *undo = (const float *)(rows + digit_bytes(own, ROWS)) + lane % 4 * 2 % ROWS * apart;
+static __device__ inline void multiply_rows(float y[4], Steps *steps, const Experts &e, const ExpertMemory &m, bool down) {
+    constexpr int columns = 1 << tile_bits(D);
+    const int end = (down ? own_columns(e) : e.hidden) / columns, lane = lane_id(), segment = segment_of(e, false),
+              segments = down ? 1 : 1 << PACKED_SEGMENT_BITS, apart = (down ? columns : e.hidden) / SCALED_TOGETHER;
+    PackedStages &stages = packed_stages();
     float total[ROWS / 2][4] = {};
 #pragma unroll 1
-    for (int i = segment; i - segment < end; i += 1 << PACKED_SEGMENT_BITS, ++*step) {
-        const int stage = *step & e.stages - 1;
-        PackedStages &stages = packed_stages();
-        wait_at(&stages.filled[stage][segment], *step >> power_of(e.stages));
+    for (int i = down ? 0 : segment; i < (end + segments - 1) / segments * segments; i += segments, steps->all++) {
+        const int stage = steps->all & e.stages - 1;
+        const uint8_t *digits = m.x + i * columns / 16 * part_bytes(ROWS), *undo = m.x + digit_bytes(e.hidden, ROWS);
+        wait_at(&stages.filled[stage][segment], steps->all >> power_of(e.stages));
+        if (down) {
+            const int place = steps->down & e.stages - 1;
+            digits = m.x + (place << PACKED_SEGMENT_BITS | segment) * piece_bytes(e), undo = digits + digit_bytes(columns, ROWS);
+            wait_at(&stages.gated[place][segment], steps->down++ >> power_of(e.stages));
+            show_to_products();
+        }
         if (i < end) {
             const uint8_t *at = m.ring + (stage * EXPERT_WARPS + warp_id()) * e.slot_bytes, *scales = at + TILE_ROWS * TILE_BYTES;
             Tile tile;
@@ -3891,9 +3893,9 @@ static __device__ inline void multiply_rows(float y[4], const uint8_t *rows, int
                 load_eights(&tile, at);
                 tile.scale[0] = *(const uint2 *)scales;
             }
-            const uint32_t at_x = shared_address(rows) + (uint32_t)((i << tile_bits(D)) / 16 * part_bytes(ROWS)),
-                           x = __shfl_sync(~0u, at_x >> 4 & 0x3fff, 0);     /* in a cluster addresses have more bits */
-            multiply_packed_tile<D, ROWS>(total, tile, x, undo + (i << tile_bits(D)) / SCALED_TOGETHER, apart);
+            const uint32_t x = __shfl_sync(~0u, shared_address(digits) >> 4 & 0x3fff, 0);   /* a cluster's addresses have more bits */
+            multiply_packed_tile<D, ROWS>(total, tile, x, (const float *)undo + lane % 4 * 2 % ROWS * apart
+                                                              + (down ? 0 : i * columns / SCALED_TOGETHER), apart);
         }
         __syncwarp();
         if (lane == 0) arrive_at(&stages.used[stage][segment]);
@@ -3901,18 +3903,18 @@ static __device__ inline void multiply_rows(float y[4], const uint8_t *rows, int
     add_digits<ROWS>(y, total);
 }
 
-static __device__ inline void multiply_terms(float y[4], const uint8_t *rows, int *step, const Experts &e, const ExpertMemory &m,
-                                             bool down, int work) {
+static __device__ inline void multiply_terms(float y[4], Steps *steps, const Experts &e, const ExpertMemory &m, bool down, int work) {
     const bool few = count_of(m, work) <= 2;
     if (type_of(e, m, work) == DTYPE_F4_E2M1) {
-        if (few) multiply_rows<DTYPE_F4_E2M1, 2>(y, rows, step, e, m, down);
-        else multiply_rows<DTYPE_F4_E2M1, PACKED_COLUMNS>(y, rows, step, e, m, down);
-    } else if (few) multiply_rows<DTYPE_F8_E4M3, 2>(y, rows, step, e, m, down);
-    else multiply_rows<DTYPE_F8_E4M3, PACKED_COLUMNS>(y, rows, step, e, m, down);
+        if (few) multiply_rows<DTYPE_F4_E2M1, 2>(y, steps, e, m, down);
+        else multiply_rows<DTYPE_F4_E2M1, PACKED_COLUMNS>(y, steps, e, m, down);
+    } else if (few) multiply_rows<DTYPE_F8_E4M3, 2>(y, steps, e, m, down);
+    else multiply_rows<DTYPE_F8_E4M3, PACKED_COLUMNS>(y, steps, e, m, down);
 }
 #else
 static __device__ inline void stage_terms(const Experts &, uint8_t *, const int *, int, int) {}
-static __device__ inline void multiply_terms(float *, const uint8_t *, int *, const Experts &, const ExpertMemory &, bool, int) {}
+struct Steps { int all, down; };
+static __device__ inline void multiply_terms(float *, Steps *, const Experts &, const ExpertMemory &, bool, int) {}
 #endif
 
 /* ---- sums */
@@ -4023,6 +4025,11 @@ static __device__ void wait_for_all_blocks() {
     sync_warps();
 }
 
+/* Of sums that wait in the first phase; of packed weights also in the second one. */
+static __host__ __device__ inline int sum_bytes(const Experts &e) {
+    return (e.packed ? PACKED_ENTRIES * GROUP_ROWS : MAX_SUMS * TILE_ROWS) * (int)sizeof(float);
+}
+
 static __device__ ExpertMemory expert_memory(const Experts &e, uint8_t *shared) {
     ExpertMemory m;
     m.ring = shared + (e.packed ? 0 : warp_id() * e.stages * e.slot_bytes);
@@ -4032,7 +4039,7 @@ static __device__ ExpertMemory expert_memory(const Experts &e, uint8_t *shared) 
     m.gated = m.x + DOWN_SUM_BYTES;
     m.y = e.split_bits && cluster_rank() ? (float *)rounded_rows : e.y;
     m.plan = NULL;
-    m.strip = (int *)(m.sums + MAX_SUMS * TILE_ROWS);
+    m.strip = (int *)((uint8_t *)m.sums + sum_bytes(e));
     m.pick = m.strip + MAX_DOWN_SUMS;
     m.next = (uint16_t *)(m.pick + MAX_DOWN_SUMS);
     m.leads = (uint8_t *)(m.next + MAX_DOWN_SUMS);
@@ -4093,7 +4100,7 @@ static __device__ inline void stage_gated(int *begin, int *end, const Experts &e
     if (e.dtype[0] == EXACT) return;
     const int from = m.works[first].begin;
     *begin = *end = first;
-    while (*end < m.plan->works && (m.works[*end + 1].begin - from) * x_stride(e, e.inter) <= e.gated_bytes) ++*end;
+    while (*end < m.plan->works && m.works[*end + 1].begin - from <= e.gated_rows) ++*end;
     sync_warps();
     stage_rows(e, m, m.gated, true, from, m.works[*end].begin - from);
     sync_warps();
@@ -4202,35 +4209,34 @@ static __device__ __noinline__ Span find_packed(const Experts &e, const ExpertMe
 struct Source {
     const uint8_t *row[2], *scale;
     uint32_t stride, team, scale_team;              /* from row to row, from team to team */
-    int bytes, step;            /* of a row: from the first segment's tile on; from tile to tile of a segment */
-    int scale_bytes, scale_step, scale_lanes;       /* of a tile's scales: from tile to tile, and of a segment */
+    int tiles, steps;           /* that there are of this segment; that all segments have */
+    int step, scale_step, scale_lanes;              /* bytes from tile to tile; lanes that bring scales */
 };
 
 static __device__ inline Source find_source(const Experts &e, const ExpertMemory &m, int work, int strip, bool down) {
     const Chosen &chosen = m.chosen[m.works[work].chosen];
     const DType D = type_of(e, m, work);
     const bool block = D == DTYPE_F8_E4M3;
-    const int lane = lane_id(), high = down ? TILE_ROWS : TILE_ROWS / 2, cols = down ? e.inter : e.hidden;
-    const int tile = down && e.split_bits ? cluster_rank() << PACKED_SEGMENT_BITS : 0, first = strip * 4 * high,
-              segment = warp_id() - EXPERT_WARPS;
+    const int lane = lane_id(), high = down ? TILE_ROWS : TILE_ROWS / 2, cols = down ? e.inter : e.hidden, first = strip * 4 * high,
+              segment = warp_id() - EXPERT_WARPS, own = (down ? own_columns(e) : cols) >> tile_bits(D),
+              tile = down ? (e.split_bits ? cluster_rank() * own : 0) : segment, bits = down ? 0 : PACKED_SEGMENT_BITS;
     Source source;
+    source.steps = (own + (1 << bits) - 1) >> bits;
+    source.tiles = down ? own : (own - segment + (1 << bits) - 1) >> bits;
     source.stride = (uint32_t)weight_bytes(D, (size_t)cols);
     source.team = (uint32_t)high * source.stride;
-    source.bytes = (int)source.stride - tile * TILE_BYTES;
-    source.step = TILE_BYTES << (PACKED_SEGMENT_BITS + (down ? e.split_bits : 0));
-    const size_t at = (size_t)(first + lane / 8) * source.stride + (size_t)((tile + segment) * TILE_BYTES + lane % 8 * 16);
+    source.step = TILE_BYTES << bits;
+    const size_t at = (size_t)(first + lane / 8) * source.stride + (size_t)(tile * TILE_BYTES + lane % 8 * 16);
     source.row[0] = chosen.data[down ? DOWN : GATE] + at;
     source.row[1] = chosen.data[down ? DOWN : UP] + at + (down ? 8 * source.stride : 0);
-    source.scale_bytes = block ? 4 : 8;
-    source.scale_step = source.scale_bytes << (PACKED_SEGMENT_BITS + (down ? e.split_bits : 0));
-    source.scale_lanes = block ? 2 : 32;
+    const int bytes = block ? 4 : 8, scale_row = count_tiles(D, cols) * bytes, shift = block ? power_of(SCALE_BLOCK) : 0;
     const bool upper = block ? lane == 0 : lane < TILE_ROWS;
-    const int scale_row = count_tiles(D, cols) * source.scale_bytes, shift = block ? power_of(SCALE_BLOCK) : 0;
     const int row = block ? 0 : lane / 2 % 8 + (down && !upper ? 8 : 0);
+    source.scale_step = bytes << bits;
+    source.scale_lanes = block ? 2 : 32;
     source.scale_team = block ? 0 : (uint32_t)(high * scale_row);
     source.scale = (const uint8_t *)chosen.scale[down ? DOWN : upper ? GATE : UP]
-                   + (size_t)((first >> shift) + row) * (size_t)scale_row + (tile + segment) * source.scale_bytes
-                   + (block ? 0 : lane % 2 * 4);
+                   + (size_t)((first >> shift) + row) * (size_t)scale_row + tile * bytes + (block ? 0 : lane % 2 * 4);
     return source;
 }
 
@@ -4242,7 +4248,7 @@ static __device__ inline void fetch_step(const Source &source, const Experts &e,
     uint8_t *slot = m.ring + ((stage << PACKED_SEGMENT_BITS) + segment) * 4 * e.slot_bytes;
     const uint8_t *row[2] = {source.row[0], source.row[1]}, *scale = source.scale;
     if (step >= e.stages) wait_at(&stages.used[stage][segment], (step >> power_of(e.stages)) - 1);
-    if (segment * TILE_BYTES < source.bytes)
+    if (source.tiles > 0)
 #pragma unroll
         for (int team = 0; team < 4; team++, slot += e.slot_bytes) {
 #pragma unroll
@@ -4261,56 +4267,66 @@ static __device__ inline void fetch_step(const Source &source, const Experts &e,
 static __device__ inline void tell_open() { asm volatile("bar.arrive 2, %0;" :: "n"((int)PACKED_THREADS) : "memory"); }
 static __device__ inline void wait_open() { asm volatile("bar.sync 2, %0;" :: "n"((int)PACKED_THREADS) : "memory"); }
 
-/* The places of works' rows of gated, which are taken in turns. */
-struct GatedTurn { int place, round; };
-static __device__ inline void next_turn(GatedTurn *turn, const Experts &e) {
-    if (++turn->place == e.gated_places) turn->place = 0, turn->round++;
+/* In the second phase a warpgroup has works of its own, which are dealt out in turns; the first works, of e4m3, count twice. */
+static __device__ inline int group_of(const Experts &e, const ExpertMemory &m, int work) {
+    const int groups = 1 << PACKED_SEGMENT_BITS, shared = m.plan->shared_works, after = work - shared,
+              twice = e.dtype[1] == DTYPE_F8_E4M3 && shared < groups ? shared : 0, others = groups - twice;
+    if (after < 0 || !twice) return work % groups;
+    if (after < 2 * others) return twice + (after < others ? after : after - others);
+    return (after - 2 * others) % groups;
 }
 
-/* Starts to bring a warp's segment of the rows of gated of a work. */
-static __device__ inline void bring_gated(const Experts &e, const ExpertMemory &m, int work, const GatedTurn &turn) {
+/* A group's first work from `work` on. */
+static __device__ inline int find_work(const Experts &e, const ExpertMemory &m, int work, int group) {
+    while (work < m.plan->works && group_of(e, m, work) != group) work++;
+    return work;
+}
+
+/* Starts to bring the rows of gated that meet a tile. place: of MAX_STAGES. */
+static __device__ inline void bring_gated(const Experts &e, const ExpertMemory &m, int work, int tile, int place) {
     const DType D = type_of(e, m, work);
-    const int own = own_columns(e, true), count = count_of(m, work), rows = padded_rows(count), lane = lane_id(),
-              columns = 1 << tile_bits(D), pieces = columns / 16 * DIGITS, segment = warp_id() - EXPERT_WARPS;
-    PackedStages &stages = packed_stages();
-    if (turn.round) wait_at(&stages.gated_used[turn.place], turn.round - 1);
-    uint8_t *to = m.gated + turn.place * packed_bytes(own, padded_rows(e.columns));
+    const int count = count_of(m, work), rows = padded_rows(count), lane = lane_id(), columns = 1 << tile_bits(D),
+              segment = warp_id() - EXPERT_WARPS, column = (e.split_bits ? cluster_rank() * own_columns(e) : 0) + tile * columns;
+    uint8_t *to = m.x + (place << PACKED_SEGMENT_BITS | segment) * piece_bytes(e);
     for (int r = 0; r < count; r++) {
         const uint8_t *row = (const uint8_t *)(e.gated + gated_row(e, m.order[m.works[work].begin + r]));
-        for (int begin = segment * columns; begin < own; begin += turn_columns(D)) {
-            const int whole = whole_column(e, D, begin);
-            uint8_t *digits = to + begin / 16 * part_bytes(rows) + r * 16,
-                    *scales = to + digit_bytes(own, rows) + (r * own + begin) / SCALED_TOGETHER * (int)sizeof(float);
 #pragma unroll 2
-            for (int i = lane; i < pieces; i += 32)
-                start_copy_to_shared(digits + i / DIGITS * part_bytes(rows) + i % DIGITS * rows * 16,
-                                     row + whole * DIGITS + i * 16, true);
-            if (lane < columns / (4 * SCALED_TOGETHER))
-                start_copy_to_shared(scales + lane * 16,
-                                     row + e.inter * DIGITS + whole / SCALED_TOGETHER * (int)sizeof(float) + lane * 16, true);
-        }
+        for (int i = lane; i < columns / 16 * DIGITS; i += 32)
+            start_copy_to_shared(to + i / DIGITS * part_bytes(rows) + (i % DIGITS * rows + r) * 16, row + column * DIGITS + i * 16, true);
+        if (lane < columns / (4 * SCALED_TOGETHER))
+            start_copy_to_shared(to + digit_bytes(columns, rows) + (r * columns / SCALED_TOGETHER + lane * 4) * (int)sizeof(float),
+                                 row + e.inter * DIGITS + (column / SCALED_TOGETHER + lane * 4) * (int)sizeof(float), true);
     }
-    arrive_with_copies(&stages.gated_filled[turn.place]);
+    arrive_with_copies(&packed_stages().gated[place][segment]);
+}
+
+/* The same for tile after tile of a group's works, strip after strip. */
+struct GatedStream { int work, tile, brought; };
+
+static __device__ inline void bring_until(GatedStream *stream, const Experts &e, const ExpertMemory &m, int end) {
+    const int group = warp_id() - EXPERT_WARPS;
+    for (; stream->brought < end; stream->brought++) {
+        if (stream->tile == own_columns(e) >> tile_bits(type_of(e, m, stream->work))) {
+            stream->tile = 0;
+            stream->work = find_work(e, m, stream->work + 1, group);
+            if (stream->work == m.plan->works) stream->work = find_work(e, m, 0, group);
+        }
+        bring_gated(e, m, stream->work, stream->tile++, stream->brought & e.stages - 1);
+    }
 }
 
 /* Fetches strip after strip. Until the plan is known, which all threads wait for together, there is the shared expert, and no
- * more than the ring holds. In the second phase gated comes along, as late as can be: when the ring is full of weights. */
+ * more than the ring holds. In the second phase gated comes along, which at first is not there yet: when the ring is full. */
 static __device__ inline void fetch_all(const Experts &e, const ExpertMemory &m) {
     const Plan &plan = *m.plan;
-    bool known = false;
-    int step = 0, first_down = 0, brought = 0;
-    GatedTurn turn = {};
-    const auto bring_works = [&](int end) {
-        if (brought == 0) wait_open();
-        for (; brought < end; brought++, next_turn(&turn, e)) bring_gated(e, m, brought % plan.works, turn);
-    };
-    const auto fetch_strip = [&](int work, int strip, bool down, int turns) {
-        for (Source source = find_source(e, m, work, strip, down); source.bytes > 0; step++) {
+    const int group = warp_id() - EXPERT_WARPS;
+    bool known = false, open = false;
+    int step = 0, down_step = 0;
+    const auto fetch_strip = [&](Source source) {
+        for (; source.steps > 0; step++, source.steps--, source.tiles--) {
             if (step == e.stages && !known) __syncthreads(), known = true;
-            if (down && step - first_down >= e.stages) bring_works(turns);
             fetch_step(source, e, m, step);
             source.row[0] += source.step, source.row[1] += source.step, source.scale += source.scale_step;
-            source.bytes -= source.step;
         }
     };
     for (int place = 0; true;) {
@@ -4318,26 +4334,36 @@ static __device__ inline void fetch_all(const Experts &e, const ExpertMemory &m)
         if (place >= plan.gate) break;
         const Span span = find_packed(e, m, place);
 #pragma unroll 1
-        for (int i = 0; i < span.strips; i++) fetch_strip(span.work, span.strip + i, false, 0);
+        for (int i = 0; i < span.strips; i++) fetch_strip(find_source(e, m, span.work, span.strip + i, false));
         place += e.many ? 1 : span.strips;
     }
-    first_down = step;
+    GatedStream gated = {find_work(e, m, 0, group), 0, 0};
 #pragma unroll 1
-    for (int i = 0; i < plan.strips * plan.works; i++)
-        fetch_strip(i % plan.works, packed_strip(e, i / plan.works), true, i + 1);
-    bring_works(plan.strips * plan.works);
+    for (int index = 0; index < plan.strips; index++)
+#pragma unroll 1
+        for (int work = find_work(e, m, 0, group); work < plan.works; work = find_work(e, m, work + 1, group)) {
+            Source source = find_source(e, m, work, packed_strip(e, index), true);
+            for (; source.steps > 0; step++, down_step++, source.steps--, source.tiles--) {
+                if (down_step >= e.stages && !open) wait_open(), open = true;
+                if (open) bring_until(&gated, e, m, down_step);
+                fetch_step(source, e, m, step);
+                source.row[0] += source.step, source.row[1] += source.step, source.scale += source.scale_step;
+            }
+        }
+    if (!open) wait_open();
+    bring_until(&gated, e, m, down_step);
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 /* ---- sums where weights are packed: of an entry, a row that meets a strip, all teams' stand together */
 
-/* A warp's sums to entries [first, first + count) of those that wait. */
-static __device__ inline void put_entries(float *sums, const float total[4], int team, int segment, int first, int count) {
+/* A warp's sums to entries [first, first + count) of those that wait, of one of 2^bits segments. */
+static __device__ inline void put_entries(const ExpertMemory &m, const float total[4], int bits, int segment, int first, int count) {
     const int lane = lane_id(), teams = EXPERT_WARPS >> PACKED_SEGMENT_BITS;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int column = lane % 4 * 2 + i % 2, at = ((first + column) * teams + team) << PACKED_SEGMENT_BITS | segment;
-        if (column < count) sums[at * TILE_ROWS + lane / 4 + i / 2 * 8] = total[i];
+        const int column = lane % 4 * 2 + i % 2, at = ((first + column) * teams + warp_id() % teams) << bits | segment;
+        if (column < count) m.sums[at * TILE_ROWS + lane / 4 + i / 2 * 8] = total[i];
     }
 }
 
@@ -4367,21 +4393,27 @@ static __device__ void leave_gated(const Experts &e, const ExpertMemory &m, int 
 }
 
 /* y += weight * down gated for so many entries that wait, which follow each other in the order of the picks: the first one of a row
- * takes its others along. weight: of the lane's entry. */
-static __device__ void add_entries(const Experts &e, const ExpertMemory &m, int begin, int entries, int strip, float weight) {
-    const int lane = lane_id(), segments = 1 << PACKED_SEGMENT_BITS, teams = EXPERT_WARPS / segments;
-    const int pick = m.order[begin + min(lane, entries - 1)];
-    const unsigned same = __match_any_sync(~0u, lane < entries ? row_of(pick) : -1 - lane);
+ * takes its others along. */
+static __device__ void add_entries(const Experts &e, const ExpertMemory &m, int begin, int entries, int strip) {
+    const int lane = lane_id();
+    int pick[2];
+    float weight[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {                   /* of entries lane and lane + 32 */
+        pick[i] = lane + 32 * i < entries ? m.order[begin + lane + 32 * i] : -1;
+        weight[i] = pick[i] < 0 || is_shared(e, pick[i]) ? 1 : e.weights[row_of(pick[i]) * e.per_token + number_of(pick[i])];
+    }
 #pragma unroll 1
     for (int task = warp_id(); task < 2 * entries; task += EXPERT_WARPS) {      /* 32 rows of the strip */
-        const int entry = task / 2, r = task % 2 * 32 + lane, first = __shfl_sync(~0u, pick, entry);
-        unsigned left = __shfl_sync(~0u, same, entry);
-        if (__ffs((int)left) - 1 != entry) continue;
+        const int entry = task / 2, r = task % 2 * 32 + lane, first = m.order[begin + entry];
+        uint64_t left = (uint64_t)__ballot_sync(~0u, pick[1] >= 0 && row_of(pick[1]) == row_of(first)) << 32
+                        | __ballot_sync(~0u, pick[0] >= 0 && row_of(pick[0]) == row_of(first));
+        if (__ffsll((long long)left) - 1 != entry) continue;
         float *y = m.y + (size_t)row_of(first) * (size_t)e.hidden + (size_t)(strip * GROUP_ROWS + r);
         float sum = is_shared(e, first) ? 0 : __ldcg(y);
         for (; left; left &= left - 1) {
-            const int other = __ffs((int)left) - 1;
-            sum += __shfl_sync(~0u, weight, other) * add_segments(m.down_sums, segments, other * teams + r / TILE_ROWS, r % TILE_ROWS);
+            const int other = __ffsll((long long)left) - 1;
+            sum = fmaf(__shfl_sync(~0u, other < 32 ? weight[0] : weight[1], other % 32), m.sums[other * GROUP_ROWS + r], sum);
         }
         *y = sum;
     }
@@ -4389,9 +4421,8 @@ static __device__ void add_entries(const Experts &e, const ExpertMemory &m, int 
 
 /* ---- the phases where weights are packed */
 
-/* The first one: all warps take the same unit at the same time. */
-static __device__ inline void multiply_packed_gate_up(int *step, const Experts &e, const ExpertMemory &m) {
-    const int team = team_of(e, false), segment = segment_of(e, false);
+/* The first one: all warps take the same unit at the same time, a segment of its columns each. */
+static __device__ inline void multiply_packed_gate_up(Steps *steps, const Experts &e, const ExpertMemory &m) {
     int used = 0, staged = lists_row(e) ? 0 : -1;   /* entries that wait; the work whose rows are at hand: a single one's are */
     for (int place = 0; place < m.plan->gate;) {
         const Span span = find_packed(e, m, place);
@@ -4404,15 +4435,15 @@ static __device__ inline void multiply_packed_gate_up(int *step, const Experts &
         staged = rows;
 #pragma unroll 1
         for (int i = 0; i < span.strips; i++) {
-            if (used + count > MAX_SUMS / EXPERT_WARPS) {
+            if (used + count > PACKED_ENTRIES >> PACKED_SEGMENT_BITS) {
                 sync_warps();
                 leave_gated(e, m, used);
                 sync_warps();
                 used = 0;
             }
             float total[4];
-            multiply_terms(total, m.x, step, e, m, false, span.work);
-            put_entries(m.sums, total, team, segment, used, count);
+            multiply_terms(total, steps, e, m, false, span.work);
+            put_entries(m, total, PACKED_SEGMENT_BITS, segment_of(e, false), used, count);
             if (threadIdx.x < (unsigned)count) {
                 m.strip[used + (int)threadIdx.x] = span.strip + i;
                 m.pick[used + (int)threadIdx.x] = m.order[m.works[span.work].begin + (int)threadIdx.x];
@@ -4425,33 +4456,23 @@ static __device__ inline void multiply_packed_gate_up(int *step, const Experts &
     leave_gated(e, m, used);
 }
 
-/* The second one: all warps take the same works, of as many at a time as there is room for sums. */
-static __device__ inline void multiply_packed_down(int *step, const Experts &e, const ExpertMemory &m) {
-    const int team = team_of(e, true), segment = segment_of(e, true), lane = lane_id();
-    const int place_bytes = packed_bytes(own_columns(e, true), padded_rows(e.columns));
-    PackedStages &stages = packed_stages();
-    GatedTurn turn = {};
+/* The second one: each warpgroup takes its own works, of as many at a time as there is room for sums. */
+static __device__ inline void multiply_packed_down(Steps *steps, const Experts &e, const ExpertMemory &m) {
+    const int group = warp_id() >> PACKED_SEGMENT_BITS;
 #pragma unroll 1
     for (int index = 0; index < m.plan->strips; index++)
 #pragma unroll 1
         for (int begin = 0, end = 0; begin < m.plan->works; begin = end) {
             const int from = m.works[begin].begin;
-            while (end < m.plan->works && m.works[end + 1].begin - from <= MAX_DOWN_SUMS / EXPERT_WARPS) end++;
-            const int entries = m.works[end].begin - from, pick = m.order[from + min(lane, entries - 1)];
-            const float weight = is_shared(e, pick) ? 1 : e.weights[row_of(pick) * e.per_token + number_of(pick)];
+            while (end < m.plan->works && m.works[end + 1].begin - from <= PACKED_ENTRIES) end++;
 #pragma unroll 1
-            for (int work = begin; work < end; work++, next_turn(&turn, e)) {
-                const int count = count_of(m, work);
+            for (int work = find_work(e, m, begin, group); work < end; work = find_work(e, m, work + 1, group)) {
                 float total[4];
-                wait_at(&stages.gated_filled[turn.place], turn.round);
-                show_to_products();
-                multiply_terms(total, m.gated + turn.place * place_bytes, step, e, m, true, work);
-                __syncwarp();
-                if (lane == 0) arrive_at(&stages.gated_used[turn.place]);
-                put_entries(m.down_sums, total, team, segment, m.works[work].begin - from, count);
+                multiply_terms(total, steps, e, m, true, work);
+                put_entries(m, total, 0, 0, m.works[work].begin - from, count_of(m, work));
             }
             sync_warps();
-            add_entries(e, m, from, entries, packed_strip(e, index), weight);
+            add_entries(e, m, from, m.works[end].begin - from, packed_strip(e, index));
             sync_warps();
         }
 }
@@ -4476,11 +4497,8 @@ static __global__ void __launch_bounds__(PACKED_THREADS, 1) packed_experts_kerne
     if (threadIdx.x == 0) plan_shared(&plan, e);
     if (threadIdx.x < MAX_STAGES << PACKED_SEGMENT_BITS) {
         start_barrier(&packed_stages().filled[0][0] + threadIdx.x, 32);
+        start_barrier(&packed_stages().gated[0][0] + threadIdx.x, 32);
         start_barrier(&packed_stages().used[0][0] + threadIdx.x, 4);
-    }
-    if (threadIdx.x < PACKED_BUFFERS) {
-        start_barrier(packed_stages().gated_filled + threadIdx.x, 32 << PACKED_SEGMENT_BITS);
-        start_barrier(packed_stages().gated_used + threadIdx.x, EXPERT_WARPS);
     }
     if (!fetches) prepare(e, m);
     __syncthreads();
@@ -4500,12 +4518,12 @@ static __global__ void __launch_bounds__(PACKED_THREADS, 1) packed_experts_kerne
         if (threadIdx.x == 0) plan_all(&plan, e, works);
     }
     __syncthreads();                                /* with the warps that fetch */
-    int step = 0;
-    multiply_packed_gate_up(&step, e, m);
+    Steps steps = {};
+    multiply_packed_gate_up(&steps, e, m);
     wait_for_all_blocks();
     tell_open();
     let_next_start();
-    multiply_packed_down(&step, e, m);
+    multiply_packed_down(&steps, e, m);
     if (!e.split_bits) return;
     cluster_barrier();
     join_halves(e, m);
@@ -4517,37 +4535,33 @@ static DType streamed_type(const Matrix *gate, const Matrix *up, const Matrix *d
     return format == streamed_format(*up, 0) && format == streamed_format(*down, 0) ? format : EXACT;
 }
 
-/* Bytes of so many rows of one work, of x or of gated, as they stand in shared memory. */
-static int staged_bytes(const Experts &e, bool down, int rows) {
-    return e.packed ? packed_bytes(own_columns(e, down), padded_rows(rows)) : rows * x_stride(e, down ? e.inter : e.hidden);
-}
-
 /* Cuts up a block's shared memory: as many rows of x beside a tile as there are, and as many stages as there is room for, where
  * rows are many not quite enough. What is left is for rows of gated. */
 static size_t lay_out_experts(Experts *e) {
     const int picks = e->n_rows * e->slots, experts = e->experts + e->slots - e->per_token;
     const int teams = EXPERT_WARPS >> e->segment_bits[DOWN];
     const int lists = experts * (divide_up(e->n_rows, 32) * (int)sizeof(uint32_t) + (int)sizeof(uint16_t));
+    const int x_row = x_stride(*e, e->hidden), gated_row = x_stride(*e, e->inter);
     e->slot_bytes = TILE_ROWS * TILE_BYTES + max(scale_bytes(e->dtype[0]), scale_bytes(e->dtype[1]));
     for (int least = e->packed ? (int)MAX_STAGES : e->many ? ENOUGH_STAGES - 1 : ENOUGH_STAGES; least; least--)
         for (e->columns = min(e->n_rows, (int)(e->packed ? PACKED_COLUMNS : TILE_COLUMNS)); e->columns; e->columns--)
             for (e->stages = MAX_STAGES; e->stages >= least; e->stages -= 1 + (e->packed && e->stages == MAX_STAGES)) {
-                e->gated_bytes = e->packed ? 2 * staged_bytes(*e, true, e->columns)
-                                           : staged_bytes(*e, true, min(picks, teams * e->columns));
-                e->x_bytes = max(max(staged_bytes(*e, false, e->columns), lists), DOWN_SUM_BYTES + e->gated_bytes);
+                e->gated_rows = min(picks, teams * e->columns);
+                e->x_bytes = e->packed ? max(max(packed_bytes(e->hidden, padded_rows(e->columns)), lists),
+                                             (e->stages << PACKED_SEGMENT_BITS) * piece_bytes(*e))
+                                       : max(max(e->columns * x_row, lists), DOWN_SUM_BYTES + e->gated_rows * gated_row);
                 e->x_bytes = (e->x_bytes + 15) / 16 * 16;
                 const size_t works = (size_t)(e->most_chosen + divide_up(picks, e->columns) + 1),
-                             bytes = (size_t)(EXPERT_WARPS * e->stages * e->slot_bytes + e->x_bytes)
-                                     + MAX_SUMS * TILE_ROWS * sizeof(float) + MAX_DOWN_SUMS * COLUMN_BYTES
+                             bytes = (size_t)(EXPERT_WARPS * e->stages * e->slot_bytes + e->x_bytes + sum_bytes(*e))
+                                     + MAX_DOWN_SUMS * COLUMN_BYTES
                                      + (size_t)e->most_chosen * sizeof(Chosen) + works * sizeof(Work)
                                      + (size_t)picks * sizeof(int) + SMALL_SHARED;
                 if (bytes > gpu.shared_per_block) continue;
+                if (e->packed) return bytes - SMALL_SHARED;
                 const int room = (int)(gpu.shared_per_block - bytes) / 16 * 16,
-                          all = e->packed ? PACKED_BUFFERS * staged_bytes(*e, true, e->columns) : picks * staged_bytes(*e, true, 1),
-                          more = max(min(DOWN_SUM_BYTES + all - e->x_bytes, room), 0);
+                          more = max(min(DOWN_SUM_BYTES + picks * gated_row - e->x_bytes, room), 0);
                 e->x_bytes += more;
-                e->gated_bytes = e->x_bytes - DOWN_SUM_BYTES;
-                if (e->packed) e->gated_places = min(e->gated_bytes / staged_bytes(*e, true, e->columns), (int)PACKED_BUFFERS);
+                e->gated_rows = (e->x_bytes - DOWN_SUM_BYTES) / gated_row;
                 return bytes + (size_t)more - SMALL_SHARED;
             }
     return 0;
@@ -4593,7 +4607,7 @@ static void choose_packed(Experts *e, bool merged) {
     for (int i = GATE; i <= DOWN; i++) e->segment_bits[i] = PACKED_SEGMENT_BITS;
     const size_t halves = (size_t)(MAX_LISTED / e->slots) * (size_t)e->hidden * sizeof(float);
     e->split_bits = merged && 2 * strips <= gpu.multiprocessors && halves <= ROUNDED_BYTES
-                    && e->inter % (2 * segments << tile_bits(DTYPE_F4_E2M1)) == 0;
+                    && e->inter % (2 << tile_bits(DTYPE_F4_E2M1)) == 0;
 }
 
 static void launch_experts(Experts e) {
@@ -4659,7 +4673,7 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
                         .slots = slots, .aligned = floats_aligned(in, (size_t)hidden),
                         .many = false, .packed = false, .split_bits = 0,
                         .dtype = {dtype, merged ? shared_dtype : dtype}, .terms = {}, .segment_bits = {}, .columns = 0,
-                        .gated_bytes = 0, .gated_places = 0, .most_chosen = min(n * per_token, config->n_routed_experts) + merged, .stages = 0,
+                        .gated_rows = 0, .most_chosen = min(n * per_token, config->n_routed_experts) + merged, .stages = 0,
                         .slot_bytes = 0, .x_bytes = 0});
     }
 }
