@@ -3695,7 +3695,7 @@ static __device__ void multiply_exactly(float total[4], const Experts &e, const 
 enum { DIGITS = 3, DIGIT_BITS = 5 };
 
 /* The rows that the columns of a product have room for: digit d of row r is column d * rows + r. */
-static __host__ __device__ constexpr int padded_rows(int count) { return count <= 2 ? 2 : PACKED_COLUMNS; }
+static __host__ __device__ constexpr int padded_rows(int count) { return count <= 2 ? count : PACKED_COLUMNS; }
 
 /* Bytes from 16 values of the columns to the next, the 16 more spread them over the banks; and of a work's rows in shared memory,
  * behind which stand the scales that undo those of each row. */
@@ -3837,7 +3837,7 @@ static __device__ inline void multiply_packed_tile(float total[][4], const Tile 
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 const uint32_t exponents = first + i < 4 ? tile.scale[k / 2].x : tile.scale[k / 2].y;
-                const float scale = undo[first + i + k % 2 * apart] * (D == DTYPE_F4_E2M1 ? e2m1_scale(exponents, (first + i) % 4) : 1);
+                const float scale = undo[first + i + (ROWS == 1 ? 0 : k % 2 * apart)] * (D == DTYPE_F4_E2M1 ? e2m1_scale(exponents, (first + i) % 4) : 1);
 #pragma unroll
                 for (int j = 0; j < sums; j++) sum[j][k] = fmaf(scale, part[i][j][k], sum[j][k]);
             }
@@ -3854,7 +3854,7 @@ template <int ROWS> static __device__ inline void add_digits(float y[4], const f
     const float second = 1.0f / (1 << DIGIT_BITS), third = second * second;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const float one = __shfl_down_sync(~0u, total[0][i], ROWS / 2),
+        const float one = ROWS == 1 ? total[0][i | 1] : __shfl_down_sync(~0u, total[0][i], ROWS / 2),
                     two = ROWS == 4 ? total[1][i] : __shfl_down_sync(~0u, total[0][i], ROWS);
         y[i] = fmaf(third, two, fmaf(second, one, total[0][i]));
     }
@@ -3871,7 +3871,7 @@ static __device__ inline void multiply_rows(float y[4], Steps *steps, const Expe
     const int end = (down ? own_columns(e) : e.hidden) / columns, lane = lane_id(), segment = segment_of(e, false),
               segments = down ? 1 : 1 << PACKED_SEGMENT_BITS, apart = (down ? columns : e.hidden) / SCALED_TOGETHER;
     PackedStages &stages = packed_stages();
-    float total[ROWS / 2][4] = {};
+    float total[(DIGITS * ROWS + 7) / 8][4] = {};
 #pragma unroll 1
     for (int i = down ? 0 : segment; i < (end + segments - 1) / segments * segments; i += segments, steps->all++) {
         const int stage = steps->all & e.stages - 1;
@@ -3904,11 +3904,13 @@ static __device__ inline void multiply_rows(float y[4], Steps *steps, const Expe
 }
 
 static __device__ inline void multiply_terms(float y[4], Steps *steps, const Experts &e, const ExpertMemory &m, bool down, int work) {
-    const bool few = count_of(m, work) <= 2;
+    const int rows = padded_rows(count_of(m, work));
     if (type_of(e, m, work) == DTYPE_F4_E2M1) {
-        if (few) multiply_rows<DTYPE_F4_E2M1, 2>(y, steps, e, m, down);
+        if (rows == 1) multiply_rows<DTYPE_F4_E2M1, 1>(y, steps, e, m, down);
+        else if (rows == 2) multiply_rows<DTYPE_F4_E2M1, 2>(y, steps, e, m, down);
         else multiply_rows<DTYPE_F4_E2M1, PACKED_COLUMNS>(y, steps, e, m, down);
-    } else if (few) multiply_rows<DTYPE_F8_E4M3, 2>(y, steps, e, m, down);
+    } else if (rows == 1) multiply_rows<DTYPE_F8_E4M3, 1>(y, steps, e, m, down);
+    else if (rows == 2) multiply_rows<DTYPE_F8_E4M3, 2>(y, steps, e, m, down);
     else multiply_rows<DTYPE_F8_E4M3, PACKED_COLUMNS>(y, steps, e, m, down);
 }
 #else
