@@ -4007,21 +4007,17 @@ static __device__ void add_down(const Experts &e, const ExpertMemory &m, int col
 
 /* ---- the kernel */
 
-/* Waits until all blocks have come here; what they wrote before is seen behind it. They all fit on the GPU at once. */
-static __device__ struct Gate { unsigned arrived, opened; } expert_gate;
+/* Waits until all blocks have come here; what they wrote before is seen behind it. They all fit on the GPU at once. Together they add
+ * 2^31, so the highest bit changes when the last one has come, and the others are as before. */
+static __device__ unsigned arrived_experts;
 
 static __device__ void wait_for_all_blocks() {
+    const unsigned last = 1u << 31;
     sync_warps();
     if (threadIdx.x == 0) {
-        volatile unsigned *opened = &expert_gate.opened;
-        const unsigned before = *opened;
         __threadfence();
-        if (atomicAdd(&expert_gate.arrived, 1) == gridDim.x - 1) {
-            expert_gate.arrived = 0;
-            __threadfence();
-            *opened = before + 1;
-        } else
-            while (*opened == before) {}
+        const unsigned before = atomicAdd(&arrived_experts, blockIdx.x ? 1 : last - (gridDim.x - 1));
+        while (((*(volatile unsigned *)&arrived_experts ^ before) & last) == 0) {}
         __threadfence();
     }
     sync_warps();
