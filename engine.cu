@@ -3797,50 +3797,62 @@ template <int COLUMNS> static __device__ inline void multiply_digits(float sum[C
 #undef DIGIT_INPUTS
 }
 
+/* 32 columns of a tile as the operand in registers. */
+template <DType D> static __device__ inline void widen_stretch(uint32_t a[4], const Tile &tile, int i) {
+    if constexpr (D == DTYPE_F4_E2M1) {
+        const uint2 upper = e4m3_of_e2m1(tile.word[2 * i]), lower = e4m3_of_e2m1(tile.word[2 * i + 1]);
+        a[0] = upper.x, a[1] = lower.x, a[2] = upper.y, a[3] = lower.y;
+    } else
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const uint32_t *words = tile.word + 4 * i + 2 * j;
+            a[j] = __byte_perm(words[0], words[1], 0x6420), a[j + 2] = __byte_perm(words[0], words[1], 0x7531);
+        }
+}
+
 /* total += a tile times digits, which begin at x, in units of 16 bytes. undo: what undoes the scales of x in the row of a thread's
- * first column; `apart` further on stands the same for the other one. */
+ * first column; `apart` further on stands the same for the other one. While some products are made, the next ones' weights are
+ * widened, and the scales of their sums are put together. */
 template <DType D, int ROWS>
 static __device__ inline void multiply_packed_tile(float total[][4], const Tile &tile, uint32_t x, const float *undo, int apart) {
     constexpr int columns = (DIGITS * ROWS + 7) / 8 * 8, sums = columns / 8, stretches = D == DTYPE_F4_E2M1 ? 8 : 4,
-                  together = sums == 1 ? 4 : 2;
+                  scales = ROWS == 1 ? 2 : 4;
     constexpr uint64_t layout = (uint64_t)(128 >> 4) << 32 | (part_bytes(ROWS) >> 4) << 16;
     float sum[sums][4] = {};
+    uint32_t a[4][4];           /* of two pairs of stretches, in turns */
+    float part[4][sums][4];
 #pragma unroll
-    for (int first = 0; first < stretches; first += together) {
-        uint32_t a[together][4];
-        float part[together][sums][4];
+    for (int first = 0; first <= stretches; first += 2) {
+        if (first < stretches) {
 #pragma unroll
-        for (int i = 0; i < together; i++)
-            if (D == DTYPE_F4_E2M1) {
-                const uint32_t *words = tile.word + 2 * (first + i);
-                const uint2 upper = e4m3_of_e2m1(words[0]), lower = e4m3_of_e2m1(words[1]);
-                a[i][0] = upper.x, a[i][1] = lower.x, a[i][2] = upper.y, a[i][3] = lower.y;
-            } else
+            for (int i = first; i < first + 2; i++) widen_stretch<D>(a[i % 4], tile, i);
+            begin_products();
 #pragma unroll
-                for (int j = 0; j < 2; j++) {
-                    const uint32_t *words = tile.word + 4 * (first + i) + 2 * j;
-                    a[i][j] = __byte_perm(words[0], words[1], 0x6420), a[i][j + 2] = __byte_perm(words[0], words[1], 0x7531);
-                }
-        begin_products();
+            for (int i = first; i < first + 2; i++)
+                multiply_digits<columns>(part[i % 4], a[i % 4], layout | (x + (uint32_t)(i * 2 * part_bytes(ROWS) / 16)));
+            end_products();
+        }
+        if (first == 0) continue;
+        float scale[2][scales];                     /* of the pair before */
 #pragma unroll
-        for (int i = 0; i < together; i++)
-            multiply_digits<columns>(part[i], a[i], layout | (x + (uint32_t)((first + i) * 2 * part_bytes(ROWS) / 16)));
-        end_products();
-        wait_for_products<0>();
+        for (int i = 0; i < 2 * scales; i++) {
+            const int at = first - 2 + i / scales, upper = i % scales < scales / 2;
+            const uint32_t exponents = at < 4 ? tile.scale[!upper].x : tile.scale[!upper].y;
+            scale[i / scales][i % scales] = undo[at + (ROWS == 1 ? 0 : i % 2 * apart)]
+                                            * (D == DTYPE_F4_E2M1 ? e2m1_scale(exponents, at % 4) : 1);
+        }
+        if (first < stretches) wait_for_products<1>();
+        else wait_for_products<0>();
 #pragma unroll
-        for (int i = 0; i < together * sums * 4; i++)                   /* not used before here */
-            asm volatile("" : "+f"(part[i / (sums * 4)][i / 4 % sums][i % 4]) :: "memory");
+        for (int i = 0; i < 2 * sums * 4; i++)                          /* not used before here */
+            asm volatile("" : "+f"(part[(first + 2 + i / (sums * 4)) % 4][i / 4 % sums][i % 4]) :: "memory");
 #pragma unroll
-        for (int i = 0; i < together * 4; i++) asm volatile("" : "+r"(a[i / 4][i % 4]) :: "memory");
+        for (int i = 0; i < 2 * 4; i++) asm volatile("" : "+r"(a[(first + 2 + i / 4) % 4][i % 4]) :: "memory");
 #pragma unroll
-        for (int i = 0; i < together; i++)
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
-                const uint32_t exponents = first + i < 4 ? tile.scale[k / 2].x : tile.scale[k / 2].y;
-                const float scale = undo[first + i + (ROWS == 1 ? 0 : k % 2 * apart)] * (D == DTYPE_F4_E2M1 ? e2m1_scale(exponents, (first + i) % 4) : 1);
-#pragma unroll
-                for (int j = 0; j < sums; j++) sum[j][k] = fmaf(scale, part[i][j][k], sum[j][k]);
-            }
+        for (int i = 0; i < 2 * sums * 4; i++) {
+            const int at = i / (sums * 4), j = i / 4 % sums, k = i % 4;
+            sum[j][k] = fmaf(scale[at][ROWS == 1 ? k / 2 : k], part[(first + 2 + at) % 4][j][k], sum[j][k]);
+        }
     }
 #pragma unroll
     for (int i = 0; i < sums * 4; i++) {
@@ -4025,7 +4037,7 @@ static __device__ void wait_for_all_blocks() {
 
 /* Of sums that wait in the first phase; of packed weights also in the second one. */
 static __host__ __device__ inline int sum_bytes(const Experts &e) {
-    return (e.packed ? PACKED_ENTRIES * GROUP_ROWS : MAX_SUMS * TILE_ROWS) * (int)sizeof(float);
+    return (e.packed ? (int)PACKED_ENTRIES * (int)GROUP_ROWS : MAX_SUMS * TILE_ROWS) * (int)sizeof(float);
 }
 
 static __device__ ExpertMemory expert_memory(const Experts &e, uint8_t *shared) {
