@@ -2992,7 +2992,8 @@ enum {
     PACKED_SEGMENT_BITS = 2,    /* of packed weights: a segment is a warpgroup's */
     PACKED_THREADS = EXPERT_THREADS + 128,          /* four warps more, which fetch for a segment each */
     PACKED_COLUMNS = 4,         /* rows of x that meet a tile of packed weights */
-    PACKED_ENTRIES = 64,        /* rows of works whose sums with a strip of down wait to be added up; in the first phase a quarter */
+    READY_UNITS = 1 << 20,      /* of all works, where weights are packed */
+    PACKED_ENTRIES = 48,        /* rows of works whose sums with a strip of down wait to be added up; in the first phase a quarter */
     SCALED_TOGETHER = 32,       /* neighbours in a row of x or gated that have one scale: a block of e2m1, and a unit's rows */
     TILE_ROWS = 16,             /* of weights in a tile: of one matrix, or eight each of gate and up */
     TILE_BYTES = 128,           /* of each of its rows */
@@ -3054,6 +3055,7 @@ struct Plan {
     int shared, gate;           /* units (or long runs) of the first phase, of the shared expert and of all */
     int first_shared, first_routed;                 /* where these begin in the list */
     int strips, groups, down;   /* of the second phase; rounds */
+    unsigned launch;            /* see ready_units */
 };
 
 /* Some of it: a team's strips of one work that follow each other. A place is a unit or a long run, or after these a round. */
@@ -4204,9 +4206,34 @@ static __device__ inline int packed_strip(const Experts &e, int index) {
     return ((int)blockIdx.x >> e.split_bits) + index * ((int)gridDim.x >> e.split_bits);
 }
 
+/* A single row's units are known beforehand, and dealt out in turns, so that the first works are complete early. Blocks that have
+ * one of the shared expert, of e4m3, which is as long as two others, come last. */
+static __device__ inline int busy_blocks(const Experts &e, const Plan &plan) {
+    const int shared = plan.shared_works * plan.units;
+    return e.dtype[1] == DTYPE_F8_E4M3 && shared < (int)gridDim.x ? shared : 0;
+}
+
+static __device__ void plan_row(Plan *plan, const Experts &e) {
+    const int block = (int)blockIdx.x, blocks = (int)gridDim.x, busy = busy_blocks(e, *plan), others = blocks - busy,
+              routed = e.per_token * plan->units, after = block - busy;
+    plan->works = e.slots;
+    plan->shared = divide_up(plan->shared_works * plan->units - block, blocks);
+    plan->gate = plan->shared + max(divide_up(routed - 2 * others - block, blocks), 0);
+    if (after >= 0) plan->gate += (after < routed) + (after + others < routed);
+}
+
+static __device__ inline Span find_in_turn(const Experts &e, const Plan &plan, int place) {
+    const int block = (int)blockIdx.x, blocks = (int)gridDim.x, busy = busy_blocks(e, plan), others = blocks - busy,
+              turn = place - plan.shared, early = block < busy ? 0 : 2;
+    if (turn < 0) return {0, block + place * blocks, 1};
+    const int unit = turn < early ? block - busy + turn * others : 2 * others + block + (turn - early) * blocks;
+    return {plan.shared_works + unit / plan.units, unit % plan.units, 1};
+}
+
 /* What is at a place of the first phase, in units. */
 static __device__ __noinline__ Span find_packed(const Experts &e, const ExpertMemory &m, int place) {
     const Plan &plan = *m.plan;
+    if (lists_row(e)) return find_in_turn(e, plan, place);
     Span span = e.many               ? find_run(e, m, (int)blockIdx.x + place * (int)gridDim.x)
                 : place < plan.shared ? find_units(e, m, plan.first_shared + place, plan.shared - place)
                                       : find_units(e, m, plan.first_routed + place - plan.shared, plan.gate - place);
@@ -4250,6 +4277,12 @@ static __device__ inline Source find_source(const Experts &e, const ExpertMemory
     return source;
 }
 
+/* Until the warpgroup has done with what was in a step's place. */
+static __device__ inline void wait_for_place(const Experts &e, int step) {
+    if (step >= e.stages)
+        wait_at(&packed_stages().used[step & e.stages - 1][warp_id() - EXPERT_WARPS], (step >> power_of(e.stages)) - 1);
+}
+
 /* The tiles of one step to their stage, of each team, if there are any. A strip's rows of e4m3 share their scales. */
 static __device__ inline void fetch_step(const Source &source, const Experts &e, const ExpertMemory &m, int step) {
     const int lane = lane_id(), stage = step & e.stages - 1, segment = warp_id() - EXPERT_WARPS,
@@ -4257,7 +4290,6 @@ static __device__ inline void fetch_step(const Source &source, const Experts &e,
     PackedStages &stages = packed_stages();
     uint8_t *slot = m.ring + ((stage << PACKED_SEGMENT_BITS) + segment) * 4 * e.slot_bytes;
     const uint8_t *row[2] = {source.row[0], source.row[1]}, *scale = source.scale;
-    if (step >= e.stages) wait_at(&stages.used[stage][segment], (step >> power_of(e.stages)) - 1);
     if (source.tiles > 0)
 #pragma unroll
         for (int team = 0; team < 4; team++, slot += e.slot_bytes) {
@@ -4273,7 +4305,28 @@ static __device__ inline void fetch_step(const Source &source, const Experts &e,
     arrive_with_copies(&stages.filled[stage][segment]);
 }
 
-/* All blocks have written gated: the warps that multiply know it and tell those that fetch. */
+/* The launch that has written the values of gated of a unit, [work][unit]; launches are counted from 1 on. */
+static __device__ unsigned ready_units[READY_UNITS];
+
+/* The number of this launch, which each block asks for once: a launch's blocks add 2^16 together, the last of them when all others
+ * have asked. */
+static __device__ inline unsigned count_launch() {
+    static __device__ unsigned long long launches;
+    const unsigned before = (unsigned)(*(volatile unsigned long long *)&launches >> 16);
+    atomicAdd(&launches, blockIdx.x ? 1ull : (1ull << 16) - (gridDim.x - 1));
+    return before + 1;
+}
+
+/* Until all blocks have written what they have of a work's rows of gated. */
+static __device__ inline void wait_for_gated(const ExpertMemory &m, int work) {
+    const int units = m.plan->units;
+    for (int i = lane_id(); i < units; i += 32)
+        while (*(volatile unsigned *)&ready_units[work * units + i] != m.plan->launch) {}
+    __threadfence();
+    __syncwarp();
+}
+
+/* The warps that multiply have left the first phase, and those that fetch may write where x was. */
 static __device__ inline void tell_open() { asm volatile("bar.arrive 2, %0;" :: "n"((int)PACKED_THREADS) : "memory"); }
 static __device__ inline void wait_open() { asm volatile("bar.sync 2, %0;" :: "n"((int)PACKED_THREADS) : "memory"); }
 
@@ -4321,12 +4374,13 @@ static __device__ inline void bring_until(GatedStream *stream, const Experts &e,
             stream->work = find_work(e, m, stream->work + 1, group);
             if (stream->work == m.plan->works) stream->work = find_work(e, m, 0, group);
         }
+        if (stream->tile == 0) wait_for_gated(m, stream->work);
         bring_gated(e, m, stream->work, stream->tile++, stream->brought & e.stages - 1);
     }
 }
 
 /* Fetches strip after strip. Until the plan is known, which all threads wait for together, there is the shared expert, and no
- * more than the ring holds. In the second phase gated comes along, which at first is not there yet: when the ring is full. */
+ * more than the ring holds. In the second phase gated comes along, before the weights, but not until the ring is full of these: it is not there yet. */
 static __device__ inline void fetch_all(const Experts &e, const ExpertMemory &m) {
     const Plan &plan = *m.plan;
     const int group = warp_id() - EXPERT_WARPS;
@@ -4335,6 +4389,7 @@ static __device__ inline void fetch_all(const Experts &e, const ExpertMemory &m)
     const auto fetch_strip = [&](Source source) {
         for (; source.steps > 0; step++, source.steps--, source.tiles--) {
             if (step == e.stages && !known) __syncthreads(), known = true;
+            wait_for_place(e, step);
             fetch_step(source, e, m, step);
             source.row[0] += source.step, source.row[1] += source.step, source.scale += source.scale_step;
         }
@@ -4354,8 +4409,9 @@ static __device__ inline void fetch_all(const Experts &e, const ExpertMemory &m)
         for (int work = find_work(e, m, 0, group); work < plan.works; work = find_work(e, m, work + 1, group)) {
             Source source = find_source(e, m, work, packed_strip(e, index), true);
             for (; source.steps > 0; step++, down_step++, source.steps--, source.tiles--) {
-                if (down_step >= e.stages && !open) wait_open(), open = true;
-                if (open) bring_until(&gated, e, m, down_step);
+                if (down_step == e.stages) wait_open(), bring_until(&gated, e, m, down_step), open = true;
+                wait_for_place(e, step);
+                if (open) bring_until(&gated, e, m, down_step + 1);
                 fetch_step(source, e, m, step);
                 source.row[0] += source.step, source.row[1] += source.step, source.scale += source.scale_step;
             }
@@ -4431,6 +4487,17 @@ static __device__ void add_entries(const Experts &e, const ExpertMemory &m, int 
 
 /* ---- the phases where weights are packed */
 
+/* Leaves the entries that wait, and says so. */
+static __device__ inline void flush_gated(const Experts &e, const ExpertMemory &m, int entries) {
+    sync_warps();
+    leave_gated(e, m, entries);
+    sync_warps();
+    if ((int)threadIdx.x < entries) {
+        __threadfence();
+        *(volatile unsigned *)&ready_units[m.next[threadIdx.x] * m.plan->units + m.strip[threadIdx.x]] = m.plan->launch;
+    }
+}
+
 /* The first one: all warps take the same unit at the same time, a segment of its columns each. */
 static __device__ inline void multiply_packed_gate_up(Steps *steps, const Experts &e, const ExpertMemory &m) {
     int used = 0, staged = lists_row(e) ? 0 : -1;   /* entries that wait; the work whose rows are at hand: a single one's are */
@@ -4446,9 +4513,7 @@ static __device__ inline void multiply_packed_gate_up(Steps *steps, const Expert
 #pragma unroll 1
         for (int i = 0; i < span.strips; i++) {
             if (used + count > PACKED_ENTRIES >> PACKED_SEGMENT_BITS) {
-                sync_warps();
-                leave_gated(e, m, used);
-                sync_warps();
+                flush_gated(e, m, used);
                 used = 0;
             }
             float total[4];
@@ -4456,14 +4521,14 @@ static __device__ inline void multiply_packed_gate_up(Steps *steps, const Expert
             put_entries(m, total, PACKED_SEGMENT_BITS, segment_of(e, false), used, count);
             if (threadIdx.x < (unsigned)count) {
                 m.strip[used + (int)threadIdx.x] = span.strip + i;
+                m.next[used + (int)threadIdx.x] = (uint16_t)span.work;
                 m.pick[used + (int)threadIdx.x] = m.order[m.works[span.work].begin + (int)threadIdx.x];
             }
             used += count;
         }
         place += e.many ? 1 : span.strips;
     }
-    sync_warps();
-    leave_gated(e, m, used);
+    flush_gated(e, m, used);
 }
 
 /* The second one: each warpgroup takes its own works, of as many at a time as there is room for sums. */
@@ -4503,8 +4568,11 @@ static __global__ void __launch_bounds__(PACKED_THREADS, 1) packed_experts_kerne
     ExpertMemory m = expert_memory(e, expert_shared);
     __shared__ Plan plan;
     m.plan = &plan;
-    const bool fetches = warp_id() >= EXPERT_WARPS;
-    if (threadIdx.x == 0) plan_shared(&plan, e);
+    const bool fetches = warp_id() >= EXPERT_WARPS, one = lists_row(e);
+    if (threadIdx.x == 0) {
+        plan_shared(&plan, e);
+        if (one) plan_row(&plan, e);
+    }
     if (threadIdx.x < MAX_STAGES << PACKED_SEGMENT_BITS) {
         start_barrier(&packed_stages().filled[0][0] + threadIdx.x, 32);
         start_barrier(&packed_stages().gated[0][0] + threadIdx.x, 32);
@@ -4517,20 +4585,19 @@ static __global__ void __launch_bounds__(PACKED_THREADS, 1) packed_experts_kerne
         if (e.split_bits) cluster_barrier();
         return;
     }
-    const bool one = lists_row(e);
     const int first_pick = 0;
-    if (one && threadIdx.x == 0) plan_all(&plan, e, e.slots);
     wait_for_previous();
+    const unsigned launch = threadIdx.x == 0 ? count_launch() : 0;
     if (one && warp_id() == EXPERT_WARPS - 1) list_row(e, m);
     else if (one) stage_terms(e, m.x, &first_pick, 1, EXPERT_WARPS - 1);
     else {
         const int works = list_works(e, m);
         if (threadIdx.x == 0) plan_all(&plan, e, works);
     }
+    if (threadIdx.x == 0) plan.launch = launch;
     __syncthreads();                                /* with the warps that fetch */
     Steps steps = {};
     multiply_packed_gate_up(&steps, e, m);
-    wait_for_all_blocks();
     tell_open();
     let_next_start();
     multiply_packed_down(&steps, e, m);
@@ -4553,7 +4620,7 @@ static size_t lay_out_experts(Experts *e) {
     const int lists = experts * (divide_up(e->n_rows, 32) * (int)sizeof(uint32_t) + (int)sizeof(uint16_t));
     const int x_row = x_stride(*e, e->hidden), gated_row = x_stride(*e, e->inter);
     e->slot_bytes = TILE_ROWS * TILE_BYTES + max(scale_bytes(e->dtype[0]), scale_bytes(e->dtype[1]));
-    for (int least = e->packed ? (int)MAX_STAGES : e->many ? ENOUGH_STAGES - 1 : ENOUGH_STAGES; least; least--)
+    for (int least = e->many ? ENOUGH_STAGES - 1 : e->packed ? (int)MAX_STAGES : ENOUGH_STAGES; least; least--)
         for (e->columns = min(e->n_rows, (int)(e->packed ? PACKED_COLUMNS : TILE_COLUMNS)); e->columns; e->columns--)
             for (e->stages = MAX_STAGES; e->stages >= least; e->stages -= 1 + (e->packed && e->stages == MAX_STAGES)) {
                 e->gated_rows = min(picks, teams * e->columns);
@@ -4611,7 +4678,8 @@ static int paired_blocks(size_t shared) {
 static void choose_packed(Experts *e, bool merged) {
     const DType shared = e->dtype[1];
     e->packed = gpu.major == 9 && !e->rounds && e->dtype[0] == DTYPE_F4_E2M1
-                && (shared == DTYPE_F4_E2M1 || shared == DTYPE_F8_E4M3);
+                && (shared == DTYPE_F4_E2M1 || shared == DTYPE_F8_E4M3)
+                && MAX_LISTED * (e->inter / SCALED_TOGETHER) <= READY_UNITS;
     if (!e->packed) return;
     const int segments = 1 << PACKED_SEGMENT_BITS, strips = e->hidden / (TILE_ROWS * (EXPERT_WARPS / segments));
     for (int i = GATE; i <= DOWN; i++) e->segment_bits[i] = PACKED_SEGMENT_BITS;
