@@ -2993,7 +2993,7 @@ enum {
     PACKED_THREADS = EXPERT_THREADS + 128,          /* four warps more, which fetch for a segment each */
     PACKED_COLUMNS = 4,         /* rows of x that meet a tile of packed weights */
     READY_UNITS = 1 << 20,      /* of all works, where weights are packed */
-    PACKED_ENTRIES = 48,        /* rows of works whose sums with a strip of down wait to be added up; in the first phase a quarter */
+    PACKED_ENTRIES = 48,        /* rows of works whose sums with a strip of down wait to be added up, or a quarter with a unit */
     SCALED_TOGETHER = 32,       /* neighbours in a row of x or gated that have one scale: a block of e2m1, and a unit's rows */
     TILE_ROWS = 16,             /* of weights in a tile: of one matrix, or eight each of gate and up */
     TILE_BYTES = 128,           /* of each of its rows */
@@ -3715,8 +3715,8 @@ static __host__ __device__ inline int piece_bytes(const Experts &e) {
     return packed_bytes(1 << tile_bits(DTYPE_F4_E2M1), padded_rows(e.columns));
 }
 
-/* Barriers of the ring, for each of its stages and segments: the tiles have come; the rows of gated beside them; the four warps have
- * done with both. */
+/* Barriers of the ring, for each of its stages and segments: the tiles have come; the rows of gated beside them have; the four warps
+ * have done with both. */
 struct PackedStages {
     uint64_t filled[MAX_STAGES][1 << PACKED_SEGMENT_BITS], gated[MAX_STAGES][1 << PACKED_SEGMENT_BITS],
              used[MAX_STAGES][1 << PACKED_SEGMENT_BITS];
@@ -3779,7 +3779,8 @@ static __device__ inline void load_eights(Tile *tile, const uint8_t *slot) {
     const int g = lane_id() / 4, t = lane_id() % 4;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        const uint2 eight = *(const uint2 *)(slot + (g + i % 2 * 8) * TILE_BYTES + ((i / 2 * 2 + t / 2 ^ swizzled(g)) * 16 + t % 2 * 8));
+        const int place = (i / 2 * 2 + t / 2 ^ swizzled(g)) * 16 + t % 2 * 8;
+        const uint2 eight = *(const uint2 *)(slot + (g + i % 2 * 8) * TILE_BYTES + place);
         tile->word[2 * i] = eight.x, tile->word[2 * i + 1] = eight.y;
     }
 }
@@ -3799,62 +3800,51 @@ template <int COLUMNS> static __device__ inline void multiply_digits(float sum[C
 #undef DIGIT_INPUTS
 }
 
-/* 32 columns of a tile as the operand in registers. */
-template <DType D> static __device__ inline void widen_stretch(uint32_t a[4], const Tile &tile, int i) {
-    if constexpr (D == DTYPE_F4_E2M1) {
-        const uint2 upper = e4m3_of_e2m1(tile.word[2 * i]), lower = e4m3_of_e2m1(tile.word[2 * i + 1]);
-        a[0] = upper.x, a[1] = lower.x, a[2] = upper.y, a[3] = lower.y;
-    } else
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-            const uint32_t *words = tile.word + 4 * i + 2 * j;
-            a[j] = __byte_perm(words[0], words[1], 0x6420), a[j + 2] = __byte_perm(words[0], words[1], 0x7531);
-        }
-}
-
-/* total += a tile times digits, which begin at x, in units of 16 bytes. undo: what undoes the scales of x in the row of a thread's
- * first column; `apart` further on stands the same for the other one. While some products are made, the next ones' weights are
- * widened, and the scales of their sums are put together. */
+/* total += a tile times digits, which begin at x, in units of 16 bytes. undo: what undoes the scales of x in the row of a
+ * thread's first column; `apart` further on stands the same for the other one. */
 template <DType D, int ROWS>
 static __device__ inline void multiply_packed_tile(float total[][4], const Tile &tile, uint32_t x, const float *undo, int apart) {
     constexpr int columns = (DIGITS * ROWS + 7) / 8 * 8, sums = columns / 8, stretches = D == DTYPE_F4_E2M1 ? 8 : 4,
-                  scales = ROWS == 1 ? 2 : 4;
+                  together = sums == 1 ? 4 : 2;
     constexpr uint64_t layout = (uint64_t)(128 >> 4) << 32 | (part_bytes(ROWS) >> 4) << 16;
     float sum[sums][4] = {};
-    uint32_t a[4][4];           /* of two pairs of stretches, in turns */
-    float part[4][sums][4];
 #pragma unroll
-    for (int first = 0; first <= stretches; first += 2) {
-        if (first < stretches) {
+    for (int first = 0; first < stretches; first += together) {
+        uint32_t a[together][4];
+        float part[together][sums][4];
 #pragma unroll
-            for (int i = first; i < first + 2; i++) widen_stretch<D>(a[i % 4], tile, i);
-            begin_products();
+        for (int i = 0; i < together; i++)
+            if (D == DTYPE_F4_E2M1) {
+                const uint32_t *words = tile.word + 2 * (first + i);
+                const uint2 upper = e4m3_of_e2m1(words[0]), lower = e4m3_of_e2m1(words[1]);
+                a[i][0] = upper.x, a[i][1] = lower.x, a[i][2] = upper.y, a[i][3] = lower.y;
+            } else
 #pragma unroll
-            for (int i = first; i < first + 2; i++)
-                multiply_digits<columns>(part[i % 4], a[i % 4], layout | (x + (uint32_t)(i * 2 * part_bytes(ROWS) / 16)));
-            end_products();
-        }
-        if (first == 0) continue;
-        float scale[2][scales];                     /* of the pair before */
+                for (int j = 0; j < 2; j++) {
+                    const uint32_t *words = tile.word + 4 * (first + i) + 2 * j;
+                    a[i][j] = __byte_perm(words[0], words[1], 0x6420), a[i][j + 2] = __byte_perm(words[0], words[1], 0x7531);
+                }
+        begin_products();
 #pragma unroll
-        for (int i = 0; i < 2 * scales; i++) {
-            const int at = first - 2 + i / scales, upper = i % scales < scales / 2;
-            const uint32_t exponents = at < 4 ? tile.scale[!upper].x : tile.scale[!upper].y;
-            scale[i / scales][i % scales] = undo[at + (ROWS == 1 ? 0 : i % 2 * apart)]
-                                            * (D == DTYPE_F4_E2M1 ? e2m1_scale(exponents, at % 4) : 1);
-        }
-        if (first < stretches) wait_for_products<1>();
-        else wait_for_products<0>();
+        for (int i = 0; i < together; i++)
+            multiply_digits<columns>(part[i], a[i], layout | (x + (uint32_t)((first + i) * 2 * part_bytes(ROWS) / 16)));
+        end_products();
+        wait_for_products<0>();
 #pragma unroll
-        for (int i = 0; i < 2 * sums * 4; i++)                          /* not used before here */
-            asm volatile("" : "+f"(part[(first + 2 + i / (sums * 4)) % 4][i / 4 % sums][i % 4]) :: "memory");
+        for (int i = 0; i < together * sums * 4; i++)                   /* not used before here */
+            asm volatile("" : "+f"(part[i / (sums * 4)][i / 4 % sums][i % 4]) :: "memory");
 #pragma unroll
-        for (int i = 0; i < 2 * 4; i++) asm volatile("" : "+r"(a[(first + 2 + i / 4) % 4][i % 4]) :: "memory");
+        for (int i = 0; i < together * 4; i++) asm volatile("" : "+r"(a[i / 4][i % 4]) :: "memory");
 #pragma unroll
-        for (int i = 0; i < 2 * sums * 4; i++) {
-            const int at = i / (sums * 4), j = i / 4 % sums, k = i % 4;
-            sum[j][k] = fmaf(scale[at][ROWS == 1 ? k / 2 : k], part[(first + 2 + at) % 4][j][k], sum[j][k]);
-        }
+        for (int i = 0; i < together; i++)
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const uint32_t exponents = first + i < 4 ? tile.scale[k / 2].x : tile.scale[k / 2].y;
+                const float of_x = undo[first + i + (ROWS == 1 ? 0 : k % 2 * apart)],
+                            scale = D == DTYPE_F4_E2M1 ? of_x * e2m1_scale(exponents, (first + i) % 4) : of_x;
+#pragma unroll
+                for (int j = 0; j < sums; j++) sum[j][k] = fmaf(scale, part[i][j][k], sum[j][k]);
+            }
     }
 #pragma unroll
     for (int i = 0; i < sums * 4; i++) {
@@ -3907,7 +3897,7 @@ static __device__ inline void multiply_rows(float y[4], Steps *steps, const Expe
                 load_eights(&tile, at);
                 tile.scale[0] = *(const uint2 *)scales;
             }
-            const uint32_t x = __shfl_sync(~0u, shared_address(digits) >> 4 & 0x3fff, 0);   /* a cluster's addresses have more bits */
+            const uint32_t x = __shfl_sync(~0u, shared_address(digits) >> 4 & 0x3fff, 0);   /* a cluster's have more bits */
             multiply_packed_tile<D, ROWS>(total, tile, x, (const float *)undo + lane % 4 * 2 % ROWS * apart
                                                               + (down ? 0 : i * columns / SCALED_TOGETHER), apart);
         }
@@ -3917,7 +3907,8 @@ static __device__ inline void multiply_rows(float y[4], Steps *steps, const Expe
     add_digits<ROWS>(y, total);
 }
 
-static __device__ inline void multiply_terms(float y[4], Steps *steps, const Experts &e, const ExpertMemory &m, bool down, int work) {
+static __device__ inline void multiply_terms(float y[4], Steps *steps, const Experts &e, const ExpertMemory &m, bool down,
+                                             int work) {
     const int rows = padded_rows(count_of(m, work));
     if (type_of(e, m, work) == DTYPE_F4_E2M1) {
         if (rows == 1) multiply_rows<DTYPE_F4_E2M1, 1>(y, steps, e, m, down);
@@ -4021,8 +4012,8 @@ static __device__ void add_down(const Experts &e, const ExpertMemory &m, int col
 
 /* ---- the kernel */
 
-/* Waits until all blocks have come here; what they wrote before is seen behind it. They all fit on the GPU at once. Together they add
- * 2^31, so the highest bit changes when the last one has come, and the others are as before. */
+/* Waits until all blocks have come here; what they wrote before is seen behind it. They all fit on the GPU at once. Together they
+ * add 2^31, so the highest bit changes when the last one has come, and the others are as before. */
 static __device__ unsigned arrived_experts;
 
 static __device__ void wait_for_all_blocks() {
@@ -4254,7 +4245,7 @@ static __device__ inline Source find_source(const Experts &e, const ExpertMemory
     const Chosen &chosen = m.chosen[m.works[work].chosen];
     const DType D = type_of(e, m, work);
     const bool block = D == DTYPE_F8_E4M3;
-    const int lane = lane_id(), high = down ? TILE_ROWS : TILE_ROWS / 2, cols = down ? e.inter : e.hidden, first = strip * 4 * high,
+    const int lane = lane_id(), high = down ? TILE_ROWS : TILE_ROWS / 2, first = strip * 4 * high, cols = down ? e.inter : e.hidden,
               segment = warp_id() - EXPERT_WARPS, own = (down ? own_columns(e) : cols) >> tile_bits(D),
               tile = down ? (e.split_bits ? cluster_rank() * own : 0) : segment, bits = down ? 0 : PACKED_SEGMENT_BITS;
     Source source;
@@ -4317,12 +4308,17 @@ static __device__ inline unsigned count_launch() {
     return before + 1;
 }
 
+static __device__ inline unsigned load_acquire(const unsigned *from) {
+    unsigned x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+    return x;
+}
+
 /* Until all blocks have written what they have of a work's rows of gated. */
 static __device__ inline void wait_for_gated(const ExpertMemory &m, int work) {
     const int units = m.plan->units;
     for (int i = lane_id(); i < units; i += 32)
-        while (*(volatile unsigned *)&ready_units[work * units + i] != m.plan->launch) {}
-    __threadfence();
+        while (load_acquire(&ready_units[work * units + i]) != m.plan->launch) __nanosleep(100);
     __syncwarp();
 }
 
@@ -4355,10 +4351,11 @@ static __device__ inline void bring_gated(const Experts &e, const ExpertMemory &
         const uint8_t *row = (const uint8_t *)(e.gated + gated_row(e, m.order[m.works[work].begin + r]));
 #pragma unroll 2
         for (int i = lane; i < columns / 16 * DIGITS; i += 32)
-            start_copy_to_shared(to + i / DIGITS * part_bytes(rows) + (i % DIGITS * rows + r) * 16, row + column * DIGITS + i * 16, true);
-        if (lane < columns / (4 * SCALED_TOGETHER))
-            start_copy_to_shared(to + digit_bytes(columns, rows) + (r * columns / SCALED_TOGETHER + lane * 4) * (int)sizeof(float),
-                                 row + e.inter * DIGITS + (column / SCALED_TOGETHER + lane * 4) * (int)sizeof(float), true);
+            start_copy_to_shared(to + i / DIGITS * part_bytes(rows) + (i % DIGITS * rows + r) * 16,
+                                 row + column * DIGITS + i * 16, true);
+        if (lane < columns / (4 * SCALED_TOGETHER))             /* four scales */
+            start_copy_to_shared(to + digit_bytes(columns, rows) + r * (columns / SCALED_TOGETHER) * (int)sizeof(float) + lane * 16,
+                                 row + e.inter * DIGITS + column / SCALED_TOGETHER * (int)sizeof(float) + lane * 16, true);
     }
     arrive_with_copies(&packed_stages().gated[place][segment]);
 }
@@ -4380,7 +4377,8 @@ static __device__ inline void bring_until(GatedStream *stream, const Experts &e,
 }
 
 /* Fetches strip after strip. Until the plan is known, which all threads wait for together, there is the shared expert, and no
- * more than the ring holds. In the second phase gated comes along, before the weights, but not until the ring is full of these: it is not there yet. */
+ * more than the ring holds. In the second phase gated comes along, before the weights it meets; but at first these fill the ring,
+ * since gated is not there yet. */
 static __device__ inline void fetch_all(const Experts &e, const ExpertMemory &m) {
     const Plan &plan = *m.plan;
     const int group = warp_id() - EXPERT_WARPS;
@@ -4424,7 +4422,8 @@ static __device__ inline void fetch_all(const Experts &e, const ExpertMemory &m)
 /* ---- sums where weights are packed: of an entry, a row that meets a strip, all teams' stand together */
 
 /* A warp's sums to entries [first, first + count) of those that wait, of one of 2^bits segments. */
-static __device__ inline void put_entries(const ExpertMemory &m, const float total[4], int bits, int segment, int first, int count) {
+static __device__ inline void put_entries(const ExpertMemory &m, const float total[4], int bits, int segment, int first,
+                                          int count) {
     const int lane = lane_id(), teams = EXPERT_WARPS >> PACKED_SEGMENT_BITS;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -4458,8 +4457,8 @@ static __device__ void leave_gated(const Experts &e, const ExpertMemory &m, int 
     }
 }
 
-/* y += weight * down gated for so many entries that wait, which follow each other in the order of the picks: the first one of a row
- * takes its others along. */
+/* y += weight * down gated for so many entries that wait, which follow each other in the order of the picks: the first one of a
+ * row takes its others along. */
 static __device__ void add_entries(const Experts &e, const ExpertMemory &m, int begin, int entries, int strip) {
     const int lane = lane_id();
     int pick[2];
