@@ -2992,8 +2992,7 @@ enum {
     PACKED_SEGMENT_BITS = 2,    /* of packed weights: a segment is a warpgroup's */
     PACKED_THREADS = EXPERT_THREADS + 128,          /* four warps more, which fetch for a segment each */
     PACKED_COLUMNS = 4,         /* rows of x that meet a tile of packed weights */
-    READY_UNITS = 1 << 20,      /* of all works, where weights are packed */
-    PACKED_ENTRIES = 48,        /* rows of works whose sums with a strip of down wait to be added up, or a quarter with a unit */
+    MOST_ENTRIES = 64, FEWEST_ENTRIES = 32,         /* rows of works whose sums with a strip of down wait to be added up */
     SCALED_TOGETHER = 32,       /* neighbours in a row of x or gated that have one scale: a block of e2m1, and a unit's rows */
     TILE_ROWS = 16,             /* of weights in a tile: of one matrix, or eight each of gate and up */
     TILE_BYTES = 128,           /* of each of its rows */
@@ -3036,6 +3035,7 @@ struct Experts {
     int segment_bits[3];        /* 2^bits warps share the columns of a strip, in either phase: a team */
     int columns;                /* rows of x that meet a tile at a time */
     int gated_rows;             /* of gated that are in shared memory at a time */
+    int entries;                /* whose sums wait, where weights are packed */
     int most_chosen, stages, slot_bytes, x_bytes;   /* what lay_out_experts() has found room for */
 };
 
@@ -3055,7 +3055,6 @@ struct Plan {
     int shared, gate;           /* units (or long runs) of the first phase, of the shared expert and of all */
     int first_shared, first_routed;                 /* where these begin in the list */
     int strips, groups, down;   /* of the second phase; rounds */
-    unsigned launch;            /* see ready_units */
 };
 
 /* Some of it: a team's strips of one work that follow each other. A place is a unit or a long run, or after these a round. */
@@ -4028,9 +4027,10 @@ static __device__ void wait_for_all_blocks() {
     sync_warps();
 }
 
-/* Of sums that wait in the first phase; of packed weights also in the second one. */
+/* Of sums that wait in the first phase; of packed weights also in the second one: of an entry one for each row of a strip, in the
+ * first phase four times as many. */
 static __host__ __device__ inline int sum_bytes(const Experts &e) {
-    return (e.packed ? (int)PACKED_ENTRIES * (int)GROUP_ROWS : MAX_SUMS * TILE_ROWS) * (int)sizeof(float);
+    return (e.packed ? e.entries * GROUP_ROWS : MAX_SUMS * TILE_ROWS) * (int)sizeof(float);
 }
 
 static __device__ ExpertMemory expert_memory(const Experts &e, uint8_t *shared) {
@@ -4197,34 +4197,9 @@ static __device__ inline int packed_strip(const Experts &e, int index) {
     return ((int)blockIdx.x >> e.split_bits) + index * ((int)gridDim.x >> e.split_bits);
 }
 
-/* A single row's units are known beforehand, and dealt out in turns, so that the first works are complete early. Blocks that have
- * one of the shared expert, of e4m3, which is as long as two others, come last. */
-static __device__ inline int busy_blocks(const Experts &e, const Plan &plan) {
-    const int shared = plan.shared_works * plan.units;
-    return e.dtype[1] == DTYPE_F8_E4M3 && shared < (int)gridDim.x ? shared : 0;
-}
-
-static __device__ void plan_row(Plan *plan, const Experts &e) {
-    const int block = (int)blockIdx.x, blocks = (int)gridDim.x, busy = busy_blocks(e, *plan), others = blocks - busy,
-              routed = e.per_token * plan->units, after = block - busy;
-    plan->works = e.slots;
-    plan->shared = divide_up(plan->shared_works * plan->units - block, blocks);
-    plan->gate = plan->shared + max(divide_up(routed - 2 * others - block, blocks), 0);
-    if (after >= 0) plan->gate += (after < routed) + (after + others < routed);
-}
-
-static __device__ inline Span find_in_turn(const Experts &e, const Plan &plan, int place) {
-    const int block = (int)blockIdx.x, blocks = (int)gridDim.x, busy = busy_blocks(e, plan), others = blocks - busy,
-              turn = place - plan.shared, early = block < busy ? 0 : 2;
-    if (turn < 0) return {0, block + place * blocks, 1};
-    const int unit = turn < early ? block - busy + turn * others : 2 * others + block + (turn - early) * blocks;
-    return {plan.shared_works + unit / plan.units, unit % plan.units, 1};
-}
-
 /* What is at a place of the first phase, in units. */
 static __device__ __noinline__ Span find_packed(const Experts &e, const ExpertMemory &m, int place) {
     const Plan &plan = *m.plan;
-    if (lists_row(e)) return find_in_turn(e, plan, place);
     Span span = e.many               ? find_run(e, m, (int)blockIdx.x + place * (int)gridDim.x)
                 : place < plan.shared ? find_units(e, m, plan.first_shared + place, plan.shared - place)
                                       : find_units(e, m, plan.first_routed + place - plan.shared, plan.gate - place);
@@ -4296,33 +4271,7 @@ static __device__ inline void fetch_step(const Source &source, const Experts &e,
     arrive_with_copies(&stages.filled[stage][segment]);
 }
 
-/* The launch that has written the values of gated of a unit, [work][unit]; launches are counted from 1 on. */
-static __device__ unsigned ready_units[READY_UNITS];
-
-/* The number of this launch, which each block asks for once: a launch's blocks add 2^16 together, the last of them when all others
- * have asked. */
-static __device__ inline unsigned count_launch() {
-    static __device__ unsigned long long launches;
-    const unsigned before = (unsigned)(*(volatile unsigned long long *)&launches >> 16);
-    atomicAdd(&launches, blockIdx.x ? 1ull : (1ull << 16) - (gridDim.x - 1));
-    return before + 1;
-}
-
-static __device__ inline unsigned load_acquire(const unsigned *from) {
-    unsigned x;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
-    return x;
-}
-
-/* Until all blocks have written what they have of a work's rows of gated. */
-static __device__ inline void wait_for_gated(const ExpertMemory &m, int work) {
-    const int units = m.plan->units;
-    for (int i = lane_id(); i < units; i += 32)
-        while (load_acquire(&ready_units[work * units + i]) != m.plan->launch) __nanosleep(100);
-    __syncwarp();
-}
-
-/* The warps that multiply have left the first phase, and those that fetch may write where x was. */
+/* All blocks have written gated: the warps that multiply know it and tell those that fetch. */
 static __device__ inline void tell_open() { asm volatile("bar.arrive 2, %0;" :: "n"((int)PACKED_THREADS) : "memory"); }
 static __device__ inline void wait_open() { asm volatile("bar.sync 2, %0;" :: "n"((int)PACKED_THREADS) : "memory"); }
 
@@ -4371,7 +4320,6 @@ static __device__ inline void bring_until(GatedStream *stream, const Experts &e,
             stream->work = find_work(e, m, stream->work + 1, group);
             if (stream->work == m.plan->works) stream->work = find_work(e, m, 0, group);
         }
-        if (stream->tile == 0) wait_for_gated(m, stream->work);
         bring_gated(e, m, stream->work, stream->tile++, stream->brought & e.stages - 1);
     }
 }
@@ -4407,9 +4355,9 @@ static __device__ inline void fetch_all(const Experts &e, const ExpertMemory &m)
         for (int work = find_work(e, m, 0, group); work < plan.works; work = find_work(e, m, work + 1, group)) {
             Source source = find_source(e, m, work, packed_strip(e, index), true);
             for (; source.steps > 0; step++, down_step++, source.steps--, source.tiles--) {
-                if (down_step == e.stages) wait_open(), bring_until(&gated, e, m, down_step), open = true;
+                if (down_step == e.stages) wait_open(), open = true;
+                if (open) bring_until(&gated, e, m, down_step);
                 wait_for_place(e, step);
-                if (open) bring_until(&gated, e, m, down_step + 1);
                 fetch_step(source, e, m, step);
                 source.row[0] += source.step, source.row[1] += source.step, source.scale += source.scale_step;
             }
@@ -4486,17 +4434,6 @@ static __device__ void add_entries(const Experts &e, const ExpertMemory &m, int 
 
 /* ---- the phases where weights are packed */
 
-/* Leaves the entries that wait, and says so. */
-static __device__ inline void flush_gated(const Experts &e, const ExpertMemory &m, int entries) {
-    sync_warps();
-    leave_gated(e, m, entries);
-    sync_warps();
-    if ((int)threadIdx.x < entries) {
-        __threadfence();
-        *(volatile unsigned *)&ready_units[m.next[threadIdx.x] * m.plan->units + m.strip[threadIdx.x]] = m.plan->launch;
-    }
-}
-
 /* The first one: all warps take the same unit at the same time, a segment of its columns each. */
 static __device__ inline void multiply_packed_gate_up(Steps *steps, const Experts &e, const ExpertMemory &m) {
     int used = 0, staged = lists_row(e) ? 0 : -1;   /* entries that wait; the work whose rows are at hand: a single one's are */
@@ -4511,8 +4448,10 @@ static __device__ inline void multiply_packed_gate_up(Steps *steps, const Expert
         staged = rows;
 #pragma unroll 1
         for (int i = 0; i < span.strips; i++) {
-            if (used + count > PACKED_ENTRIES >> PACKED_SEGMENT_BITS) {
-                flush_gated(e, m, used);
+            if (used + count > e.entries >> PACKED_SEGMENT_BITS) {
+                sync_warps();
+                leave_gated(e, m, used);
+                sync_warps();
                 used = 0;
             }
             float total[4];
@@ -4520,14 +4459,14 @@ static __device__ inline void multiply_packed_gate_up(Steps *steps, const Expert
             put_entries(m, total, PACKED_SEGMENT_BITS, segment_of(e, false), used, count);
             if (threadIdx.x < (unsigned)count) {
                 m.strip[used + (int)threadIdx.x] = span.strip + i;
-                m.next[used + (int)threadIdx.x] = (uint16_t)span.work;
                 m.pick[used + (int)threadIdx.x] = m.order[m.works[span.work].begin + (int)threadIdx.x];
             }
             used += count;
         }
         place += e.many ? 1 : span.strips;
     }
-    flush_gated(e, m, used);
+    sync_warps();
+    leave_gated(e, m, used);
 }
 
 /* The second one: each warpgroup takes its own works, of as many at a time as there is room for sums. */
@@ -4538,7 +4477,7 @@ static __device__ inline void multiply_packed_down(Steps *steps, const Experts &
 #pragma unroll 1
         for (int begin = 0, end = 0; begin < m.plan->works; begin = end) {
             const int from = m.works[begin].begin;
-            while (end < m.plan->works && m.works[end + 1].begin - from <= PACKED_ENTRIES) end++;
+            while (end < m.plan->works && m.works[end + 1].begin - from <= e.entries) end++;
 #pragma unroll 1
             for (int work = find_work(e, m, begin, group); work < end; work = find_work(e, m, work + 1, group)) {
                 float total[4];
@@ -4568,10 +4507,7 @@ static __global__ void __launch_bounds__(PACKED_THREADS, 1) packed_experts_kerne
     __shared__ Plan plan;
     m.plan = &plan;
     const bool fetches = warp_id() >= EXPERT_WARPS, one = lists_row(e);
-    if (threadIdx.x == 0) {
-        plan_shared(&plan, e);
-        if (one) plan_row(&plan, e);
-    }
+    if (threadIdx.x == 0) plan_shared(&plan, e);
     if (threadIdx.x < MAX_STAGES << PACKED_SEGMENT_BITS) {
         start_barrier(&packed_stages().filled[0][0] + threadIdx.x, 32);
         start_barrier(&packed_stages().gated[0][0] + threadIdx.x, 32);
@@ -4585,18 +4521,18 @@ static __global__ void __launch_bounds__(PACKED_THREADS, 1) packed_experts_kerne
         return;
     }
     const int first_pick = 0;
+    if (one && threadIdx.x == 0) plan_all(&plan, e, e.slots);       /* as many works as picks */
     wait_for_previous();
-    const unsigned launch = threadIdx.x == 0 ? count_launch() : 0;
     if (one && warp_id() == EXPERT_WARPS - 1) list_row(e, m);
     else if (one) stage_terms(e, m.x, &first_pick, 1, EXPERT_WARPS - 1);
     else {
         const int works = list_works(e, m);
         if (threadIdx.x == 0) plan_all(&plan, e, works);
     }
-    if (threadIdx.x == 0) plan.launch = launch;
     __syncthreads();                                /* with the warps that fetch */
     Steps steps = {};
     multiply_packed_gate_up(&steps, e, m);
+    wait_for_all_blocks();
     tell_open();
     let_next_start();
     multiply_packed_down(&steps, e, m);
@@ -4611,34 +4547,45 @@ static DType streamed_type(const Matrix *gate, const Matrix *up, const Matrix *d
     return format == streamed_format(*up, 0) && format == streamed_format(*down, 0) ? format : EXACT;
 }
 
+/* How much shared memory that is, with so many bytes for rows of x or gated. */
+static size_t lay_out(Experts *e, int staged) {
+    const int picks = e->n_rows * e->slots, experts = e->experts + e->slots - e->per_token,
+              lists = experts * (divide_up(e->n_rows, 32) * (int)sizeof(uint32_t) + (int)sizeof(uint16_t));
+    e->slot_bytes = TILE_ROWS * TILE_BYTES + max(scale_bytes(e->dtype[0]), scale_bytes(e->dtype[1]));
+    e->x_bytes = (max(staged, lists) + 15) / 16 * 16;
+    const size_t works = (size_t)(e->most_chosen + divide_up(picks, e->columns) + 1);
+    return (size_t)(EXPERT_WARPS * e->stages * e->slot_bytes + e->x_bytes + sum_bytes(*e)) + MAX_DOWN_SUMS * COLUMN_BYTES
+           + (size_t)e->most_chosen * sizeof(Chosen) + works * sizeof(Work) + (size_t)picks * sizeof(int) + SMALL_SHARED;
+}
+
 /* Cuts up a block's shared memory: as many rows of x beside a tile as there are, and as many stages as there is room for, where
  * rows are many not quite enough. What is left is for rows of gated. */
 static size_t lay_out_experts(Experts *e) {
-    const int picks = e->n_rows * e->slots, experts = e->experts + e->slots - e->per_token;
-    const int teams = EXPERT_WARPS >> e->segment_bits[DOWN];
-    const int lists = experts * (divide_up(e->n_rows, 32) * (int)sizeof(uint32_t) + (int)sizeof(uint16_t));
+    const int picks = e->n_rows * e->slots, teams = EXPERT_WARPS >> e->segment_bits[DOWN];
     const int x_row = x_stride(*e, e->hidden), gated_row = x_stride(*e, e->inter);
-    e->slot_bytes = TILE_ROWS * TILE_BYTES + max(scale_bytes(e->dtype[0]), scale_bytes(e->dtype[1]));
-    for (int least = e->many ? ENOUGH_STAGES - 1 : e->packed ? (int)MAX_STAGES : ENOUGH_STAGES; least; least--)
-        for (e->columns = min(e->n_rows, (int)(e->packed ? PACKED_COLUMNS : TILE_COLUMNS)); e->columns; e->columns--)
-            for (e->stages = MAX_STAGES; e->stages >= least; e->stages -= 1 + (e->packed && e->stages == MAX_STAGES)) {
+    for (int least = e->many ? ENOUGH_STAGES - 1 : ENOUGH_STAGES; least; least--)
+        for (e->columns = min(e->n_rows, (int)TILE_COLUMNS); e->columns; e->columns--)
+            for (e->stages = MAX_STAGES; e->stages >= least; e->stages--) {
                 e->gated_rows = min(picks, teams * e->columns);
-                e->x_bytes = e->packed ? max(max(packed_bytes(e->hidden, padded_rows(e->columns)), lists),
-                                             (e->stages << PACKED_SEGMENT_BITS) * piece_bytes(*e))
-                                       : max(max(e->columns * x_row, lists), DOWN_SUM_BYTES + e->gated_rows * gated_row);
-                e->x_bytes = (e->x_bytes + 15) / 16 * 16;
-                const size_t works = (size_t)(e->most_chosen + divide_up(picks, e->columns) + 1),
-                             bytes = (size_t)(EXPERT_WARPS * e->stages * e->slot_bytes + e->x_bytes + sum_bytes(*e))
-                                     + MAX_DOWN_SUMS * COLUMN_BYTES
-                                     + (size_t)e->most_chosen * sizeof(Chosen) + works * sizeof(Work)
-                                     + (size_t)picks * sizeof(int) + SMALL_SHARED;
+                const size_t bytes = lay_out(e, max(e->columns * x_row, DOWN_SUM_BYTES + e->gated_rows * gated_row));
                 if (bytes > gpu.shared_per_block) continue;
-                if (e->packed) return bytes - SMALL_SHARED;
                 const int room = (int)(gpu.shared_per_block - bytes) / 16 * 16,
                           more = max(min(DOWN_SUM_BYTES + picks * gated_row - e->x_bytes, room), 0);
                 e->x_bytes += more;
                 e->gated_rows = (e->x_bytes - DOWN_SUM_BYTES) / gated_row;
                 return bytes + (size_t)more - SMALL_SHARED;
+            }
+    return 0;
+}
+
+/* The same where weights are packed. The number of stages is a power of two. */
+static size_t lay_out_packed(Experts *e) {
+    for (e->stages = e->many ? MAX_STAGES / 2 : MAX_STAGES; e->stages; e->stages /= 2)
+        for (e->columns = min(e->n_rows, (int)PACKED_COLUMNS); e->columns; e->columns--)
+            for (e->entries = MOST_ENTRIES; e->entries >= FEWEST_ENTRIES; e->entries /= 2) {
+                const size_t bytes = lay_out(e, max(packed_bytes(e->hidden, padded_rows(e->columns)),
+                                                    (e->stages << PACKED_SEGMENT_BITS) * piece_bytes(*e)));
+                if (bytes <= gpu.shared_per_block) return bytes - SMALL_SHARED;
             }
     return 0;
 }
@@ -4677,8 +4624,7 @@ static int paired_blocks(size_t shared) {
 static void choose_packed(Experts *e, bool merged) {
     const DType shared = e->dtype[1];
     e->packed = gpu.major == 9 && !e->rounds && e->dtype[0] == DTYPE_F4_E2M1
-                && (shared == DTYPE_F4_E2M1 || shared == DTYPE_F8_E4M3)
-                && MAX_LISTED * (e->inter / SCALED_TOGETHER) <= READY_UNITS;
+                && (shared == DTYPE_F4_E2M1 || shared == DTYPE_F8_E4M3);
     if (!e->packed) return;
     const int segments = 1 << PACKED_SEGMENT_BITS, strips = e->hidden / (TILE_ROWS * (EXPERT_WARPS / segments));
     for (int i = GATE; i <= DOWN; i++) e->segment_bits[i] = PACKED_SEGMENT_BITS;
@@ -4694,7 +4640,7 @@ static void launch_experts(Experts e) {
     for (int i = 0; i < 2; i++) e.terms[i] = count_terms(e.dtype[i], e);
     const int units = divide_up(e.inter, (EXPERT_WARPS >> e.segment_bits[GATE]) * TILE_ROWS / 2);
     e.many = units >= LONG_RUN && 2 * e.n_rows * e.per_token > TILE_COLUMNS * e.experts;
-    const size_t shared = lay_out_experts(&e);
+    const size_t shared = e.packed ? lay_out_packed(&e) : lay_out_experts(&e);
     const int strips = divide_up(e.hidden, TILE_ROWS);
     int blocks = min(gpu.multiprocessors, max(e.n_rows * e.slots * units, strips));
     const auto kernel = e.packed ? packed_experts_kernel : experts_kernel;
@@ -4750,7 +4696,7 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
                         .slots = slots, .aligned = floats_aligned(in, (size_t)hidden),
                         .many = false, .packed = false, .split_bits = 0,
                         .dtype = {dtype, merged ? shared_dtype : dtype}, .terms = {}, .segment_bits = {}, .columns = 0,
-                        .gated_rows = 0, .most_chosen = min(n * per_token, config->n_routed_experts) + merged, .stages = 0,
+                        .gated_rows = 0, .entries = 0, .most_chosen = min(n * per_token, config->n_routed_experts) + merged, .stages = 0,
                         .slot_bytes = 0, .x_bytes = 0});
     }
 }
