@@ -2829,7 +2829,10 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
  *
  * x and gated stand in shared memory as one or two numbers of 16 bits. Weights of 16 bits meet two, so that a product is right to
  * about 2^-17 of x, or 2^-22; e4m3 where the matrices are small, by the rule of products, and else one of f16, 2^-12; e2m1 one.
- * On sm_90 experts of e2m1 have a kernel of their own (packed_experts_kernel), which shares the plan, the lists and the sums.
+ *
+ * On sm_90 experts of e2m1 have a kernel of their own (packed_experts_kernel) with the same plan and lists. Four of its warps
+ * fetch for the others, which are four warpgroups: in the first phase each has a segment of the columns, in the second one works
+ * of its own, so that nothing stops between these. Gated is left as the digits that products meet, and comes with the weights.
  */
 
 /* Integers in the order of the floats, none of them 0. */
@@ -3714,8 +3717,8 @@ static __host__ __device__ inline int piece_bytes(const Experts &e) {
     return packed_bytes(1 << tile_bits(DTYPE_F4_E2M1), padded_rows(e.columns));
 }
 
-/* Barriers of the ring, for each of its stages and segments: the tiles have come; the rows of gated beside them have; the four warps
- * have done with both. */
+/* Barriers of the ring, for each of its stages and segments: the tiles have come; the rows of gated beside them have; the four
+ * warps have done with both. */
 struct PackedStages {
     uint64_t filled[MAX_STAGES][1 << PACKED_SEGMENT_BITS], gated[MAX_STAGES][1 << PACKED_SEGMENT_BITS],
              used[MAX_STAGES][1 << PACKED_SEGMENT_BITS];
@@ -3724,6 +3727,9 @@ static __device__ inline PackedStages &packed_stages() {
     __shared__ PackedStages stages;
     return stages;
 }
+
+/* What a warpgroup has taken: steps of the ring, and those of them in the second phase. */
+struct Steps { int all, down; };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 /* The next digit of eight values, which become what it leaves: four even ones and four odd ones. */
@@ -3863,9 +3869,6 @@ template <int ROWS> static __device__ inline void add_digits(float y[4], const f
     }
 }
 
-/* What a warpgroup has taken: steps of the ring, and those of them in the second phase. */
-struct Steps { int all, down; };
-
 /* One strip times the rows of one work: in the first phase this warp's segment, in the second one all columns that the block has.
  * All warps of a warpgroup come along. */
 template <DType D, int ROWS>
@@ -3919,7 +3922,6 @@ static __device__ inline void multiply_terms(float y[4], Steps *steps, const Exp
 }
 #else
 static __device__ inline void stage_terms(const Experts &, uint8_t *, const int *, int, int) {}
-struct Steps { int all, down; };
 static __device__ inline void multiply_terms(float *, Steps *, const Experts &, const ExpertMemory &, bool, int) {}
 #endif
 
@@ -4220,8 +4222,9 @@ static __device__ inline Source find_source(const Experts &e, const ExpertMemory
     const Chosen &chosen = m.chosen[m.works[work].chosen];
     const DType D = type_of(e, m, work);
     const bool block = D == DTYPE_F8_E4M3;
-    const int lane = lane_id(), high = down ? TILE_ROWS : TILE_ROWS / 2, first = strip * 4 * high, cols = down ? e.inter : e.hidden,
-              segment = warp_id() - EXPERT_WARPS, own = (down ? own_columns(e) : cols) >> tile_bits(D),
+    const int lane = lane_id(), high = down ? TILE_ROWS : TILE_ROWS / 2, first = strip * 4 * high,
+              cols = down ? e.inter : e.hidden, segment = warp_id() - EXPERT_WARPS,
+              own = (down ? own_columns(e) : cols) >> tile_bits(D),
               tile = down ? (e.split_bits ? cluster_rank() * own : 0) : segment, bits = down ? 0 : PACKED_SEGMENT_BITS;
     Source source;
     source.steps = (own + (1 << bits) - 1) >> bits;
@@ -4303,7 +4306,7 @@ static __device__ inline void bring_gated(const Experts &e, const ExpertMemory &
             start_copy_to_shared(to + i / DIGITS * part_bytes(rows) + (i % DIGITS * rows + r) * 16,
                                  row + column * DIGITS + i * 16, true);
         if (lane < columns / (4 * SCALED_TOGETHER))             /* four scales */
-            start_copy_to_shared(to + digit_bytes(columns, rows) + r * (columns / SCALED_TOGETHER) * (int)sizeof(float) + lane * 16,
+            start_copy_to_shared(to + digit_bytes(columns, rows) + r * columns / SCALED_TOGETHER * (int)sizeof(float) + lane * 16,
                                  row + e.inter * DIGITS + column / SCALED_TOGETHER * (int)sizeof(float) + lane * 16, true);
     }
     arrive_with_copies(&packed_stages().gated[place][segment]);
@@ -4696,8 +4699,8 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
                         .slots = slots, .aligned = floats_aligned(in, (size_t)hidden),
                         .many = false, .packed = false, .split_bits = 0,
                         .dtype = {dtype, merged ? shared_dtype : dtype}, .terms = {}, .segment_bits = {}, .columns = 0,
-                        .gated_rows = 0, .entries = 0, .most_chosen = min(n * per_token, config->n_routed_experts) + merged, .stages = 0,
-                        .slot_bytes = 0, .x_bytes = 0});
+                        .gated_rows = 0, .entries = 0, .most_chosen = min(n * per_token, config->n_routed_experts) + merged,
+                        .stages = 0, .slot_bytes = 0, .x_bytes = 0});
     }
 }
 
