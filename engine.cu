@@ -2814,6 +2814,7 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
  *     route -> route_kernel -> limit_groups
  *     experts -> experts_kernel -> list_works -> multiply_gate_up, multiply_down
  *     multiply_gate_up, multiply_down -> stage_rows, multiply_strip (fetch_tile, multiply_tile) -> add_gate_up, add_down
+ *     experts -> packed_experts_kernel -> fetch_all; multiply_packed_gate_up, multiply_packed_down -> stage_terms, multiply_terms
  *
  * Owns: the router, and the experts' products. An expert's weights are read once for up to eight rows that chose it, and the
  * host never learns who was chosen. All experts of a layer run in one launch of as many blocks as there are multiprocessors, the
@@ -2828,6 +2829,10 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
  *
  * x and gated stand in shared memory as one or two numbers of 16 bits. Weights of 16 bits meet two, so that a product is right to
  * about 2^-17 of x, or 2^-22; e4m3 where the matrices are small, by the rule of products, and else one of f16, 2^-12; e2m1 one.
+ *
+ * On sm_90 experts of e2m1 have a kernel of their own (packed_experts_kernel) with the same plan and lists. Four of its warps
+ * fetch for the others, which are four warpgroups: in the first phase each has a segment of the columns, in the second one works
+ * of its own, so that nothing stops between these. Gated is left as the digits that products meet, and comes with the weights.
  */
 
 /* Integers in the order of the floats, none of them 0. */
@@ -2991,6 +2996,11 @@ enum {
     X_BLOCK = 256,              /* columns of x that a warp brings to shared memory at a time */
     SEGMENT = 128,              /* columns of a segment at least, of e2m1 eight times that; the segments take tiles in turns */
     MAX_SEGMENT_BITS = 3,
+    PACKED_SEGMENT_BITS = 2,    /* of packed weights: a segment is a warpgroup's */
+    PACKED_THREADS = EXPERT_THREADS + 128,          /* four warps more, which fetch for a segment each */
+    PACKED_COLUMNS = 4,         /* rows of x that meet a tile of packed weights */
+    MOST_ENTRIES = 64, FEWEST_ENTRIES = 32,         /* rows of works whose sums with a strip of down wait to be added up */
+    SCALED_TOGETHER = 32,       /* neighbours in a row of x or gated that have one scale: a block of e2m1, and a unit's rows */
     TILE_ROWS = 16,             /* of weights in a tile: of one matrix, or eight each of gate and up */
     TILE_BYTES = 128,           /* of each of its rows */
     TILE_COLUMNS = 8,           /* rows of x that meet a tile */
@@ -3027,11 +3037,14 @@ struct Experts {
     int slots;                  /* picks of a row; with the shared expert, which then is the last */
     bool aligned;               /* x allows loads of 16 bytes */
     bool many;                  /* rows: an expert has more than half a tile of them */
+    bool packed;                /* packed_experts_kernel runs it */
+    int split_bits;             /* 2^bits blocks of a cluster share the columns of a strip of down */
     DType dtype[2];             /* how the experts' weights are multiplied, and the shared one's */
     int terms[2];               /* of x, that these meet */
     int segment_bits[3];        /* 2^bits warps share the columns of a strip, in either phase: a team */
     int columns;                /* rows of x that meet a tile at a time */
     int gated_rows;             /* of gated that are in shared memory at a time */
+    int entries;                /* whose sums wait, where weights are packed */
     int most_chosen, stages, slot_bytes, x_bytes;   /* what lay_out_experts() has found room for */
 };
 
@@ -3058,10 +3071,11 @@ struct Span { int work, strip, strips; };
 
 /* A block's shared memory. */
 struct ExpertMemory {
-    uint8_t *ring, *x;          /* ring: this warp's */
+    uint8_t *ring, *x;          /* ring: this warp's; where weights are packed, the block's */
     Plan *plan;
     float *sums, *down_sums;    /* [column, segment, TILE_ROWS], of either phase: the second's lie where x was, and behind */
     uint8_t *gated;             /* them the rows of gated that are at hand */
+    float *y;                   /* that this block adds to */
     int *strip, *pick;          /* [column] whose sums these are; a pick is row << 16 | number */
     uint16_t *next;             /* [column]: see link_columns() */
     uint8_t *leads;             /* [column] */
@@ -3098,24 +3112,37 @@ static __device__ inline int count_of(const ExpertMemory &m, int work) { return 
 static __device__ inline int bits_of(const Experts &e, bool down) { return e.segment_bits[down ? DOWN : GATE]; }
 static __device__ inline int segments_of(const Experts &e, bool down) { return 1 << bits_of(e, down); }
 static __device__ inline int teams_of(const Experts &e, bool down) { return EXPERT_WARPS >> bits_of(e, down); }
-static __device__ inline int team_of(const Experts &e, bool down) { return warp_id() >> bits_of(e, down); }
-static __device__ inline int segment_of(const Experts &e, bool down) { return warp_id() & (segments_of(e, down) - 1); }
+static __device__ inline int team_of(const Experts &e, bool down) { return warp_id() & (teams_of(e, down) - 1); }
+static __device__ inline int segment_of(const Experts &e, bool down) { return warp_id() / teams_of(e, down); }
+
+/* Of the threads that multiply. */
+static __device__ inline void sync_warps() { asm volatile("bar.sync 1, %0;" :: "n"((int)EXPERT_THREADS) : "memory"); }
 
 /* ---- the plan */
 
 /* Where the share of a block begins, of n things that are dealt out in runs. */
 static __device__ inline int share_begin(int n, int block) { return (int)((unsigned)n * (unsigned)block / gridDim.x); }
 
+static __device__ inline int shared_works(const Experts &e) { return e.slots > e.per_token ? divide_up(e.n_rows, e.columns) : 0; }
+
 static __device__ void plan_shared(Plan *plan, const Experts &e) {
     const int block = (int)blockIdx.x;
     *plan = {};
     plan->units = divide_up(e.inter, teams_of(e, false) * TILE_ROWS / 2);
-    plan->shared_works = e.slots > e.per_token ? divide_up(e.n_rows, e.columns) : 0;
+    plan->shared_works = shared_works(e);
     plan->works = plan->shared_works;
     plan->first_shared = share_begin(plan->shared_works * plan->units, block);
     if (!e.many) plan->gate = plan->shared = share_begin(plan->shared_works * plan->units, block + 1) - plan->first_shared;
-    plan->strips = divide_up(divide_up(e.hidden, TILE_ROWS) - block, (int)gridDim.x);
+    if (e.packed) plan->strips = divide_up(e.hidden / GROUP_ROWS - (block >> e.split_bits), (int)gridDim.x >> e.split_bits);
+    else plan->strips = divide_up(divide_up(e.hidden, TILE_ROWS) - block, (int)gridDim.x);
     plan->groups = divide_up(plan->strips, STRIPS);
+}
+
+/* Where a block's routed units begin, if all blocks are to read as many bytes: a unit of e4m3 is as long as two of e2m1. */
+static __device__ inline int routed_begin(int shared, int routed, int block, const Experts &e) {
+    const int weight = e.dtype[1] == DTYPE_F8_E4M3 ? 2 : 1, all = weight * shared + routed, blocks = (int)gridDim.x;
+    if (all / blocks < weight * divide_up(shared, blocks)) return share_begin(routed, block);
+    return share_begin(all, block) - weight * share_begin(shared, block);
 }
 
 /* The other way round than the shared expert's, so that the blocks with one more of these have one less of those. */
@@ -3126,6 +3153,10 @@ static __device__ void plan_all(Plan *plan, const Experts &e, int works) {
     plan->first_routed = shared + share_begin(routed, last - block);
     plan->gate = e.many ? divide_up(works * divide_up(plan->units, LONG_RUN) - block, (int)gridDim.x)
                         : plan->shared + shared + share_begin(routed, last - block + 1) - plan->first_routed;
+    if (e.packed && !e.many) {
+        plan->first_routed = shared + routed_begin(shared, routed, block, e);
+        plan->gate = plan->shared + shared + routed_begin(shared, routed, block + 1, e) - plan->first_routed;
+    }
     plan->down = divide_up(plan->groups * works, teams_of(e, true));
 }
 
@@ -3194,9 +3225,9 @@ static __device__ uint64_t sum_before(uint64_t own, uint64_t *sum) {
         const uint64_t other = __shfl_up_sync(~0u, until, (unsigned)distance);
         if (lane_id() >= distance) until += other;
     }
-    __syncthreads();                                /* the sums before these have been read */
+    sync_warps();                                /* the sums before these have been read */
     if (lane_id() == 31) of_warp[warp_id()] = until;
-    __syncthreads();
+    sync_warps();
     uint64_t before = until - own;
     *sum = 0;
     for (int w = 0; w < EXPERT_WARPS; w++) {
@@ -3222,17 +3253,18 @@ static __device__ void put_expert(const Experts &e, const ExpertMemory &m, int e
         m.works[work++] = {.chosen = (uint16_t)chosen, .begin = (uint16_t)(begin + i)};
 }
 
-/* The works where there is one row: its picks in the order of the experts. Returns their number. */
+static __device__ inline bool lists_row(const Experts &e) { return e.n_rows == 1 && e.slots <= 32; }
+
+/* The works where there is one row, by one warp: its picks in the order of the experts. Returns their number. */
 static __device__ int list_row(const Experts &e, const ExpertMemory &m) {
     const int pick = min(lane_id(), e.slots - 1), expert = listed_expert(e, pick);
     int place = 0;
     for (int other = 0; other < e.slots; other++) place += __shfl_sync(~0u, expert, other) < expert;
-    if (threadIdx.x < (unsigned)e.slots) {
+    if (lane_id() < e.slots) {
         put_expert(e, m, expert, place, place, place, 1);
         m.order[place] = pick;
     }
-    if (threadIdx.x == 0) m.works[e.slots] = {.chosen = NOBODY, .begin = (uint16_t)e.slots};
-    __syncthreads();
+    if (lane_id() == 0) m.works[e.slots] = {.chosen = NOBODY, .begin = (uint16_t)e.slots};
     return e.slots;
 }
 
@@ -3249,7 +3281,7 @@ static __device__ int list_works(const Experts &e, const ExpertMemory &m) {
         own = listed_expert(e, row << 16 | i % e.slots);
         atomicOr(&mask[own * words + row / 32], 1u << row % 32);
     }
-    __syncthreads();
+    sync_warps();
     uint64_t all = 0, part;                         /* chosen experts, works << 20, picks << 40 */
 #pragma unroll 1
     for (int base = 0; base < experts; base += EXPERT_THREADS, all += part) {
@@ -3265,7 +3297,7 @@ static __device__ int list_works(const Experts &e, const ExpertMemory &m) {
     }
     const int works = (int)(all >> 20 & 0xfffff);
     if (threadIdx.x == 0) m.works[works] = {.chosen = NOBODY, .begin = (uint16_t)picks};
-    __syncthreads();
+    sync_warps();
 #pragma unroll 1
     for (int i = (int)threadIdx.x; i < picks; i += EXPERT_THREADS) {
         const int row = i / e.slots, pick = row << 16 | i % e.slots,
@@ -3275,7 +3307,7 @@ static __device__ int list_works(const Experts &e, const ExpertMemory &m) {
         for (int w = 0; w < row / 32; w++) place += __popc(mask[expert * words + w]);
         m.order[place] = pick;
     }
-    __syncthreads();
+    sync_warps();
     return works;
 }
 
@@ -3417,16 +3449,34 @@ static __host__ __device__ inline int x_stride(const Experts &e, int cols) {
     return (x_scales(e, cols) + divide_up(cols, X_BLOCK) * X_BLOCK / 64 * (int)sizeof(float) + 127) / 128 * 128 + STAGED_PAD;
 }
 
-/* v becomes its scale times v, with the lanes of one tile. Returns what undoes that. */
-static __device__ inline float scale_values(float v[8], int lanes) {
+/* A power of two by which a value of that size must be divided to be from 2^top on and below twice that. */
+static __device__ inline float scale_below(float most, int top) {
+    return __uint_as_float((254 - min(254 + (uint32_t)top - (__float_as_uint(most) >> 23), 253u)) << 23);
+}
+static __device__ inline float inverse_power(float power) { return __uint_as_float((254u << 23) - __float_as_uint(power)); }
+
+/* v becomes its scale times v, with the lanes of one tile, whose largest value then is from 2^top on and below twice that.
+ * Returns what undoes that. */
+static __device__ inline float scale_values(float v[8], int lanes, int top) {
     float most = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(v[i]));
     for (int distance = 1; distance < lanes; distance *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
-    const uint32_t exponent = min(268 - (__float_as_uint(most) >> 23), 253u);
+    const float undo = scale_below(most, top);
 #pragma unroll
-    for (int i = 0; i < 8; i++) v[i] *= __uint_as_float(exponent << 23);
-    return __uint_as_float((254 - exponent) << 23);
+    for (int i = 0; i < 8; i++) v[i] *= inverse_power(undo);
+    return undo;
+}
+
+/* Eight columns of a pick's row of x, or of gated. */
+static __device__ inline void load_columns(float v[8], const Experts &e, int pick, bool down, int column) {
+    if (!down) return load_eight(v, e.x + (size_t)row_of(pick) * (size_t)e.hidden + column, e.hidden - column, e.aligned);
+    float4 a = {}, b = {};
+    if (column < e.inter) {
+        const float4 *from = (const float4 *)(e.gated + gated_row(e, pick) + column);
+        a = __ldcg(from), b = __ldcg(from + 1);
+    }
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 }
 
 /* The rows of so many picks, from order[begin] on, for the whole block: of x, or of gated. A warp takes X_BLOCK columns. */
@@ -3440,15 +3490,10 @@ static __device__ void stage_rows(const Experts &e, const ExpertMemory &m, uint8
         const int pick = m.order[begin + slot], eight = block * (X_BLOCK / 8) + lane;
         const DType D = e.dtype[is_shared(e, pick)];
         const int terms = e.terms[is_shared(e, pick)], bits = part_bits(D) + 2, tile = eight >> bits;
-        float v[8] = {};
-        if (!down) load_eight(v, e.x + (size_t)row_of(pick) * (size_t)e.hidden + eight * 8, cols - eight * 8, e.aligned);
-        else if (eight * 8 < cols) {
-            const float4 *from = (const float4 *)(e.gated + gated_row(e, pick) + eight * 8);
-            const float4 a = __ldcg(from), b = __ldcg(from + 1);
-            v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-        }
+        float v[8];
+        load_columns(v, e, pick, down, eight * 8);
         if (!meets_bf16(D))
-            *(float *)(to + slot * stride + x_scales(e, cols) + tile * (int)sizeof(float)) = scale_values(v, 1 << bits);
+            *(float *)(to + slot * stride + x_scales(e, cols) + tile * (int)sizeof(float)) = scale_values(v, 1 << bits, 14);
         const int place = (tile * terms << bits) + eight_place(D, eight & ((1 << bits) - 1));
         for (int term = 0; term < terms; term++) {
             const uint4 eight_values = D == DTYPE_BF16   ? take_term<DTYPE_BF16>(v)
@@ -3469,17 +3514,23 @@ struct Tile {
                                  * e2m1: each its exponents */
 };
 
+/* Four bytes of each 16. */
+static __device__ inline void load_words(Tile *tile, const uint8_t *slot) {
+    const int lane = lane_id();
+    const uint32_t row = shared_address(slot) + lane % 8 * TILE_BYTES + lane / 8 % 2 * 8 * TILE_BYTES,
+                   place = (lane / 16 ^ swizzled(lane % 8)) * 16;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(tile->word[4 * i]), "=r"(tile->word[4 * i + 1]), "=r"(tile->word[4 * i + 2]),
+                       "=r"(tile->word[4 * i + 3]) : "r"(row + (place ^ i * 32)) : "memory");
+}
+
 static __device__ inline void load_tile(Tile *tile, const uint8_t *slot, DType D) {
     const int lane = lane_id(), g = lane / 4;
     const uint8_t *scales = slot + TILE_ROWS * TILE_BYTES;
     if (D == DTYPE_F4_E2M1) {
-        const uint32_t row = shared_address(slot) + lane % 8 * TILE_BYTES + lane / 8 % 2 * 8 * TILE_BYTES,
-                       place = (lane / 16 ^ swizzled(lane % 8)) * 16;
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(tile->word[4 * i]), "=r"(tile->word[4 * i + 1]), "=r"(tile->word[4 * i + 2]),
-                           "=r"(tile->word[4 * i + 3]) : "r"(row + (place ^ i * 32)) : "memory");
+        load_words(tile, slot);
         for (int i = 0; i < 2; i++) tile->scale[i] = ((const uint2 *)scales)[g + 8 * i];
     } else {
         if (D == DTYPE_F8_E4M3) tile->scale[0] = *(const uint2 *)scales;
@@ -3512,10 +3563,14 @@ static __device__ inline uint2 halves_of_e4m3(uint32_t four) {
 /* The bits of an e2m1 value, in their places among those of e4m3, are that value by 2^6 too small. */
 static constexpr float E2M1_REPAIR = 0x1p6f;
 
-/* Eight e2m1 weights: 0 and 2, 4 and 6, 1 and 3, 5 and 7. */
+/* Eight e2m1 weights as e4m3: the even ones, the odd ones. */
+static __device__ inline uint2 e4m3_of_e2m1(uint32_t eight) {
+    return make_uint2((eight << 4 & 0x80808080) | (eight << 2 & 0x1c1c1c1c), (eight & 0x80808080) | (eight >> 2 & 0x1c1c1c1c));
+}
+
+/* As f16: 0 and 2, 4 and 6, 1 and 3, 5 and 7. */
 static __device__ inline uint4 halves_of_e2m1(uint32_t eight) {
-    const uint2 even = halves_of_e4m3((eight << 4 & 0x80808080) | (eight << 2 & 0x1c1c1c1c)),
-                odd = halves_of_e4m3((eight & 0x80808080) | (eight >> 2 & 0x1c1c1c1c));
+    const uint2 words = e4m3_of_e2m1(eight), even = halves_of_e4m3(words.x), odd = halves_of_e4m3(words.y);
     return make_uint4(even.x, even.y, odd.x, odd.y);
 }
 
@@ -3659,6 +3714,245 @@ static __device__ void multiply_exactly(float total[4], const Experts &e, const 
         }
 }
 
+/* ---- packed weights (sm_90a): e2m1, and a shared expert of e4m3 beside it, as e4m3 on the tensor cores of a warpgroup
+ *
+ * The 16 rows of each of its four warps, which have strips of the same work and columns, are the operand in registers; e2m1 only
+ * has to be moved into e4m3's places. The other operand are three digits of x, each a column: x is scaled by a power of two for
+ * each tile and row, so that its largest value is below 16, and is the sum of whole numbers of -16 to 16, which e4m3 has, that of
+ * the second times 2^-5 and of the third times 2^-10: right to 2^-15 of the largest value. Sums of digits times e2m1 over 32
+ * columns, which have one scale, are whole numbers of at most 13 bits, exact however the tensor cores add, and so the same
+ * whatever stands in the other columns. They are scaled and added up in f32.
+ */
+
+enum { DIGITS = 3, DIGIT_BITS = 5 };
+
+/* The rows that the columns of a product have room for: digit d of row r is column d * rows + r. */
+static __host__ __device__ constexpr int padded_rows(int count) { return count <= 2 ? count : PACKED_COLUMNS; }
+
+/* Bytes from 16 values of the columns to the next, the 16 more spread them over the banks; and of a work's rows in shared memory,
+ * behind which stand the scales that undo those of each row. */
+static __host__ __device__ constexpr int part_bytes(int rows) { return (DIGITS * rows + 1) * 16; }
+static __host__ __device__ constexpr int digit_bytes(int cols, int rows) { return cols / 16 * part_bytes(rows); }
+static __host__ __device__ constexpr int packed_bytes(int cols, int rows) {
+    return digit_bytes(cols, rows) + rows * (cols / SCALED_TOGETHER) * (int)sizeof(float);
+}
+
+/* Columns of down that a block of a cluster has, which follow each other. */
+static __host__ __device__ inline int own_columns(const Experts &e) { return e.inter >> e.split_bits; }
+
+/* Bytes at most of the rows of gated that meet a tile. */
+static __host__ __device__ inline int piece_bytes(const Experts &e) {
+    return packed_bytes(1 << tile_bits(DTYPE_F4_E2M1), padded_rows(e.columns));
+}
+
+/* Barriers of the ring, for each of its stages and segments: the tiles have come; the rows of gated beside them have; the four
+ * warps have done with both. */
+struct PackedStages {
+    uint64_t filled[MAX_STAGES][1 << PACKED_SEGMENT_BITS], gated[MAX_STAGES][1 << PACKED_SEGMENT_BITS],
+             used[MAX_STAGES][1 << PACKED_SEGMENT_BITS];
+};
+static __device__ inline PackedStages &packed_stages() {
+    __shared__ PackedStages stages;
+    return stages;
+}
+
+/* What a warpgroup has taken: steps of the ring, and those of them in the second phase. */
+struct Steps { int all, down; };
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+/* The next digit of eight values, which become what it leaves: four even ones and four odd ones. */
+static __device__ inline uint2 take_digit(float v[8]) {
+    float digit[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        digit[i] = v[i] + 0x1.8p23f - 0x1.8p23f;    /* the nearest whole number */
+        v[i] = (v[i] - digit[i]) * (1 << DIGIT_BITS);
+    }
+    uint32_t pair[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        pair[i] = __nv_cvt_float2_to_fp8x2(make_float2(digit[i % 2 * 4 + i / 2], digit[i % 2 * 4 + i / 2 + 2]), __NV_SATFINITE,
+                                           __NV_E4M3);
+    return make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
+}
+
+/* So many picks' rows of x as digits, by the first `warps` of a block. Each takes X_BLOCK columns of a row, and two of these at a
+ * time. */
+static __device__ void stage_terms(const Experts &e, uint8_t *to, const int *picks, int count, int warps) {
+    const int blocks = e.hidden / X_BLOCK, lane = lane_id(), rows = padded_rows(count);
+#pragma unroll 1
+    for (int task = warp_id(); task < count * blocks; task += 2 * warps) {
+        float v[2][8];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int t = min(task + i * warps, count * blocks - 1), row = t / blocks;
+            load_eight(v[i], e.x + (size_t)row_of(picks[row]) * (size_t)e.hidden + (t - row * blocks) * X_BLOCK + lane * 8,
+                       8, e.aligned);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int t = task + i * warps, row = t / blocks, block = t - row * blocks;
+            if (t >= count * blocks) break;
+            ((float *)(to + digit_bytes(e.hidden, rows)))[row * (e.hidden / SCALED_TOGETHER) + block * 8 + lane / 4] =
+                scale_values(v[i], SCALED_TOGETHER / 8, DIGIT_BITS - 2);
+            uint8_t *at = to + (block * 16 + lane / 4 * 2) * part_bytes(rows) + row * 16 + lane % 4 * 4;
+#pragma unroll
+            for (int digit = 0; digit < DIGITS; digit++, at += rows * 16) {
+                const uint2 eight = take_digit(v[i]);
+                *(uint32_t *)at = eight.x;
+                *(uint32_t *)(at + part_bytes(rows)) = eight.y;
+            }
+        }
+    }
+    show_to_products();
+}
+
+/* Of each 32 bytes of either row eight. */
+static __device__ inline void load_eights(Tile *tile, const uint8_t *slot) {
+    const int g = lane_id() / 4, t = lane_id() % 4;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const int place = (i / 2 * 2 + t / 2 ^ swizzled(g)) * 16 + t % 2 * 8;
+        const uint2 eight = *(const uint2 *)(slot + (g + i % 2 * 8) * TILE_BYTES + place);
+        tile->word[2 * i] = eight.x, tile->word[2 * i + 1] = eight.y;
+    }
+}
+
+/* sum = A B: 64 rows of weights, 32 columns, COLUMNS digits. */
+template <int COLUMNS> static __device__ inline void multiply_digits(float sum[COLUMNS / 8][4], const uint32_t a[4], uint64_t b) {
+#define DIGIT_SUMS(i) "=f"(sum[i][0]), "=f"(sum[i][1]), "=f"(sum[i][2]), "=f"(sum[i][3])
+#define DIGIT_INPUTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+    static_assert(COLUMNS == 8 || COLUMNS == 16);
+    if constexpr (COLUMNS == 8)
+        asm volatile("wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 0, 1, 1;"
+                     : DIGIT_SUMS(0) : DIGIT_INPUTS);
+    else
+        asm volatile("wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7}, "
+                     "{%8, %9, %10, %11}, %12, 0, 1, 1;" : DIGIT_SUMS(0), DIGIT_SUMS(1) : DIGIT_INPUTS);
+#undef DIGIT_SUMS
+#undef DIGIT_INPUTS
+}
+
+/* total += a tile times digits, which begin at x, in units of 16 bytes. undo: what undoes the scales of x in the row of a
+ * thread's first column; `apart` further on stands the same for the other one. */
+template <DType D, int ROWS>
+static __device__ inline void multiply_packed_tile(float total[][4], const Tile &tile, uint32_t x, const float *undo, int apart) {
+    constexpr int columns = (DIGITS * ROWS + 7) / 8 * 8, sums = columns / 8, stretches = D == DTYPE_F4_E2M1 ? 8 : 4,
+                  together = sums == 1 ? 4 : 2;
+    constexpr uint64_t layout = (uint64_t)(128 >> 4) << 32 | (part_bytes(ROWS) >> 4) << 16;
+    float sum[sums][4] = {};
+#pragma unroll
+    for (int first = 0; first < stretches; first += together) {
+        uint32_t a[together][4];
+        float part[together][sums][4];
+#pragma unroll
+        for (int i = 0; i < together; i++)
+            if (D == DTYPE_F4_E2M1) {
+                const uint32_t *words = tile.word + 2 * (first + i);
+                const uint2 upper = e4m3_of_e2m1(words[0]), lower = e4m3_of_e2m1(words[1]);
+                a[i][0] = upper.x, a[i][1] = lower.x, a[i][2] = upper.y, a[i][3] = lower.y;
+            } else
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    const uint32_t *words = tile.word + 4 * (first + i) + 2 * j;
+                    a[i][j] = __byte_perm(words[0], words[1], 0x6420), a[i][j + 2] = __byte_perm(words[0], words[1], 0x7531);
+                }
+        begin_products();
+#pragma unroll
+        for (int i = 0; i < together; i++)
+            multiply_digits<columns>(part[i], a[i], layout | (x + (uint32_t)((first + i) * 2 * part_bytes(ROWS) / 16)));
+        end_products();
+        wait_for_products<0>();
+#pragma unroll
+        for (int i = 0; i < together * sums * 4; i++)                   /* not used before here */
+            asm volatile("" : "+f"(part[i / (sums * 4)][i / 4 % sums][i % 4]) :: "memory");
+#pragma unroll
+        for (int i = 0; i < together * 4; i++) asm volatile("" : "+r"(a[i / 4][i % 4]) :: "memory");
+#pragma unroll
+        for (int i = 0; i < together; i++)
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const uint32_t exponents = first + i < 4 ? tile.scale[k / 2].x : tile.scale[k / 2].y;
+                const float of_x = undo[first + i + (ROWS == 1 ? 0 : k % 2 * apart)],
+                            scale = D == DTYPE_F4_E2M1 ? of_x * e2m1_scale(exponents, (first + i) % 4) : of_x;
+#pragma unroll
+                for (int j = 0; j < sums; j++) sum[j][k] = fmaf(scale, part[i][j][k], sum[j][k]);
+            }
+    }
+#pragma unroll
+    for (int i = 0; i < sums * 4; i++) {
+        const float scale = D == DTYPE_F4_E2M1 ? E2M1_REPAIR : __uint_as_float(i % 4 < 2 ? tile.scale[0].x : tile.scale[0].y);
+        total[i / 4][i % 4] = fmaf(scale, sum[i / 4][i % 4], total[i / 4][i % 4]);
+    }
+}
+
+/* The digits' sums added up: as put_columns() has them, of the first ROWS columns. */
+template <int ROWS> static __device__ inline void add_digits(float y[4], const float total[][4]) {
+    const float second = 1.0f / (1 << DIGIT_BITS), third = second * second;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float one = ROWS == 1 ? total[0][i | 1] : __shfl_down_sync(~0u, total[0][i], ROWS / 2),
+                    two = ROWS == 4 ? total[1][i] : __shfl_down_sync(~0u, total[0][i], ROWS);
+        y[i] = fmaf(third, two, fmaf(second, one, total[0][i]));
+    }
+}
+
+/* One strip times the rows of one work: in the first phase this warp's segment, in the second one all columns that the block has.
+ * All warps of a warpgroup come along. */
+template <DType D, int ROWS>
+static __device__ inline void multiply_rows(float y[4], Steps *steps, const Experts &e, const ExpertMemory &m, bool down) {
+    constexpr int columns = 1 << tile_bits(D);
+    const int end = (down ? own_columns(e) : e.hidden) / columns, lane = lane_id(), segment = segment_of(e, false),
+              segments = down ? 1 : 1 << PACKED_SEGMENT_BITS, apart = (down ? columns : e.hidden) / SCALED_TOGETHER;
+    PackedStages &stages = packed_stages();
+    float total[(DIGITS * ROWS + 7) / 8][4] = {};
+#pragma unroll 1
+    for (int i = down ? 0 : segment; i < (end + segments - 1) / segments * segments; i += segments, steps->all++) {
+        const int stage = steps->all & e.stages - 1;
+        const uint8_t *digits = m.x + i * columns / 16 * part_bytes(ROWS), *undo = m.x + digit_bytes(e.hidden, ROWS);
+        wait_at(&stages.filled[stage][segment], steps->all >> power_of(e.stages));
+        if (down) {
+            const int place = steps->down & e.stages - 1;
+            digits = m.x + (place << PACKED_SEGMENT_BITS | segment) * piece_bytes(e), undo = digits + digit_bytes(columns, ROWS);
+            wait_at(&stages.gated[place][segment], steps->down++ >> power_of(e.stages));
+            show_to_products();
+        }
+        if (i < end) {
+            const uint8_t *at = m.ring + (stage * EXPERT_WARPS + warp_id()) * e.slot_bytes, *scales = at + TILE_ROWS * TILE_BYTES;
+            Tile tile;
+            if (D == DTYPE_F4_E2M1) {
+                load_words(&tile, at);
+                for (int j = 0; j < 2; j++) tile.scale[j] = ((const uint2 *)scales)[lane / 4 + 8 * j];
+            } else {
+                load_eights(&tile, at);
+                tile.scale[0] = *(const uint2 *)scales;
+            }
+            const uint32_t x = __shfl_sync(~0u, shared_address(digits) >> 4 & 0x3fff, 0);   /* a cluster's have more bits */
+            multiply_packed_tile<D, ROWS>(total, tile, x, (const float *)undo + lane % 4 * 2 % ROWS * apart
+                                                              + (down ? 0 : i * columns / SCALED_TOGETHER), apart);
+        }
+        __syncwarp();
+        if (lane == 0) arrive_at(&stages.used[stage][segment]);
+    }
+    add_digits<ROWS>(y, total);
+}
+
+static __device__ inline void multiply_terms(float y[4], Steps *steps, const Experts &e, const ExpertMemory &m, bool down,
+                                             int work) {
+    const int rows = padded_rows(count_of(m, work));
+    if (type_of(e, m, work) == DTYPE_F4_E2M1) {
+        if (rows == 1) multiply_rows<DTYPE_F4_E2M1, 1>(y, steps, e, m, down);
+        else if (rows == 2) multiply_rows<DTYPE_F4_E2M1, 2>(y, steps, e, m, down);
+        else multiply_rows<DTYPE_F4_E2M1, PACKED_COLUMNS>(y, steps, e, m, down);
+    } else if (rows == 1) multiply_rows<DTYPE_F8_E4M3, 1>(y, steps, e, m, down);
+    else if (rows == 2) multiply_rows<DTYPE_F8_E4M3, 2>(y, steps, e, m, down);
+    else multiply_rows<DTYPE_F8_E4M3, PACKED_COLUMNS>(y, steps, e, m, down);
+}
+#else
+static __device__ inline void stage_terms(const Experts &, uint8_t *, const int *, int, int) {}
+static __device__ inline void multiply_terms(float *, Steps *, const Experts &, const ExpertMemory &, bool, int) {}
+#endif
+
 /* ---- sums */
 
 /* A warp's sums to columns [first, first + count) of those that wait. */
@@ -3732,7 +4026,7 @@ static __device__ void add_down(const Experts &e, const ExpertMemory &m, int col
         m.down_sums[c * segments * TILE_ROWS + r] = weight * add_segments(m.down_sums, segments, c, r);
     }
     link_columns(m, columns);
-    __syncthreads();
+    sync_warps();
 #pragma unroll 1
     for (int i = (int)threadIdx.x; i < columns * TILE_ROWS; i += EXPERT_THREADS) {
         const int first = i / TILE_ROWS, r = i % TILE_ROWS, out = m.strip[first] * TILE_ROWS + r;
@@ -3747,35 +4041,38 @@ static __device__ void add_down(const Experts &e, const ExpertMemory &m, int col
 
 /* ---- the kernel */
 
-/* Waits until all blocks have come here; what they wrote before is seen behind it. They all fit on the GPU at once. */
-static __device__ struct Gate { unsigned arrived, opened; } expert_gate;
+/* Waits until all blocks have come here; what they wrote before is seen behind it. They all fit on the GPU at once. Together they
+ * add 2^31, so the highest bit changes when the last one has come, and the others are as before. */
+static __device__ unsigned arrived_experts;
 
 static __device__ void wait_for_all_blocks() {
-    __syncthreads();
+    const unsigned last = 1u << 31;
+    sync_warps();
     if (threadIdx.x == 0) {
-        volatile unsigned *opened = &expert_gate.opened;
-        const unsigned before = *opened;
         __threadfence();
-        if (atomicAdd(&expert_gate.arrived, 1) == gridDim.x - 1) {
-            expert_gate.arrived = 0;
-            __threadfence();
-            *opened = before + 1;
-        } else
-            while (*opened == before) {}
+        const unsigned before = atomicAdd(&arrived_experts, blockIdx.x ? 1 : last - (gridDim.x - 1));
+        while (((*(volatile unsigned *)&arrived_experts ^ before) & last) == 0) {}
         __threadfence();
     }
-    __syncthreads();
+    sync_warps();
+}
+
+/* Of sums that wait in the first phase; of packed weights also in the second one: of an entry one for each row of a strip, in the
+ * first phase four times as many. */
+static __host__ __device__ inline int sum_bytes(const Experts &e) {
+    return (e.packed ? e.entries * GROUP_ROWS : MAX_SUMS * TILE_ROWS) * (int)sizeof(float);
 }
 
 static __device__ ExpertMemory expert_memory(const Experts &e, uint8_t *shared) {
     ExpertMemory m;
-    m.ring = shared + warp_id() * e.stages * e.slot_bytes;
+    m.ring = shared + (e.packed ? 0 : warp_id() * e.stages * e.slot_bytes);
     m.x = shared + EXPERT_WARPS * e.stages * e.slot_bytes;
     m.sums = (float *)(m.x + e.x_bytes);
     m.down_sums = (float *)m.x;
     m.gated = m.x + DOWN_SUM_BYTES;
+    m.y = e.split_bits && cluster_rank() ? (float *)rounded_rows : e.y;
     m.plan = NULL;
-    m.strip = (int *)(m.sums + MAX_SUMS * TILE_ROWS);
+    m.strip = (int *)((uint8_t *)m.sums + sum_bytes(e));
     m.pick = m.strip + MAX_DOWN_SUMS;
     m.next = (uint16_t *)(m.pick + MAX_DOWN_SUMS);
     m.leads = (uint8_t *)(m.next + MAX_DOWN_SUMS);
@@ -3788,7 +4085,7 @@ static __device__ ExpertMemory expert_memory(const Experts &e, uint8_t *shared) 
 /* What can be done before it is known who is chosen: the shared expert's weights may be read, and what says where those of the
  * others are comes closer. */
 static __device__ void prepare(const Experts &e, const ExpertMemory &m) {
-    const int works = m.plan->shared_works, bytes = e.experts * (int)sizeof(Matrix), line = 128;
+    const int works = shared_works(e), bytes = e.experts * (int)sizeof(Matrix), line = 128;
     if (threadIdx.x == 0) m.chosen[0] = chosen_matrices(e.shared[GATE], e.shared[UP], e.shared[DOWN]);
     for (int i = (int)threadIdx.x; i <= works; i += EXPERT_THREADS) m.works[i].chosen = i < works ? 0 : NOBODY;
     for (int i = (int)(threadIdx.x * gridDim.x + blockIdx.x) * line; i < bytes; i += (int)(EXPERT_THREADS * gridDim.x) * line)
@@ -3796,7 +4093,6 @@ static __device__ void prepare(const Experts &e, const ExpertMemory &m) {
             asm volatile("prefetch.global.L2 [%0];" :: "l"((const uint8_t *)e.table[matrix] + i));
     const int masks = (e.experts + e.slots - e.per_token) * divide_up(e.n_rows, 32);
     for (int i = (int)threadIdx.x; i < masks; i += EXPERT_THREADS) ((uint32_t *)m.x)[i] = 0;
-    __syncthreads();
 }
 
 /* The first phase, of which all teams take the same unit at the same time. */
@@ -3807,18 +4103,18 @@ static __device__ inline void multiply_gate_up(Stream *stream, int *slot, const 
         const Span span = find_span(e, m, place);
         const int count = count_of(m, span.work), rows = e.n_rows > 1 ? span.work : (int)type_of(e, m, span.work);
         if (rows != staged && e.dtype[0] != EXACT) {
-            __syncthreads();
+            sync_warps();
             stage_rows(e, m, m.x, false, m.works[span.work].begin, count);
-            __syncthreads();
+            sync_warps();
         }
         staged = rows;
 #pragma unroll 1
         for (int i = 0; i < span.strips; i++) {
             const int strip = span.strip + i * teams;
             if ((used + teams * count) * segments > MAX_SUMS) {
-                __syncthreads();
+                sync_warps();
                 add_gate_up(e, m, used);
-                __syncthreads();
+                sync_warps();
                 used = 0;
             }
             float total[4] = {};
@@ -3828,7 +4124,7 @@ static __device__ inline void multiply_gate_up(Stream *stream, int *slot, const 
         }
         place += e.many ? 1 : span.strips;
     }
-    __syncthreads();
+    sync_warps();
     add_gate_up(e, m, used);
 }
 
@@ -3838,9 +4134,9 @@ static __device__ inline void stage_gated(int *begin, int *end, const Experts &e
     const int from = m.works[first].begin;
     *begin = *end = first;
     while (*end < m.plan->works && m.works[*end + 1].begin - from <= e.gated_rows) ++*end;
-    __syncthreads();
+    sync_warps();
     stage_rows(e, m, m.gated, true, from, m.works[*end].begin - from);
-    __syncthreads();
+    sync_warps();
 }
 
 /* The second one, of which each team takes its own task. */
@@ -3858,9 +4154,9 @@ static __device__ inline void multiply_down(Stream *stream, int *slot, const Exp
         const int columns = __shfl_sync(~0u, until, teams - 1);     /* of all teams' tasks */
         first += __shfl_sync(~0u, until, team);
         if ((used + columns) * segments > MAX_DOWN_SUMS) {
-            __syncthreads();
+            sync_warps();
             add_down(e, m, used);
-            __syncthreads();
+            sync_warps();
             first -= used, used = 0;
         }
         const int last = min(find_task(e, m, round, teams - 1).work, m.plan->works - 1);
@@ -3876,7 +4172,7 @@ static __device__ inline void multiply_down(Stream *stream, int *slot, const Exp
         }
         used += columns;
     }
-    __syncthreads();
+    sync_warps();
     add_down(e, m, used);
 }
 
@@ -3901,8 +4197,8 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const
     __shared__ Plan plan;
     m.plan = &plan;
     if (threadIdx.x == 0) plan_shared(&plan, e);
-    __syncthreads();
     prepare(e, m);
+    sync_warps();
     Stream stream = {};
     int ahead = 0, slot = 0;
     for (bool known = false; true; known = true) {              /* as many tiles on their way as there is room for */
@@ -3912,9 +4208,10 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const
         }
         if (known) break;
         wait_for_previous();
-        const int works = e.n_rows == 1 && e.slots <= 32 ? list_row(e, m) : list_works(e, m);
+        const int works = lists_row(e) ? e.slots : list_works(e, m);
+        if (lists_row(e) && warp_id() == 0) list_row(e, m);
         if (threadIdx.x == 0) plan_all(&plan, e, works);
-        __syncthreads();
+        sync_warps();
     }
     multiply_gate_up(&stream, &slot, e, m);
     wait_for_all_blocks();      /* they have written all of gated */
@@ -3923,36 +4220,403 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const
     multiply_down(&stream, &slot, e, m);
 }
 
+/* ---- the kernel where weights are packed: four warps more fetch tiles for the others, in the order in which these take them */
+
+/* The strip of 64 rows of down that is this block's `index`-th. */
+static __device__ inline int packed_strip(const Experts &e, int index) {
+    return ((int)blockIdx.x >> e.split_bits) + index * ((int)gridDim.x >> e.split_bits);
+}
+
+/* What is at a place of the first phase, in units. */
+static __device__ __noinline__ Span find_packed(const Experts &e, const ExpertMemory &m, int place) {
+    const Plan &plan = *m.plan;
+    Span span = e.many               ? find_run(e, m, (int)blockIdx.x + place * (int)gridDim.x)
+                : place < plan.shared ? find_units(e, m, plan.first_shared + place, plan.shared - place)
+                                      : find_units(e, m, plan.first_routed + place - plan.shared, plan.gate - place);
+    span.strip /= teams_of(e, false);
+    return span;
+}
+
+/* Where the tiles of a strip are: the first of each team of a warp's segment. Rows as in Stream: lane / 8 and four further on, of
+ * gate and up, or the upper and lower eight of down. */
+struct Source {
+    const uint8_t *row[2], *scale;
+    uint32_t stride, team, scale_team;              /* from row to row, from team to team */
+    int tiles, steps;           /* that there are of this segment; that all segments have */
+    int step, scale_step, scale_lanes;              /* bytes from tile to tile; lanes that bring scales */
+};
+
+static __device__ inline Source find_source(const Experts &e, const ExpertMemory &m, int work, int strip, bool down) {
+    const Chosen &chosen = m.chosen[m.works[work].chosen];
+    const DType D = type_of(e, m, work);
+    const bool block = D == DTYPE_F8_E4M3;
+    const int lane = lane_id(), high = down ? TILE_ROWS : TILE_ROWS / 2, first = strip * 4 * high,
+              cols = down ? e.inter : e.hidden, segment = warp_id() - EXPERT_WARPS,
+              own = (down ? own_columns(e) : cols) >> tile_bits(D),
+              tile = down ? (e.split_bits ? cluster_rank() * own : 0) : segment, bits = down ? 0 : PACKED_SEGMENT_BITS;
+    Source source;
+    source.steps = (own + (1 << bits) - 1) >> bits;
+    source.tiles = down ? own : (own - segment + (1 << bits) - 1) >> bits;
+    source.stride = (uint32_t)weight_bytes(D, (size_t)cols);
+    source.team = (uint32_t)high * source.stride;
+    source.step = TILE_BYTES << bits;
+    const size_t at = (size_t)(first + lane / 8) * source.stride + (size_t)(tile * TILE_BYTES + lane % 8 * 16);
+    source.row[0] = chosen.data[down ? DOWN : GATE] + at;
+    source.row[1] = chosen.data[down ? DOWN : UP] + at + (down ? 8 * source.stride : 0);
+    const int bytes = block ? 4 : 8, scale_row = count_tiles(D, cols) * bytes, shift = block ? power_of(SCALE_BLOCK) : 0;
+    const bool upper = block ? lane == 0 : lane < TILE_ROWS;
+    const int row = block ? 0 : lane / 2 % 8 + (down && !upper ? 8 : 0);
+    source.scale_step = bytes << bits;
+    source.scale_lanes = block ? 2 : 32;
+    source.scale_team = block ? 0 : (uint32_t)(high * scale_row);
+    source.scale = (const uint8_t *)chosen.scale[down ? DOWN : upper ? GATE : UP]
+                   + (size_t)((first >> shift) + row) * (size_t)scale_row + tile * bytes + (block ? 0 : lane % 2 * 4);
+    return source;
+}
+
+/* Until the warpgroup has done with what was in a step's place. */
+static __device__ inline void wait_for_place(const Experts &e, int step) {
+    if (step >= e.stages)
+        wait_at(&packed_stages().used[step & e.stages - 1][warp_id() - EXPERT_WARPS], (step >> power_of(e.stages)) - 1);
+}
+
+/* The tiles of one step to their stage, of each team, if there are any. A strip's rows of e4m3 share their scales. */
+static __device__ inline void fetch_step(const Source &source, const Experts &e, const ExpertMemory &m, int step) {
+    const int lane = lane_id(), stage = step & e.stages - 1, segment = warp_id() - EXPERT_WARPS,
+              own = lane / 8 * TILE_BYTES + (lane % 8 ^ swizzled(lane / 8)) * 16;
+    PackedStages &stages = packed_stages();
+    uint8_t *slot = m.ring + ((stage << PACKED_SEGMENT_BITS) + segment) * 4 * e.slot_bytes;
+    const uint8_t *row[2] = {source.row[0], source.row[1]}, *scale = source.scale;
+    if (source.tiles > 0)
+#pragma unroll
+        for (int team = 0; team < 4; team++, slot += e.slot_bytes) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                start_copy_to_shared(slot + own + i * 8 * TILE_BYTES, row[i], true);
+                start_copy_to_shared(slot + (own ^ 2 * 16) + (i * 8 + 4) * TILE_BYTES, row[i] + 4 * source.stride, true);
+                row[i] += source.team;
+            }
+            if (lane < source.scale_lanes) copy_scales_to_shared(slot + TILE_ROWS * TILE_BYTES + lane * 4, scale);
+            scale += source.scale_team;
+        }
+    arrive_with_copies(&stages.filled[stage][segment]);
+}
+
+/* All blocks have written gated: the warps that multiply know it and tell those that fetch. */
+static __device__ inline void tell_open() { asm volatile("bar.arrive 2, %0;" :: "n"((int)PACKED_THREADS) : "memory"); }
+static __device__ inline void wait_open() { asm volatile("bar.sync 2, %0;" :: "n"((int)PACKED_THREADS) : "memory"); }
+
+/* In the second phase a warpgroup has works of its own, which are dealt out in turns; the first works, of e4m3, count twice. */
+static __device__ inline int group_of(const Experts &e, const ExpertMemory &m, int work) {
+    const int groups = 1 << PACKED_SEGMENT_BITS, shared = m.plan->shared_works, after = work - shared,
+              twice = e.dtype[1] == DTYPE_F8_E4M3 && shared < groups ? shared : 0, others = groups - twice;
+    if (after < 0 || !twice) return work % groups;
+    if (after < 2 * others) return twice + (after < others ? after : after - others);
+    return (after - 2 * others) % groups;
+}
+
+/* A group's first work from `work` on. */
+static __device__ inline int find_work(const Experts &e, const ExpertMemory &m, int work, int group) {
+    while (work < m.plan->works && group_of(e, m, work) != group) work++;
+    return work;
+}
+
+/* Starts to bring the rows of gated that meet a tile. place: of MAX_STAGES. */
+static __device__ inline void bring_gated(const Experts &e, const ExpertMemory &m, int work, int tile, int place) {
+    const DType D = type_of(e, m, work);
+    const int count = count_of(m, work), rows = padded_rows(count), lane = lane_id(), columns = 1 << tile_bits(D),
+              segment = warp_id() - EXPERT_WARPS, column = (e.split_bits ? cluster_rank() * own_columns(e) : 0) + tile * columns;
+    uint8_t *to = m.x + (place << PACKED_SEGMENT_BITS | segment) * piece_bytes(e);
+    for (int r = 0; r < count; r++) {
+        const uint8_t *row = (const uint8_t *)(e.gated + gated_row(e, m.order[m.works[work].begin + r]));
+#pragma unroll 2
+        for (int i = lane; i < columns / 16 * DIGITS; i += 32)
+            start_copy_to_shared(to + i / DIGITS * part_bytes(rows) + (i % DIGITS * rows + r) * 16,
+                                 row + column * DIGITS + i * 16, true);
+        if (lane < columns / (4 * SCALED_TOGETHER))             /* four scales */
+            start_copy_to_shared(to + digit_bytes(columns, rows) + r * columns / SCALED_TOGETHER * (int)sizeof(float) + lane * 16,
+                                 row + e.inter * DIGITS + column / SCALED_TOGETHER * (int)sizeof(float) + lane * 16, true);
+    }
+    arrive_with_copies(&packed_stages().gated[place][segment]);
+}
+
+/* The same for tile after tile of a group's works, strip after strip. */
+struct GatedStream { int work, tile, brought; };
+
+static __device__ inline void bring_until(GatedStream *stream, const Experts &e, const ExpertMemory &m, int end) {
+    const int group = warp_id() - EXPERT_WARPS;
+    for (; stream->brought < end; stream->brought++) {
+        if (stream->tile == own_columns(e) >> tile_bits(type_of(e, m, stream->work))) {
+            stream->tile = 0;
+            stream->work = find_work(e, m, stream->work + 1, group);
+            if (stream->work == m.plan->works) stream->work = find_work(e, m, 0, group);
+        }
+        bring_gated(e, m, stream->work, stream->tile++, stream->brought & e.stages - 1);
+    }
+}
+
+/* Fetches strip after strip. Until the plan is known, which all threads wait for together, there is the shared expert, and no
+ * more than the ring holds. In the second phase gated comes along, before the weights it meets; but at first these fill the ring,
+ * since gated is not there yet. */
+static __device__ inline void fetch_all(const Experts &e, const ExpertMemory &m) {
+    const Plan &plan = *m.plan;
+    const int group = warp_id() - EXPERT_WARPS;
+    bool known = false, open = false;
+    int step = 0, down_step = 0;
+    const auto fetch_strip = [&](Source source) {
+        for (; source.steps > 0; step++, source.steps--, source.tiles--) {
+            if (step == e.stages && !known) __syncthreads(), known = true;
+            wait_for_place(e, step);
+            fetch_step(source, e, m, step);
+            source.row[0] += source.step, source.row[1] += source.step, source.scale += source.scale_step;
+        }
+    };
+    for (int place = 0; true;) {
+        if (place >= plan.shared && !known) __syncthreads(), known = true;
+        if (place >= plan.gate) break;
+        const Span span = find_packed(e, m, place);
+#pragma unroll 1
+        for (int i = 0; i < span.strips; i++) fetch_strip(find_source(e, m, span.work, span.strip + i, false));
+        place += e.many ? 1 : span.strips;
+    }
+    GatedStream gated = {find_work(e, m, 0, group), 0, 0};
+#pragma unroll 1
+    for (int index = 0; index < plan.strips; index++)
+#pragma unroll 1
+        for (int work = find_work(e, m, 0, group); work < plan.works; work = find_work(e, m, work + 1, group)) {
+            Source source = find_source(e, m, work, packed_strip(e, index), true);
+            for (; source.steps > 0; step++, down_step++, source.steps--, source.tiles--) {
+                if (down_step == e.stages) wait_open(), open = true;
+                if (open) bring_until(&gated, e, m, down_step);
+                wait_for_place(e, step);
+                fetch_step(source, e, m, step);
+                source.row[0] += source.step, source.row[1] += source.step, source.scale += source.scale_step;
+            }
+        }
+    if (!open) wait_open();
+    bring_until(&gated, e, m, down_step);
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+/* ---- sums where weights are packed: of an entry, a row that meets a strip, all teams' stand together */
+
+/* A warp's sums to entries [first, first + count) of those that wait, of one of 2^bits segments. */
+static __device__ inline void put_entries(const ExpertMemory &m, const float total[4], int bits, int segment, int first,
+                                          int count) {
+    const int lane = lane_id(), teams = EXPERT_WARPS >> PACKED_SEGMENT_BITS;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int column = lane % 4 * 2 + i % 2, at = ((first + column) * teams + warp_id() % teams) << bits | segment;
+        if (column < count) m.sums[at * TILE_ROWS + lane / 4 + i / 2 * 8] = total[i];
+    }
+}
+
+/* Values of gated, 32 for each entry that waits, as digits to where the row of its pick is: of each 16 the digits after each
+ * other, and behind the row the scales. A warp takes an entry. */
+static __device__ void leave_gated(const Experts &e, const ExpertMemory &m, int entries) {
+    const int lane = lane_id(), segments = 1 << PACKED_SEGMENT_BITS;
+#pragma unroll 1
+    for (int entry = warp_id(); entry < entries; entry += EXPERT_WARPS) {
+        const int column = entry * 4 + lane / 8, pick = m.pick[entry], unit = m.strip[entry];
+        float v = gate_up(add_segments(m.sums, segments, column, lane % 8), add_segments(m.sums, segments, column, 8 + lane % 8),
+                          e.limit);
+        float most = fabsf(v);
+        for (int distance = 1; distance < 32; distance *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
+        const float undo = scale_below(most, DIGIT_BITS - 2);
+        v *= inverse_power(undo);
+        uint8_t *row = (uint8_t *)(e.gated + gated_row(e, pick)),
+                *at = row + (unit * 2 + lane % 2) * DIGITS * 16 + lane / 8 * 4 + lane % 8 / 2;
+#pragma unroll
+        for (int i = 0; i < DIGITS; i++) {
+            const float digit = v + 0x1.8p23f - 0x1.8p23f;
+            at[i * 16] = __nv_cvt_float_to_fp8(digit, __NV_SATFINITE, __NV_E4M3);
+            v = (v - digit) * (1 << DIGIT_BITS);
+        }
+        if (lane == 0) ((float *)(row + e.inter * DIGITS))[unit] = undo;
+    }
+}
+
+/* y += weight * down gated for so many entries that wait, which follow each other in the order of the picks: the first one of a
+ * row takes its others along. */
+static __device__ void add_entries(const Experts &e, const ExpertMemory &m, int begin, int entries, int strip) {
+    const int lane = lane_id();
+    int pick[2];
+    float weight[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {                   /* of entries lane and lane + 32 */
+        pick[i] = lane + 32 * i < entries ? m.order[begin + lane + 32 * i] : -1;
+        weight[i] = pick[i] < 0 || is_shared(e, pick[i]) ? 1 : e.weights[row_of(pick[i]) * e.per_token + number_of(pick[i])];
+    }
+#pragma unroll 1
+    for (int task = warp_id(); task < 2 * entries; task += EXPERT_WARPS) {      /* 32 rows of the strip */
+        const int entry = task / 2, r = task % 2 * 32 + lane, first = m.order[begin + entry];
+        uint64_t left = (uint64_t)__ballot_sync(~0u, pick[1] >= 0 && row_of(pick[1]) == row_of(first)) << 32
+                        | __ballot_sync(~0u, pick[0] >= 0 && row_of(pick[0]) == row_of(first));
+        if (__ffsll((long long)left) - 1 != entry) continue;
+        float *y = m.y + (size_t)row_of(first) * (size_t)e.hidden + (size_t)(strip * GROUP_ROWS + r);
+        float sum = is_shared(e, first) ? 0 : __ldcg(y);
+        for (; left; left &= left - 1) {
+            const int other = __ffsll((long long)left) - 1;
+            sum = fmaf(__shfl_sync(~0u, other < 32 ? weight[0] : weight[1], other % 32), m.sums[other * GROUP_ROWS + r], sum);
+        }
+        *y = sum;
+    }
+}
+
+/* ---- the phases where weights are packed */
+
+/* The first one: all warps take the same unit at the same time, a segment of its columns each. */
+static __device__ inline void multiply_packed_gate_up(Steps *steps, const Experts &e, const ExpertMemory &m) {
+    int used = 0, staged = lists_row(e) ? 0 : -1;   /* entries that wait; the work whose rows are at hand: a single one's are */
+    for (int place = 0; place < m.plan->gate;) {
+        const Span span = find_packed(e, m, place);
+        const int count = count_of(m, span.work), rows = lists_row(e) ? 0 : span.work;
+        if (rows != staged) {
+            sync_warps();
+            stage_terms(e, m.x, m.order + m.works[span.work].begin, count, EXPERT_WARPS);
+            sync_warps();
+        }
+        staged = rows;
+#pragma unroll 1
+        for (int i = 0; i < span.strips; i++) {
+            if (used + count > e.entries >> PACKED_SEGMENT_BITS) {
+                sync_warps();
+                leave_gated(e, m, used);
+                sync_warps();
+                used = 0;
+            }
+            float total[4];
+            multiply_terms(total, steps, e, m, false, span.work);
+            put_entries(m, total, PACKED_SEGMENT_BITS, segment_of(e, false), used, count);
+            if (threadIdx.x < (unsigned)count) {
+                m.strip[used + (int)threadIdx.x] = span.strip + i;
+                m.pick[used + (int)threadIdx.x] = m.order[m.works[span.work].begin + (int)threadIdx.x];
+            }
+            used += count;
+        }
+        place += e.many ? 1 : span.strips;
+    }
+    sync_warps();
+    leave_gated(e, m, used);
+}
+
+/* The second one: each warpgroup takes its own works, of as many at a time as there is room for sums. */
+static __device__ inline void multiply_packed_down(Steps *steps, const Experts &e, const ExpertMemory &m) {
+    const int group = warp_id() >> PACKED_SEGMENT_BITS;
+#pragma unroll 1
+    for (int index = 0; index < m.plan->strips; index++)
+#pragma unroll 1
+        for (int begin = 0, end = 0; begin < m.plan->works; begin = end) {
+            const int from = m.works[begin].begin;
+            while (end < m.plan->works && m.works[end + 1].begin - from <= e.entries) end++;
+#pragma unroll 1
+            for (int work = find_work(e, m, begin, group); work < end; work = find_work(e, m, work + 1, group)) {
+                float total[4];
+                multiply_terms(total, steps, e, m, true, work);
+                put_entries(m, total, 0, 0, m.works[work].begin - from, count_of(m, work));
+            }
+            sync_warps();
+            add_entries(e, m, from, m.works[end].begin - from, packed_strip(e, index));
+            sync_warps();
+        }
+}
+
+/* The blocks of a cluster have halves of the columns of down, and so of the sums; the second one's wait in rounded_rows. */
+static __device__ void join_halves(const Experts &e, const ExpertMemory &m) {
+    const int strips = m.plan->strips, each = GROUP_ROWS / 4;
+    for (int i = cluster_rank() * EXPERT_THREADS + (int)threadIdx.x; i < e.n_rows * strips * each; i += 2 * EXPERT_THREADS) {
+        const int row = i / (strips * each), strip = packed_strip(e, i / each % strips);
+        const size_t at = (size_t)row * (size_t)e.hidden + (size_t)(strip * GROUP_ROWS + i % each * 4);
+        const float4 a = __ldcg((const float4 *)(e.y + at)), b = __ldcg((const float4 *)(rounded_rows + at * sizeof(float)));
+        *(float4 *)(e.y + at) = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+    }
+}
+
+static __global__ void __launch_bounds__(PACKED_THREADS, 1) packed_experts_kernel(const __grid_constant__ Experts e) {
+    extern __shared__ __align__(128) uint8_t expert_shared[];
+    ExpertMemory m = expert_memory(e, expert_shared);
+    __shared__ Plan plan;
+    m.plan = &plan;
+    const bool fetches = warp_id() >= EXPERT_WARPS, one = lists_row(e);
+    if (threadIdx.x == 0) plan_shared(&plan, e);
+    if (threadIdx.x < MAX_STAGES << PACKED_SEGMENT_BITS) {
+        start_barrier(&packed_stages().filled[0][0] + threadIdx.x, 32);
+        start_barrier(&packed_stages().gated[0][0] + threadIdx.x, 32);
+        start_barrier(&packed_stages().used[0][0] + threadIdx.x, 4);
+    }
+    if (!fetches) prepare(e, m);
+    __syncthreads();
+    if (fetches) {
+        fetch_all(e, m);
+        if (e.split_bits) cluster_barrier();
+        return;
+    }
+    const int first_pick = 0;
+    if (one && threadIdx.x == 0) plan_all(&plan, e, e.slots);       /* as many works as picks */
+    wait_for_previous();
+    if (one && warp_id() == EXPERT_WARPS - 1) list_row(e, m);
+    else if (one) stage_terms(e, m.x, &first_pick, 1, EXPERT_WARPS - 1);
+    else {
+        const int works = list_works(e, m);
+        if (threadIdx.x == 0) plan_all(&plan, e, works);
+    }
+    __syncthreads();                                /* with the warps that fetch */
+    Steps steps = {};
+    multiply_packed_gate_up(&steps, e, m);
+    wait_for_all_blocks();
+    tell_open();
+    let_next_start();
+    multiply_packed_down(&steps, e, m);
+    if (!e.split_bits) return;
+    cluster_barrier();
+    join_halves(e, m);
+}
+
 /* How an expert's matrices are multiplied. */
 static DType streamed_type(const Matrix *gate, const Matrix *up, const Matrix *down) {
     const DType format = streamed_format(*gate, 0);
     return format == streamed_format(*up, 0) && format == streamed_format(*down, 0) ? format : EXACT;
 }
 
+/* How much shared memory that is, with so many bytes for rows of x or gated. */
+static size_t lay_out(Experts *e, int staged) {
+    const int picks = e->n_rows * e->slots, experts = e->experts + e->slots - e->per_token,
+              lists = experts * (divide_up(e->n_rows, 32) * (int)sizeof(uint32_t) + (int)sizeof(uint16_t));
+    e->slot_bytes = TILE_ROWS * TILE_BYTES + max(scale_bytes(e->dtype[0]), scale_bytes(e->dtype[1]));
+    e->x_bytes = (max(staged, lists) + 15) / 16 * 16;
+    const size_t works = (size_t)(e->most_chosen + divide_up(picks, e->columns) + 1);
+    return (size_t)(EXPERT_WARPS * e->stages * e->slot_bytes + e->x_bytes + sum_bytes(*e)) + MAX_DOWN_SUMS * COLUMN_BYTES
+           + (size_t)e->most_chosen * sizeof(Chosen) + works * sizeof(Work) + (size_t)picks * sizeof(int) + SMALL_SHARED;
+}
+
 /* Cuts up a block's shared memory: as many rows of x beside a tile as there are, and as many stages as there is room for, where
  * rows are many not quite enough. What is left is for rows of gated. */
 static size_t lay_out_experts(Experts *e) {
-    const int picks = e->n_rows * e->slots, experts = e->experts + e->slots - e->per_token;
-    const int teams = EXPERT_WARPS >> e->segment_bits[DOWN];
-    const int lists = experts * (divide_up(e->n_rows, 32) * (int)sizeof(uint32_t) + (int)sizeof(uint16_t));
+    const int picks = e->n_rows * e->slots, teams = EXPERT_WARPS >> e->segment_bits[DOWN];
     const int x_row = x_stride(*e, e->hidden), gated_row = x_stride(*e, e->inter);
-    e->slot_bytes = TILE_ROWS * TILE_BYTES + max(scale_bytes(e->dtype[0]), scale_bytes(e->dtype[1]));
     for (int least = e->many ? ENOUGH_STAGES - 1 : ENOUGH_STAGES; least; least--)
         for (e->columns = min(e->n_rows, (int)TILE_COLUMNS); e->columns; e->columns--)
             for (e->stages = MAX_STAGES; e->stages >= least; e->stages--) {
                 e->gated_rows = min(picks, teams * e->columns);
-                e->x_bytes = (max(max(e->columns * x_row, lists), DOWN_SUM_BYTES + e->gated_rows * gated_row) + 15) / 16 * 16;
-                const size_t works = (size_t)(e->most_chosen + divide_up(picks, e->columns) + 1),
-                             bytes = (size_t)(EXPERT_WARPS * e->stages * e->slot_bytes + e->x_bytes)
-                                     + MAX_SUMS * TILE_ROWS * sizeof(float) + MAX_DOWN_SUMS * COLUMN_BYTES
-                                     + (size_t)e->most_chosen * sizeof(Chosen) + works * sizeof(Work)
-                                     + (size_t)picks * sizeof(int) + SMALL_SHARED;
+                const size_t bytes = lay_out(e, max(e->columns * x_row, DOWN_SUM_BYTES + e->gated_rows * gated_row));
                 if (bytes > gpu.shared_per_block) continue;
                 const int room = (int)(gpu.shared_per_block - bytes) / 16 * 16,
                           more = max(min(DOWN_SUM_BYTES + picks * gated_row - e->x_bytes, room), 0);
                 e->x_bytes += more;
                 e->gated_rows = (e->x_bytes - DOWN_SUM_BYTES) / gated_row;
                 return bytes + (size_t)more - SMALL_SHARED;
+            }
+    return 0;
+}
+
+/* The same where weights are packed. The number of stages is a power of two. */
+static size_t lay_out_packed(Experts *e) {
+    for (e->stages = e->many ? MAX_STAGES / 2 : MAX_STAGES; e->stages; e->stages /= 2)
+        for (e->columns = min(e->n_rows, (int)PACKED_COLUMNS); e->columns; e->columns--)
+            for (e->entries = MOST_ENTRIES; e->entries >= FEWEST_ENTRIES; e->entries /= 2) {
+                const size_t bytes = lay_out(e, max(packed_bytes(e->hidden, padded_rows(e->columns)),
+                                                    (e->stages << PACKED_SEGMENT_BITS) * piece_bytes(*e)));
+                if (bytes <= gpu.shared_per_block) return bytes - SMALL_SHARED;
             }
     return 0;
 }
@@ -3971,17 +4635,50 @@ static int count_segment_bits(DType D, int cols) {
     return bits;
 }
 
+/* Blocks of packed_experts_kernel in clusters of two that the GPU holds at a time. */
+static int paired_blocks(size_t shared) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {.x = 2, .y = 1, .z = 1};
+    cudaLaunchConfig_t launch = {};
+    launch.gridDim = dim3(2);
+    launch.blockDim = dim3(PACKED_THREADS);
+    launch.dynamicSmemBytes = shared;
+    launch.attrs = &attribute;
+    launch.numAttrs = 1;
+    int clusters;
+    CUDA(cudaOccupancyMaxActiveClusters(&clusters, packed_experts_kernel, &launch));
+    return 2 * clusters;
+}
+
+/* Warpgroups multiply e2m1 with whole tiles, beside a shared expert that is e4m3 or like the others. Two blocks share the columns
+ * of down where there are not strips enough for all. */
+static void choose_packed(Experts *e, bool merged) {
+    const DType shared = e->dtype[1];
+    e->packed = gpu.major == 9 && !e->rounds && e->dtype[0] == DTYPE_F4_E2M1
+                && (shared == DTYPE_F4_E2M1 || shared == DTYPE_F8_E4M3);
+    if (!e->packed) return;
+    const int segments = 1 << PACKED_SEGMENT_BITS, strips = e->hidden / (TILE_ROWS * (EXPERT_WARPS / segments));
+    for (int i = GATE; i <= DOWN; i++) e->segment_bits[i] = PACKED_SEGMENT_BITS;
+    const size_t halves = (size_t)(MAX_LISTED / e->slots) * (size_t)e->hidden * sizeof(float);
+    e->split_bits = merged && 2 * strips <= gpu.multiprocessors && halves <= ROUNDED_BYTES
+                    && e->inter % (2 << tile_bits(DTYPE_F4_E2M1)) == 0;
+}
+
 static void launch_experts(Experts e) {
     e.segment_bits[GATE] = e.segment_bits[UP] = count_segment_bits(e.dtype[0], e.hidden);
     e.segment_bits[DOWN] = count_segment_bits(e.dtype[0], e.inter);
+    choose_packed(&e, e.slots > e.per_token);
     for (int i = 0; i < 2; i++) e.terms[i] = count_terms(e.dtype[i], e);
     const int units = divide_up(e.inter, (EXPERT_WARPS >> e.segment_bits[GATE]) * TILE_ROWS / 2);
     e.many = units >= LONG_RUN && 2 * e.n_rows * e.per_token > TILE_COLUMNS * e.experts;
-    const size_t shared = lay_out_experts(&e);
+    const size_t shared = e.packed ? lay_out_packed(&e) : lay_out_experts(&e);
     const int strips = divide_up(e.hidden, TILE_ROWS);
-    const int blocks = min(gpu.multiprocessors, max(e.n_rows * e.slots * units, strips));
-    allow_shared(experts_kernel, shared);
-    launch_early(experts_kernel, dim3((unsigned)blocks), EXPERT_THREADS, shared, 1, e);
+    int blocks = min(gpu.multiprocessors, max(e.n_rows * e.slots * units, strips));
+    const auto kernel = e.packed ? packed_experts_kernel : experts_kernel;
+    allow_shared(kernel, shared);
+    if (e.split_bits) blocks = min(blocks / 2 * 2, paired_blocks(shared));
+    launch_early(kernel, dim3((unsigned)blocks), e.packed ? PACKED_THREADS : EXPERT_THREADS, shared, 1 << e.split_bits, e);
 }
 
 /* Under --qat the inputs of matrices of eight and four bits are rounded, those of others are not. */
@@ -4029,10 +4726,10 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
                         .n_rows = n, .experts = config->n_routed_experts, .per_token = per_token, .hidden = hidden,
                         .inter = inter, .limit = config->swiglu_limit, .rounds = rounds, .rounding = rounding,
                         .slots = slots, .aligned = floats_aligned(in, (size_t)hidden),
-                        .many = false,
+                        .many = false, .packed = false, .split_bits = 0,
                         .dtype = {dtype, merged ? shared_dtype : dtype}, .terms = {}, .segment_bits = {}, .columns = 0,
-                        .gated_rows = 0, .most_chosen = min(n * per_token, config->n_routed_experts) + merged, .stages = 0,
-                        .slot_bytes = 0, .x_bytes = 0});
+                        .gated_rows = 0, .entries = 0, .most_chosen = min(n * per_token, config->n_routed_experts) + merged,
+                        .stages = 0, .slot_bytes = 0, .x_bytes = 0});
     }
 }
 
