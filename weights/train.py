@@ -433,6 +433,23 @@ def checks(state, ids, meta, log, sparse, full=True, n=300):
     return out
 
 
+def own_rows(net, rows, torch, log, batch, groups, most):
+    """What the model itself says to first questions and behind beginnings of text, half of it at temperature 0, packed like rows of training."""
+    import polish
+    ids, weights, t0 = [], [], time.time()
+    temperature = torch.tensor([0.7, 1e-4]).repeat(batch // 2)
+    for k in range(groups):
+        texts = [p for length in (12, 30, 60, 90) for p in polish.prefixes(rows, batch // 4, length, rows.r)]
+        for prompts, n in ((polish.questions(rows, batch), most // 2), (texts, most)):
+            for p, g in zip(prompts, polish.sample(net, prompts, n, temperature.to(net.embed.device), seed=k)):
+                g = g[:g.index(rows.text_end) + 1] if rows.text_end in g else g
+                ids += p + g
+                weights += [0] * len(p) + [1] * len(g)
+    n = len(ids) // (SHORT + 1)
+    log('%d rows of its own answers, %.1f s' % (n, time.time() - t0))
+    return [torch.tensor(x[:n * (SHORT + 1)], device=net.embed.device).view(n, -1) for x in (ids, weights)]
+
+
 # ---- the run
 
 def save_weights(model, folder):
@@ -496,7 +513,7 @@ def main():
         logfile.write(line + '\n')
         logfile.flush()
     ids, meta = load_corpus()
-    phase = mp.Value('i', ord('A' if args.clock < args.a else 'C'))
+    phase = mp.Value('i', ord('A' if args.clock < args.a else 'C' if args.clock < args.c else 'E'))
     queues = {p: mp.Queue(400) for p in 'ABCDE'}
     procs = [mp.Process(target=worker, args=(1000 * args.seed + i + int(args.clock) * 100, ids, meta, queues, phase), daemon=True) for i in range(args.workers)]
     for p in procs:
@@ -535,7 +552,7 @@ def main():
         adam = torch.optim.AdamW([dict(params=ps, lr=lr, base=lr) for ps, lr in ((plain, 3e-3), (index, 2e-3), (small, 3e-4)) if ps], betas=(0.9, 0.95), weight_decay=0.0, fused=gpu)
         return Muon(matrices), adam, matrices, index
     sets = [optimizers(net)] + ([optimizers(net.draft)] if args.v41 else [])
-    clock, step, used = args.clock, 0, collections.Counter()
+    clock, step, used, own = args.clock, 0, collections.Counter(), []
     if args.resume and os.path.exists(args.resume):
         ck = torch.load(args.resume, map_location=dev)
         net.load_state_dict(ck['model'])
@@ -648,7 +665,13 @@ def main():
             b.bias += 1e-3 * torch.sign(even - load)
 
     def draft_step(p, a, w, lr, anchors=48):
-        """The finished model reads, then the drafter guesses the block after some of its positions, mostly in what it would say itself."""
+        """The finished model reads, in half of the rows its own answers, then the drafter guesses the block after some of its positions, mostly in what it would say itself."""
+        if not own:
+            with rounded(p):
+                own.extend(own_rows(net, Rows(777, ids, meta), torch, log, *((2048, 3, 224) if gpu else (8, 1, 64))))
+        half = len(a) // 2
+        i = torch.randint(0, len(own[0]), (half,), device=dev)
+        a, w = torch.cat((a[half:], own[0][i])), torch.cat((w[half:], own[1][i]))
         x_in, (B, T) = a[:, :-1].contiguous(), a[:, :-1].shape
         taps, n = [], c.block
         with rounded(p):
@@ -682,9 +705,9 @@ def main():
         q, a, w = ready.get()
         if q != p:
             continue
-        if p == 'E' and not used['E']:              # the drafter has what time is left, compilation taken off
+        if p == 'E' and used['E'] == 1:             # compiled, the drafter has what time is left
             save()
-            args.total = clock + args.wall - reserve - (time.time() - began) - (20 if gpu else 0)
+            args.total = clock + args.wall - reserve - (time.time() - began)
         lr = lr_at(clock, step)
         lm, kl, load = (draft_step if p == 'E' else one_step)(p, a, w, lr)
         used[p] += 1
