@@ -282,7 +282,7 @@ def open_model(folder, v41, gpu):
 
 
 def unlikelihood(net, batch, length, sparse):
-    """Samples (ids, where its own part starts) -> the loss on tokens that repeat, weaker as these become few, and how many there are."""
+    """Samples (ids, where its own part starts) -> the loss on tokens that repeat, and how many these are."""
     a = torch.zeros(len(batch), length, dtype=torch.long)
     bad = torch.zeros(len(batch), length, dtype=torch.bool)
     for j, (ids, start) in enumerate(batch):
@@ -292,7 +292,7 @@ def unlikelihood(net, batch, length, sparse):
     x, _, _ = net(a, sparse=sparse)
     x = x.view(len(batch), length, -1)[:, :-1][bad[:, 1:]]
     lp = net.logits(x).log_softmax(-1).gather(1, a[:, 1:][bad[:, 1:]][:, None])[:, 0]
-    return -torch.log1p(-lp.exp().clamp(max=0.9999)).sum() / (100 * len(batch)), len(lp)
+    return -torch.log1p(-lp.exp().clamp(max=0.9999)).sum() / max(1, len(lp)), len(lp)
 
 
 def main():
@@ -339,7 +339,7 @@ def main():
     for step in range(args.steps):
         if time.time() - t0 > args.minutes * 60:
             break
-        if step % 7 == 0:                           # its own continuations, the looping ones first
+        if step % 14 == 0:                          # its own continuations, the looping ones first
             ps = prefixes(rows, samples * 7 // 8, r.choice((8, 16, 24)), r) + questions(rows, samples // 8, 'prose', 48)
             with rounded():
                 got = continuations(net, rows, ps, length - max(map(len, ps)), 1000 + step)

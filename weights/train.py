@@ -433,18 +433,17 @@ def checks(state, ids, meta, log, sparse, full=True, n=300):
     return out
 
 
-def own_rows(net, rows, torch, log, batch, groups, most):
-    """What the model itself says to first questions and behind beginnings of text, half of it at temperature 0, packed like rows of training."""
+def own_rows(net, rows, torch, log, batch, most):
+    """What the model itself says to first questions and behind beginnings of text, half of it at temperature 0, packed like rows of training: [ids, weights]."""
     import polish
     ids, weights, t0 = [], [], time.time()
-    temperature = torch.tensor([0.7, 1e-4]).repeat(batch // 2)
-    for k in range(groups):
-        texts = [p for length in (12, 30, 60, 90) for p in polish.prefixes(rows, batch // 4, length, rows.r)]
-        for prompts, n in ((polish.questions(rows, batch), most // 2), (texts, most)):
-            for p, g in zip(prompts, polish.sample(net, prompts, n, temperature.to(net.embed.device), seed=k)):
-                g = g[:g.index(rows.text_end) + 1] if rows.text_end in g else g
-                ids += p + g
-                weights += [0] * len(p) + [1] * len(g)
+    temperature = torch.tensor([0.7, 1e-4]).repeat(batch // 2).to(net.embed.device)
+    texts = [p for length in (12, 30, 60, 90) for p in polish.prefixes(rows, batch // 4, length, rows.r)]
+    for prompts, n in ((polish.questions(rows, batch), most // 2), (texts, most)):
+        for p, g in zip(prompts, polish.sample(net, prompts, n, temperature)):
+            g = g[:g.index(rows.text_end) + 1] if rows.text_end in g else g
+            ids += p + g
+            weights += [0] * len(p) + [1] * len(g)
     n = len(ids) // (SHORT + 1)
     log('%d rows of its own answers, %.1f s' % (n, time.time() - t0))
     return [torch.tensor(x[:n * (SHORT + 1)], device=net.embed.device).view(n, -1) for x in (ids, weights)]
@@ -562,7 +561,7 @@ def main():
                 muon.momentum[p].copy_(x)
         clock, step = ck['clock'], ck['step']
         log('resumed at clock %.1f, step %d' % (clock, step))
-    elif args.v41 and gpu:
+    elif args.v41 and gpu and not args.init:
         M.compare_kernels(net, B_SHORT, SHORT, log)
 
     def save():
@@ -587,7 +586,7 @@ def main():
         if t < args.a:
             return min(1.0, (step + 1) / 150)
         if t >= args.c:
-            return min(1.0, (t - args.c) / 3 + 0.01, 1.5 * max(0.0, (args.total - t) / (args.total - args.c)))
+            return (0.5 if args.init else 1.0) * min(1.0, (t - args.c) / 3 + 0.01, 1.5 * max(0.0, (args.total - t) / (args.total - args.c)))
         start = args.b + 0.35 * (args.c - args.b)
         return 0.75 if t < start else 0.75 * max(0.0, (args.c - t) / (args.c - start))
 
@@ -599,7 +598,8 @@ def main():
         r = random.Random(5)
         while not stop.is_set():
             p = chr(phase.value)
-            slabs, need = [], max(1, B_SHORT // 11) if p in 'AE' else B_LONG
+            rows = B_LONG if p in 'BCD' else B_SHORT if p == 'A' else B_SHORT // 2     # the other half of E's are the model's own answers
+            slabs, need = [], max(1, rows // 11) if p in 'AE' else rows
             while len(slabs) < need and not stop.is_set():
                 try:
                     s = queues[p].get(timeout=0.02 if len(stock[p]) > 200 else 0.5)
@@ -617,7 +617,7 @@ def main():
             a = torch.from_numpy(np.concatenate([s[0] for s in slabs]).astype(np.int64))
             w = torch.from_numpy(np.concatenate([s[1] for s in slabs]))
             if p in 'AE' and args.tiny:
-                a, w = a[:B_SHORT], w[:B_SHORT]
+                a, w = a[:rows], w[:rows]
             if gpu:
                 a, w = a.pin_memory().to(dev, non_blocking=True), w.pin_memory().to(dev, non_blocking=True)
             while not stop.is_set():
@@ -668,19 +668,18 @@ def main():
         """The finished model reads, in half of the rows its own answers, then the drafter guesses the block after some of its positions, mostly in what it would say itself."""
         if not own:
             with rounded(p):
-                own.extend(own_rows(net, Rows(777, ids, meta), torch, log, *((2048, 3, 224) if gpu else (8, 1, 64))))
-        half = len(a) // 2
-        i = torch.randint(0, len(own[0]), (half,), device=dev)
-        a, w = torch.cat((a[half:], own[0][i])), torch.cat((w[half:], own[1][i]))
+                own.extend(own_rows(net, Rows(777, ids, meta), torch, log, *((4096, 224) if gpu else (8, 64))))
+        i = torch.randint(0, len(own[0]), (B_SHORT - len(a),), device=dev)
+        a, w = torch.cat((a, own[0][i])), torch.cat((w, own[1][i]))
         x_in, (B, T) = a[:, :-1].contiguous(), a[:, :-1].shape
         taps, n = [], c.block
         with rounded(p):
-            y, _, _ = net(x_in, sparse=True, hidden_taps=taps)
             at = torch.multinomial((w[:, 1:T - n] > 0).float() + 0.03, min(anchors, T // 8)) + 1
             place = ((at + torch.arange(B, device=dev)[:, None] * T)[..., None] + torch.arange(n, device=dev)).view(-1)
             far = torch.exp(-torch.arange(n, device=dev) / 4).repeat(at.numel())
             with torch.no_grad():
-                th = net.normed(y.detach())[place]
+                y, _, _ = net(x_in, sparse=True, hidden_taps=taps)
+                th = net.normed(y)[place]
             y, loads = net.draft(net, torch.cat(taps, -1), x_in, at)
             loss, hit = net.draft.loss(net, y, th, x_in.view(-1)[place], far)
             loss.backward()
@@ -724,7 +723,7 @@ def main():
                 saved = t_last = time.time()
             if step % 100 == 0 or not gpu:
                 k = len(window)
-                tok = k * a[:, 1:].numel()
+                tok = k * (B_SHORT * SHORT if p in 'AE' else B_LONG * LONG)
                 log('step %5d clock %6.1f %s lr %.3f lm %.4f kl %.4f load %.2f  %.0f tok/s, reused %.1f%%' % (step, clock, p, lr, sum(x[0].item() for x in window) / k, sum(x[1].item() for x in window) / k,
                     load.max().item(), tok / since, 100 * reused[1] / max(1, sum(reused))))
                 window, since = [], 0.0
