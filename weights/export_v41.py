@@ -128,11 +128,11 @@ def held_out(special, dest):
             g.write(json.dumps(dict(line, ids=[j for i in line['ids'] for j in parts[i]]), separators=(',', ':')) + '\n')
 
 
-def fresh():
+def fresh(compiled=False):
     """An untrained model with the tokenizer's map."""
     from tokenizers import Tokenizer
     mapping, known = V.token_map(Tokenizer.from_file(BUILD + '/tokenizer-v41.json'), V.Config.vocab)
-    return V.Mini(V.Config(engram_known=known), mapping)
+    return V.Mini(V.Config(engram_known=known), mapping, compiled)
 
 
 def shaken(net):

@@ -298,7 +298,7 @@ class Mini(nn.Module):
         self.blocks = nn.ModuleList(Block(c, i, c.experts, c.ratios[i], i in c.sources, i in c.selectors, sum(primes.get(i, ()))) for i in range(c.layers))
         self.draft = Drafter(c)
         wrap = (lambda f: torch.compile(f, dynamic=False)) if compiled else (lambda f: f)
-        self.f = {f.__name__: wrap(f) for f in (before_attention, after_attention, memory, merge, lm_loss, target_map, index_kl, draft_loss)}
+        self.f = {name: wrap(f) for name, f in PIECES.items()}
         self.compiled, self.tables, self.masks = compiled, {}, {}
         self.register_buffer('token_map', torch.tensor(token_map), persistent=False)
         self.pad_known = token_map[c.engram_pad]
@@ -356,12 +356,12 @@ class Mini(nn.Module):
             M.choose_triton(s, m, c.topk, b.ratio, 1, inside, 0 if inside is None else c.candidate_size, chosen)
         return m, chosen
 
-    def select_plain(self, b, qi, w, ki, m, inside):
-        """Stable sorts: the lower index wins a tie."""
+    def select_plain(self, b, qi, w, ki, m, inside, at=0):
+        """The same of rows from position `at` on.  Stable sorts: the lower index wins a tie."""
         c, T, E = self.c, m.shape[1], ki.shape[1]
         s = torch.relu(torch.einsum('bthd,bed->bhte', qi.float(), ki.float()) * qi.shape[-1] ** -0.5)
         s = (s * w.transpose(1, 2)[..., None]).sum(1)
-        seen = (torch.arange(T, device=s.device)[:, None] + 1) // b.ratio
+        seen = (torch.arange(at, at + T, device=s.device)[:, None] + 1) // b.ratio
         s = s.masked_fill(torch.arange(E, device=s.device) >= seen, -math.inf)
         if b.i == c.candidate_layer:
             n, size = -(-E // c.candidate_size), c.candidate_size
@@ -560,6 +560,9 @@ def merge(o, lse, o2, lse2):
     return x.to(o.dtype), both
 
 
+PIECES = {f.__name__: f for f in (before_attention, after_attention, memory, merge, lm_loss, target_map, index_kl, draft_loss)}
+
+
 def flex_blocks(m, ratio, window):
     """Of each block of 128 rows: the blocks of the window, then those of compressed rows; what all rows of a block see needs no mask."""
     from torch.nn.attention.flex_attention import BlockMask
@@ -595,7 +598,11 @@ def attend(q, near, far, mask, blocks, window):
         return o.transpose(1, 2), lse.transpose(1, 2)
     T = near.shape[1]
     d = torch.arange(T, device=q.device)[:, None] - torch.arange(T, device=q.device)
-    see = torch.cat((((d >= 0) & (d < window)).expand_as(mask), mask), -1)
+    return attend_seen(q, kv, torch.cat((((d >= 0) & (d < window)).expand_as(mask), mask), -1))
+
+
+def attend_seen(q, kv, see):
+    """q [B, heads, T, d], kv [B, K, d], see [B, T, K]: plain, and what comes out as above."""
     s = (torch.einsum('bhtd,bkd->bhtk', q, kv).float() * q.shape[-1] ** -0.5).masked_fill(~see[:, None], -1e30)
     lse = s.logsumexp(-1)
     o = torch.einsum('bhtk,bkd->bthd', (s - lse[..., None]).exp().to(kv.dtype), kv)

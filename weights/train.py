@@ -433,6 +433,22 @@ def checks(state, ids, meta, log, sparse, full=True, n=300):
     return out
 
 
+def own_rows(net, rows, torch, log, batch, most):
+    """What the model itself says to first questions and behind beginnings of text, half of it at temperature 0, packed like rows of training: [ids, weights]."""
+    import polish
+    ids, weights, t0 = [], [], time.time()
+    temperature = torch.tensor([0.7, 1e-4]).repeat(batch // 2).to(net.embed.device)
+    texts = [p for length in (12, 30, 60, 90) for p in polish.prefixes(rows, batch // 4, length, rows.r)]
+    for prompts, n in ((polish.questions(rows, batch), most // 2), (texts, most)):
+        for p, g in zip(prompts, polish.sample(net, prompts, n, temperature)):
+            g = g[:g.index(rows.text_end) + 1] if rows.text_end in g else g
+            ids += p + g
+            weights += [0] * len(p) + [1] * len(g)
+    n = len(ids) // (SHORT + 1)
+    log('%d rows of its own answers, %.1f s' % (n, time.time() - t0))
+    return [torch.tensor(x[:n * (SHORT + 1)], device=net.embed.device).view(n, -1) for x in (ids, weights)]
+
+
 # ---- the run
 
 def save_weights(model, folder):
@@ -496,7 +512,7 @@ def main():
         logfile.write(line + '\n')
         logfile.flush()
     ids, meta = load_corpus()
-    phase = mp.Value('i', ord('A' if args.clock < args.a else 'C'))
+    phase = mp.Value('i', ord('A' if args.clock < args.a else 'C' if args.clock < args.c else 'E'))
     queues = {p: mp.Queue(400) for p in 'ABCDE'}
     procs = [mp.Process(target=worker, args=(1000 * args.seed + i + int(args.clock) * 100, ids, meta, queues, phase), daemon=True) for i in range(args.workers)]
     for p in procs:
@@ -535,7 +551,7 @@ def main():
         adam = torch.optim.AdamW([dict(params=ps, lr=lr, base=lr) for ps, lr in ((plain, 3e-3), (index, 2e-3), (small, 3e-4)) if ps], betas=(0.9, 0.95), weight_decay=0.0, fused=gpu)
         return Muon(matrices), adam, matrices, index
     sets = [optimizers(net)] + ([optimizers(net.draft)] if args.v41 else [])
-    clock, step, used = args.clock, 0, collections.Counter()
+    clock, step, used, own = args.clock, 0, collections.Counter(), []
     if args.resume and os.path.exists(args.resume):
         ck = torch.load(args.resume, map_location=dev)
         net.load_state_dict(ck['model'])
@@ -545,7 +561,7 @@ def main():
                 muon.momentum[p].copy_(x)
         clock, step = ck['clock'], ck['step']
         log('resumed at clock %.1f, step %d' % (clock, step))
-    elif args.v41 and gpu:
+    elif args.v41 and gpu and not args.init:
         M.compare_kernels(net, B_SHORT, SHORT, log)
 
     def save():
@@ -570,7 +586,7 @@ def main():
         if t < args.a:
             return min(1.0, (step + 1) / 150)
         if t >= args.c:
-            return min(1.0, (t - args.c) / 3 + 0.01, 1.5 * max(0.0, (args.total - t) / (args.total - args.c)))
+            return (0.5 if args.init else 1.0) * min(1.0, (t - args.c) / 3 + 0.01, 1.5 * max(0.0, (args.total - t) / (args.total - args.c)))
         start = args.b + 0.35 * (args.c - args.b)
         return 0.75 if t < start else 0.75 * max(0.0, (args.c - t) / (args.c - start))
 
@@ -582,7 +598,8 @@ def main():
         r = random.Random(5)
         while not stop.is_set():
             p = chr(phase.value)
-            slabs, need = [], max(1, B_SHORT // 11) if p in 'AE' else B_LONG
+            rows = B_LONG if p in 'BCD' else B_SHORT if p == 'A' else B_SHORT // 2     # the other half of E's are the model's own answers
+            slabs, need = [], max(1, rows // 11) if p in 'AE' else rows
             while len(slabs) < need and not stop.is_set():
                 try:
                     s = queues[p].get(timeout=0.02 if len(stock[p]) > 200 else 0.5)
@@ -600,7 +617,7 @@ def main():
             a = torch.from_numpy(np.concatenate([s[0] for s in slabs]).astype(np.int64))
             w = torch.from_numpy(np.concatenate([s[1] for s in slabs]))
             if p in 'AE' and args.tiny:
-                a, w = a[:B_SHORT], w[:B_SHORT]
+                a, w = a[:rows], w[:rows]
             if gpu:
                 a, w = a.pin_memory().to(dev, non_blocking=True), w.pin_memory().to(dev, non_blocking=True)
             while not stop.is_set():
@@ -648,16 +665,21 @@ def main():
             b.bias += 1e-3 * torch.sign(even - load)
 
     def draft_step(p, a, w, lr, anchors=48):
-        """The finished model reads, then the drafter guesses the block after some of its positions, mostly in what it would say itself."""
+        """The finished model reads, in half of the rows its own answers, then the drafter guesses the block after some of its positions, mostly in what it would say itself."""
+        if not own:
+            with rounded(p):
+                own.extend(own_rows(net, Rows(777, ids, meta), torch, log, *((4096, 224) if gpu else (8, 64))))
+        i = torch.randint(0, len(own[0]), (B_SHORT - len(a),), device=dev)
+        a, w = torch.cat((a, own[0][i])), torch.cat((w, own[1][i]))
         x_in, (B, T) = a[:, :-1].contiguous(), a[:, :-1].shape
         taps, n = [], c.block
         with rounded(p):
-            y, _, _ = net(x_in, sparse=True, hidden_taps=taps)
             at = torch.multinomial((w[:, 1:T - n] > 0).float() + 0.03, min(anchors, T // 8)) + 1
             place = ((at + torch.arange(B, device=dev)[:, None] * T)[..., None] + torch.arange(n, device=dev)).view(-1)
             far = torch.exp(-torch.arange(n, device=dev) / 4).repeat(at.numel())
             with torch.no_grad():
-                th = net.normed(y.detach())[place]
+                y, _, _ = net(x_in, sparse=True, hidden_taps=taps)
+                th = net.normed(y)[place]
             y, loads = net.draft(net, torch.cat(taps, -1), x_in, at)
             loss, hit = net.draft.loss(net, y, th, x_in.view(-1)[place], far)
             loss.backward()
@@ -682,9 +704,9 @@ def main():
         q, a, w = ready.get()
         if q != p:
             continue
-        if p == 'E' and not used['E']:              # the drafter has what time is left, compilation taken off
+        if p == 'E' and used['E'] == 1:             # compiled, the drafter has what time is left
             save()
-            args.total = clock + args.wall - reserve - (time.time() - began) - (20 if gpu else 0)
+            args.total = clock + args.wall - reserve - (time.time() - began)
         lr = lr_at(clock, step)
         lm, kl, load = (draft_step if p == 'E' else one_step)(p, a, w, lr)
         used[p] += 1
@@ -701,7 +723,7 @@ def main():
                 saved = t_last = time.time()
             if step % 100 == 0 or not gpu:
                 k = len(window)
-                tok = k * a[:, 1:].numel()
+                tok = k * (B_SHORT * SHORT if p in 'AE' else B_LONG * LONG)
                 log('step %5d clock %6.1f %s lr %.3f lm %.4f kl %.4f load %.2f  %.0f tok/s, reused %.1f%%' % (step, clock, p, lr, sum(x[0].item() for x in window) / k, sum(x[1].item() for x in window) / k,
                     load.max().item(), tok / since, 100 * reused[1] / max(1, sum(reused))))
                 window, since = [], 0.0
