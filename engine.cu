@@ -1326,6 +1326,7 @@ enum {
     RING_BATCHES = RING_CHUNKS / STRIP_CHUNKS,
     RING_BYTES = RING_CHUNKS * CHUNK_BYTES + RING_BATCHES * STRIP * SCALE_BYTES,
     MAX_CLUSTER = 8,
+    DIGIT_BYTES = 704,          /* of 256 values of x as digits: for each 32 first upper, then lower ones; sums; a factor */
     STAGED_PAD = 64,            /* bytes behind each row of x there, so that eight lanes' 16 bytes meet different banks */
     SUM_STRIDE = STRIP + 4,     /* floats from column to column of a warp's sums; the 4 spread a fragment over the banks */
 };
@@ -1387,8 +1388,7 @@ static_assert(EXPONENT_BLOCK == chunk_values(DTYPE_F4_E2M1), "a chunk of e2m1 we
 /* A warp's rows of weights as one thread sees them: rows g and g + 8, g = lane / 4, of both fragments, from this thread's first
  * chunk on. Offsets are from each fragment's first row. The exact path has one row, the first. */
 typedef struct Strip {
-    const uint8_t *data[2];
-    uint32_t row[4];            /* offsets in bytes */
+    const uint8_t *next[4];     /* what is fetched next; of the exact path the first row's begin */
     int limit[2];               /* of the columns, less those before this thread's; 0 for a fragment outside the matrix */
     const float *scale;         /* of the row of the strip that has the lane's number; of BLOCKS_OF_32, of all of its rows */
     const uint8_t *exponents;   /* likewise */
@@ -1405,24 +1405,23 @@ static __device__ inline int warp_id() { return (int)(threadIdx.x / 32); }
 static __device__ inline int power_of(int x) { return 31 - __clz(x); }
 
 
-/* Fragment m of a strip, rows from `first` on of w. Rows past the end repeat the last one, and are not written. */
-template <DType D> static __device__ inline void set_fragment(Strip *strip, int m, const Matrix &w, int first) {
-    const int lane = lane_id(), skipped = D == EXACT ? 0 : lane % 4 * chunk_values(D), begin = min(first, w.rows - 1);
+/* Fragment m of a strip, rows from `first` on of w, from column k on. Rows past the end repeat the last one, and are not
+ * written. */
+template <DType D> static __device__ inline void set_fragment(Strip *strip, int m, const Matrix &w, int first, int k) {
+    const int lane = lane_id(), skipped = D == EXACT ? 0 : lane % 4 * chunk_values(D);
     const DType dtype = D == EXACT ? w.dtype : D;
     strip->limit[m] = first < w.rows ? w.cols - skipped : 0;
-    strip->data[m] = w.data + (size_t)begin * weight_bytes(dtype, (size_t)w.cols);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const int row = min(first + (D == EXACT ? lane % 16 : lane / 4 + i * 8), w.rows - 1) - begin;
-        strip->row[2 * m + i] = (uint32_t)((size_t)row * weight_bytes(dtype, (size_t)w.cols)
-                                           + weight_bytes(dtype, (size_t)skipped));
+        const int row = min(first + (D == EXACT ? lane % 16 : lane / 4 + i * 8), w.rows - 1);
+        strip->next[2 * m + i] = w.data + (size_t)row * weight_bytes(dtype, (size_t)w.cols) + weight_bytes(dtype, (size_t)(skipped + k));
     }
 }
 
-template <DType D> static __device__ inline void set_strip(Strip *strip, const Matrix &w, int first) {
+template <DType D> static __device__ inline void set_strip(Strip *strip, const Matrix &w, int first, int k) {
     const int row = min(first + lane_id(), w.rows - 1);
-    set_fragment<D>(strip, 0, w, first);
-    set_fragment<D>(strip, 1, w, first + 16);
+    set_fragment<D>(strip, 0, w, first, D == EXACT ? 0 : k);
+    set_fragment<D>(strip, 1, w, first + 16, D == EXACT ? 0 : k);
     strip->scale = row_scales(&w, D == BLOCKS_OF_32 ? first : row);
     strip->block = scale_block(&w);
     strip->exponents = w.exponents ? w.exponents + (size_t)(w.first_row + row) * (size_t)w.scale_cols : NULL;
@@ -1431,20 +1430,28 @@ template <DType D> static __device__ inline void set_strip(Strip *strip, const M
 
 /* Scales of a batch in the ring: of row `row` of the strip. */
 static __device__ inline uint8_t *scales_at(uint8_t *ring, int batch, int row) {
-    return ring + RING_CHUNKS * CHUNK_BYTES + (batch % RING_BATCHES * STRIP + row) * SCALE_BYTES;
+    return ring + RING_CHUNKS * CHUNK_BYTES + ((batch & RING_BATCHES - 1) * STRIP + row) * SCALE_BYTES;
+}
+
+/* Where a thread's 16 bytes of a chunk lie among the warp's. Those of codes, which load_matrices reads a column of eight rows at a
+ * time, change places within a row, so that eight rows' lie in different banks. */
+template <DType D> static __device__ inline int place_of(int lane) {
+    return 16 * (D == DTYPE_F4_E2M1 ? lane ^ lane / 8 : lane);
 }
 
 /* Starts to read a chunk, of the batch of columns from k on, into its place in the warp's ring, and with a batch's first chunk
  * its scales, a row for each lane. What a thread has fetched of a chunk it reads back itself, so nobody waits for another. Always
  * a group of copies, so that they can be counted. */
-template <DType D> static __device__ inline void fetch_chunk(uint8_t *ring, const Strip &strip, int place, int k) {
-    const int at = k + place % STRIP_CHUNKS * 4 * chunk_values(D);
-    uint8_t *to = ring + place % RING_CHUNKS * CHUNK_BYTES + lane_id() * 16;
+template <DType D> static __device__ inline void fetch_chunk(uint8_t *ring, Strip &strip, int place, int u, int k, int step) {
+    const int at = k + u * 4 * chunk_values(D);
+    uint8_t *to = ring + (place & RING_CHUNKS - 1) * CHUNK_BYTES + place_of<D>(lane_id());
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        start_copy_to_shared(to + i * 512, strip.data[i / 2] + (strip.row[i] + (uint32_t)weight_bytes(D, (size_t)at)),
-                             at < strip.limit[i / 2]);
-    if (place % STRIP_CHUNKS == 0) {                /* also where only the other threads of a row have columns */
+        start_copy_to_shared(to + i * 512, strip.next[i] + u * 64, at < strip.limit[i / 2]);
+    if (u == STRIP_CHUNKS - 1)
+#pragma unroll
+        for (int i = 0; i < 4; i++) strip.next[i] += weight_bytes(D, (size_t)step);
+    if (u == 0) {                /* also where only the other threads of a row have columns */
         const bool there = k < strip.limit[0] + lane_id() % 4 * chunk_values(D);
         uint8_t *scales = scales_at(ring, place / STRIP_CHUNKS, lane_id());
         if (D == DTYPE_F8_E4M3) start_small_copy<4>(scales, strip.scale + (there ? k / SCALE_BLOCK : 0), there);
@@ -1459,11 +1466,18 @@ template <DType D> static __device__ inline void fetch_chunk(uint8_t *ring, cons
 }
 
 /* A segment's first chunks, from column k on; batches are `step` columns apart, up to `rounds`. */
-template <DType D> static __device__ inline void fetch_first(uint8_t *ring, const Strip &strip, int k, int step, int rounds) {
+template <DType D> static __device__ inline void fetch_first(uint8_t *ring, Strip &strip, int k, int step, int rounds) {
     if constexpr (D != EXACT)
 #pragma unroll
         for (int c = 0; c < RING_CHUNKS; c++)
-            fetch_chunk<D>(ring, strip, c, c / STRIP_CHUNKS < rounds ? k + c / STRIP_CHUNKS * step : NO_BATCH);
+            fetch_chunk<D>(ring, strip, c, c % STRIP_CHUNKS, c / STRIP_CHUNKS < rounds ? k + c / STRIP_CHUNKS * step : NO_BATCH, step);
+}
+
+/* The larger; NaN if one is. */
+static __device__ inline float max_nan(float a, float b) {
+    float most;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+    return most;
 }
 
 /* Two f32 as the 16-bit type that meets weights of type D. */
@@ -1508,9 +1522,11 @@ static __device__ inline void load_eight(float v[8], const float *p, int count, 
 }
 
 /* Bytes of one row of x in shared memory: the columns of a round of a block, each term for itself. */
-static __host__ __device__ constexpr int term_bytes(DType D, int along) { return along * batch_values(D) * (D == EXACT ? 4 : 2); }
+static __host__ __device__ constexpr int term_bytes(DType D, int along) {
+    return along * (D == DTYPE_F4_E2M1 ? DIGIT_BYTES : batch_values(D) * (D == EXACT ? 4 : 2));
+}
 static __host__ __device__ constexpr int staged_stride(DType D, int along, int terms) {
-    return terms * term_bytes(D, along) + STAGED_PAD;
+    return terms * term_bytes(D, along) + (D == DTYPE_F4_E2M1 && along == 1 ? 0 : STAGED_PAD);
 }
 
 /* The eight values of x that this thread brings to shared memory the i-th time in each round: of row `column` of the block's,
@@ -1521,7 +1537,7 @@ typedef struct StagedEight { int column, eight, offset; } StagedEight;
 template <DType D> static __device__ inline StagedEight staged_eight(const Cut &cut, int i) {
     const int power = power_of(cut.along * (batch_values(D) / 8)), at = i * THREADS + (int)threadIdx.x;
     const int eight = at & (1 << power) - 1, n = chunk_values(D) / 8;
-    return {at >> power, eight, 8 * (D == EXACT ? eight : eight / (4 * n) * 4 * n + eight % 4 * n + eight % (4 * n) / 4)};
+    return {at >> power, eight, 8 * (D == EXACT || D == DTYPE_F4_E2M1 ? eight : eight / (4 * n) * 4 * n + eight % 4 * n + eight % (4 * n) / 4)};
 }
 
 /* The columns of a round, from `from` on: as much as fits into the registers is on its way while the weights before are
@@ -1537,6 +1553,40 @@ static __device__ inline void fetch_input(float v[AHEAD][8], const Input &input,
     }
 }
 
+/* Eight values of x as digits, by a warp that has the 256 of a row and batch: they are whole numbers, after a multiplication by
+ * the power of two that brings the largest to [2^12, 2^13). What undoes it, and that weights count halves, stands beside them. It
+ * is NaN where x is not finite. */
+static const uint32_t CODE_BIAS = 0x4b400000;
+static __device__ inline void put_digits(uint8_t *batch, const float v[8]) {
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) most = max_nan(most, fabsf(v[i]));
+    const uint32_t all = __reduce_max_sync(0xffffffff, __float_as_uint(most)), exponent = max(all >> 23, 15);
+    const float up = __uint_as_float((12 + 2 * 127 - exponent) << 23);
+    const uint32_t bias = 0x4b400080;               /* 1.5 * 2^23, and 128 so that the lower digit counts from -128 */
+    uint32_t y[8], sum = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        y[i] = __float_as_uint(fmaf(v[i], up, __uint_as_float(bias)));
+        sum += y[i] - bias;
+    }
+    uint2 high, low;
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) pairs[i] = __byte_perm(y[2 * i], y[2 * i + 1], 0x5140);
+    high = make_uint2(__byte_perm(pairs[0], pairs[1], 0x7632), __byte_perm(pairs[2], pairs[3], 0x7632));
+    low = make_uint2(__byte_perm(pairs[0], pairs[1], 0x5410) ^ 0x80808080, __byte_perm(pairs[2], pairs[3], 0x5410) ^ 0x80808080);
+    const int lane = lane_id();
+    uint8_t *to = batch + lane / 4 * 64 + lane % 4 * 8;
+    *(uint2 *)to = high;
+    *(uint2 *)(to + 32) = low;
+    sum += __shfl_xor_sync(0xffffffff, sum, 1);
+    sum += __shfl_xor_sync(0xffffffff, sum, 2);
+    if (lane % 4 == 0) *(uint4 *)(batch + 512 + lane * 4) = make_uint4(0, sum + CODE_BIAS, 0, sum + CODE_BIAS);
+    if (lane == 0)
+        *(uint4 *)(batch + 640) = make_uint4(all < 0x7f800000 ? (exponent - 13) << 23 : 0x7fc00000, 0x03020100, 0xfbf9f7f3, 0xffffffff);
+}
+
 template <DType D, int TERMS, int AHEAD>
 static __device__ inline void put_input(uint8_t *staged, float v[AHEAD][8], const Input &input, const Cut &cut, int begin) {
 #pragma unroll
@@ -1545,6 +1595,8 @@ static __device__ inline void put_input(uint8_t *staged, float v[AHEAD][8], cons
         if (at.column >= input.count) continue;
         uint8_t *to = staged + at.column * staged_stride(D, cut.along, TERMS) + at.eight * (D == EXACT ? 32 : 16);
         if constexpr (D == EXACT) memcpy(to, v[i], sizeof v[i]);
+        else if constexpr (D == DTYPE_F4_E2M1)
+            put_digits(staged + at.column * staged_stride(D, cut.along, TERMS) + at.eight / 32 * DIGIT_BYTES, v[i]);
         else
 #pragma unroll
             for (int term = 0; term < TERMS; term++, to += term_bytes(D, cut.along)) {
@@ -1599,7 +1651,7 @@ static __device__ inline uint32_t e4m3_factor(float scale) {
 
 /* What sums of weights that met such factors are multiplied by. */
 static __host__ __device__ constexpr float undo_shift(DType D) {
-    return D == DTYPE_F4_E2M1 || D == BLOCKS_OF_32 ? 0x1p32f : 1;
+    return D == BLOCKS_OF_32 ? 0x1p32f : 1;
 }
 
 /* sum += A B: 16 rows of weights, 16 values of k, 8 rows of x. */
@@ -1649,7 +1701,7 @@ static __device__ inline void multiply_stretch(float sum[2][TILES][4], const uin
 /* Batch i of a segment. In the ring, the one RING_BATCHES later takes its place, from column `later` on. x: this thread's first
  * value of it in row 0. */
 template <DType D, int TILES, int TERMS>
-static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *ring, const Strip &strip, int i, int later,
+static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *ring, Strip &strip, int i, int later, int step,
                                              const uint8_t *x, int x_stride, int last_column) {
     constexpr bool scaled = D == DTYPE_F8_E4M3;
     constexpr int parts = chunk_values(D) / 8;
@@ -1682,12 +1734,12 @@ static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *
         uint4 chunk[4];
 #pragma unroll
         for (int r = 0; r < 4; r++)
-            chunk[r] = *(const uint4 *)(ring + place % RING_CHUNKS * CHUNK_BYTES + r * 512 + lane_id() * 16);
+            chunk[r] = *(const uint4 *)(ring + (place & RING_CHUNKS - 1) * CHUNK_BYTES + r * 512 + lane_id() * 16);
 #pragma unroll
         for (int part = 0; part < parts; part++)
             multiply_stretch<D, TILES, TERMS>(scaled ? sum : total, chunk, part, factor[u], x + (u * parts + part) * 64, x_stride,
                                               last_column);
-        fetch_chunk<D>(ring, strip, place, later);
+        fetch_chunk<D>(ring, strip, place, u, later, step);
     }
 #pragma unroll
     for (int j = 0; scaled && j < 2 * TILES * 4; j++) {
@@ -1696,11 +1748,96 @@ static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *
     }
 }
 
+/* ---- codes: e2m1 */
+
+/* sum += A B: 16 rows of weights, 32 values of k, 8 columns of digits. */
+static __device__ inline void multiply_digits(int4 &sum, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, const uint2 &b) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(sum.x), "+r"(sum.y), "+r"(sum.z), "+r"(sum.w) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
+}
+
+static __device__ inline uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t x;
+    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
+    return x;
+}
+
+/* Bytes of a table that four codes name: a code with its sign set is 0 in the first, in the second one without. */
+static __device__ inline uint32_t look_up(uint32_t low, uint32_t high, uint32_t codes) {
+    uint32_t bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(codes));
+    return bytes;
+}
+
+/* Batch i of a segment likewise. */
+template <int TILES, int FOURS>
+static __device__ inline void multiply_codes(float total[2][TILES][4], uint8_t *ring, Strip &strip, int i, int later, int step,
+                                             const uint8_t *x, int x_stride, int last_column) {
+    const int lane = lane_id(), g = lane / 4, t = lane % 4;
+    float sum[2][TILES][4] = {};
+    uint2 exponents[4];
+    const uint4 constants = *(const uint4 *)(x + 640);
+    const uint32_t tables[2] = {constants.y, constants.z}, minus_one = constants.w;
+#pragma unroll
+    for (int u = 0; u < STRIP_CHUNKS; u++) {
+        const int place = i * STRIP_CHUNKS + u;
+        wait_for_copies<RING_CHUNKS - 1>();
+        __syncwarp();
+        if (u == 0)
+#pragma unroll
+            for (int r = 0; r < 4; r++) exponents[r] = *(const uint2 *)scales_at(ring, i, g + r * 8);
+        const uint8_t *chunk = ring + (place & RING_CHUNKS - 1) * CHUNK_BYTES + lane / 8 * 512;
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const int block = u * 4 + c;
+            uint32_t w[4], plus[4][2], minus[4][2];
+            float scale[4];
+            load_matrices(w, (const __nv_bfloat16 *)(chunk + place_of<DTYPE_F4_E2M1>(lane % 8 * 4 + c)));
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                const uint32_t upper = w[r] >> 16;
+                plus[r][0] = look_up(tables[0], 0x0c080604, w[r]);
+                plus[r][1] = look_up(tables[0], 0x0c080604, upper);
+                minus[r][0] = look_up(tables[1], 0xfffefdfc, multiply_add(w[r], minus_one, minus_one));
+                minus[r][1] = look_up(tables[1], 0xfffefdfc, multiply_add(upper, minus_one, minus_one));
+                const uint32_t e = u ? exponents[r].y : exponents[r].x;
+                scale[r] = __uint_as_float((c == 3 ? e >> 1 : e << 23 - 8 * c) & 0x7f800000);
+            }
+#pragma unroll
+            for (int j = 0; j < FOURS; j++) {
+                const uint8_t *digits = x + min(j * 4 + g / 2, last_column) * x_stride + block * 64 + g % 2 * 32 + t * 8;
+                const uint8_t *row = x + min(j * 4 + t, last_column) * x_stride;
+                const uint2 b = *(const uint2 *)digits;
+#pragma unroll
+                for (int m = 0; m < 2; m++) {
+                    int4 v = *(const int4 *)(row + 512 + block * 16);
+                    multiply_digits(v, plus[2 * m][0], plus[2 * m + 1][0], plus[2 * m][1], plus[2 * m + 1][1], b);
+                    multiply_digits(v, minus[2 * m][0], minus[2 * m + 1][0], minus[2 * m][1], minus[2 * m + 1][1], b);
+                    float *to = &sum[m][j / 2][j % 2];
+                    to[0] = fmaf(scale[2 * m], __int_as_float(v.x * 256 + v.y) - __uint_as_float(CODE_BIAS), to[0]);
+                    to[2] = fmaf(scale[2 * m + 1], __int_as_float(v.z * 256 + v.w) - __uint_as_float(CODE_BIAS), to[2]);
+                }
+            }
+        }
+        __syncwarp();
+        fetch_chunk<DTYPE_F4_E2M1>(ring, strip, place, u, later, step);
+    }
+#pragma unroll
+    for (int j = 0; j < FOURS; j++) {
+        const float down = *(const float *)(x + min(j * 4 + t, last_column) * x_stride + 640);
+#pragma unroll
+        for (int m = 0; m < 4; m++) {
+            float *to = &total[m / 2][j / 2][j % 2 + m % 2 * 2];
+            *to = fmaf(down, sum[m / 2][j / 2][j % 2 + m % 2 * 2], *to);
+        }
+    }
+}
+
 /* Plain f32 for the same values: the lane's row, eight rows of x. k: first column of the batch. */
 static __device__ void multiply_exactly(float total[8], const Strip &strip, int k, const float *x, int x_stride,
                                         int last_column) {
     const int m = lane_id() / 16, limit = m ? strip.limit[1] : strip.limit[0];
-    const uint8_t *data = (m ? strip.data[1] : strip.data[0]) + (m ? strip.row[2] : strip.row[0]);
+    const uint8_t *data = m ? strip.next[2] : strip.next[0];
     for (int i = 0; i < batch_values(EXACT) && k + i < limit; i++) {
         float weight = load_stored(data, (size_t)(k + i), strip.dtype);
         if (strip.scale) weight *= strip.scale[(k + i) / strip.block];
@@ -1720,8 +1857,8 @@ template <DType D, int TILES> static __device__ void put_sums(float *sums, const
 #pragma unroll
         for (int i = 0; i < 2 * TILES * 4; i++) {
             const int m = i / (TILES * 4), tile = i / 4 % TILES, part = i % 4;
-            sums[(tile * 8 + lane % 4 * 2 + part % 2) * SUM_STRIDE + m * 16 + lane / 4 + part / 2 * 8] =
-                total[m][tile][part] * undo_shift(D);
+            const int column = D == DTYPE_F4_E2M1 ? part % 2 * 4 + lane % 4 : lane % 4 * 2 + part % 2;
+            sums[(tile * 8 + column) * SUM_STRIDE + m * 16 + lane / 4 + part / 2 * 8] = total[m][tile][part] * undo_shift(D);
         }
 }
 
@@ -1737,10 +1874,11 @@ template <DType D> static __device__ inline int first_batch(const Cut &cut, int 
  * fetch_first has been called. In each round x of the next one is fetched, rounded and put into the other of two buffers,
  * while weights are on their way. All warps of the block come along. */
 template <DType D, int TILES, int TERMS>
-static __device__ void multiply_segment(uint8_t *ring, const Strip &strip, const Input &input, const Cut &cut, int from,
+static __device__ void multiply_segment(uint8_t *ring, Strip &strip, const Input &input, const Cut &cut, int from,
                                         uint8_t *staged) {
     const int stride = staged_stride(D, cut.along, TERMS), last = input.count - 1, step = round_columns(D, cut);
-    const int place = (warp_id() & cut.along - 1) * term_bytes(D, 1) + (D == EXACT ? 0 : lane_id() % 4 * 16);
+    const int place =
+        (warp_id() & cut.along - 1) * term_bytes(D, 1) + (D == EXACT || D == DTYPE_F4_E2M1 ? 0 : lane_id() % 4 * 16);
     float total[2][TILES][4] = {}, v[TILES][8];
 #pragma unroll 1
     for (int i = -1, k = from; i < cut.rounds; i++, k += step) {    /* k: the block's columns of the next round */
@@ -1751,11 +1889,16 @@ static __device__ void multiply_segment(uint8_t *ring, const Strip &strip, const
             if constexpr (D == EXACT)
                 multiply_exactly(&total[0][0][0], strip, first_batch<D>(cut, k - step), (const float *)(now + place), stride / 4,
                                  last);
-            else
-                multiply_batch<D, TILES, TERMS>(
-                    total, ring, strip, i,
-                    i + RING_BATCHES < cut.rounds ? first_batch<D>(cut, k) + (RING_BATCHES - 1) * step : NO_BATCH, now + place,
-                    stride, last);
+            else {
+                const int later =
+                    i + RING_BATCHES < cut.rounds ? first_batch<D>(cut, k) + (RING_BATCHES - 1) * step : NO_BATCH;
+                if constexpr (D == DTYPE_F4_E2M1) {
+                    if (TILES == 1 && last < 4)
+                        multiply_codes<TILES, 1>(total, ring, strip, i, later, step, now + place, stride, last);
+                    else multiply_codes<TILES, 2 * TILES>(total, ring, strip, i, later, step, now + place, stride, last);
+                }
+                else multiply_batch<D, TILES, TERMS>(total, ring, strip, i, later, step, now + place, stride, last);
+            }
         }
         if (!more) break;
         put_input<D, TERMS, TILES>(then, v, input, cut, 0);
@@ -1836,7 +1979,7 @@ static __device__ inline void multiply_block(const Product &p, int block, uint8_
     w.data += (size_t)head * (size_t)p.head_rows * weight_bytes(D == EXACT ? w.dtype : D, (size_t)w.cols);
     w.first_row += head * p.head_rows;
     Strip strip;
-    set_strip<D>(&strip, w, first_row + (warp_id() >> along) * STRIP);
+    set_strip<D>(&strip, w, first_row + (warp_id() >> along) * STRIP, first_batch<D>(p.cut, from));
     uint8_t *ring = shared + warp_id() * RING_BYTES;
     fetch_first<D>(ring, strip, first_batch<D>(p.cut, from), round_columns(D, p.cut), p.cut.rounds);
     wait_for_previous();
@@ -2507,7 +2650,7 @@ static void multiply_many(const Product &product) {
 /* Whether rows are worth the rounding and the second launch, and there is room for 128 of them. */
 static bool are_many(const Product &product) {
     const double products = (double)product.n_rows * product.w.rows * product.w.cols * product.heads;
-    if (product.format == EXACT || rounded_row(product) * 128 > ROUNDED_BYTES) return false;
+    if (product.format == EXACT || product.format == DTYPE_F4_E2M1 || rounded_row(product) * 128 > ROUNDED_BYTES) return false;
     return product.n_rows > 16 && products >= 1 << 27;
 }
 
