@@ -1326,7 +1326,6 @@ enum {
     RING_BATCHES = RING_CHUNKS / STRIP_CHUNKS,
     RING_BYTES = RING_CHUNKS * CHUNK_BYTES + RING_BATCHES * STRIP * SCALE_BYTES,
     MAX_CLUSTER = 8,
-    DIGIT_BYTES = 704,          /* of 256 values of x as digits: for each 32 first upper, then lower ones; sums; a factor */
     STAGED_PAD = 64,            /* bytes behind each row of x there, so that eight lanes' 16 bytes meet different banks */
     SUM_STRIDE = STRIP + 4,     /* floats from column to column of a warp's sums; the 4 spread a fragment over the banks */
 };
@@ -1396,6 +1395,9 @@ typedef struct Strip {
     DType dtype;
 } Strip;
 
+/* The 16-bit type as which they are multiplied: e4m3 as f16, which instructions widen it to. */
+static __host__ __device__ constexpr DType met_as(DType D) { return is_e4m3(D) ? DTYPE_F16 : D; }
+
 enum { NO_BATCH = INT_MAX / 2 };                    /* a column past every matrix: fetches zeros, reads nothing */
 
 static __device__ inline int lane_id() { return (int)(threadIdx.x % 32); }
@@ -1433,18 +1435,12 @@ static __device__ inline uint8_t *scales_at(uint8_t *ring, int batch, int row) {
     return ring + RING_CHUNKS * CHUNK_BYTES + ((batch & RING_BATCHES - 1) * STRIP + row) * SCALE_BYTES;
 }
 
-/* Where a thread's 16 bytes of a chunk lie among the warp's. Those of codes, which load_matrices reads a column of eight rows at a
- * time, change places within a row, so that eight rows' lie in different banks. */
-template <DType D> static __device__ inline int place_of(int lane) {
-    return 16 * (D == DTYPE_F4_E2M1 ? lane ^ lane / 8 : lane);
-}
-
 /* Starts to read a chunk, of the batch of columns from k on, into its place in the warp's ring, and with a batch's first chunk
  * its scales, a row for each lane. What a thread has fetched of a chunk it reads back itself, so nobody waits for another. Always
  * a group of copies, so that they can be counted. */
 template <DType D> static __device__ inline void fetch_chunk(uint8_t *ring, Strip &strip, int place, int u, int k, int step) {
     const int at = k + u * 4 * chunk_values(D);
-    uint8_t *to = ring + (place & RING_CHUNKS - 1) * CHUNK_BYTES + place_of<D>(lane_id());
+    uint8_t *to = ring + (place & RING_CHUNKS - 1) * CHUNK_BYTES + lane_id() * 16;
 #pragma unroll
     for (int i = 0; i < 4; i++)
         start_copy_to_shared(to + i * 512, strip.next[i] + u * 64, at < strip.limit[i / 2]);
@@ -1471,13 +1467,6 @@ template <DType D> static __device__ inline void fetch_first(uint8_t *ring, Stri
 #pragma unroll
         for (int c = 0; c < RING_CHUNKS; c++)
             fetch_chunk<D>(ring, strip, c, c % STRIP_CHUNKS, c / STRIP_CHUNKS < rounds ? k + c / STRIP_CHUNKS * step : NO_BATCH, step);
-}
-
-/* The larger; NaN if one is. */
-static __device__ inline float max_nan(float a, float b) {
-    float most;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
-    return most;
 }
 
 /* Two f32 as the 16-bit type that meets weights of type D. */
@@ -1522,11 +1511,9 @@ static __device__ inline void load_eight(float v[8], const float *p, int count, 
 }
 
 /* Bytes of one row of x in shared memory: the columns of a round of a block, each term for itself. */
-static __host__ __device__ constexpr int term_bytes(DType D, int along) {
-    return along * (D == DTYPE_F4_E2M1 ? DIGIT_BYTES : batch_values(D) * (D == EXACT ? 4 : 2));
-}
+static __host__ __device__ constexpr int term_bytes(DType D, int along) { return along * batch_values(D) * (D == EXACT ? 4 : 2); }
 static __host__ __device__ constexpr int staged_stride(DType D, int along, int terms) {
-    return terms * term_bytes(D, along) + (D == DTYPE_F4_E2M1 && along == 1 ? 0 : STAGED_PAD);
+    return terms * term_bytes(D, along) + STAGED_PAD;
 }
 
 /* The eight values of x that this thread brings to shared memory the i-th time in each round: of row `column` of the block's,
@@ -1537,7 +1524,7 @@ typedef struct StagedEight { int column, eight, offset; } StagedEight;
 template <DType D> static __device__ inline StagedEight staged_eight(const Cut &cut, int i) {
     const int power = power_of(cut.along * (batch_values(D) / 8)), at = i * THREADS + (int)threadIdx.x;
     const int eight = at & (1 << power) - 1, n = chunk_values(D) / 8;
-    return {at >> power, eight, 8 * (D == EXACT || D == DTYPE_F4_E2M1 ? eight : eight / (4 * n) * 4 * n + eight % 4 * n + eight % (4 * n) / 4)};
+    return {at >> power, eight, 8 * (D == EXACT ? eight : eight / (4 * n) * 4 * n + eight % 4 * n + eight % (4 * n) / 4)};
 }
 
 /* The columns of a round, from `from` on: as much as fits into the registers is on its way while the weights before are
@@ -1553,38 +1540,30 @@ static __device__ inline void fetch_input(float v[AHEAD][8], const Input &input,
     }
 }
 
-/* Eight values of x as digits, by a warp that has the 256 of a row and batch: they are whole numbers, after a multiplication by
- * the power of two that brings the largest to [2^12, 2^13). What undoes it, and that weights count halves, stands beside them. It
- * is NaN where x is not finite. */
-static const uint32_t CODE_BIAS = 0x4b400000;
-static __device__ inline void put_digits(uint8_t *batch, const float v[8]) {
+/* The larger; NaN if one is. */
+static __device__ inline float max_nan(float a, float b) {
+    float most;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+    return most;
+}
+
+/* What x is multiplied by before it becomes f16, and what undoes that, of the largest of a row and batch. */
+typedef struct Range { float up, down; } Range;
+
+static __device__ inline Range range_of(float most) {
+    const uint32_t bits = __float_as_uint(most), exponent = max(bits >> 23, 15);
+    return {__uint_as_float((14 + 2 * 127 - exponent) << 23),
+            __uint_as_float(bits < 0x7f800000 ? (exponent - 14) << 23 : 0x7fc00000)};
+}
+
+/* Of eight values of each of sixteen threads. */
+static __device__ inline Range shared_range(const float v[8]) {
     float most = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) most = max_nan(most, fabsf(v[i]));
-    const uint32_t all = __reduce_max_sync(0xffffffff, __float_as_uint(most)), exponent = max(all >> 23, 15);
-    const float up = __uint_as_float((12 + 2 * 127 - exponent) << 23);
-    const uint32_t bias = 0x4b400080;               /* 1.5 * 2^23, and 128 so that the lower digit counts from -128 */
-    uint32_t y[8], sum = 0;
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        y[i] = __float_as_uint(fmaf(v[i], up, __uint_as_float(bias)));
-        sum += y[i] - bias;
-    }
-    uint2 high, low;
-    uint32_t pairs[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) pairs[i] = __byte_perm(y[2 * i], y[2 * i + 1], 0x5140);
-    high = make_uint2(__byte_perm(pairs[0], pairs[1], 0x7632), __byte_perm(pairs[2], pairs[3], 0x7632));
-    low = make_uint2(__byte_perm(pairs[0], pairs[1], 0x5410) ^ 0x80808080, __byte_perm(pairs[2], pairs[3], 0x5410) ^ 0x80808080);
-    const int lane = lane_id();
-    uint8_t *to = batch + lane / 4 * 64 + lane % 4 * 8;
-    *(uint2 *)to = high;
-    *(uint2 *)(to + 32) = low;
-    sum += __shfl_xor_sync(0xffffffff, sum, 1);
-    sum += __shfl_xor_sync(0xffffffff, sum, 2);
-    if (lane % 4 == 0) *(uint4 *)(batch + 512 + lane * 4) = make_uint4(0, sum + CODE_BIAS, 0, sum + CODE_BIAS);
-    if (lane == 0)
-        *(uint4 *)(batch + 640) = make_uint4(all < 0x7f800000 ? (exponent - 13) << 23 : 0x7fc00000, 0x03020100, 0xfbf9f7f3, 0xffffffff);
+    for (int i = 8; i; i /= 2) most = max_nan(most, __shfl_xor_sync(0xffffffff, most, i));
+    return range_of(most);
 }
 
 template <DType D, int TERMS, int AHEAD>
@@ -1592,17 +1571,23 @@ static __device__ inline void put_input(uint8_t *staged, float v[AHEAD][8], cons
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
         const StagedEight at = staged_eight<D>(cut, begin + i);
+        Range range = {1, 1};
+        if (is_e4m3(D)) range = shared_range(v[i]);
         if (at.column >= input.count) continue;
+        if constexpr (is_e4m3(D)) {
+            uint8_t *row = staged + at.column * staged_stride(D, cut.along, TERMS);
+            if (lane_id() % 16 == 0) *(float *)(row + TERMS * term_bytes(D, cut.along) + at.eight / 16 * 4) = range.down;
+#pragma unroll
+            for (int j = 0; j < 8; j++) v[i][j] *= range.up;
+        }
         uint8_t *to = staged + at.column * staged_stride(D, cut.along, TERMS) + at.eight * (D == EXACT ? 32 : 16);
         if constexpr (D == EXACT) memcpy(to, v[i], sizeof v[i]);
-        else if constexpr (D == DTYPE_F4_E2M1)
-            put_digits(staged + at.column * staged_stride(D, cut.along, TERMS) + at.eight / 32 * DIGIT_BYTES, v[i]);
         else
 #pragma unroll
             for (int term = 0; term < TERMS; term++, to += term_bytes(D, cut.along)) {
-                *(uint4 *)to = narrow_eight<D>(v[i]);
+                *(uint4 *)to = narrow_eight<met_as(D)>(v[i]);
 #pragma unroll
-                for (int j = 0; j < 8; j++) v[i][j] = remainder_of<D>(v[i][j]);
+                for (int j = 0; j < 8; j++) v[i][j] = remainder_of<met_as(D)>(v[i][j]);
             }
     }
 }
@@ -1610,6 +1595,16 @@ static __device__ inline void put_input(uint8_t *staged, float v[AHEAD][8], cons
 /* Two pairs of bf16 times a pair. */
 static __device__ inline uint32_t multiply_pair(uint32_t pair, uint32_t factor) {
     __nv_bfloat162 a, b;
+    memcpy(&a, &pair, 4);
+    memcpy(&b, &factor, 4);
+    a = __hmul2(a, b);
+    memcpy(&pair, &a, 4);
+    return pair;
+}
+
+/* Likewise of f16. */
+static __device__ inline uint32_t multiply_halves(uint32_t pair, uint32_t factor) {
+    __half2 a, b;
     memcpy(&a, &pair, 4);
     memcpy(&b, &factor, 4);
     a = __hmul2(a, b);
@@ -1651,7 +1646,7 @@ static __device__ inline uint32_t e4m3_factor(float scale) {
 
 /* What sums of weights that met such factors are multiplied by. */
 static __host__ __device__ constexpr float undo_shift(DType D) {
-    return D == BLOCKS_OF_32 ? 0x1p32f : 1;
+    return D == DTYPE_F4_E2M1 || D == BLOCKS_OF_32 ? 0x1p32f : 1;
 }
 
 /* sum += A B: 16 rows of weights, 16 values of k, 8 rows of x. */
@@ -1665,15 +1660,38 @@ template <DType D> static __device__ inline void multiply_fragment(float sum[4],
             : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+/* Four e4m3 values as pairs of neighbours in f16. */
+static __device__ inline uint2 widen_to_halves(uint32_t four) {
+#if __CUDA_ARCH__ >= 890
+    uint2 pairs;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+        : "=r"(pairs.x), "=r"(pairs.y) : "r"(four));
+    return pairs;
+#else
+    const uint32_t low = __byte_perm(four, 0, 0x1404), high = __byte_perm(four, 0, 0x3424);
+    return make_uint2(multiply_halves(low & 0x80008000 | low >> 1 & 0x3f803f80, 0x5c005c00),
+                      multiply_halves(high & 0x80008000 | high >> 1 & 0x3f803f80, 0x5c005c00));
+#endif
+}
+
 /* Eight of a thread's values in each of four rows as two fragments: part `part` of a chunk, 16 bytes of which make 1 (16-bit
- * types), 2 (e4m3) or 4 (e2m1). */
+ * types), 2 (e4m3) or 4 (e2m1). Those of BLOCKS_OF_32 and e2m1 times a factor. */
 template <DType D> static __device__ inline uint4 widen_part(const uint4 &chunk, int part, uint32_t factor) {
     const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
     if (D == DTYPE_F4_E2M1) return widen_eight(words[part], factor);
     if (!is_e4m3(D)) return chunk;
-    const uint32_t repair = D == BLOCKS_OF_32 ? factor : E4M3_REPAIR;
-    const uint2 low = widen_four(words[2 * part], repair), high = widen_four(words[2 * part + 1], repair);
-    return make_uint4(low.x, low.y, high.x, high.y);
+    const uint2 low = widen_to_halves(words[2 * part]), high = widen_to_halves(words[2 * part + 1]);
+    if (D == DTYPE_F8_E4M3) return make_uint4(low.x, low.y, high.x, high.y);
+    return make_uint4(multiply_halves(low.x, factor), multiply_halves(low.y, factor), multiply_halves(high.x, factor),
+                      multiply_halves(high.y, factor));
+}
+
+/* Of the scales of a batch in blocks of 32 the largest, and each by it as a pair of f16. */
+typedef struct Shares { float most, inverse; } Shares;
+
+static __device__ inline Shares shares_of(const float4 &scales) {
+    const float most = fmaxf(fmaxf(scales.x, scales.y), fmaxf(scales.z, scales.w));
+    return {most, __uint_as_float((254 << 23) - (__float_as_uint(most) & 0x7f800000))};
 }
 
 /* 32 values of k, for both fragments and all tiles of eight rows of x: of each value of x first the upper term, then the
@@ -1692,8 +1710,8 @@ static __device__ inline void multiply_stretch(float sum[2][TILES][4], const uin
             const uint4 b = *(const uint4 *)(x + column * x_stride + term * ((x_stride - STAGED_PAD) / TERMS));
 #pragma unroll
             for (int m = 0; m < 2; m++) {
-                multiply_fragment<D>(sum[m][tile], a[2 * m].x, a[2 * m + 1].x, a[2 * m].y, a[2 * m + 1].y, b.x, b.y);
-                multiply_fragment<D>(sum[m][tile], a[2 * m].z, a[2 * m + 1].z, a[2 * m].w, a[2 * m + 1].w, b.z, b.w);
+                multiply_fragment<met_as(D)>(sum[m][tile], a[2 * m].x, a[2 * m + 1].x, a[2 * m].y, a[2 * m + 1].y, b.x, b.y);
+                multiply_fragment<met_as(D)>(sum[m][tile], a[2 * m].z, a[2 * m + 1].z, a[2 * m].w, a[2 * m + 1].w, b.z, b.w);
             }
         }
 }
@@ -1702,8 +1720,8 @@ static __device__ inline void multiply_stretch(float sum[2][TILES][4], const uin
  * value of it in row 0. */
 template <DType D, int TILES, int TERMS>
 static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *ring, Strip &strip, int i, int later, int step,
-                                             const uint8_t *x, int x_stride, int last_column) {
-    constexpr bool scaled = D == DTYPE_F8_E4M3;
+                                             const uint8_t *x, const uint8_t *factors, int x_stride, int last_column) {
+    constexpr bool scaled = is_e4m3(D);
     constexpr int parts = chunk_values(D) / 8;
     float sum[2][TILES][4] = {}, scale[4] = {};
     uint32_t factor[STRIP_CHUNKS][4] = {};
@@ -1711,24 +1729,28 @@ static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *
     for (int u = 0; u < STRIP_CHUNKS; u++) {
         const int place = i * STRIP_CHUNKS + u;
         wait_for_copies<RING_CHUNKS - 1>();
-        if (u == 0 && D == BLOCKS_OF_32) {
+        if (u == 0 && (scaled || D == DTYPE_F4_E2M1)) {             /* scales that other lanes have fetched */
             __syncwarp();
+            if (D == BLOCKS_OF_32) {
+                const float *scales = (const float *)scales_at(ring, i, 0);
+                const Shares shares = shares_of(*(const float4 *)scales);
 #pragma unroll
-            for (int r = 0; r < 4 * STRIP_CHUNKS; r++)
-                factor[r / 4][r % 4] = e4m3_factor(((const float *)scales_at(ring, i, 0))[r / 4 * 2 + lane_id() % 4 / 2]);
-            __syncwarp();
-        }
-        if (u == 0 && (scaled || D == DTYPE_F4_E2M1)) {             /* rows that other lanes have fetched */
-            __syncwarp();
+                for (int r = 0; r < 4; r++) scale[r] = shares.most;
 #pragma unroll
-            for (int r = 0; r < 4; r++) {
-                const uint8_t *scales = scales_at(ring, i, lane_id() / 4 + r * 8);
-                if (scaled) scale[r] = *(const float *)scales;
-                else {
-                    factor[0][r] = e2m1_factor(*(const uint32_t *)scales);
-                    factor[1][r] = e2m1_factor(*(const uint32_t *)(scales + 4));
+                for (int r = 0; r < 4 * STRIP_CHUNKS; r++) {
+                    const float own = scales[r / 4 * 2 + lane_id() % 4 / 2] * shares.inverse;
+                    factor[r / 4][r % 4] = narrow_pair<DTYPE_F16>(own, own);
                 }
-            }
+            } else
+#pragma unroll
+                for (int r = 0; r < 4; r++) {
+                    const uint8_t *own = scales_at(ring, i, lane_id() / 4 + r * 8);
+                    if (scaled) scale[r] = *(const float *)own;
+                    else {
+                        factor[0][r] = e2m1_factor(*(const uint32_t *)own);
+                        factor[1][r] = e2m1_factor(*(const uint32_t *)(own + 4));
+                    }
+                }
             __syncwarp();
         }
         uint4 chunk[4];
@@ -1742,93 +1764,13 @@ static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *
         fetch_chunk<D>(ring, strip, place, u, later, step);
     }
 #pragma unroll
-    for (int j = 0; scaled && j < 2 * TILES * 4; j++) {
-        const int m = j / (TILES * 4), tile = j / 4 % TILES, part = j % 4;
-        total[m][tile][part] = fmaf(scale[2 * m + part / 2], sum[m][tile][part], total[m][tile][part]);
-    }
-}
-
-/* ---- codes: e2m1 */
-
-/* sum += A B: 16 rows of weights, 32 values of k, 8 columns of digits. */
-static __device__ inline void multiply_digits(int4 &sum, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, const uint2 &b) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+r"(sum.x), "+r"(sum.y), "+r"(sum.z), "+r"(sum.w) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
-}
-
-static __device__ inline uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
-    uint32_t x;
-    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
-    return x;
-}
-
-/* Bytes of a table that four codes name: a code with its sign set is 0 in the first, in the second one without. */
-static __device__ inline uint32_t look_up(uint32_t low, uint32_t high, uint32_t codes) {
-    uint32_t bytes;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(codes));
-    return bytes;
-}
-
-/* Batch i of a segment likewise. */
-template <int TILES, int FOURS>
-static __device__ inline void multiply_codes(float total[2][TILES][4], uint8_t *ring, Strip &strip, int i, int later, int step,
-                                             const uint8_t *x, int x_stride, int last_column) {
-    const int lane = lane_id(), g = lane / 4, t = lane % 4;
-    float sum[2][TILES][4] = {};
-    uint2 exponents[4];
-    const uint4 constants = *(const uint4 *)(x + 640);
-    const uint32_t tables[2] = {constants.y, constants.z}, minus_one = constants.w;
+    for (int j = 0; scaled && j < 2 * TILES; j++) {
+        const int tile = j / 2, column = tile * 8 + lane_id() % 4 * 2 + j % 2;
+        const float down = *(const float *)(factors + min(column, last_column) * x_stride);
 #pragma unroll
-    for (int u = 0; u < STRIP_CHUNKS; u++) {
-        const int place = i * STRIP_CHUNKS + u;
-        wait_for_copies<RING_CHUNKS - 1>();
-        __syncwarp();
-        if (u == 0)
-#pragma unroll
-            for (int r = 0; r < 4; r++) exponents[r] = *(const uint2 *)scales_at(ring, i, g + r * 8);
-        const uint8_t *chunk = ring + (place & RING_CHUNKS - 1) * CHUNK_BYTES + lane / 8 * 512;
-#pragma unroll
-        for (int c = 0; c < 4; c++) {
-            const int block = u * 4 + c;
-            uint32_t w[4], plus[4][2], minus[4][2];
-            float scale[4];
-            load_matrices(w, (const __nv_bfloat16 *)(chunk + place_of<DTYPE_F4_E2M1>(lane % 8 * 4 + c)));
-#pragma unroll
-            for (int r = 0; r < 4; r++) {
-                const uint32_t upper = w[r] >> 16;
-                plus[r][0] = look_up(tables[0], 0x0c080604, w[r]);
-                plus[r][1] = look_up(tables[0], 0x0c080604, upper);
-                minus[r][0] = look_up(tables[1], 0xfffefdfc, multiply_add(w[r], minus_one, minus_one));
-                minus[r][1] = look_up(tables[1], 0xfffefdfc, multiply_add(upper, minus_one, minus_one));
-                const uint32_t e = u ? exponents[r].y : exponents[r].x;
-                scale[r] = __uint_as_float((c == 3 ? e >> 1 : e << 23 - 8 * c) & 0x7f800000);
-            }
-#pragma unroll
-            for (int j = 0; j < FOURS; j++) {
-                const uint8_t *digits = x + min(j * 4 + g / 2, last_column) * x_stride + block * 64 + g % 2 * 32 + t * 8;
-                const uint8_t *row = x + min(j * 4 + t, last_column) * x_stride;
-                const uint2 b = *(const uint2 *)digits;
-#pragma unroll
-                for (int m = 0; m < 2; m++) {
-                    int4 v = *(const int4 *)(row + 512 + block * 16);
-                    multiply_digits(v, plus[2 * m][0], plus[2 * m + 1][0], plus[2 * m][1], plus[2 * m + 1][1], b);
-                    multiply_digits(v, minus[2 * m][0], minus[2 * m + 1][0], minus[2 * m][1], minus[2 * m + 1][1], b);
-                    float *to = &sum[m][j / 2][j % 2];
-                    to[0] = fmaf(scale[2 * m], __int_as_float(v.x * 256 + v.y) - __uint_as_float(CODE_BIAS), to[0]);
-                    to[2] = fmaf(scale[2 * m + 1], __int_as_float(v.z * 256 + v.w) - __uint_as_float(CODE_BIAS), to[2]);
-                }
-            }
-        }
-        __syncwarp();
-        fetch_chunk<DTYPE_F4_E2M1>(ring, strip, place, u, later, step);
-    }
-#pragma unroll
-    for (int j = 0; j < FOURS; j++) {
-        const float down = *(const float *)(x + min(j * 4 + t, last_column) * x_stride + 640);
-#pragma unroll
-        for (int m = 0; m < 4; m++) {
-            float *to = &total[m / 2][j / 2][j % 2 + m % 2 * 2];
-            *to = fmaf(down, sum[m / 2][j / 2][j % 2 + m % 2 * 2], *to);
+        for (int r = 0; r < 4; r++) {
+            float &to = total[r / 2][tile][r % 2 * 2 + j % 2];
+            to = fmaf(scale[r] * down, sum[r / 2][tile][r % 2 * 2 + j % 2], to);
         }
     }
 }
@@ -1857,8 +1799,8 @@ template <DType D, int TILES> static __device__ void put_sums(float *sums, const
 #pragma unroll
         for (int i = 0; i < 2 * TILES * 4; i++) {
             const int m = i / (TILES * 4), tile = i / 4 % TILES, part = i % 4;
-            const int column = D == DTYPE_F4_E2M1 ? part % 2 * 4 + lane % 4 : lane % 4 * 2 + part % 2;
-            sums[(tile * 8 + column) * SUM_STRIDE + m * 16 + lane / 4 + part / 2 * 8] = total[m][tile][part] * undo_shift(D);
+            sums[(tile * 8 + lane % 4 * 2 + part % 2) * SUM_STRIDE + m * 16 + lane / 4 + part / 2 * 8] =
+                total[m][tile][part] * (D == DTYPE_F4_E2M1 ? undo_shift(D) : 1);
         }
 }
 
@@ -1877,8 +1819,8 @@ template <DType D, int TILES, int TERMS>
 static __device__ void multiply_segment(uint8_t *ring, Strip &strip, const Input &input, const Cut &cut, int from,
                                         uint8_t *staged) {
     const int stride = staged_stride(D, cut.along, TERMS), last = input.count - 1, step = round_columns(D, cut);
-    const int place =
-        (warp_id() & cut.along - 1) * term_bytes(D, 1) + (D == EXACT || D == DTYPE_F4_E2M1 ? 0 : lane_id() % 4 * 16);
+    const int place = (warp_id() & cut.along - 1) * term_bytes(D, 1) + (D == EXACT ? 0 : lane_id() % 4 * 16);
+    const int factors = TERMS * term_bytes(D, cut.along) + (warp_id() & cut.along - 1) * 4;
     float total[2][TILES][4] = {}, v[TILES][8];
 #pragma unroll 1
     for (int i = -1, k = from; i < cut.rounds; i++, k += step) {    /* k: the block's columns of the next round */
@@ -1889,16 +1831,11 @@ static __device__ void multiply_segment(uint8_t *ring, Strip &strip, const Input
             if constexpr (D == EXACT)
                 multiply_exactly(&total[0][0][0], strip, first_batch<D>(cut, k - step), (const float *)(now + place), stride / 4,
                                  last);
-            else {
-                const int later =
-                    i + RING_BATCHES < cut.rounds ? first_batch<D>(cut, k) + (RING_BATCHES - 1) * step : NO_BATCH;
-                if constexpr (D == DTYPE_F4_E2M1) {
-                    if (TILES == 1 && last < 4)
-                        multiply_codes<TILES, 1>(total, ring, strip, i, later, step, now + place, stride, last);
-                    else multiply_codes<TILES, 2 * TILES>(total, ring, strip, i, later, step, now + place, stride, last);
-                }
-                else multiply_batch<D, TILES, TERMS>(total, ring, strip, i, later, step, now + place, stride, last);
-            }
+            else
+                multiply_batch<D, TILES, TERMS>(
+                    total, ring, strip, i,
+                    i + RING_BATCHES < cut.rounds ? first_batch<D>(cut, k) + (RING_BATCHES - 1) * step : NO_BATCH, step,
+                    now + place, now + factors, stride, last);
         }
         if (!more) break;
         put_input<D, TERMS, TILES>(then, v, input, cut, 0);
@@ -1941,21 +1878,21 @@ static __device__ inline void load_from_block(float4 *value, const float *p, int
 #endif
 }
 
-/* The sum of all segments for four neighbours: from row `row` of the cluster's rows on, column `column`. Four segments' are on
- * their way at a time. */
+/* The sum of all segments for four neighbours: from row `row` of the cluster's rows on, column `column`. */
+enum { ADDED = 8 };             /* segments whose sums are on their way at a time */
 static __device__ inline float4 sum_segments(const float *sums, const Cut &cut, int row, int column) {
     const int power = power_of(cut.along), segments = cut.cluster << power;
     const float *first = sums + (row / STRIP << power) * (RING_BYTES / 4) + column * SUM_STRIDE + row % STRIP;
-    float4 sum = {}, value[4];
+    float4 sum = {}, value[ADDED];
 #pragma unroll 1
-    for (int begin = 0; begin < segments; begin += 4) {
+    for (int begin = 0; begin < segments; begin += ADDED) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < ADDED; i++) {
             const int segment = min(begin + i, segments - 1);
             load_from_block(&value[i], first + (segment & cut.along - 1) * (RING_BYTES / 4), segment >> power);
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++)
+        for (int i = 0; i < ADDED; i++)
             if (begin + i < segments)
                 sum = make_float4(sum.x + value[i].x, sum.y + value[i].y, sum.z + value[i].z, sum.w + value[i].w);
     }
@@ -2155,6 +2092,9 @@ enum {
 /* [heads, steps, terms, padded rows, WIDE_BYTES] */
 static __device__ __align__(1024) uint8_t rounded_rows[ROUNDED_BYTES];
 
+/* [heads, batches, padded rows]: what undoes the factors of e4m3's x. */
+static __device__ float rounded_factors[ROUNDED_BYTES / (2 * SCALE_BLOCK)];
+
 typedef struct Wide {
     Product p;
     int split, stages;          /* blocks of a cluster that share a tile's segments; steps in shared memory */
@@ -2172,6 +2112,11 @@ template <DType D, int TERMS, int N, int GROUPS> struct WideTile {
 
 /* Barriers in shared memory, for each stage: its x has come; all warps have done with it. */
 typedef struct Stages { uint64_t filled[WIDE_STAGES], used[WIDE_STAGES]; } Stages;
+
+/* Steps of all columns, up to whole batches. */
+static __host__ __device__ constexpr int wide_steps(DType D, int cols) {
+    return (cols + batch_values(D) - 1) / batch_values(D) * (batch_values(D) / WIDE_STEP);
+}
 
 /* The columns of a step: 64 neighbours; of e2m1, 16 neighbours for each of four threads. */
 template <DType D> static __device__ inline int step_column(int step) {
@@ -2195,15 +2140,15 @@ template <DType D> static __device__ inline void next_step(Walk *walk, int segme
     walk->step = there ? step : walk->segment * steps;
 }
 
-/* A thread has a 16-byte part: of eight values of each of four threads a pair, in narrow_eight's order. */
+/* A thread has a 16-byte part: of eight values of each of four threads a pair, in narrow_eight's order. Sixteen
+ * threads have a batch of e4m3. */
 template <DType D, int TERMS>
 static __global__ void __launch_bounds__(THREADS) round_kernel(const __grid_constant__ Product p, int padded) {
     let_next_start();
     wait_for_previous();
-    constexpr int apart = D == DTYPE_F4_E2M1 ? 4 : is_e4m3(D) ? 2 : 1;
-    const int n_steps = divide_up(p.w.cols, WIDE_STEP), parts = p.heads * n_steps * 8, i = (int)thread_index();
-    const int row = i / parts, stretch = i % parts / 4, head = stretch / 2 / n_steps, q = i % 4;
-    if (row >= p.n_rows) return;
+    constexpr int apart = D == DTYPE_F4_E2M1 ? 4 : 1;
+    const int n_steps = wide_steps(D, p.w.cols), parts = p.heads * n_steps * 8, i = (int)thread_index();
+    const int row = min(i / parts, p.n_rows - 1), stretch = i % parts / 4, head = stretch / 2 / n_steps, q = i % 4;
     const int first = step_column<D>(stretch / 2 % n_steps) + q / apart * 2 * apart + q % apart;
     const float *x = p.x + (size_t)row * p.x_stride + (size_t)(head * p.x_head);
     float v[8];
@@ -2212,14 +2157,22 @@ static __global__ void __launch_bounds__(THREADS) round_kernel(const __grid_cons
         const int column = first + eight_column<D>(stretch % 2, j / 2) + j % 2 * apart;
         v[j] = column < p.w.cols ? x[column] : 0;
     }
+    if constexpr (is_e4m3(D)) {
+        const Range range = shared_range(v);
+        if (i % 16 == 0 && i / parts < p.n_rows) rounded_factors[(size_t)(stretch / 4) * (size_t)padded + (size_t)row] = range.down;
+#pragma unroll
+        for (int j = 0; j < 8; j++) v[j] *= range.up;
+    }
+    if (i / parts >= p.n_rows) return;
     uint8_t *to = rounded_rows + ((size_t)(stretch / 2) * TERMS * (size_t)padded + (size_t)row) * WIDE_BYTES
                   + ((i % 8) ^ row % 8) * 16;
 #pragma unroll
     for (int term = 0; term < TERMS; term++, to += (size_t)padded * WIDE_BYTES) {
-        *(uint4 *)to = make_uint4(narrow_pair<D>(v[0], v[1]), narrow_pair<D>(v[2], v[3]), narrow_pair<D>(v[4], v[5]),
-                                  narrow_pair<D>(v[6], v[7]));
+        constexpr DType as = met_as(D);
+        *(uint4 *)to = make_uint4(narrow_pair<as>(v[0], v[1]), narrow_pair<as>(v[2], v[3]), narrow_pair<as>(v[4], v[5]),
+                                  narrow_pair<as>(v[6], v[7]));
 #pragma unroll
-        for (int j = 0; j < 8; j++) v[j] = remainder_of<D>(v[j]);
+        for (int j = 0; j < 8; j++) v[j] = remainder_of<as>(v[j]);
     }
 }
 
@@ -2285,23 +2238,36 @@ static __device__ inline void copy_weights(uint8_t *stage, const Pair &pair, int
 }
 
 
-/* The scales of a step: of e4m3 its batch's, in blocks of 32 the thread's; of e2m1 four threads'. */
-template <DType D> static __device__ inline void fetch_pair_scales(uint32_t scale[2], const Pair &pair, int step, int cols) {
+/* The scales of a step: of e4m3 its batch's, in blocks of 32, where both rows have the same, of four blocks; of e2m1 four
+ * threads'. */
+template <DType D> static __device__ inline void fetch_pair_scales(uint32_t scale[4], const Pair &pair, int step, int cols) {
     const int column = step_column<D>(step);
     if constexpr (is_e4m3(D) || D == DTYPE_F4_E2M1)
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < (D == BLOCKS_OF_32 ? 4 : 2); i++) {
             const int offset = D == DTYPE_F4_E2M1 ? column / EXPONENT_BLOCK
-                               : D == BLOCKS_OF_32 ? (column / SMALL_BLOCK + lane_id() % 4 / 2) * (int)sizeof(float)
+                               : D == BLOCKS_OF_32 ? (column / SCALE_BLOCK * (SCALE_BLOCK / SMALL_BLOCK) + i) * (int)sizeof(float)
                                                    : column / SCALE_BLOCK * (int)sizeof(float);
-            scale[i] = column < cols ? __ldg((const uint32_t *)(pair.scale[i] + offset)) : 0;
+            scale[i] = column < cols ? __ldg((const uint32_t *)(pair.scale[D == BLOCKS_OF_32 ? 0 : i] + offset)) : 0;
         }
+}
+
+/* Of a batch of four blocks. */
+static __device__ inline Shares shares_of(const uint32_t scale[4]) {
+    return shares_of(make_float4(__uint_as_float(scale[0]), __uint_as_float(scale[1]), __uint_as_float(scale[2]),
+                                 __uint_as_float(scale[3])));
 }
 
 /* a[s][i]: the fragment of instruction i of stretch s. */
 template <DType D, typename T>
-static __device__ inline void load_fragments(uint32_t a[2][2][4], const uint8_t *stage, const uint32_t scale[2]) {
+static __device__ inline void load_fragments(uint32_t a[2][2][4], const uint8_t *stage, const uint32_t scale[4], int step) {
     const uint8_t *at = stage + threadIdx.x * T::chunk;
+    uint32_t factor = 0;
+    if (D == BLOCKS_OF_32) {                        /* of the block that this thread's sixteen columns are of */
+        const uint32_t first = step % 2 ? scale[2] : scale[0], second = step % 2 ? scale[3] : scale[1];
+        const float own = __uint_as_float(lane_id() % 4 / 2 ? second : first) * shares_of(scale).inverse;
+        factor = narrow_pair<DTYPE_F16>(own, own);
+    }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int r = i / 2, s = i % 2;
@@ -2310,7 +2276,7 @@ static __device__ inline void load_fragments(uint32_t a[2][2][4], const uint8_t 
             const uint2 chunk = *(const uint2 *)(at + r * T::threads * 8);
             v = widen_eight(s ? chunk.y : chunk.x, e2m1_factor(scale[r]));
         } else if constexpr (is_e4m3(D))
-            v = widen_part<D>(*(const uint4 *)(at + r * T::threads * 16), s, e4m3_factor(__uint_as_float(scale[r])));
+            v = widen_part<D>(*(const uint4 *)(at + r * T::threads * 16), s, factor);
         else v = *(const uint4 *)(at + i * T::threads * 16);
         a[s][0][r] = v.x, a[s][0][2 + r] = v.y, a[s][1][r] = v.z, a[s][1][2 + r] = v.w;
     }
@@ -2334,8 +2300,9 @@ static __device__ inline void load_fragments(uint32_t a[2][2][4], const uint8_t 
 /* sum += A B: 64 rows of weights, 16 values of k, N rows of x. */
 template <DType D, int N> static __device__ inline void multiply_tile(float sum[N / 8][4], const uint32_t a[4], uint64_t b) {
     static_assert(N == 64 || N == 128);
-    if constexpr (D == DTYPE_F16 && N == 64) WGMMA("64", "f16", NAMES_32, "%32, %33, %34, %35", "%36", TILE_SUMS_8(0));
-    else if constexpr (D == DTYPE_F16) WGMMA("128", "f16", NAMES_64, "%64, %65, %66, %67", "%68", TILE_SUMS_8(0), TILE_SUMS_8(8));
+    constexpr bool halves = met_as(D) == DTYPE_F16;
+    if constexpr (halves && N == 64) WGMMA("64", "f16", NAMES_32, "%32, %33, %34, %35", "%36", TILE_SUMS_8(0));
+    else if constexpr (halves) WGMMA("128", "f16", NAMES_64, "%64, %65, %66, %67", "%68", TILE_SUMS_8(0), TILE_SUMS_8(8));
     else if constexpr (N == 64) WGMMA("64", "bf16", NAMES_32, "%32, %33, %34, %35", "%36", TILE_SUMS_8(0));
     else WGMMA("128", "bf16", NAMES_64, "%64, %65, %66, %67", "%68", TILE_SUMS_8(0), TILE_SUMS_8(8));
 }
@@ -2368,7 +2335,7 @@ static __device__ inline void multiply_step(float sum[N / 8][4], const uint32_t 
         const uint32_t *w = a[s][instruction];
 #pragma unroll
         for (int tile = 0; tile < N / 8; tile++, row += 8 * WIDE_BYTES)
-            multiply_fragment<D>(sum[tile], w[0], w[1], w[2], w[3], *(const uint32_t *)(row + (part ^ g) * 16),
+            multiply_fragment<met_as(D)>(sum[tile], w[0], w[1], w[2], w[3], *(const uint32_t *)(row + (part ^ g) * 16),
                                  *(const uint32_t *)(row + (part + 1 ^ g) * 16));
     }
 }
@@ -2430,7 +2397,8 @@ typedef struct Job {
     int head, first_row, first_column;              /* its tile's */
     int n_steps, segments, first, end;              /* of the matrix; the block's segments */
     const uint8_t *x;                               /* rounded, of the tile; term_bytes to the next term or step */
-    size_t term_bytes;
+    size_t term_bytes, padded;
+    const float *factors;                           /* of the first batch; padded to the next */
     uint8_t *rounded, *ring;                        /* steps of x and of weights */
     Stages *stages;
     float *sums;                                    /* of segments, the last of which takes the place of the ring */
@@ -2440,7 +2408,7 @@ typedef struct Job {
 template <DType D, int N, typename T>
 static __device__ inline void finish_segment(float sum[N / 8][4], const Wide &wide, const Job &job, int segment) {
 #pragma unroll
-    for (int i = 0; undo_shift(D) != 1 && i < N / 2; i++) sum[i / 4][i % 4] *= undo_shift(D);
+    for (int i = 0; D == DTYPE_F4_E2M1 && i < N / 2; i++) sum[i / 4][i % 4] *= undo_shift(D);
     if (wide.split == 1)
         add_segment<N>(job.y, wide.p.y_stride, sum, wide.p.w.rows - job.first_row, wide.p.n_rows - job.first_column,
                        segment == 0);
@@ -2475,12 +2443,20 @@ static __device__ inline Walk start_copies(const Job &job, const Pair &pair, con
     return walk;
 }
 
-/* A batch of e4m3 weights has one scale. */
-template <int N> static __device__ inline void add_batch(float total[N / 8][4], float sum[N / 8][4], const uint32_t scale[2]) {
+/* A batch of e4m3: `factors` are of its rows of x. */
+template <DType D, int N>
+static __device__ inline void add_batch(float total[N / 8][4], float sum[N / 8][4], const uint32_t scale[4],
+                                        const float *factors) {
+    const float most = D == BLOCKS_OF_32 ? shares_of(scale).most : 0;
 #pragma unroll
-    for (int i = 0; i < N / 2; i++) {
-        total[i / 4][i % 4] = fmaf(__uint_as_float(scale[i % 4 / 2]), sum[i / 4][i % 4], total[i / 4][i % 4]);
-        sum[i / 4][i % 4] = 0;
+    for (int tile = 0; tile < N / 8; tile++) {
+        const float2 down = *(const float2 *)(factors + sum_column(tile, 0));
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float by = D == BLOCKS_OF_32 ? most : __uint_as_float(scale[i / 2]);
+            total[tile][i] = fmaf(by * (i % 2 ? down.y : down.x), sum[tile][i], total[tile][i]);
+            sum[tile][i] = 0;
+        }
     }
 }
 
@@ -2494,14 +2470,14 @@ static __device__ inline void next_turn(Turn *turn, int stages) {
 /* All warps walk through the steps of the block's segments; what they copy is for as many steps ahead as there are stages, less
  * one. */
 template <DType D, int TERMS, int N, typename T> static __device__ void multiply_segments(const Wide &wide, const Job &job) {
-    constexpr bool scaled = D == DTYPE_F8_E4M3;
+    constexpr bool scaled = is_e4m3(D);
     constexpr int steps = batch_values(D) / WIDE_STEP;
     const int cols = wide.p.w.cols, stages = wide.stages;
     Pair pair;
     set_pair<D>(&pair, wide.p.w, job.first_row + sum_row(0), job.head * wide.p.head_rows);
     Walk now = {job.first, 0, job.first * steps}, ahead = start_copies<D, TERMS, N, T>(job, pair, now, stages - 1, cols);
     Turn get = {0, 0}, put = {stages - 1, 0};
-    uint32_t a[2][2][4], scale[2] = {}, next_scale[2] = {};
+    uint32_t a[2][2][4], scale[4] = {}, next_scale[4] = {};
     float sum[N / 8][4] = {}, total[scaled ? N / 8 : 1][4] = {};
     fetch_pair_scales<D>(scale, pair, now.step, cols);
 #pragma unroll 1
@@ -2511,7 +2487,7 @@ template <DType D, int TERMS, int N, typename T> static __device__ void multiply
         const bool more = ahead.segment < job.end, ends = next.segment != now.segment;
         if (next.segment < job.end) fetch_pair_scales<D>(next_scale, pair, next.step, cols);
         wait_for_copies(stages - 2);
-        load_fragments<D, T>(a, job.ring + get.stage * T::stage, scale);
+        load_fragments<D, T>(a, job.ring + get.stage * T::stage, scale, now.step);
         if (more) copy_weights<D, T>(job.ring + put.stage * T::stage, pair, ahead.step, cols);
         commit_copies();
         wait_at(&job.stages->filled[get.stage], get.round);
@@ -2524,13 +2500,14 @@ template <DType D, int TERMS, int N, typename T> static __device__ void multiply
             next_step<D>(&ahead, job.segments, job.n_steps);
         }
         if constexpr (scaled) {
-            if (ends || next.at % steps == 0) add_batch<N>(total, sum, scale);
+            if (ends || next.at % steps == 0) add_batch<D, N>(total, sum, scale, job.factors + (size_t)(now.step / steps) * job.padded);
             if (ends) finish_segment<D, N, T>(total, wide, job, now.segment);
         } else if (ends) finish_segment<D, N, T>(sum, wide, job, now.segment);
         next_turn(&get, stages);
         next_turn(&put, stages);
         now = next;
-        scale[0] = next_scale[0], scale[1] = next_scale[1];
+#pragma unroll
+        for (int i = 0; i < 4; i++) scale[i] = next_scale[i];
     }
 }
 
@@ -2546,12 +2523,15 @@ static __global__ void __launch_bounds__(GROUPS * WIDE_THREADS, 4 / GROUPS) wide
     job.head = p.heads == 1 ? 0 : (int)blockIdx.z / tiles;
     job.first_row = ((int)blockIdx.z - job.head * tiles) * T::rows;
     job.first_column = (int)blockIdx.y * N;
-    job.n_steps = divide_up(p.w.cols, WIDE_STEP);
+    job.n_steps = wide_steps(D, p.w.cols);
     job.segments = segments;
     job.first = (int)blockIdx.x * share;
     job.end = job.first + share;
     job.term_bytes = (size_t)wide.padded * WIDE_BYTES;
     job.x = rounded_rows + (size_t)(job.head * job.n_steps * TERMS) * job.term_bytes + (size_t)job.first_column * WIDE_BYTES;
+    job.padded = (size_t)wide.padded;
+    job.factors = rounded_factors + (size_t)(job.head * job.n_steps / (batch_values(D) / WIDE_STEP)) * job.padded
+                  + (size_t)job.first_column;
     job.rounded = wide_shared;
     job.stages = (Stages *)(wide_shared + wide.stages * T::rounded);
     job.sums = (float *)(job.stages + 1);
@@ -2589,7 +2569,7 @@ template <DType D, int TERMS, int N, int GROUPS> static size_t tile_shared(const
 template <DType D, int TERMS, int N, int GROUPS> static void launch_wide(const Wide &wide) {
     typedef WideTile<D, TERMS, N, GROUPS> T;
     const Product &p = wide.p;
-    const size_t shared = tile_shared<D, TERMS, N, GROUPS>(wide), eights = (size_t)(p.heads * divide_up(p.w.cols, WIDE_STEP)) * 8;
+    const size_t shared = tile_shared<D, TERMS, N, GROUPS>(wide), eights = (size_t)(p.heads * wide_steps(D, p.w.cols)) * 8;
     launch_early(round_kernel<D, TERMS>, blocks_for((size_t)p.n_rows * eights), THREADS, 0, 1, p, wide.padded);
     allow_shared(wide_kernel<D, TERMS, N, GROUPS>, shared);
     launch_early(wide_kernel<D, TERMS, N, GROUPS>,
@@ -2613,13 +2593,13 @@ template <DType D, int TERMS, int N, int GROUPS> static void consider_tile(Choic
         const double rest = divide_up(blocks % slots, gpu.multiprocessors), all = slots / gpu.multiprocessors;
         const double step = blocks / slots * fmax(all * work, least) + (rest ? fmax(rest * work, least) : 0);
         const double adding = split > 1 ? 1 + 0.1 * split : 4.0 * (segments - 1) * divide_up(blocks, slots);
-        const double cost = divide_up(divide_up(p.w.cols, WIDE_STEP), split) * step + adding;
+        const double cost = divide_up(wide_steps(D, p.w.cols), split) * step + adding;
         if (!best->launch || cost < best->cost) *best = {wide, cost, launch_wide<D, TERMS, N, GROUPS>};
     }
 }
 
 static size_t rounded_row(const Product &product) {
-    return (size_t)(product.heads * divide_up(product.w.cols, WIDE_STEP) * product.terms) * WIDE_BYTES;
+    return (size_t)(product.heads * wide_steps(product.format, product.w.cols) * product.terms) * WIDE_BYTES;
 }
 
 /* As many rows at a time as there is room for when they are rounded. */
@@ -2650,7 +2630,7 @@ static void multiply_many(const Product &product) {
 /* Whether rows are worth the rounding and the second launch, and there is room for 128 of them. */
 static bool are_many(const Product &product) {
     const double products = (double)product.n_rows * product.w.rows * product.w.cols * product.heads;
-    if (product.format == EXACT || product.format == DTYPE_F4_E2M1 || rounded_row(product) * 128 > ROUNDED_BYTES) return false;
+    if (product.format == EXACT || rounded_row(product) * 128 > ROUNDED_BYTES) return false;
     return product.n_rows > 16 && products >= 1 << 27;
 }
 
