@@ -1349,13 +1349,14 @@ typedef struct Product {        /* y[r] = W x[r], for each of `heads` matrices t
     DType format;               /* the weights' as the kernel is to see them, or EXACT */
     int terms;                  /* of x */
     Cut cut;
-    int tiles, first_block;     /* of eight rows of x in a block; of the launch's blocks */
+    int first_block;            /* of the launch's */
 } Product;
 
-/* What shares a launch: with clusters of one size, and as many tiles. */
+/* What shares a launch: with clusters of one size. */
 typedef struct Products {
     Product of[MAX_PROJECTIONS];
     int count;
+    int tiles;                  /* of eight rows of x in a block */
 } Products;
 
 /* The rows of x that a block multiplies. */
@@ -1430,6 +1431,9 @@ template <DType D> static __device__ inline void set_strip(Strip *strip, const M
     strip->dtype = w.dtype;
 }
 
+/* The chunk of a batch that its scales come with: the first that needs them. */
+static __host__ __device__ constexpr int scales_with(DType D) { return D == DTYPE_F8_E4M3 ? STRIP_CHUNKS - 1 : 0; }
+
 /* Scales of a batch in the ring: of row `row` of the strip. */
 static __device__ inline uint8_t *scales_at(uint8_t *ring, int batch, int row) {
     return ring + RING_CHUNKS * CHUNK_BYTES + ((batch & RING_BATCHES - 1) * STRIP + row) * SCALE_BYTES;
@@ -1447,7 +1451,7 @@ template <DType D> static __device__ inline void fetch_chunk(uint8_t *ring, Stri
     if (u == STRIP_CHUNKS - 1)
 #pragma unroll
         for (int i = 0; i < 4; i++) strip.next[i] += weight_bytes(D, (size_t)step);
-    if (u == 0) {                /* also where only the other threads of a row have columns */
+    if (u == scales_with(D)) {   /* also where only the other threads of a row have columns */
         const bool there = k < strip.limit[0] + lane_id() % 4 * chunk_values(D);
         uint8_t *scales = scales_at(ring, place / STRIP_CHUNKS, lane_id());
         if (D == DTYPE_F8_E4M3) start_small_copy<4>(scales, strip.scale + (there ? k / SCALE_BLOCK : 0), there);
@@ -1694,26 +1698,26 @@ static __device__ inline Shares shares_of(const float4 &scales) {
     return {most, __uint_as_float((254 << 23) - (__float_as_uint(most) & 0x7f800000))};
 }
 
-/* 32 values of k, for both fragments and all tiles of eight rows of x: of each value of x first the upper term, then the
+/* A chunk of a fragment's rows g and g + 8 times all tiles of eight rows of x: of each value of x first the upper term, then the
  * lower. */
 template <DType D, int TILES, int TERMS>
-static __device__ inline void multiply_stretch(float sum[2][TILES][4], const uint4 chunk[4], int part, const uint32_t factor[4],
-                                               const uint8_t *x, int x_stride, int last_column) {
-    uint4 a[4];
+static __device__ inline void multiply_chunk(float sum[TILES][4], const uint4 chunk[2], const uint32_t factor[2],
+                                             const uint8_t *x, int x_stride, int last_column) {
+    constexpr int parts = chunk_values(D) / 8;
 #pragma unroll
-    for (int i = 0; i < 4; i++) a[i] = widen_part<D>(chunk[i], part, factor[i]);
+    for (int part = 0; part < parts; part++) {                      /* 32 values of k */
+        const uint4 a = widen_part<D>(chunk[0], part, factor[0]), c = widen_part<D>(chunk[1], part, factor[1]);
 #pragma unroll
-    for (int term = 0; term < TERMS; term++)
+        for (int term = 0; term < TERMS; term++)
 #pragma unroll
-        for (int tile = 0; tile < TILES; tile++) {
-            const int column = min(tile * 8 + lane_id() / 4, last_column);     /* idle columns of the instruction repeat one */
-            const uint4 b = *(const uint4 *)(x + column * x_stride + term * ((x_stride - STAGED_PAD) / TERMS));
-#pragma unroll
-            for (int m = 0; m < 2; m++) {
-                multiply_fragment<met_as(D)>(sum[m][tile], a[2 * m].x, a[2 * m + 1].x, a[2 * m].y, a[2 * m + 1].y, b.x, b.y);
-                multiply_fragment<met_as(D)>(sum[m][tile], a[2 * m].z, a[2 * m + 1].z, a[2 * m].w, a[2 * m + 1].w, b.z, b.w);
+            for (int tile = 0; tile < TILES; tile++) {
+                const int column = min(tile * 8 + lane_id() / 4, last_column);     /* idle columns of the instruction repeat one */
+                const uint4 b =
+                    *(const uint4 *)(x + part * 64 + column * x_stride + term * ((x_stride - STAGED_PAD) / TERMS));
+                multiply_fragment<met_as(D)>(sum[tile], a.x, c.x, a.y, c.y, b.x, b.y);
+                multiply_fragment<met_as(D)>(sum[tile], a.z, c.z, a.w, c.w, b.z, b.w);
             }
-        }
+    }
 }
 
 /* Batch i of a segment. In the ring, the one RING_BATCHES later takes its place, from column `later` on. x: this thread's first
@@ -1729,7 +1733,7 @@ static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *
     for (int u = 0; u < STRIP_CHUNKS; u++) {
         const int place = i * STRIP_CHUNKS + u;
         wait_for_copies<RING_CHUNKS - 1>();
-        if (u == 0 && (scaled || D == DTYPE_F4_E2M1)) {             /* scales that other lanes have fetched */
+        if (u == scales_with(D) && (scaled || D == DTYPE_F4_E2M1)) {             /* scales that other lanes have fetched */
             __syncwarp();
             if (D == BLOCKS_OF_32) {
                 const float *scales = (const float *)scales_at(ring, i, 0);
@@ -1753,14 +1757,13 @@ static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *
                 }
             __syncwarp();
         }
-        uint4 chunk[4];
 #pragma unroll
-        for (int r = 0; r < 4; r++)
-            chunk[r] = *(const uint4 *)(ring + (place & RING_CHUNKS - 1) * CHUNK_BYTES + r * 512 + lane_id() * 16);
-#pragma unroll
-        for (int part = 0; part < parts; part++)
-            multiply_stretch<D, TILES, TERMS>(scaled ? sum : total, chunk, part, factor[u], x + (u * parts + part) * 64, x_stride,
-                                              last_column);
+        for (int m = 0; m < 2; m++) {
+            const uint8_t *from = ring + (place & RING_CHUNKS - 1) * CHUNK_BYTES + m * 1024 + lane_id() * 16;
+            const uint4 chunk[2] = {*(const uint4 *)from, *(const uint4 *)(from + 512)};
+            multiply_chunk<D, TILES, TERMS>(scaled ? sum[m] : total[m], chunk, factor[u] + 2 * m, x + u * parts * 64, x_stride,
+                                            last_column);
+        }
         fetch_chunk<D>(ring, strip, place, u, later, step);
     }
 #pragma unroll
@@ -1985,52 +1988,90 @@ static int cluster_slots(int cluster) {
     launch.numAttrs = 1;
     allow_shared(kernel, shared);
     CUDA(cudaOccupancyMaxActiveClusters(&found[cluster], kernel, &launch));
-    return found[cluster] *= cluster;
+    found[cluster] *= cluster;
+    if (cluster > 2) found[cluster] -= found[cluster] / 10;         /* where others still run, some find no place */
+    return found[cluster];
 }
 
-/* About the microseconds that a product with n rows of x takes with that cut, as measured on an H200. A round takes as long as
- * its bytes at the memory's rate, but not less than its instructions do; x that a thread cannot have on its way beforehand makes
- * all wait; blocks that come later begin anew; and the blocks of a cluster wait for each other. */
-static double cut_cost(const Cut &cut, DType dtype, int rows, int heads, int n) {
-    const double bytes = 1.9, instructions = dtype == DTYPE_F4_E2M1 ? 1.6 : is_e4m3(dtype) ? 1 : 0.55;
+/* About the microseconds that a product with n rows of x takes with that cut, in tiles of so many, as measured on an H200. A
+ * round takes as long as its bytes at the memory's rate, but not less than its instructions do; x that a thread cannot have on
+ * its way beforehand makes all wait; blocks that come later begin anew; and the blocks of a cluster wait for each other. */
+static double cut_cost(const Product &p, const Cut &cut, int n, int tiles) {
+    const double bytes = 1.9, instructions = p.format == DTYPE_F4_E2M1 ? 1.6 : is_e4m3(p.format) ? 0.75 : 0.55;
     const double wait = 0.45, begin = 1.3, cluster = cut.cluster > 1 ? 0.6 + 0.15 * cut.cluster : 0, segment = 0.02;
-    const int columns = n < 16 ? n : 16, share = 2 * product_shared(dtype, cut, columns, 2) <= (int)gpu.shared_per_block ? 1 : 2;
-    const int blocks = divide_up(rows, STRIP * (WARPS / cut.along)) * heads * cut.cluster;
+    const int columns = min(n, 8 * tiles), shared = product_shared(p.format, cut, columns, p.terms);
+    const int share = tiles <= 2 && 2 * shared <= (int)gpu.shared_per_block ? 1 : 2;
+    const int blocks = divide_up(p.w.rows, STRIP * (WARPS / cut.along)) * p.heads * cut.cluster * divide_up(n, 8 * tiles);
     const int slots = cluster_slots(cut.cluster) / share, waves = divide_up(blocks, slots);
-    const int late = divide_up(columns * cut.along * batch_values(dtype) / 8, THREADS) - divide_up(columns, 8);
+    const int late = divide_up(columns * cut.along * batch_values(p.format) / 8, THREADS) - tiles;
     const double busy = (double)(blocks < slots ? blocks : slots) / (2 * gpu.multiprocessors);
     const double round = fmax(bytes * busy, instructions + bytes * busy / 2) + (late > 0 ? late * wait : 0);
     return waves * (cut.rounds * round + begin) + cluster + segment * cut.cluster * cut.along;
 }
 
-/* The number of segments of a matrix is its shape's: what is best for one row. */
+/* The number of segments of a matrix is its shape's: what is best for one row. But those that take a cluster have to leave room
+ * for other products' in the same launch, and for several groups of rows: they gain little, and cost much there. */
 static Cut choose_cut(const Product &p) {
-    const int most = gpu.major == 9 ? MAX_CLUSTER : 1;
+    const int most = gpu.major == 9 ? MAX_CLUSTER : 1, strips = divide_up(p.w.rows, STRIP) * p.heads;
     Cut best = {};
     for (int segments = 2; segments <= WARPS * most; segments *= 2) {
         const Cut cut = cut_of(divide_up(segments, WARPS), min(segments, WARPS), p.w.cols, p.format);
-        if (!best.rounds || cut_cost(cut, p.format, p.w.rows, p.heads, 1) < cut_cost(best, p.format, p.w.rows, p.heads, 1))
-            best = cut;
+        const int warps = 2 * WARPS * gpu.multiprocessors / (cut.cluster + cut.cluster / 4);
+        if (cut.cluster > 1 && strips * segments > warps) break;
+        if (!best.rounds || cut_cost(p, cut, 1, 1) < cut_cost(p, best, 1, 1)) best = cut;
     }
     return best;
 }
 
 static int segments_of(const Product &p) { return p.cut.cluster * p.cut.along; }
 
+/* The clusters that hold the segments of all. */
+typedef struct Clusters { int least, most; } Clusters;
+
+static Clusters clusters_of(const Products &products) {
+    Clusters clusters = {1, gpu.major == 9 ? MAX_CLUSTER : 1};
+    for (int i = 0; i < products.count; i++) {
+        clusters.least = max(clusters.least, divide_up(segments_of(products.of[i]), WARPS));
+        clusters.most = min(clusters.most, segments_of(products.of[i]));
+    }
+    return clusters;
+}
+
+/* Whether the shared memory for tiles of so many rows of x is there. */
+static bool tiles_fit(const Products &products, int cluster, int tiles) {
+    for (int i = 0; i < products.count; i++) {
+        const Product &p = products.of[i];
+        const Cut cut = cut_of(cluster, segments_of(p) / cluster, p.w.cols, p.format);
+        if (product_shared(p.format, cut, min(p.n_rows, 8 * tiles), p.terms) > (int)gpu.shared_per_block) return false;
+        if (tiles > 1 && p.format == EXACT) return false;
+    }
+    return true;
+}
+
+/* Eight rows of x for each tile of a block: one tile if the blocks of all rows find a place at once, otherwise as few blocks as
+ * hold all rows. */
+static int choose_tiles(const Products &products) {
+    const int n = products.of[0].n_rows, most = clusters_of(products).most;
+    int warps = 0, tiles = 1;
+    for (int i = 0; i < products.count; i++)
+        warps += divide_up(products.of[i].w.rows, STRIP) * products.of[i].heads * segments_of(products.of[i]);
+    while (tiles < 4 && 8 * tiles < n && divide_up(n, 8 * tiles) * warps > 2 * WARPS * gpu.multiprocessors
+           && tiles_fit(products, most, 2 * tiles))
+        tiles *= 2;
+    return tiles;
+}
+
 /* How segments lie in warps and blocks changes no sum, and may follow the company: those that share a launch have one cluster. */
 static void choose_cluster(Products *products) {
-    int least = 1, most = gpu.major == 9 ? MAX_CLUSTER : 1, best = 0;
+    const Clusters clusters = clusters_of(*products);
+    int best = 0;
     double best_cost = 0;
-    for (int i = 0; i < products->count; i++) {
-        least = max(least, divide_up(segments_of(products->of[i]), WARPS));
-        most = min(most, segments_of(products->of[i]));
-    }
-    for (int cluster = least; cluster <= most; cluster *= 2) {
+    for (int cluster = clusters.least; cluster <= clusters.most; cluster *= 2) {
         double cost = 0;
+        if (!tiles_fit(*products, cluster, products->tiles)) continue;
         for (int i = 0; i < products->count; i++) {
             const Product &p = products->of[i];
-            const Cut cut = cut_of(cluster, segments_of(p) / cluster, p.w.cols, p.format);
-            cost += cut_cost(cut, p.format, p.w.rows, p.heads, p.n_rows);
+            cost += cut_cost(p, cut_of(cluster, segments_of(p) / cluster, p.w.cols, p.format), p.n_rows, products->tiles);
         }
         if (best && cost >= 0.97 * best_cost) continue;
         best = cluster;
@@ -2042,31 +2083,31 @@ static void choose_cluster(Products *products) {
     }
 }
 
-/* Whether a product fits into that launch: some cluster holds the segments of all. */
+/* Whether a product fits into that launch: some cluster holds the segments of all; and the exact path has but one tile. */
 static bool may_join(const Products &products, const Product &p) {
-    int least = divide_up(segments_of(p), WARPS), most = segments_of(p);
-    for (int i = 0; i < products.count; i++) {
-        least = max(least, divide_up(segments_of(products.of[i]), WARPS));
-        most = min(most, segments_of(products.of[i]));
-        if (products.of[i].tiles != p.tiles) return false;
-    }
-    return least <= most;
+    Products all = products;
+    all.of[all.count++] = p;
+    for (int i = 0; i < products.count; i++)
+        if (p.n_rows > 8 && (products.of[i].format == EXACT) != (p.format == EXACT)) return false;
+    const Clusters clusters = clusters_of(all);
+    return clusters.least <= clusters.most;
 }
 
 static void launch_products(Products *products) {
     size_t shared = 0;
     int blocks = 0;
+    products->tiles = choose_tiles(*products);
     choose_cluster(products);
     for (int i = 0; i < products->count; i++) {
         Product &p = products->of[i];
         p.first_block = blocks;
         blocks += divide_up(p.w.rows, STRIP * (WARPS / p.cut.along)) * p.heads * p.cut.cluster;
-        shared = max(shared, (size_t)product_shared(p.format, p.cut, min(p.n_rows, p.tiles * 8), p.terms));
+        shared = max(shared, (size_t)product_shared(p.format, p.cut, min(p.n_rows, products->tiles * 8), p.terms));
     }
     const Product &first = products->of[0];
-    const auto kernel = first.tiles == 4 ? product_kernel<4> : first.tiles == 2 ? product_kernel<2> : product_kernel<1>;
+    const auto kernel = products->tiles == 4 ? product_kernel<4> : products->tiles == 2 ? product_kernel<2> : product_kernel<1>;
     allow_shared(kernel, shared);
-    launch_early(kernel, dim3((unsigned)blocks, (unsigned)divide_up(first.n_rows, first.tiles * 8)), THREADS, shared,
+    launch_early(kernel, dim3((unsigned)blocks, (unsigned)divide_up(first.n_rows, products->tiles * 8)), THREADS, shared,
                  first.cut.cluster, *products);
 }
 
@@ -2629,9 +2670,9 @@ static void multiply_many(const Product &product) {
 
 /* Whether rows are worth the rounding and the second launch, and there is room for 128 of them. */
 static bool are_many(const Product &product) {
-    const double products = (double)product.n_rows * product.w.rows * product.w.cols * product.heads;
+    const double weights = (double)product.w.rows * product.w.cols * product.heads;
     if (product.format == EXACT || rounded_row(product) * 128 > ROUNDED_BYTES) return false;
-    return product.n_rows > 16 && products >= 1 << 27;
+    return product.n_rows > (weights < 1 << 27 ? 32 : 16) && product.n_rows * weights >= 1 << 27;
 }
 
 /* ---- launches */
@@ -2655,14 +2696,6 @@ static int terms_of(DType format, size_t weights) {
     return format == DTYPE_BF16 || format == DTYPE_F16 ? 2 : 1;
 }
 
-/* Eight rows of x for each tile, as few tiles as hold all rows, if their shared memory is there. */
-static int choose_tiles(const Product &p) {
-    if (p.format == EXACT) return 1;
-    const int most = (int)gpu.shared_per_block;
-    if (p.n_rows > 16 && product_shared(p.format, p.cut, 32, p.terms) <= most) return 4;
-    return p.n_rows > 8 && product_shared(p.format, p.cut, 16, p.terms) <= most ? 2 : 1;
-}
-
 /* The type of weights as kernels are to see it, where they can do better than one weight at a time; strips of `every` rows each
  * have to have the scales of one block. */
 static DType streamed_format(const Matrix &w, int every) {
@@ -2678,7 +2711,6 @@ static void plan(Product *p) {
     p->format = streamed_format(w, p->heads > 1 ? p->head_rows : 0);
     p->terms = terms_of(p->format, (size_t)w.rows * (size_t)w.cols * (size_t)p->heads);
     p->cut = choose_cut(*p);
-    p->tiles = choose_tiles(*p);
 }
 
 /* Products of many rows each have a launch, others as few as they can. */
