@@ -1396,9 +1396,6 @@ typedef struct Strip {
     DType dtype;
 } Strip;
 
-/* The 16-bit type as which they are multiplied: e4m3 as f16, which instructions widen it to. */
-static __host__ __device__ constexpr DType met_as(DType D) { return is_e4m3(D) ? DTYPE_F16 : D; }
-
 enum { NO_BATCH = INT_MAX / 2 };                    /* a column past every matrix: fetches zeros, reads nothing */
 
 static __device__ inline int lane_id() { return (int)(threadIdx.x % 32); }
@@ -1544,54 +1541,20 @@ static __device__ inline void fetch_input(float v[AHEAD][8], const Input &input,
     }
 }
 
-/* The larger; NaN if one is. */
-static __device__ inline float max_nan(float a, float b) {
-    float most;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
-    return most;
-}
-
-/* What x is multiplied by before it becomes f16, and what undoes that, of the largest of a row and batch. */
-typedef struct Range { float up, down; } Range;
-
-static __device__ inline Range range_of(float most) {
-    const uint32_t bits = __float_as_uint(most), exponent = max(bits >> 23, 15);
-    return {__uint_as_float((14 + 2 * 127 - exponent) << 23),
-            __uint_as_float(bits < 0x7f800000 ? (exponent - 14) << 23 : 0x7fc00000)};
-}
-
-/* Of eight values of each of sixteen threads. */
-static __device__ inline Range shared_range(const float v[8]) {
-    float most = 0;
-#pragma unroll
-    for (int i = 0; i < 8; i++) most = max_nan(most, fabsf(v[i]));
-#pragma unroll
-    for (int i = 8; i; i /= 2) most = max_nan(most, __shfl_xor_sync(0xffffffff, most, i));
-    return range_of(most);
-}
-
 template <DType D, int TERMS, int AHEAD>
 static __device__ inline void put_input(uint8_t *staged, float v[AHEAD][8], const Input &input, const Cut &cut, int begin) {
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
         const StagedEight at = staged_eight<D>(cut, begin + i);
-        Range range = {1, 1};
-        if (is_e4m3(D)) range = shared_range(v[i]);
         if (at.column >= input.count) continue;
-        if constexpr (is_e4m3(D)) {
-            uint8_t *row = staged + at.column * staged_stride(D, cut.along, TERMS);
-            if (lane_id() % 16 == 0) *(float *)(row + TERMS * term_bytes(D, cut.along) + at.eight / 16 * 4) = range.down;
-#pragma unroll
-            for (int j = 0; j < 8; j++) v[i][j] *= range.up;
-        }
         uint8_t *to = staged + at.column * staged_stride(D, cut.along, TERMS) + at.eight * (D == EXACT ? 32 : 16);
         if constexpr (D == EXACT) memcpy(to, v[i], sizeof v[i]);
         else
 #pragma unroll
             for (int term = 0; term < TERMS; term++, to += term_bytes(D, cut.along)) {
-                *(uint4 *)to = narrow_eight<met_as(D)>(v[i]);
+                *(uint4 *)to = narrow_eight<D>(v[i]);
 #pragma unroll
-                for (int j = 0; j < 8; j++) v[i][j] = remainder_of<met_as(D)>(v[i][j]);
+                for (int j = 0; j < 8; j++) v[i][j] = remainder_of<D>(v[i][j]);
             }
     }
 }
@@ -1599,16 +1562,6 @@ static __device__ inline void put_input(uint8_t *staged, float v[AHEAD][8], cons
 /* Two pairs of bf16 times a pair. */
 static __device__ inline uint32_t multiply_pair(uint32_t pair, uint32_t factor) {
     __nv_bfloat162 a, b;
-    memcpy(&a, &pair, 4);
-    memcpy(&b, &factor, 4);
-    a = __hmul2(a, b);
-    memcpy(&pair, &a, 4);
-    return pair;
-}
-
-/* Likewise of f16. */
-static __device__ inline uint32_t multiply_halves(uint32_t pair, uint32_t factor) {
-    __half2 a, b;
     memcpy(&a, &pair, 4);
     memcpy(&b, &factor, 4);
     a = __hmul2(a, b);
@@ -1664,38 +1617,15 @@ template <DType D> static __device__ inline void multiply_fragment(float sum[4],
             : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-/* Four e4m3 values as pairs of neighbours in f16. */
-static __device__ inline uint2 widen_to_halves(uint32_t four) {
-#if __CUDA_ARCH__ >= 890
-    uint2 pairs;
-    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
-        : "=r"(pairs.x), "=r"(pairs.y) : "r"(four));
-    return pairs;
-#else
-    const uint32_t low = __byte_perm(four, 0, 0x1404), high = __byte_perm(four, 0, 0x3424);
-    return make_uint2(multiply_halves(low & 0x80008000 | low >> 1 & 0x3f803f80, 0x5c005c00),
-                      multiply_halves(high & 0x80008000 | high >> 1 & 0x3f803f80, 0x5c005c00));
-#endif
-}
-
 /* Eight of a thread's values in each of four rows as two fragments: part `part` of a chunk, 16 bytes of which make 1 (16-bit
- * types), 2 (e4m3) or 4 (e2m1). Those of BLOCKS_OF_32 and e2m1 times a factor. */
+ * types), 2 (e4m3) or 4 (e2m1). */
 template <DType D> static __device__ inline uint4 widen_part(const uint4 &chunk, int part, uint32_t factor) {
     const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
     if (D == DTYPE_F4_E2M1) return widen_eight(words[part], factor);
     if (!is_e4m3(D)) return chunk;
-    const uint2 low = widen_to_halves(words[2 * part]), high = widen_to_halves(words[2 * part + 1]);
-    if (D == DTYPE_F8_E4M3) return make_uint4(low.x, low.y, high.x, high.y);
-    return make_uint4(multiply_halves(low.x, factor), multiply_halves(low.y, factor), multiply_halves(high.x, factor),
-                      multiply_halves(high.y, factor));
-}
-
-/* Of the scales of a batch in blocks of 32 the largest, and each by it as a pair of f16. */
-typedef struct Shares { float most, inverse; } Shares;
-
-static __device__ inline Shares shares_of(const float4 &scales) {
-    const float most = fmaxf(fmaxf(scales.x, scales.y), fmaxf(scales.z, scales.w));
-    return {most, __uint_as_float((254 << 23) - (__float_as_uint(most) & 0x7f800000))};
+    const uint32_t repair = D == BLOCKS_OF_32 ? factor : E4M3_REPAIR;
+    const uint2 low = widen_four(words[2 * part], repair), high = widen_four(words[2 * part + 1], repair);
+    return make_uint4(low.x, low.y, high.x, high.y);
 }
 
 /* A chunk of a fragment's rows g and g + 8 times all tiles of eight rows of x: of each value of x first the upper term, then the
@@ -1714,8 +1644,8 @@ static __device__ inline void multiply_chunk(float sum[TILES][4], const uint4 ch
                 const int column = min(tile * 8 + lane_id() / 4, last_column);     /* idle columns of the instruction repeat one */
                 const uint4 b =
                     *(const uint4 *)(x + part * 64 + column * x_stride + term * ((x_stride - STAGED_PAD) / TERMS));
-                multiply_fragment<met_as(D)>(sum[tile], a.x, c.x, a.y, c.y, b.x, b.y);
-                multiply_fragment<met_as(D)>(sum[tile], a.z, c.z, a.w, c.w, b.z, b.w);
+                multiply_fragment<D>(sum[tile], a.x, c.x, a.y, c.y, b.x, b.y);
+                multiply_fragment<D>(sum[tile], a.z, c.z, a.w, c.w, b.z, b.w);
             }
     }
 }
@@ -1724,8 +1654,8 @@ static __device__ inline void multiply_chunk(float sum[TILES][4], const uint4 ch
  * value of it in row 0. */
 template <DType D, int TILES, int TERMS>
 static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *ring, Strip &strip, int i, int later, int step,
-                                             const uint8_t *x, const uint8_t *factors, int x_stride, int last_column) {
-    constexpr bool scaled = is_e4m3(D);
+                                             const uint8_t *x, int x_stride, int last_column) {
+    constexpr bool scaled = D == DTYPE_F8_E4M3;
     constexpr int parts = chunk_values(D) / 8;
     float sum[2][TILES][4] = {}, scale[4] = {};
     uint32_t factor[STRIP_CHUNKS][4] = {};
@@ -1733,28 +1663,24 @@ static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *
     for (int u = 0; u < STRIP_CHUNKS; u++) {
         const int place = i * STRIP_CHUNKS + u;
         wait_for_copies<RING_CHUNKS - 1>();
-        if (u == scales_with(D) && (scaled || D == DTYPE_F4_E2M1)) {             /* scales that other lanes have fetched */
+        if (u == 0 && D == BLOCKS_OF_32) {
             __syncwarp();
-            if (D == BLOCKS_OF_32) {
-                const float *scales = (const float *)scales_at(ring, i, 0);
-                const Shares shares = shares_of(*(const float4 *)scales);
 #pragma unroll
-                for (int r = 0; r < 4; r++) scale[r] = shares.most;
+            for (int r = 0; r < 4 * STRIP_CHUNKS; r++)
+                factor[r / 4][r % 4] = e4m3_factor(((const float *)scales_at(ring, i, 0))[r / 4 * 2 + lane_id() % 4 / 2]);
+            __syncwarp();
+        }
+        if (u == scales_with(D) && (scaled || D == DTYPE_F4_E2M1)) {             /* rows that other lanes have fetched */
+            __syncwarp();
 #pragma unroll
-                for (int r = 0; r < 4 * STRIP_CHUNKS; r++) {
-                    const float own = scales[r / 4 * 2 + lane_id() % 4 / 2] * shares.inverse;
-                    factor[r / 4][r % 4] = narrow_pair<DTYPE_F16>(own, own);
+            for (int r = 0; r < 4; r++) {
+                const uint8_t *scales = scales_at(ring, i, lane_id() / 4 + r * 8);
+                if (scaled) scale[r] = *(const float *)scales;
+                else {
+                    factor[0][r] = e2m1_factor(*(const uint32_t *)scales);
+                    factor[1][r] = e2m1_factor(*(const uint32_t *)(scales + 4));
                 }
-            } else
-#pragma unroll
-                for (int r = 0; r < 4; r++) {
-                    const uint8_t *own = scales_at(ring, i, lane_id() / 4 + r * 8);
-                    if (scaled) scale[r] = *(const float *)own;
-                    else {
-                        factor[0][r] = e2m1_factor(*(const uint32_t *)own);
-                        factor[1][r] = e2m1_factor(*(const uint32_t *)(own + 4));
-                    }
-                }
+            }
             __syncwarp();
         }
 #pragma unroll
@@ -1767,14 +1693,9 @@ static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *
         fetch_chunk<D>(ring, strip, place, u, later, step);
     }
 #pragma unroll
-    for (int j = 0; scaled && j < 2 * TILES; j++) {
-        const int tile = j / 2, column = tile * 8 + lane_id() % 4 * 2 + j % 2;
-        const float down = *(const float *)(factors + min(column, last_column) * x_stride);
-#pragma unroll
-        for (int r = 0; r < 4; r++) {
-            float &to = total[r / 2][tile][r % 2 * 2 + j % 2];
-            to = fmaf(scale[r] * down, sum[r / 2][tile][r % 2 * 2 + j % 2], to);
-        }
+    for (int j = 0; scaled && j < 2 * TILES * 4; j++) {
+        const int m = j / (TILES * 4), tile = j / 4 % TILES, part = j % 4;
+        total[m][tile][part] = fmaf(scale[2 * m + part / 2], sum[m][tile][part], total[m][tile][part]);
     }
 }
 
@@ -1803,7 +1724,7 @@ template <DType D, int TILES> static __device__ void put_sums(float *sums, const
         for (int i = 0; i < 2 * TILES * 4; i++) {
             const int m = i / (TILES * 4), tile = i / 4 % TILES, part = i % 4;
             sums[(tile * 8 + lane % 4 * 2 + part % 2) * SUM_STRIDE + m * 16 + lane / 4 + part / 2 * 8] =
-                total[m][tile][part] * (D == DTYPE_F4_E2M1 ? undo_shift(D) : 1);
+                total[m][tile][part] * undo_shift(D);
         }
 }
 
@@ -1823,7 +1744,6 @@ static __device__ void multiply_segment(uint8_t *ring, Strip &strip, const Input
                                         uint8_t *staged) {
     const int stride = staged_stride(D, cut.along, TERMS), last = input.count - 1, step = round_columns(D, cut);
     const int place = (warp_id() & cut.along - 1) * term_bytes(D, 1) + (D == EXACT ? 0 : lane_id() % 4 * 16);
-    const int factors = TERMS * term_bytes(D, cut.along) + (warp_id() & cut.along - 1) * 4;
     float total[2][TILES][4] = {}, v[TILES][8];
 #pragma unroll 1
     for (int i = -1, k = from; i < cut.rounds; i++, k += step) {    /* k: the block's columns of the next round */
@@ -1838,7 +1758,7 @@ static __device__ void multiply_segment(uint8_t *ring, Strip &strip, const Input
                 multiply_batch<D, TILES, TERMS>(
                     total, ring, strip, i,
                     i + RING_BATCHES < cut.rounds ? first_batch<D>(cut, k) + (RING_BATCHES - 1) * step : NO_BATCH, step,
-                    now + place, now + factors, stride, last);
+                    now + place, stride, last);
         }
         if (!more) break;
         put_input<D, TERMS, TILES>(then, v, input, cut, 0);
@@ -1881,21 +1801,21 @@ static __device__ inline void load_from_block(float4 *value, const float *p, int
 #endif
 }
 
-/* The sum of all segments for four neighbours: from row `row` of the cluster's rows on, column `column`. */
-enum { ADDED = 8 };             /* segments whose sums are on their way at a time */
+/* The sum of all segments for four neighbours: from row `row` of the cluster's rows on, column `column`. Four segments' are on
+ * their way at a time. */
 static __device__ inline float4 sum_segments(const float *sums, const Cut &cut, int row, int column) {
     const int power = power_of(cut.along), segments = cut.cluster << power;
     const float *first = sums + (row / STRIP << power) * (RING_BYTES / 4) + column * SUM_STRIDE + row % STRIP;
-    float4 sum = {}, value[ADDED];
+    float4 sum = {}, value[4];
 #pragma unroll 1
-    for (int begin = 0; begin < segments; begin += ADDED) {
+    for (int begin = 0; begin < segments; begin += 4) {
 #pragma unroll
-        for (int i = 0; i < ADDED; i++) {
+        for (int i = 0; i < 4; i++) {
             const int segment = min(begin + i, segments - 1);
             load_from_block(&value[i], first + (segment & cut.along - 1) * (RING_BYTES / 4), segment >> power);
         }
 #pragma unroll
-        for (int i = 0; i < ADDED; i++)
+        for (int i = 0; i < 4; i++)
             if (begin + i < segments)
                 sum = make_float4(sum.x + value[i].x, sum.y + value[i].y, sum.z + value[i].z, sum.w + value[i].w);
     }
@@ -1997,7 +1917,7 @@ static int cluster_slots(int cluster) {
  * round takes as long as its bytes at the memory's rate, but not less than its instructions do; x that a thread cannot have on
  * its way beforehand makes all wait; blocks that come later begin anew; and the blocks of a cluster wait for each other. */
 static double cut_cost(const Product &p, const Cut &cut, int n, int tiles) {
-    const double bytes = 1.9, instructions = p.format == DTYPE_F4_E2M1 ? 1.6 : is_e4m3(p.format) ? 0.75 : 0.55;
+    const double bytes = 1.9, instructions = p.format == DTYPE_F4_E2M1 ? 1.6 : is_e4m3(p.format) ? 1 : 0.55;
     const double wait = 0.45, begin = 1.3, cluster = cut.cluster > 1 ? 0.6 + 0.15 * cut.cluster : 0, segment = 0.02;
     const int columns = min(n, 8 * tiles), shared = product_shared(p.format, cut, columns, p.terms);
     const int share = tiles <= 2 && 2 * shared <= (int)gpu.shared_per_block ? 1 : 2;
@@ -2048,14 +1968,14 @@ static bool tiles_fit(const Products &products, int cluster, int tiles) {
     return true;
 }
 
-/* Eight rows of x for each tile of a block: one tile if the blocks of all rows find a place at once, otherwise as few blocks as
- * hold all rows. */
+/* Eight rows of x for each tile of a block: one tile if the blocks of all rows easily find a place at once, otherwise as few
+ * blocks as hold all rows. */
 static int choose_tiles(const Products &products) {
     const int n = products.of[0].n_rows, most = clusters_of(products).most;
     int warps = 0, tiles = 1;
     for (int i = 0; i < products.count; i++)
         warps += divide_up(products.of[i].w.rows, STRIP) * products.of[i].heads * segments_of(products.of[i]);
-    while (tiles < 4 && 8 * tiles < n && divide_up(n, 8 * tiles) * warps > 2 * WARPS * gpu.multiprocessors
+    while (tiles < 4 && 8 * tiles < n && divide_up(n, 8 * tiles) * warps * 4 > 3 * 2 * WARPS * gpu.multiprocessors
            && tiles_fit(products, most, 2 * tiles))
         tiles *= 2;
     return tiles;
@@ -2133,9 +2053,6 @@ enum {
 /* [heads, steps, terms, padded rows, WIDE_BYTES] */
 static __device__ __align__(1024) uint8_t rounded_rows[ROUNDED_BYTES];
 
-/* [heads, batches, padded rows]: what undoes the factors of e4m3's x. */
-static __device__ float rounded_factors[ROUNDED_BYTES / (2 * SCALE_BLOCK)];
-
 typedef struct Wide {
     Product p;
     int split, stages;          /* blocks of a cluster that share a tile's segments; steps in shared memory */
@@ -2153,11 +2070,6 @@ template <DType D, int TERMS, int N, int GROUPS> struct WideTile {
 
 /* Barriers in shared memory, for each stage: its x has come; all warps have done with it. */
 typedef struct Stages { uint64_t filled[WIDE_STAGES], used[WIDE_STAGES]; } Stages;
-
-/* Steps of all columns, up to whole batches. */
-static __host__ __device__ constexpr int wide_steps(DType D, int cols) {
-    return (cols + batch_values(D) - 1) / batch_values(D) * (batch_values(D) / WIDE_STEP);
-}
 
 /* The columns of a step: 64 neighbours; of e2m1, 16 neighbours for each of four threads. */
 template <DType D> static __device__ inline int step_column(int step) {
@@ -2181,15 +2093,15 @@ template <DType D> static __device__ inline void next_step(Walk *walk, int segme
     walk->step = there ? step : walk->segment * steps;
 }
 
-/* A thread has a 16-byte part: of eight values of each of four threads a pair, in narrow_eight's order. Sixteen
- * threads have a batch of e4m3. */
+/* A thread has a 16-byte part: of eight values of each of four threads a pair, in narrow_eight's order. */
 template <DType D, int TERMS>
 static __global__ void __launch_bounds__(THREADS) round_kernel(const __grid_constant__ Product p, int padded) {
     let_next_start();
     wait_for_previous();
-    constexpr int apart = D == DTYPE_F4_E2M1 ? 4 : 1;
-    const int n_steps = wide_steps(D, p.w.cols), parts = p.heads * n_steps * 8, i = (int)thread_index();
-    const int row = min(i / parts, p.n_rows - 1), stretch = i % parts / 4, head = stretch / 2 / n_steps, q = i % 4;
+    constexpr int apart = D == DTYPE_F4_E2M1 ? 4 : is_e4m3(D) ? 2 : 1;
+    const int n_steps = divide_up(p.w.cols, WIDE_STEP), parts = p.heads * n_steps * 8, i = (int)thread_index();
+    const int row = i / parts, stretch = i % parts / 4, head = stretch / 2 / n_steps, q = i % 4;
+    if (row >= p.n_rows) return;
     const int first = step_column<D>(stretch / 2 % n_steps) + q / apart * 2 * apart + q % apart;
     const float *x = p.x + (size_t)row * p.x_stride + (size_t)(head * p.x_head);
     float v[8];
@@ -2198,22 +2110,14 @@ static __global__ void __launch_bounds__(THREADS) round_kernel(const __grid_cons
         const int column = first + eight_column<D>(stretch % 2, j / 2) + j % 2 * apart;
         v[j] = column < p.w.cols ? x[column] : 0;
     }
-    if constexpr (is_e4m3(D)) {
-        const Range range = shared_range(v);
-        if (i % 16 == 0 && i / parts < p.n_rows) rounded_factors[(size_t)(stretch / 4) * (size_t)padded + (size_t)row] = range.down;
-#pragma unroll
-        for (int j = 0; j < 8; j++) v[j] *= range.up;
-    }
-    if (i / parts >= p.n_rows) return;
     uint8_t *to = rounded_rows + ((size_t)(stretch / 2) * TERMS * (size_t)padded + (size_t)row) * WIDE_BYTES
                   + ((i % 8) ^ row % 8) * 16;
 #pragma unroll
     for (int term = 0; term < TERMS; term++, to += (size_t)padded * WIDE_BYTES) {
-        constexpr DType as = met_as(D);
-        *(uint4 *)to = make_uint4(narrow_pair<as>(v[0], v[1]), narrow_pair<as>(v[2], v[3]), narrow_pair<as>(v[4], v[5]),
-                                  narrow_pair<as>(v[6], v[7]));
+        *(uint4 *)to = make_uint4(narrow_pair<D>(v[0], v[1]), narrow_pair<D>(v[2], v[3]), narrow_pair<D>(v[4], v[5]),
+                                  narrow_pair<D>(v[6], v[7]));
 #pragma unroll
-        for (int j = 0; j < 8; j++) v[j] = remainder_of<as>(v[j]);
+        for (int j = 0; j < 8; j++) v[j] = remainder_of<D>(v[j]);
     }
 }
 
@@ -2279,36 +2183,23 @@ static __device__ inline void copy_weights(uint8_t *stage, const Pair &pair, int
 }
 
 
-/* The scales of a step: of e4m3 its batch's, in blocks of 32, where both rows have the same, of four blocks; of e2m1 four
- * threads'. */
-template <DType D> static __device__ inline void fetch_pair_scales(uint32_t scale[4], const Pair &pair, int step, int cols) {
+/* The scales of a step: of e4m3 its batch's, in blocks of 32 the thread's; of e2m1 four threads'. */
+template <DType D> static __device__ inline void fetch_pair_scales(uint32_t scale[2], const Pair &pair, int step, int cols) {
     const int column = step_column<D>(step);
     if constexpr (is_e4m3(D) || D == DTYPE_F4_E2M1)
 #pragma unroll
-        for (int i = 0; i < (D == BLOCKS_OF_32 ? 4 : 2); i++) {
+        for (int i = 0; i < 2; i++) {
             const int offset = D == DTYPE_F4_E2M1 ? column / EXPONENT_BLOCK
-                               : D == BLOCKS_OF_32 ? (column / SCALE_BLOCK * (SCALE_BLOCK / SMALL_BLOCK) + i) * (int)sizeof(float)
+                               : D == BLOCKS_OF_32 ? (column / SMALL_BLOCK + lane_id() % 4 / 2) * (int)sizeof(float)
                                                    : column / SCALE_BLOCK * (int)sizeof(float);
-            scale[i] = column < cols ? __ldg((const uint32_t *)(pair.scale[D == BLOCKS_OF_32 ? 0 : i] + offset)) : 0;
+            scale[i] = column < cols ? __ldg((const uint32_t *)(pair.scale[i] + offset)) : 0;
         }
-}
-
-/* Of a batch of four blocks. */
-static __device__ inline Shares shares_of(const uint32_t scale[4]) {
-    return shares_of(make_float4(__uint_as_float(scale[0]), __uint_as_float(scale[1]), __uint_as_float(scale[2]),
-                                 __uint_as_float(scale[3])));
 }
 
 /* a[s][i]: the fragment of instruction i of stretch s. */
 template <DType D, typename T>
-static __device__ inline void load_fragments(uint32_t a[2][2][4], const uint8_t *stage, const uint32_t scale[4], int step) {
+static __device__ inline void load_fragments(uint32_t a[2][2][4], const uint8_t *stage, const uint32_t scale[2]) {
     const uint8_t *at = stage + threadIdx.x * T::chunk;
-    uint32_t factor = 0;
-    if (D == BLOCKS_OF_32) {                        /* of the block that this thread's sixteen columns are of */
-        const uint32_t first = step % 2 ? scale[2] : scale[0], second = step % 2 ? scale[3] : scale[1];
-        const float own = __uint_as_float(lane_id() % 4 / 2 ? second : first) * shares_of(scale).inverse;
-        factor = narrow_pair<DTYPE_F16>(own, own);
-    }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int r = i / 2, s = i % 2;
@@ -2317,7 +2208,7 @@ static __device__ inline void load_fragments(uint32_t a[2][2][4], const uint8_t 
             const uint2 chunk = *(const uint2 *)(at + r * T::threads * 8);
             v = widen_eight(s ? chunk.y : chunk.x, e2m1_factor(scale[r]));
         } else if constexpr (is_e4m3(D))
-            v = widen_part<D>(*(const uint4 *)(at + r * T::threads * 16), s, factor);
+            v = widen_part<D>(*(const uint4 *)(at + r * T::threads * 16), s, e4m3_factor(__uint_as_float(scale[r])));
         else v = *(const uint4 *)(at + i * T::threads * 16);
         a[s][0][r] = v.x, a[s][0][2 + r] = v.y, a[s][1][r] = v.z, a[s][1][2 + r] = v.w;
     }
@@ -2341,9 +2232,8 @@ static __device__ inline void load_fragments(uint32_t a[2][2][4], const uint8_t 
 /* sum += A B: 64 rows of weights, 16 values of k, N rows of x. */
 template <DType D, int N> static __device__ inline void multiply_tile(float sum[N / 8][4], const uint32_t a[4], uint64_t b) {
     static_assert(N == 64 || N == 128);
-    constexpr bool halves = met_as(D) == DTYPE_F16;
-    if constexpr (halves && N == 64) WGMMA("64", "f16", NAMES_32, "%32, %33, %34, %35", "%36", TILE_SUMS_8(0));
-    else if constexpr (halves) WGMMA("128", "f16", NAMES_64, "%64, %65, %66, %67", "%68", TILE_SUMS_8(0), TILE_SUMS_8(8));
+    if constexpr (D == DTYPE_F16 && N == 64) WGMMA("64", "f16", NAMES_32, "%32, %33, %34, %35", "%36", TILE_SUMS_8(0));
+    else if constexpr (D == DTYPE_F16) WGMMA("128", "f16", NAMES_64, "%64, %65, %66, %67", "%68", TILE_SUMS_8(0), TILE_SUMS_8(8));
     else if constexpr (N == 64) WGMMA("64", "bf16", NAMES_32, "%32, %33, %34, %35", "%36", TILE_SUMS_8(0));
     else WGMMA("128", "bf16", NAMES_64, "%64, %65, %66, %67", "%68", TILE_SUMS_8(0), TILE_SUMS_8(8));
 }
@@ -2376,7 +2266,7 @@ static __device__ inline void multiply_step(float sum[N / 8][4], const uint32_t 
         const uint32_t *w = a[s][instruction];
 #pragma unroll
         for (int tile = 0; tile < N / 8; tile++, row += 8 * WIDE_BYTES)
-            multiply_fragment<met_as(D)>(sum[tile], w[0], w[1], w[2], w[3], *(const uint32_t *)(row + (part ^ g) * 16),
+            multiply_fragment<D>(sum[tile], w[0], w[1], w[2], w[3], *(const uint32_t *)(row + (part ^ g) * 16),
                                  *(const uint32_t *)(row + (part + 1 ^ g) * 16));
     }
 }
@@ -2438,8 +2328,7 @@ typedef struct Job {
     int head, first_row, first_column;              /* its tile's */
     int n_steps, segments, first, end;              /* of the matrix; the block's segments */
     const uint8_t *x;                               /* rounded, of the tile; term_bytes to the next term or step */
-    size_t term_bytes, padded;
-    const float *factors;                           /* of the first batch; padded to the next */
+    size_t term_bytes;
     uint8_t *rounded, *ring;                        /* steps of x and of weights */
     Stages *stages;
     float *sums;                                    /* of segments, the last of which takes the place of the ring */
@@ -2449,7 +2338,7 @@ typedef struct Job {
 template <DType D, int N, typename T>
 static __device__ inline void finish_segment(float sum[N / 8][4], const Wide &wide, const Job &job, int segment) {
 #pragma unroll
-    for (int i = 0; D == DTYPE_F4_E2M1 && i < N / 2; i++) sum[i / 4][i % 4] *= undo_shift(D);
+    for (int i = 0; undo_shift(D) != 1 && i < N / 2; i++) sum[i / 4][i % 4] *= undo_shift(D);
     if (wide.split == 1)
         add_segment<N>(job.y, wide.p.y_stride, sum, wide.p.w.rows - job.first_row, wide.p.n_rows - job.first_column,
                        segment == 0);
@@ -2484,20 +2373,12 @@ static __device__ inline Walk start_copies(const Job &job, const Pair &pair, con
     return walk;
 }
 
-/* A batch of e4m3: `factors` are of its rows of x. */
-template <DType D, int N>
-static __device__ inline void add_batch(float total[N / 8][4], float sum[N / 8][4], const uint32_t scale[4],
-                                        const float *factors) {
-    const float most = D == BLOCKS_OF_32 ? shares_of(scale).most : 0;
+/* A batch of e4m3 weights has one scale. */
+template <int N> static __device__ inline void add_batch(float total[N / 8][4], float sum[N / 8][4], const uint32_t scale[2]) {
 #pragma unroll
-    for (int tile = 0; tile < N / 8; tile++) {
-        const float2 down = *(const float2 *)(factors + sum_column(tile, 0));
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float by = D == BLOCKS_OF_32 ? most : __uint_as_float(scale[i / 2]);
-            total[tile][i] = fmaf(by * (i % 2 ? down.y : down.x), sum[tile][i], total[tile][i]);
-            sum[tile][i] = 0;
-        }
+    for (int i = 0; i < N / 2; i++) {
+        total[i / 4][i % 4] = fmaf(__uint_as_float(scale[i % 4 / 2]), sum[i / 4][i % 4], total[i / 4][i % 4]);
+        sum[i / 4][i % 4] = 0;
     }
 }
 
@@ -2511,14 +2392,14 @@ static __device__ inline void next_turn(Turn *turn, int stages) {
 /* All warps walk through the steps of the block's segments; what they copy is for as many steps ahead as there are stages, less
  * one. */
 template <DType D, int TERMS, int N, typename T> static __device__ void multiply_segments(const Wide &wide, const Job &job) {
-    constexpr bool scaled = is_e4m3(D);
+    constexpr bool scaled = D == DTYPE_F8_E4M3;
     constexpr int steps = batch_values(D) / WIDE_STEP;
     const int cols = wide.p.w.cols, stages = wide.stages;
     Pair pair;
     set_pair<D>(&pair, wide.p.w, job.first_row + sum_row(0), job.head * wide.p.head_rows);
     Walk now = {job.first, 0, job.first * steps}, ahead = start_copies<D, TERMS, N, T>(job, pair, now, stages - 1, cols);
     Turn get = {0, 0}, put = {stages - 1, 0};
-    uint32_t a[2][2][4], scale[4] = {}, next_scale[4] = {};
+    uint32_t a[2][2][4], scale[2] = {}, next_scale[2] = {};
     float sum[N / 8][4] = {}, total[scaled ? N / 8 : 1][4] = {};
     fetch_pair_scales<D>(scale, pair, now.step, cols);
 #pragma unroll 1
@@ -2528,7 +2409,7 @@ template <DType D, int TERMS, int N, typename T> static __device__ void multiply
         const bool more = ahead.segment < job.end, ends = next.segment != now.segment;
         if (next.segment < job.end) fetch_pair_scales<D>(next_scale, pair, next.step, cols);
         wait_for_copies(stages - 2);
-        load_fragments<D, T>(a, job.ring + get.stage * T::stage, scale, now.step);
+        load_fragments<D, T>(a, job.ring + get.stage * T::stage, scale);
         if (more) copy_weights<D, T>(job.ring + put.stage * T::stage, pair, ahead.step, cols);
         commit_copies();
         wait_at(&job.stages->filled[get.stage], get.round);
@@ -2541,14 +2422,13 @@ template <DType D, int TERMS, int N, typename T> static __device__ void multiply
             next_step<D>(&ahead, job.segments, job.n_steps);
         }
         if constexpr (scaled) {
-            if (ends || next.at % steps == 0) add_batch<D, N>(total, sum, scale, job.factors + (size_t)(now.step / steps) * job.padded);
+            if (ends || next.at % steps == 0) add_batch<N>(total, sum, scale);
             if (ends) finish_segment<D, N, T>(total, wide, job, now.segment);
         } else if (ends) finish_segment<D, N, T>(sum, wide, job, now.segment);
         next_turn(&get, stages);
         next_turn(&put, stages);
         now = next;
-#pragma unroll
-        for (int i = 0; i < 4; i++) scale[i] = next_scale[i];
+        scale[0] = next_scale[0], scale[1] = next_scale[1];
     }
 }
 
@@ -2564,15 +2444,12 @@ static __global__ void __launch_bounds__(GROUPS * WIDE_THREADS, 4 / GROUPS) wide
     job.head = p.heads == 1 ? 0 : (int)blockIdx.z / tiles;
     job.first_row = ((int)blockIdx.z - job.head * tiles) * T::rows;
     job.first_column = (int)blockIdx.y * N;
-    job.n_steps = wide_steps(D, p.w.cols);
+    job.n_steps = divide_up(p.w.cols, WIDE_STEP);
     job.segments = segments;
     job.first = (int)blockIdx.x * share;
     job.end = job.first + share;
     job.term_bytes = (size_t)wide.padded * WIDE_BYTES;
     job.x = rounded_rows + (size_t)(job.head * job.n_steps * TERMS) * job.term_bytes + (size_t)job.first_column * WIDE_BYTES;
-    job.padded = (size_t)wide.padded;
-    job.factors = rounded_factors + (size_t)(job.head * job.n_steps / (batch_values(D) / WIDE_STEP)) * job.padded
-                  + (size_t)job.first_column;
     job.rounded = wide_shared;
     job.stages = (Stages *)(wide_shared + wide.stages * T::rounded);
     job.sums = (float *)(job.stages + 1);
@@ -2610,7 +2487,7 @@ template <DType D, int TERMS, int N, int GROUPS> static size_t tile_shared(const
 template <DType D, int TERMS, int N, int GROUPS> static void launch_wide(const Wide &wide) {
     typedef WideTile<D, TERMS, N, GROUPS> T;
     const Product &p = wide.p;
-    const size_t shared = tile_shared<D, TERMS, N, GROUPS>(wide), eights = (size_t)(p.heads * wide_steps(D, p.w.cols)) * 8;
+    const size_t shared = tile_shared<D, TERMS, N, GROUPS>(wide), eights = (size_t)(p.heads * divide_up(p.w.cols, WIDE_STEP)) * 8;
     launch_early(round_kernel<D, TERMS>, blocks_for((size_t)p.n_rows * eights), THREADS, 0, 1, p, wide.padded);
     allow_shared(wide_kernel<D, TERMS, N, GROUPS>, shared);
     launch_early(wide_kernel<D, TERMS, N, GROUPS>,
@@ -2634,13 +2511,13 @@ template <DType D, int TERMS, int N, int GROUPS> static void consider_tile(Choic
         const double rest = divide_up(blocks % slots, gpu.multiprocessors), all = slots / gpu.multiprocessors;
         const double step = blocks / slots * fmax(all * work, least) + (rest ? fmax(rest * work, least) : 0);
         const double adding = split > 1 ? 1 + 0.1 * split : 4.0 * (segments - 1) * divide_up(blocks, slots);
-        const double cost = divide_up(wide_steps(D, p.w.cols), split) * step + adding;
+        const double cost = divide_up(divide_up(p.w.cols, WIDE_STEP), split) * step + adding;
         if (!best->launch || cost < best->cost) *best = {wide, cost, launch_wide<D, TERMS, N, GROUPS>};
     }
 }
 
 static size_t rounded_row(const Product &product) {
-    return (size_t)(product.heads * wide_steps(product.format, product.w.cols) * product.terms) * WIDE_BYTES;
+    return (size_t)(product.heads * divide_up(product.w.cols, WIDE_STEP) * product.terms) * WIDE_BYTES;
 }
 
 /* As many rows at a time as there is room for when they are rounded. */
@@ -2670,9 +2547,9 @@ static void multiply_many(const Product &product) {
 
 /* Whether rows are worth the rounding and the second launch, and there is room for 128 of them. */
 static bool are_many(const Product &product) {
-    const double weights = (double)product.w.rows * product.w.cols * product.heads;
+    const double rows = (double)product.w.rows * product.heads, products = product.n_rows * rows * product.w.cols;
     if (product.format == EXACT || rounded_row(product) * 128 > ROUNDED_BYTES) return false;
-    return product.n_rows > (weights < 1 << 27 ? 32 : 16) && product.n_rows * weights >= 1 << 27;
+    return product.n_rows > (rows <= 4096 ? 32 : 16) && products >= 1 << 27;
 }
 
 /* ---- launches */
