@@ -1327,6 +1327,7 @@ enum {
     RING_BYTES = RING_CHUNKS * CHUNK_BYTES + RING_BATCHES * STRIP * SCALE_BYTES,
     MAX_CLUSTER = 8,
     STAGED_PAD = 64,            /* bytes behind each row of x there, so that eight lanes' 16 bytes meet different banks */
+    ADDED = 8,                  /* segments whose sums are on their way at a time */
     SUM_STRIDE = STRIP + 4,     /* floats from column to column of a warp's sums; the 4 spread a fragment over the banks */
 };
 
@@ -1385,10 +1386,10 @@ static __host__ __device__ constexpr int batch_values(DType D) { return STRIP_CH
 static_assert(SCALE_BLOCK == batch_values(DTYPE_F8_E4M3), "a batch of e4m3 weights has one scale");
 static_assert(EXPONENT_BLOCK == chunk_values(DTYPE_F4_E2M1), "a chunk of e2m1 weights has one scale");
 
-/* A warp's rows of weights as one thread sees them: rows g and g + 8, g = lane / 4, of both fragments, from this thread's first
- * chunk on. Offsets are from each fragment's first row. The exact path has one row, the first. */
+/* A warp's rows of weights as one thread sees them: rows g and g + 8, g = lane / 4, of both fragments, from this thread's next
+ * chunk on. The exact path has one row of each, whole. */
 typedef struct Strip {
-    const uint8_t *next[4];     /* what is fetched next; of the exact path the first row's begin */
+    const uint8_t *next[4];     /* of the batch that is fetched next */
     int limit[2];               /* of the columns, less those before this thread's; 0 for a fragment outside the matrix */
     const float *scale;         /* of the row of the strip that has the lane's number; of BLOCKS_OF_32, of all of its rows */
     const uint8_t *exponents;   /* likewise */
@@ -1414,7 +1415,8 @@ template <DType D> static __device__ inline void set_fragment(Strip *strip, int 
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int row = min(first + (D == EXACT ? lane % 16 : lane / 4 + i * 8), w.rows - 1);
-        strip->next[2 * m + i] = w.data + (size_t)row * weight_bytes(dtype, (size_t)w.cols) + weight_bytes(dtype, (size_t)(skipped + k));
+        strip->next[2 * m + i] = w.data + (size_t)row * weight_bytes(dtype, (size_t)w.cols)
+                                 + weight_bytes(dtype, (size_t)(skipped + k));
     }
 }
 
@@ -1436,9 +1438,9 @@ static __device__ inline uint8_t *scales_at(uint8_t *ring, int batch, int row) {
     return ring + RING_CHUNKS * CHUNK_BYTES + ((batch & RING_BATCHES - 1) * STRIP + row) * SCALE_BYTES;
 }
 
-/* Starts to read a chunk, of the batch of columns from k on, into its place in the warp's ring, and with a batch's first chunk
- * its scales, a row for each lane. What a thread has fetched of a chunk it reads back itself, so nobody waits for another. Always
- * a group of copies, so that they can be counted. */
+/* Starts to read chunk u of the strip's next batch, that of columns from k on, into its place in the warp's ring, and with one of
+ * them the batch's scales, a row for each lane. After the last the next batch is `step` columns on. What a thread has fetched of
+ * a chunk it reads back itself, so nobody waits for another. Always a group of copies, so that they can be counted. */
 template <DType D> static __device__ inline void fetch_chunk(uint8_t *ring, Strip &strip, int place, int u, int k, int step) {
     const int at = k + u * 4 * chunk_values(D);
     uint8_t *to = ring + (place & RING_CHUNKS - 1) * CHUNK_BYTES + lane_id() * 16;
@@ -1448,7 +1450,7 @@ template <DType D> static __device__ inline void fetch_chunk(uint8_t *ring, Stri
     if (u == STRIP_CHUNKS - 1)
 #pragma unroll
         for (int i = 0; i < 4; i++) strip.next[i] += weight_bytes(D, (size_t)step);
-    if (u == scales_with(D)) {   /* also where only the other threads of a row have columns */
+    if (u == scales_with(D)) {                      /* also where only the other threads of a row have columns */
         const bool there = k < strip.limit[0] + lane_id() % 4 * chunk_values(D);
         uint8_t *scales = scales_at(ring, place / STRIP_CHUNKS, lane_id());
         if (D == DTYPE_F8_E4M3) start_small_copy<4>(scales, strip.scale + (there ? k / SCALE_BLOCK : 0), there);
@@ -1467,7 +1469,8 @@ template <DType D> static __device__ inline void fetch_first(uint8_t *ring, Stri
     if constexpr (D != EXACT)
 #pragma unroll
         for (int c = 0; c < RING_CHUNKS; c++)
-            fetch_chunk<D>(ring, strip, c, c % STRIP_CHUNKS, c / STRIP_CHUNKS < rounds ? k + c / STRIP_CHUNKS * step : NO_BATCH, step);
+            fetch_chunk<D>(ring, strip, c, c % STRIP_CHUNKS,
+                           c / STRIP_CHUNKS < rounds ? k + c / STRIP_CHUNKS * step : NO_BATCH, step);
 }
 
 /* Two f32 as the 16-bit type that meets weights of type D. */
@@ -1641,9 +1644,8 @@ static __device__ inline void multiply_chunk(float sum[TILES][4], const uint4 ch
         for (int term = 0; term < TERMS; term++)
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
-                const int column = min(tile * 8 + lane_id() / 4, last_column);     /* idle columns of the instruction repeat one */
-                const uint4 b =
-                    *(const uint4 *)(x + part * 64 + column * x_stride + term * ((x_stride - STAGED_PAD) / TERMS));
+                const int column = min(tile * 8 + lane_id() / 4, last_column);  /* idle columns of the instruction repeat one */
+                const uint4 b = *(const uint4 *)(x + part * 64 + column * x_stride + term * ((x_stride - STAGED_PAD) / TERMS));
                 multiply_fragment<D>(sum[tile], a.x, c.x, a.y, c.y, b.x, b.y);
                 multiply_fragment<D>(sum[tile], a.z, c.z, a.w, c.w, b.z, b.w);
             }
@@ -1670,7 +1672,7 @@ static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *
                 factor[r / 4][r % 4] = e4m3_factor(((const float *)scales_at(ring, i, 0))[r / 4 * 2 + lane_id() % 4 / 2]);
             __syncwarp();
         }
-        if (u == scales_with(D) && (scaled || D == DTYPE_F4_E2M1)) {             /* rows that other lanes have fetched */
+        if (u == scales_with(D) && (scaled || D == DTYPE_F4_E2M1)) {    /* of rows that other lanes have fetched */
             __syncwarp();
 #pragma unroll
             for (int r = 0; r < 4; r++) {
@@ -1801,21 +1803,20 @@ static __device__ inline void load_from_block(float4 *value, const float *p, int
 #endif
 }
 
-/* The sum of all segments for four neighbours: from row `row` of the cluster's rows on, column `column`. Four segments' are on
- * their way at a time. */
+/* The sum of all segments for four neighbours: from row `row` of the cluster's rows on, column `column`. */
 static __device__ inline float4 sum_segments(const float *sums, const Cut &cut, int row, int column) {
     const int power = power_of(cut.along), segments = cut.cluster << power;
     const float *first = sums + (row / STRIP << power) * (RING_BYTES / 4) + column * SUM_STRIDE + row % STRIP;
-    float4 sum = {}, value[4];
+    float4 sum = {}, value[ADDED];
 #pragma unroll 1
-    for (int begin = 0; begin < segments; begin += 4) {
+    for (int begin = 0; begin < segments; begin += ADDED) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < ADDED; i++) {
             const int segment = min(begin + i, segments - 1);
             load_from_block(&value[i], first + (segment & cut.along - 1) * (RING_BYTES / 4), segment >> power);
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++)
+        for (int i = 0; i < ADDED; i++)
             if (begin + i < segments)
                 sum = make_float4(sum.x + value[i].x, sum.y + value[i].y, sum.z + value[i].z, sum.w + value[i].w);
     }
@@ -1929,14 +1930,14 @@ static double cut_cost(const Product &p, const Cut &cut, int n, int tiles) {
     return waves * (cut.rounds * round + begin) + cluster + segment * cut.cluster * cut.along;
 }
 
-/* The number of segments of a matrix is its shape's: what is best for one row. But those that take a cluster have to leave room
- * for other products' in the same launch, and for several groups of rows: they gain little, and cost much there. */
+/* The number of segments of a matrix is its shape's: what is best for one row. But those that take a cluster leave room for other
+ * products' in the same launch, and for several groups of rows: alone with one row they gain little, and there they cost much. */
 static Cut choose_cut(const Product &p) {
     const int most = gpu.major == 9 ? MAX_CLUSTER : 1, strips = divide_up(p.w.rows, STRIP) * p.heads;
     Cut best = {};
     for (int segments = 2; segments <= WARPS * most; segments *= 2) {
         const Cut cut = cut_of(divide_up(segments, WARPS), min(segments, WARPS), p.w.cols, p.format);
-        const int warps = 2 * WARPS * gpu.multiprocessors / (cut.cluster + cut.cluster / 4);
+        const int warps = WARPS * 2 * gpu.multiprocessors / (cut.cluster + cut.cluster / 4);
         if (cut.cluster > 1 && strips * segments > warps) break;
         if (!best.rounds || cut_cost(p, cut, 1, 1) < cut_cost(p, best, 1, 1)) best = cut;
     }
@@ -1957,7 +1958,7 @@ static Clusters clusters_of(const Products &products) {
     return clusters;
 }
 
-/* Whether the shared memory for tiles of so many rows of x is there. */
+/* Whether the shared memory for so many tiles is there; the exact path has but one. */
 static bool tiles_fit(const Products &products, int cluster, int tiles) {
     for (int i = 0; i < products.count; i++) {
         const Product &p = products.of[i];
@@ -1968,14 +1969,14 @@ static bool tiles_fit(const Products &products, int cluster, int tiles) {
     return true;
 }
 
-/* Eight rows of x for each tile of a block: one tile if the blocks of all rows easily find a place at once, otherwise as few
- * blocks as hold all rows. */
+/* Eight rows of x for each tile of a block: as few tiles as let the blocks of all rows find a place at once with some to spare,
+ * and not more than hold all rows. */
 static int choose_tiles(const Products &products) {
     const int n = products.of[0].n_rows, most = clusters_of(products).most;
     int warps = 0, tiles = 1;
     for (int i = 0; i < products.count; i++)
         warps += divide_up(products.of[i].w.rows, STRIP) * products.of[i].heads * segments_of(products.of[i]);
-    while (tiles < 4 && 8 * tiles < n && divide_up(n, 8 * tiles) * warps * 4 > 3 * 2 * WARPS * gpu.multiprocessors
+    while (tiles < 4 && 8 * tiles < n && divide_up(n, 8 * tiles) * warps > WARPS * 2 * gpu.multiprocessors * 3 / 4
            && tiles_fit(products, most, 2 * tiles))
         tiles *= 2;
     return tiles;
@@ -2003,7 +2004,8 @@ static void choose_cluster(Products *products) {
     }
 }
 
-/* Whether a product fits into that launch: some cluster holds the segments of all; and the exact path has but one tile. */
+/* Whether a product fits into that launch: some cluster holds the segments of all, and the exact path, which has but one tile,
+ * does not keep others from more. */
 static bool may_join(const Products &products, const Product &p) {
     Products all = products;
     all.of[all.count++] = p;
@@ -2545,7 +2547,8 @@ static void multiply_many(const Product &product) {
     else multiply_rounded<DTYPE_F8_E4M3, 1>(product);
 }
 
-/* Whether rows are worth the rounding and the second launch, and there is room for 128 of them. */
+/* Whether rows are worth the rounding and the second launch, and there is room for 128 of them. Few rows of weights make few
+ * tiles. */
 static bool are_many(const Product &product) {
     const double rows = (double)product.w.rows * product.heads, products = product.n_rows * rows * product.w.cols;
     if (product.format == EXACT || rounded_row(product) * 128 > ROUNDED_BYTES) return false;
