@@ -1989,7 +1989,7 @@ static void choose_cluster(Products *products) {
     double best_cost = 0;
     for (int cluster = clusters.least; cluster <= clusters.most; cluster *= 2) {
         double cost = 0;
-        if (!tiles_fit(*products, cluster, products->tiles)) continue;
+        if (products->tiles > 1 && !tiles_fit(*products, cluster, products->tiles)) continue;
         for (int i = 0; i < products->count; i++) {
             const Product &p = products->of[i];
             cost += cut_cost(p, cut_of(cluster, segments_of(p) / cluster, p.w.cols, p.format), p.n_rows, products->tiles);
