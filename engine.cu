@@ -1290,7 +1290,8 @@ static void check_finite(PassReport *report, int place, const float *x, int n_ro
  * Products
  *
  *     linear, expand_value -> multiply -> plan, launch_products or multiply_many
- *     launch_products -> choose_cluster, product_kernel -> multiply_block -> fetch_first, multiply_segment, sum_segments
+ *     launch_products -> choose_tiles, choose_cluster, product_kernel
+ *     product_kernel -> multiply_block -> fetch_first, multiply_segment, sum_segments
  *     multiply_segment -> fetch_input and put_input (x), multiply_batch (weights), put_sums
  *
  * Owns: y = W x with W in its stored format. A warp multiplies a strip of 32 rows of weights by 8 to 32 rows of x on the tensor
