@@ -1290,7 +1290,8 @@ static void check_finite(PassReport *report, int place, const float *x, int n_ro
  * Products
  *
  *     linear, expand_value -> multiply -> plan, launch_products or multiply_many
- *     launch_products -> choose_cluster, product_kernel -> multiply_block -> fetch_first, multiply_segment, sum_segments
+ *     launch_products -> choose_tiles, choose_cluster, product_kernel
+ *     product_kernel -> multiply_block -> fetch_first, multiply_segment, sum_segments
  *     multiply_segment -> fetch_input and put_input (x), multiply_batch (weights), put_sums
  *
  * Owns: y = W x with W in its stored format. A warp multiplies a strip of 32 rows of weights by 8 to 32 rows of x on the tensor
@@ -1327,6 +1328,7 @@ enum {
     RING_BYTES = RING_CHUNKS * CHUNK_BYTES + RING_BATCHES * STRIP * SCALE_BYTES,
     MAX_CLUSTER = 8,
     STAGED_PAD = 64,            /* bytes behind each row of x there, so that eight lanes' 16 bytes meet different banks */
+    ADDED = 8,                  /* segments whose sums are on their way at a time */
     SUM_STRIDE = STRIP + 4,     /* floats from column to column of a warp's sums; the 4 spread a fragment over the banks */
 };
 
@@ -1349,13 +1351,14 @@ typedef struct Product {        /* y[r] = W x[r], for each of `heads` matrices t
     DType format;               /* the weights' as the kernel is to see them, or EXACT */
     int terms;                  /* of x */
     Cut cut;
-    int tiles, first_block;     /* of eight rows of x in a block; of the launch's blocks */
+    int first_block;            /* of the launch's */
 } Product;
 
-/* What shares a launch: with clusters of one size, and as many tiles. */
+/* What shares a launch: with clusters of one size. */
 typedef struct Products {
     Product of[MAX_PROJECTIONS];
     int count;
+    int tiles;                  /* of eight rows of x in a block */
 } Products;
 
 /* The rows of x that a block multiplies. */
@@ -1384,11 +1387,10 @@ static __host__ __device__ constexpr int batch_values(DType D) { return STRIP_CH
 static_assert(SCALE_BLOCK == batch_values(DTYPE_F8_E4M3), "a batch of e4m3 weights has one scale");
 static_assert(EXPONENT_BLOCK == chunk_values(DTYPE_F4_E2M1), "a chunk of e2m1 weights has one scale");
 
-/* A warp's rows of weights as one thread sees them: rows g and g + 8, g = lane / 4, of both fragments, from this thread's first
- * chunk on. Offsets are from each fragment's first row. The exact path has one row, the first. */
+/* A warp's rows of weights as one thread sees them: rows g and g + 8, g = lane / 4, of both fragments, from this thread's next
+ * chunk on. The exact path has one row of each, whole. */
 typedef struct Strip {
-    const uint8_t *data[2];
-    uint32_t row[4];            /* offsets in bytes */
+    const uint8_t *next[4];     /* of the batch that is fetched next */
     int limit[2];               /* of the columns, less those before this thread's; 0 for a fragment outside the matrix */
     const float *scale;         /* of the row of the strip that has the lane's number; of BLOCKS_OF_32, of all of its rows */
     const uint8_t *exponents;   /* likewise */
@@ -1405,46 +1407,51 @@ static __device__ inline int warp_id() { return (int)(threadIdx.x / 32); }
 static __device__ inline int power_of(int x) { return 31 - __clz(x); }
 
 
-/* Fragment m of a strip, rows from `first` on of w. Rows past the end repeat the last one, and are not written. */
-template <DType D> static __device__ inline void set_fragment(Strip *strip, int m, const Matrix &w, int first) {
-    const int lane = lane_id(), skipped = D == EXACT ? 0 : lane % 4 * chunk_values(D), begin = min(first, w.rows - 1);
+/* Fragment m of a strip, rows from `first` on of w, from column k on. Rows past the end repeat the last one, and are not
+ * written. */
+template <DType D> static __device__ inline void set_fragment(Strip *strip, int m, const Matrix &w, int first, int k) {
+    const int lane = lane_id(), skipped = D == EXACT ? 0 : lane % 4 * chunk_values(D);
     const DType dtype = D == EXACT ? w.dtype : D;
     strip->limit[m] = first < w.rows ? w.cols - skipped : 0;
-    strip->data[m] = w.data + (size_t)begin * weight_bytes(dtype, (size_t)w.cols);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const int row = min(first + (D == EXACT ? lane % 16 : lane / 4 + i * 8), w.rows - 1) - begin;
-        strip->row[2 * m + i] = (uint32_t)((size_t)row * weight_bytes(dtype, (size_t)w.cols)
-                                           + weight_bytes(dtype, (size_t)skipped));
+        const int row = min(first + (D == EXACT ? lane % 16 : lane / 4 + i * 8), w.rows - 1);
+        strip->next[2 * m + i] = w.data + (size_t)row * weight_bytes(dtype, (size_t)w.cols)
+                                 + weight_bytes(dtype, (size_t)(skipped + k));
     }
 }
 
-template <DType D> static __device__ inline void set_strip(Strip *strip, const Matrix &w, int first) {
+template <DType D> static __device__ inline void set_strip(Strip *strip, const Matrix &w, int first, int k) {
     const int row = min(first + lane_id(), w.rows - 1);
-    set_fragment<D>(strip, 0, w, first);
-    set_fragment<D>(strip, 1, w, first + 16);
+    set_fragment<D>(strip, 0, w, first, D == EXACT ? 0 : k);
+    set_fragment<D>(strip, 1, w, first + 16, D == EXACT ? 0 : k);
     strip->scale = row_scales(&w, D == BLOCKS_OF_32 ? first : row);
     strip->block = scale_block(&w);
     strip->exponents = w.exponents ? w.exponents + (size_t)(w.first_row + row) * (size_t)w.scale_cols : NULL;
     strip->dtype = w.dtype;
 }
 
+/* The chunk of a batch that its scales come with: the first that needs them. */
+static __host__ __device__ constexpr int scales_with(DType D) { return D == DTYPE_F8_E4M3 ? STRIP_CHUNKS - 1 : 0; }
+
 /* Scales of a batch in the ring: of row `row` of the strip. */
 static __device__ inline uint8_t *scales_at(uint8_t *ring, int batch, int row) {
-    return ring + RING_CHUNKS * CHUNK_BYTES + (batch % RING_BATCHES * STRIP + row) * SCALE_BYTES;
+    return ring + RING_CHUNKS * CHUNK_BYTES + ((batch & RING_BATCHES - 1) * STRIP + row) * SCALE_BYTES;
 }
 
-/* Starts to read a chunk, of the batch of columns from k on, into its place in the warp's ring, and with a batch's first chunk
- * its scales, a row for each lane. What a thread has fetched of a chunk it reads back itself, so nobody waits for another. Always
- * a group of copies, so that they can be counted. */
-template <DType D> static __device__ inline void fetch_chunk(uint8_t *ring, const Strip &strip, int place, int k) {
-    const int at = k + place % STRIP_CHUNKS * 4 * chunk_values(D);
-    uint8_t *to = ring + place % RING_CHUNKS * CHUNK_BYTES + lane_id() * 16;
+/* Starts to read chunk u of the strip's next batch, that of columns from k on, into its place in the warp's ring, and with one of
+ * them the batch's scales, a row for each lane. After the last the next batch is `step` columns on. What a thread has fetched of
+ * a chunk it reads back itself, so nobody waits for another. Always a group of copies, so that they can be counted. */
+template <DType D> static __device__ inline void fetch_chunk(uint8_t *ring, Strip &strip, int place, int u, int k, int step) {
+    const int at = k + u * 4 * chunk_values(D);
+    uint8_t *to = ring + (place & RING_CHUNKS - 1) * CHUNK_BYTES + lane_id() * 16;
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        start_copy_to_shared(to + i * 512, strip.data[i / 2] + (strip.row[i] + (uint32_t)weight_bytes(D, (size_t)at)),
-                             at < strip.limit[i / 2]);
-    if (place % STRIP_CHUNKS == 0) {                /* also where only the other threads of a row have columns */
+        start_copy_to_shared(to + i * 512, strip.next[i] + u * 64, at < strip.limit[i / 2]);
+    if (u == STRIP_CHUNKS - 1)
+#pragma unroll
+        for (int i = 0; i < 4; i++) strip.next[i] += weight_bytes(D, (size_t)step);
+    if (u == scales_with(D)) {                      /* also where only the other threads of a row have columns */
         const bool there = k < strip.limit[0] + lane_id() % 4 * chunk_values(D);
         uint8_t *scales = scales_at(ring, place / STRIP_CHUNKS, lane_id());
         if (D == DTYPE_F8_E4M3) start_small_copy<4>(scales, strip.scale + (there ? k / SCALE_BLOCK : 0), there);
@@ -1459,11 +1466,12 @@ template <DType D> static __device__ inline void fetch_chunk(uint8_t *ring, cons
 }
 
 /* A segment's first chunks, from column k on; batches are `step` columns apart, up to `rounds`. */
-template <DType D> static __device__ inline void fetch_first(uint8_t *ring, const Strip &strip, int k, int step, int rounds) {
+template <DType D> static __device__ inline void fetch_first(uint8_t *ring, Strip &strip, int k, int step, int rounds) {
     if constexpr (D != EXACT)
 #pragma unroll
         for (int c = 0; c < RING_CHUNKS; c++)
-            fetch_chunk<D>(ring, strip, c, c / STRIP_CHUNKS < rounds ? k + c / STRIP_CHUNKS * step : NO_BATCH);
+            fetch_chunk<D>(ring, strip, c, c % STRIP_CHUNKS,
+                           c / STRIP_CHUNKS < rounds ? k + c / STRIP_CHUNKS * step : NO_BATCH, step);
 }
 
 /* Two f32 as the 16-bit type that meets weights of type D. */
@@ -1624,32 +1632,31 @@ template <DType D> static __device__ inline uint4 widen_part(const uint4 &chunk,
     return make_uint4(low.x, low.y, high.x, high.y);
 }
 
-/* 32 values of k, for both fragments and all tiles of eight rows of x: of each value of x first the upper term, then the
+/* A chunk of a fragment's rows g and g + 8 times all tiles of eight rows of x: of each value of x first the upper term, then the
  * lower. */
 template <DType D, int TILES, int TERMS>
-static __device__ inline void multiply_stretch(float sum[2][TILES][4], const uint4 chunk[4], int part, const uint32_t factor[4],
-                                               const uint8_t *x, int x_stride, int last_column) {
-    uint4 a[4];
+static __device__ inline void multiply_chunk(float sum[TILES][4], const uint4 chunk[2], const uint32_t factor[2],
+                                             const uint8_t *x, int x_stride, int last_column) {
+    constexpr int parts = chunk_values(D) / 8;
 #pragma unroll
-    for (int i = 0; i < 4; i++) a[i] = widen_part<D>(chunk[i], part, factor[i]);
+    for (int part = 0; part < parts; part++) {                      /* 32 values of k */
+        const uint4 a = widen_part<D>(chunk[0], part, factor[0]), c = widen_part<D>(chunk[1], part, factor[1]);
 #pragma unroll
-    for (int term = 0; term < TERMS; term++)
+        for (int term = 0; term < TERMS; term++)
 #pragma unroll
-        for (int tile = 0; tile < TILES; tile++) {
-            const int column = min(tile * 8 + lane_id() / 4, last_column);     /* idle columns of the instruction repeat one */
-            const uint4 b = *(const uint4 *)(x + column * x_stride + term * ((x_stride - STAGED_PAD) / TERMS));
-#pragma unroll
-            for (int m = 0; m < 2; m++) {
-                multiply_fragment<D>(sum[m][tile], a[2 * m].x, a[2 * m + 1].x, a[2 * m].y, a[2 * m + 1].y, b.x, b.y);
-                multiply_fragment<D>(sum[m][tile], a[2 * m].z, a[2 * m + 1].z, a[2 * m].w, a[2 * m + 1].w, b.z, b.w);
+            for (int tile = 0; tile < TILES; tile++) {
+                const int column = min(tile * 8 + lane_id() / 4, last_column);  /* idle columns of the instruction repeat one */
+                const uint4 b = *(const uint4 *)(x + part * 64 + column * x_stride + term * ((x_stride - STAGED_PAD) / TERMS));
+                multiply_fragment<D>(sum[tile], a.x, c.x, a.y, c.y, b.x, b.y);
+                multiply_fragment<D>(sum[tile], a.z, c.z, a.w, c.w, b.z, b.w);
             }
-        }
+    }
 }
 
 /* Batch i of a segment. In the ring, the one RING_BATCHES later takes its place, from column `later` on. x: this thread's first
  * value of it in row 0. */
 template <DType D, int TILES, int TERMS>
-static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *ring, const Strip &strip, int i, int later,
+static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *ring, Strip &strip, int i, int later, int step,
                                              const uint8_t *x, int x_stride, int last_column) {
     constexpr bool scaled = D == DTYPE_F8_E4M3;
     constexpr int parts = chunk_values(D) / 8;
@@ -1666,7 +1673,7 @@ static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *
                 factor[r / 4][r % 4] = e4m3_factor(((const float *)scales_at(ring, i, 0))[r / 4 * 2 + lane_id() % 4 / 2]);
             __syncwarp();
         }
-        if (u == 0 && (scaled || D == DTYPE_F4_E2M1)) {             /* rows that other lanes have fetched */
+        if (u == scales_with(D) && (scaled || D == DTYPE_F4_E2M1)) {    /* of rows that other lanes have fetched */
             __syncwarp();
 #pragma unroll
             for (int r = 0; r < 4; r++) {
@@ -1679,15 +1686,14 @@ static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *
             }
             __syncwarp();
         }
-        uint4 chunk[4];
 #pragma unroll
-        for (int r = 0; r < 4; r++)
-            chunk[r] = *(const uint4 *)(ring + place % RING_CHUNKS * CHUNK_BYTES + r * 512 + lane_id() * 16);
-#pragma unroll
-        for (int part = 0; part < parts; part++)
-            multiply_stretch<D, TILES, TERMS>(scaled ? sum : total, chunk, part, factor[u], x + (u * parts + part) * 64, x_stride,
-                                              last_column);
-        fetch_chunk<D>(ring, strip, place, later);
+        for (int m = 0; m < 2; m++) {
+            const uint8_t *from = ring + (place & RING_CHUNKS - 1) * CHUNK_BYTES + m * 1024 + lane_id() * 16;
+            const uint4 chunk[2] = {*(const uint4 *)from, *(const uint4 *)(from + 512)};
+            multiply_chunk<D, TILES, TERMS>(scaled ? sum[m] : total[m], chunk, factor[u] + 2 * m, x + u * parts * 64, x_stride,
+                                            last_column);
+        }
+        fetch_chunk<D>(ring, strip, place, u, later, step);
     }
 #pragma unroll
     for (int j = 0; scaled && j < 2 * TILES * 4; j++) {
@@ -1700,7 +1706,7 @@ static __device__ inline void multiply_batch(float total[2][TILES][4], uint8_t *
 static __device__ void multiply_exactly(float total[8], const Strip &strip, int k, const float *x, int x_stride,
                                         int last_column) {
     const int m = lane_id() / 16, limit = m ? strip.limit[1] : strip.limit[0];
-    const uint8_t *data = (m ? strip.data[1] : strip.data[0]) + (m ? strip.row[2] : strip.row[0]);
+    const uint8_t *data = m ? strip.next[2] : strip.next[0];
     for (int i = 0; i < batch_values(EXACT) && k + i < limit; i++) {
         float weight = load_stored(data, (size_t)(k + i), strip.dtype);
         if (strip.scale) weight *= strip.scale[(k + i) / strip.block];
@@ -1737,7 +1743,7 @@ template <DType D> static __device__ inline int first_batch(const Cut &cut, int 
  * fetch_first has been called. In each round x of the next one is fetched, rounded and put into the other of two buffers,
  * while weights are on their way. All warps of the block come along. */
 template <DType D, int TILES, int TERMS>
-static __device__ void multiply_segment(uint8_t *ring, const Strip &strip, const Input &input, const Cut &cut, int from,
+static __device__ void multiply_segment(uint8_t *ring, Strip &strip, const Input &input, const Cut &cut, int from,
                                         uint8_t *staged) {
     const int stride = staged_stride(D, cut.along, TERMS), last = input.count - 1, step = round_columns(D, cut);
     const int place = (warp_id() & cut.along - 1) * term_bytes(D, 1) + (D == EXACT ? 0 : lane_id() % 4 * 16);
@@ -1754,8 +1760,8 @@ static __device__ void multiply_segment(uint8_t *ring, const Strip &strip, const
             else
                 multiply_batch<D, TILES, TERMS>(
                     total, ring, strip, i,
-                    i + RING_BATCHES < cut.rounds ? first_batch<D>(cut, k) + (RING_BATCHES - 1) * step : NO_BATCH, now + place,
-                    stride, last);
+                    i + RING_BATCHES < cut.rounds ? first_batch<D>(cut, k) + (RING_BATCHES - 1) * step : NO_BATCH, step,
+                    now + place, stride, last);
         }
         if (!more) break;
         put_input<D, TERMS, TILES>(then, v, input, cut, 0);
@@ -1798,21 +1804,20 @@ static __device__ inline void load_from_block(float4 *value, const float *p, int
 #endif
 }
 
-/* The sum of all segments for four neighbours: from row `row` of the cluster's rows on, column `column`. Four segments' are on
- * their way at a time. */
+/* The sum of all segments for four neighbours: from row `row` of the cluster's rows on, column `column`. */
 static __device__ inline float4 sum_segments(const float *sums, const Cut &cut, int row, int column) {
     const int power = power_of(cut.along), segments = cut.cluster << power;
     const float *first = sums + (row / STRIP << power) * (RING_BYTES / 4) + column * SUM_STRIDE + row % STRIP;
-    float4 sum = {}, value[4];
+    float4 sum = {}, value[ADDED];
 #pragma unroll 1
-    for (int begin = 0; begin < segments; begin += 4) {
+    for (int begin = 0; begin < segments; begin += ADDED) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < ADDED; i++) {
             const int segment = min(begin + i, segments - 1);
             load_from_block(&value[i], first + (segment & cut.along - 1) * (RING_BYTES / 4), segment >> power);
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++)
+        for (int i = 0; i < ADDED; i++)
             if (begin + i < segments)
                 sum = make_float4(sum.x + value[i].x, sum.y + value[i].y, sum.z + value[i].z, sum.w + value[i].w);
     }
@@ -1836,7 +1841,7 @@ static __device__ inline void multiply_block(const Product &p, int block, uint8_
     w.data += (size_t)head * (size_t)p.head_rows * weight_bytes(D == EXACT ? w.dtype : D, (size_t)w.cols);
     w.first_row += head * p.head_rows;
     Strip strip;
-    set_strip<D>(&strip, w, first_row + (warp_id() >> along) * STRIP);
+    set_strip<D>(&strip, w, first_row + (warp_id() >> along) * STRIP, first_batch<D>(p.cut, from));
     uint8_t *ring = shared + warp_id() * RING_BYTES;
     fetch_first<D>(ring, strip, first_batch<D>(p.cut, from), round_columns(D, p.cut), p.cut.rounds);
     wait_for_previous();
@@ -1905,52 +1910,90 @@ static int cluster_slots(int cluster) {
     launch.numAttrs = 1;
     allow_shared(kernel, shared);
     CUDA(cudaOccupancyMaxActiveClusters(&found[cluster], kernel, &launch));
-    return found[cluster] *= cluster;
+    found[cluster] *= cluster;
+    if (cluster > 2) found[cluster] -= found[cluster] / 10;         /* where others still run, some find no place */
+    return found[cluster];
 }
 
-/* About the microseconds that a product with n rows of x takes with that cut, as measured on an H200. A round takes as long as
- * its bytes at the memory's rate, but not less than its instructions do; x that a thread cannot have on its way beforehand makes
- * all wait; blocks that come later begin anew; and the blocks of a cluster wait for each other. */
-static double cut_cost(const Cut &cut, DType dtype, int rows, int heads, int n) {
-    const double bytes = 1.9, instructions = dtype == DTYPE_F4_E2M1 ? 1.6 : is_e4m3(dtype) ? 1 : 0.55;
+/* About the microseconds that a product with n rows of x takes with that cut, in tiles of so many, as measured on an H200. A
+ * round takes as long as its bytes at the memory's rate, but not less than its instructions do; x that a thread cannot have on
+ * its way beforehand makes all wait; blocks that come later begin anew; and the blocks of a cluster wait for each other. */
+static double cut_cost(const Product &p, const Cut &cut, int n, int tiles) {
+    const double bytes = 1.9, instructions = p.format == DTYPE_F4_E2M1 ? 1.6 : is_e4m3(p.format) ? 1 : 0.55;
     const double wait = 0.45, begin = 1.3, cluster = cut.cluster > 1 ? 0.6 + 0.15 * cut.cluster : 0, segment = 0.02;
-    const int columns = n < 16 ? n : 16, share = 2 * product_shared(dtype, cut, columns, 2) <= (int)gpu.shared_per_block ? 1 : 2;
-    const int blocks = divide_up(rows, STRIP * (WARPS / cut.along)) * heads * cut.cluster;
+    const int columns = min(n, 8 * tiles), shared = product_shared(p.format, cut, columns, p.terms);
+    const int share = tiles <= 2 && 2 * shared <= (int)gpu.shared_per_block ? 1 : 2;
+    const int blocks = divide_up(p.w.rows, STRIP * (WARPS / cut.along)) * p.heads * cut.cluster * divide_up(n, 8 * tiles);
     const int slots = cluster_slots(cut.cluster) / share, waves = divide_up(blocks, slots);
-    const int late = divide_up(columns * cut.along * batch_values(dtype) / 8, THREADS) - divide_up(columns, 8);
+    const int late = divide_up(columns * cut.along * batch_values(p.format) / 8, THREADS) - tiles;
     const double busy = (double)(blocks < slots ? blocks : slots) / (2 * gpu.multiprocessors);
     const double round = fmax(bytes * busy, instructions + bytes * busy / 2) + (late > 0 ? late * wait : 0);
     return waves * (cut.rounds * round + begin) + cluster + segment * cut.cluster * cut.along;
 }
 
-/* The number of segments of a matrix is its shape's: what is best for one row. */
+/* The number of segments of a matrix is its shape's: what is best for one row. But those that take a cluster leave room for other
+ * products' in the same launch, and for several groups of rows: alone with one row they gain little, and there they cost much. */
 static Cut choose_cut(const Product &p) {
-    const int most = gpu.major == 9 ? MAX_CLUSTER : 1;
+    const int most = gpu.major == 9 ? MAX_CLUSTER : 1, strips = divide_up(p.w.rows, STRIP) * p.heads;
     Cut best = {};
     for (int segments = 2; segments <= WARPS * most; segments *= 2) {
         const Cut cut = cut_of(divide_up(segments, WARPS), min(segments, WARPS), p.w.cols, p.format);
-        if (!best.rounds || cut_cost(cut, p.format, p.w.rows, p.heads, 1) < cut_cost(best, p.format, p.w.rows, p.heads, 1))
-            best = cut;
+        const int warps = WARPS * 2 * gpu.multiprocessors / (cut.cluster + cut.cluster / 4);
+        if (cut.cluster > 1 && strips * segments > warps) break;
+        if (!best.rounds || cut_cost(p, cut, 1, 1) < cut_cost(p, best, 1, 1)) best = cut;
     }
     return best;
 }
 
 static int segments_of(const Product &p) { return p.cut.cluster * p.cut.along; }
 
+/* The clusters that hold the segments of all. */
+typedef struct Clusters { int least, most; } Clusters;
+
+static Clusters clusters_of(const Products &products) {
+    Clusters clusters = {1, gpu.major == 9 ? MAX_CLUSTER : 1};
+    for (int i = 0; i < products.count; i++) {
+        clusters.least = max(clusters.least, divide_up(segments_of(products.of[i]), WARPS));
+        clusters.most = min(clusters.most, segments_of(products.of[i]));
+    }
+    return clusters;
+}
+
+/* Whether the shared memory for so many tiles is there; the exact path has but one. */
+static bool tiles_fit(const Products &products, int cluster, int tiles) {
+    for (int i = 0; i < products.count; i++) {
+        const Product &p = products.of[i];
+        const Cut cut = cut_of(cluster, segments_of(p) / cluster, p.w.cols, p.format);
+        if (product_shared(p.format, cut, min(p.n_rows, 8 * tiles), p.terms) > (int)gpu.shared_per_block) return false;
+        if (tiles > 1 && p.format == EXACT) return false;
+    }
+    return true;
+}
+
+/* Eight rows of x for each tile of a block: as few tiles as let the blocks of all rows find a place at once with some to spare,
+ * and not more than hold all rows. */
+static int choose_tiles(const Products &products) {
+    const int n = products.of[0].n_rows, most = clusters_of(products).most;
+    int warps = 0, tiles = 1;
+    for (int i = 0; i < products.count; i++)
+        warps += divide_up(products.of[i].w.rows, STRIP) * products.of[i].heads * segments_of(products.of[i]);
+    while (tiles < 4 && 8 * tiles < n && divide_up(n, 8 * tiles) * warps > WARPS * 2 * gpu.multiprocessors * 3 / 4
+           && tiles_fit(products, most, 2 * tiles))
+        tiles *= 2;
+    return tiles;
+}
+
 /* How segments lie in warps and blocks changes no sum, and may follow the company: those that share a launch have one cluster. */
 static void choose_cluster(Products *products) {
-    int least = 1, most = gpu.major == 9 ? MAX_CLUSTER : 1, best = 0;
+    const Clusters clusters = clusters_of(*products);
+    int best = 0;
     double best_cost = 0;
-    for (int i = 0; i < products->count; i++) {
-        least = max(least, divide_up(segments_of(products->of[i]), WARPS));
-        most = min(most, segments_of(products->of[i]));
-    }
-    for (int cluster = least; cluster <= most; cluster *= 2) {
+    for (int cluster = clusters.least; cluster <= clusters.most; cluster *= 2) {
         double cost = 0;
+        if (products->tiles > 1 && !tiles_fit(*products, cluster, products->tiles)) continue;
         for (int i = 0; i < products->count; i++) {
             const Product &p = products->of[i];
-            const Cut cut = cut_of(cluster, segments_of(p) / cluster, p.w.cols, p.format);
-            cost += cut_cost(cut, p.format, p.w.rows, p.heads, p.n_rows);
+            cost += cut_cost(p, cut_of(cluster, segments_of(p) / cluster, p.w.cols, p.format), p.n_rows, products->tiles);
         }
         if (best && cost >= 0.97 * best_cost) continue;
         best = cluster;
@@ -1962,31 +2005,32 @@ static void choose_cluster(Products *products) {
     }
 }
 
-/* Whether a product fits into that launch: some cluster holds the segments of all. */
+/* Whether a product fits into that launch: some cluster holds the segments of all, and the exact path, which has but one tile,
+ * does not keep others from more. */
 static bool may_join(const Products &products, const Product &p) {
-    int least = divide_up(segments_of(p), WARPS), most = segments_of(p);
-    for (int i = 0; i < products.count; i++) {
-        least = max(least, divide_up(segments_of(products.of[i]), WARPS));
-        most = min(most, segments_of(products.of[i]));
-        if (products.of[i].tiles != p.tiles) return false;
-    }
-    return least <= most;
+    Products all = products;
+    all.of[all.count++] = p;
+    for (int i = 0; i < products.count; i++)
+        if (p.n_rows > 8 && (products.of[i].format == EXACT) != (p.format == EXACT)) return false;
+    const Clusters clusters = clusters_of(all);
+    return clusters.least <= clusters.most;
 }
 
 static void launch_products(Products *products) {
     size_t shared = 0;
     int blocks = 0;
+    products->tiles = choose_tiles(*products);
     choose_cluster(products);
     for (int i = 0; i < products->count; i++) {
         Product &p = products->of[i];
         p.first_block = blocks;
         blocks += divide_up(p.w.rows, STRIP * (WARPS / p.cut.along)) * p.heads * p.cut.cluster;
-        shared = max(shared, (size_t)product_shared(p.format, p.cut, min(p.n_rows, p.tiles * 8), p.terms));
+        shared = max(shared, (size_t)product_shared(p.format, p.cut, min(p.n_rows, products->tiles * 8), p.terms));
     }
     const Product &first = products->of[0];
-    const auto kernel = first.tiles == 4 ? product_kernel<4> : first.tiles == 2 ? product_kernel<2> : product_kernel<1>;
+    const auto kernel = products->tiles == 4 ? product_kernel<4> : products->tiles == 2 ? product_kernel<2> : product_kernel<1>;
     allow_shared(kernel, shared);
-    launch_early(kernel, dim3((unsigned)blocks, (unsigned)divide_up(first.n_rows, first.tiles * 8)), THREADS, shared,
+    launch_early(kernel, dim3((unsigned)blocks, (unsigned)divide_up(first.n_rows, products->tiles * 8)), THREADS, shared,
                  first.cut.cluster, *products);
 }
 
@@ -2504,11 +2548,12 @@ static void multiply_many(const Product &product) {
     else multiply_rounded<DTYPE_F8_E4M3, 1>(product);
 }
 
-/* Whether rows are worth the rounding and the second launch, and there is room for 128 of them. */
+/* Whether rows are worth the rounding and the second launch, and there is room for 128 of them. Few rows of weights make few
+ * tiles. */
 static bool are_many(const Product &product) {
-    const double products = (double)product.n_rows * product.w.rows * product.w.cols * product.heads;
+    const double rows = (double)product.w.rows * product.heads, products = product.n_rows * rows * product.w.cols;
     if (product.format == EXACT || rounded_row(product) * 128 > ROUNDED_BYTES) return false;
-    return product.n_rows > 16 && products >= 1 << 27;
+    return product.n_rows > (rows <= 4096 ? 32 : 16) && products >= 1 << 27;
 }
 
 /* ---- launches */
@@ -2532,14 +2577,6 @@ static int terms_of(DType format, size_t weights) {
     return format == DTYPE_BF16 || format == DTYPE_F16 ? 2 : 1;
 }
 
-/* Eight rows of x for each tile, as few tiles as hold all rows, if their shared memory is there. */
-static int choose_tiles(const Product &p) {
-    if (p.format == EXACT) return 1;
-    const int most = (int)gpu.shared_per_block;
-    if (p.n_rows > 16 && product_shared(p.format, p.cut, 32, p.terms) <= most) return 4;
-    return p.n_rows > 8 && product_shared(p.format, p.cut, 16, p.terms) <= most ? 2 : 1;
-}
-
 /* The type of weights as kernels are to see it, where they can do better than one weight at a time; strips of `every` rows each
  * have to have the scales of one block. */
 static DType streamed_format(const Matrix &w, int every) {
@@ -2555,7 +2592,6 @@ static void plan(Product *p) {
     p->format = streamed_format(w, p->heads > 1 ? p->head_rows : 0);
     p->terms = terms_of(p->format, (size_t)w.rows * (size_t)w.cols * (size_t)p->heads);
     p->cut = choose_cut(*p);
-    p->tiles = choose_tiles(*p);
 }
 
 /* Products of many rows each have a launch, others as few as they can. */
