@@ -152,7 +152,8 @@ enum {
     STRIP_COLUMNS = 48,         /* output columns whose weights meet all rows before the next: 48 * 1,024 stay in the L2 cache */
     STRIP_ROWS = 12,            /* rows from which f16 and e4m3 weights are worth widening beforehand */
     HELD_ROWS = KEY_TILE,       /* rows of x that meet matrices of codes at a time */
-    PANEL_STRIDE = REDUCTION_BLOCK + 16,    /* off the power of two, or all columns would fall into the same cache sets */
+    OFF_POWER = 16,             /* from a power of two, or all columns or rows would fall into the same cache sets */
+    PANEL_STRIDE = REDUCTION_BLOCK + OFF_POWER,
     MAX_TILE = 12,              /* accumulators of any tile; array sizes have to be constants for them to be registers */
     MAX_COLUMNS = 4,
     QUERY_TILE = 16,            /* query heads that meet a tile of keys at once */
@@ -246,7 +247,7 @@ INLINE f32x8 widen8(const uint8_t *p, DType dtype) {
         uint32_t eight;
         memcpy(&eight, p, sizeof eight);
         u32x8 codes = (u32x8){eight, eight, eight, eight, eight, eight, eight, eight} << (u32x8){28, 24, 20, 16, 12, 8, 4, 0};
-#ifdef __AVX2__                                                         /* half as many instructions; the lowest three bits count */
+#ifdef __AVX2__                             /* half as many instructions; the lowest three bits count */
         const f32x8 magnitudes = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
         u32x8 found = (u32x8)_mm256_permutevar8x32_ps((__m256)magnitudes, (__m256i)(codes >> 28));
         return (f32x8)(found | (codes & 0x80000000));
@@ -447,12 +448,13 @@ static void axpy_panel(float *y, size_t y_stride, const float *p, size_t p_strid
  *     linear_columns -> up to six rows: direct_rows -> direct_columns -> direct_tile -> dot_tile on stored weights
  *                              -> more:  strip_columns -> strip_rows -> strip_tile -> dot_tile on stored weights
  *                              -> more than twelve, f16: panel_columns -> dot_panel -> ... -> dot_tile on widened weights
- *     multiply_matrix, e4m3 and e2m1 -> multiply_codes -> prepare_values, code_columns -> ... -> e4m3_tile, e2m1_tile
+ *     linear_columns, multiply_matrix, where w is of codes -> multiply_codes -> prepare_values
+ *                                                                         -> code_columns -> ... -> e4m3_tile, e2m1_tile
  *
  * Owns: y = W x with W in its stored format. For up to six rows the weights are widened in registers and read once, from end to
  * end: decode, bound by memory. For more, strips of 48 columns by 1,024 values stay in the cache while all rows meet them:
  * verification and prefill, bound by arithmetic. bf16 takes two instructions to widen, so it is done again for every six rows;
- * f16 and e4m3 are widened into the cache once.
+ * f16 and e4m3 are widened into the cache once. e2m1 is not widened: its codes are looked up as whole numbers.
  */
 
 /* w[row, first .. first + n) times its block scales, as f32. */
@@ -725,8 +727,8 @@ INLINE void e2m1_run(f32x8 *total, const SplitValues *x, size_t x_stride, const 
                 const PairCodes found = look_up_codes(codes + (size_t)c * stride + 32 * pair);
                 for (int r = 0; r < rows; r++) {
                     const i32x8 products = multiply_pair(found, x + (size_t)r * x_stride, pair);
-                    f32x8 *out = &total[r * columns + c];
-                    *out = fma8(__builtin_convertvector(products, f32x8), __builtin_shuffle(scale[r * columns + c], blocks), *out);
+                    const f32x8 s = __builtin_shuffle(scale[r * columns + c], blocks);
+                    total[r * columns + c] = fma8(__builtin_convertvector(products, f32x8), s, total[r * columns + c]);
                 }
             }
         }
@@ -744,7 +746,7 @@ INLINE void e2m1_tile(float *sum, const SplitValues *x, size_t x_stride, const M
     e2m1_run(total, x, x_stride, codes, stride, exponents, (size_t)w->scale_cols, groups, rows, columns);
     if (rest) {
         enum { CODES = SPLIT / 2, EXPONENTS = SPLIT / ORDER };
-        uint8_t last[2 * MAX_COLUMNS * CODES] = {0}, scales[MAX_COLUMNS * EXPONENTS] = {0};     /* half of it is read ahead only */
+        uint8_t last[2 * MAX_COLUMNS * CODES] = {0}, scales[MAX_COLUMNS * EXPONENTS] = {0};     /* half only to be read ahead */
         for (int c = 0; c < columns; c++) {
             memcpy(last + c * CODES, codes + (size_t)c * stride + groups * CODES, (size_t)(rest + 1) / 2);
             memcpy(scales + c * EXPONENTS, exponents + (size_t)c * (size_t)w->scale_cols + groups * EXPONENTS,
@@ -938,6 +940,7 @@ static void prepare_values(const PreparedValues *to, int row, int at, const floa
  * all threads for all threads. */
 static void multiply_codes(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w, int begin,
                            int end) {
+    if (n_rows <= 0 || begin >= end) return;
     const int held = n_rows < HELD_ROWS ? n_rows : HELD_ROWS, most = HELD_ROWS / held * REDUCTION_BLOCK;
     const bool shared = (size_t)(end - begin) * (size_t)w->cols * (size_t)n_rows > SHARED_WORK;
     PreparedValues part = {.rows = &prepared_rows};
@@ -945,7 +948,7 @@ static void multiply_codes(float *y, size_t y_stride, const float *x, size_t x_s
         for (part.start = 0; part.start < w->cols; part.start += part.n) {
             part.n_rows = n_rows - r < held ? n_rows - r : held;
             part.n = w->cols - part.start < most ? w->cols - part.start : most;
-            part.stride = w->dtype == DTYPE_F8_E4M3 ? (size_t)((part.n + ORDER - 1) / ORDER * ORDER + PANEL_STRIDE - REDUCTION_BLOCK)
+            part.stride = w->dtype == DTYPE_F8_E4M3 ? (size_t)((part.n + ORDER - 1) / ORDER * ORDER + OFF_POWER)
                                                     : (size_t)((part.n + SPLIT - 1) / SPLIT);
             const int blocks = (part.n + REDUCTION_BLOCK - 1) / REDUCTION_BLOCK;
             float *out = y + (size_t)r * y_stride;
@@ -956,7 +959,7 @@ static void multiply_codes(float *y, size_t y_stride, const float *x, size_t x_s
                     const int row = i / blocks, at = i % blocks * REDUCTION_BLOCK;
                     prepare_values(&part, row, at, x + (size_t)(r + row) * x_stride + part.start + at, w->dtype);
                 }
-                const int threads = omp_get_num_threads(), stretch = ((end - begin + threads - 1) / threads + 3) / 4 * 4;
+                const int threads = omp_get_num_threads(), stretch = ((end - begin + threads - 1) / threads + 11) / 12 * 12;
                 const int share = part.n_rows > TILE_ROWS ? STRIP_COLUMNS : stretch;
 #pragma omp for schedule(dynamic)
                 for (int o = begin; o < end; o += share) {
@@ -984,14 +987,16 @@ FOR_DTYPE(strips_f16, strip_columns, DTYPE_F16)
 FOR_DTYPE(strips_bf16, strip_columns, DTYPE_BF16)
 #undef FOR_DTYPE
 
-/* Output columns [begin, end) of y = W x, on the calling thread. */
+static bool holds_codes(DType dtype) { return dtype == DTYPE_F8_E4M3 || dtype == DTYPE_F4_E2M1; }
+
+/* Output columns [begin, end) of y = W x, on the calling thread; of codes, where that has no team of its own, on all. */
 static void linear_columns(float *y, size_t y_stride, const float *x, size_t x_stride, int rows, const Matrix *w, int begin,
                            int end) {
     static LinearColumns *const direct[DTYPE_COUNT] = {
         [DTYPE_F32] = direct_f32, [DTYPE_F16] = direct_f16, [DTYPE_BF16] = direct_bf16};
     static LinearColumns *const strips[DTYPE_COUNT] = {
         [DTYPE_F32] = strips_f32, [DTYPE_F16] = strips_f16, [DTYPE_BF16] = strips_bf16};
-    if (w->dtype == DTYPE_F8_E4M3 || w->dtype == DTYPE_F4_E2M1) {
+    if (holds_codes(w->dtype)) {
         multiply_codes(y, y_stride, x, x_stride, rows, w, begin, end);
         return;
     }
@@ -1003,7 +1008,7 @@ static void linear_columns(float *y, size_t y_stride, const float *x, size_t x_s
 
 static void multiply_matrix(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w) {
     const size_t work = (size_t)w->rows * (size_t)w->cols * (size_t)n_rows;
-    if (w->dtype == DTYPE_F8_E4M3 || w->dtype == DTYPE_F4_E2M1) {
+    if (holds_codes(w->dtype)) {
         multiply_codes(y, y_stride, x, x_stride, n_rows, w, 0, w->rows);
         return;
     }

@@ -234,7 +234,7 @@ typedef struct Products {
 
 static const char *const product_names[PRODUCT_KINDS] = {"bf16", "e4m3", "e2m1"};
 
-/* An e4m3 code that is neither NaN nor below 2^-6. */
+/* An e4m3 code that is neither NaN nor below 2^-5. */
 static uint8_t random_code(uint64_t i) {
     const uint64_t bits = (i + 1) * 0x9e3779b97f4a7c15u, mixed = bits ^ bits >> 29;
     const int below = __builtin_ctz((unsigned)mixed | 1 << 13);
@@ -246,7 +246,8 @@ static void make_products(Products *products, const uint16_t *weights) {
     const int cols = PRODUCT_COLS, rows = PRODUCT_BYTES / cols, blocks = cols / SCALE_BLOCK;
     *products = (Products){.codes = allocate_zeroed(PRODUCT_BYTES, 1), .exponents = allocate_zeroed(PRODUCT_BYTES / 32, 1),
                                .scale = allocate_zeroed((size_t)(rows / SCALE_BLOCK * blocks), sizeof(float)),
-                               .x = allocate_zeroed((size_t)cols, sizeof(float)), .y = allocate_zeroed((size_t)rows, sizeof(float))};
+                               .x = allocate_zeroed((size_t)cols, sizeof(float)),
+                               .y = allocate_zeroed((size_t)rows, sizeof(float))};
 #pragma omp parallel for
     for (size_t i = 0; i < PRODUCT_BYTES; i++) products->codes[i] = random_code(i);
     memset(products->exponents, 118, PRODUCT_BYTES / 32);

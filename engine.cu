@@ -132,7 +132,8 @@ static struct Transit {         /* between the pipeline's memory and the device'
     size_t chunk_bytes, chunk_used;         /* of the last of them */
 } transit;
 
-static float *partials;         /* [PARTIAL_FLOATS] device: of attention by row, head and chunk: maximum, sum, values */
+static float *partials;         /* [PARTIAL_FLOATS] device: of attention by row, head and chunk: maximum, sum, values; of
+                                 * mix_streams by row and slice: sums */
 
 struct Move { uint8_t *to; const uint8_t *from; size_t bytes; };
 
@@ -2852,9 +2853,9 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
  *     multiply_gate_up, multiply_down -> stage_rows, multiply_strip (fetch_tile, multiply_tile) -> add_gate_up, add_down
  *     experts -> packed_experts_kernel -> fetch_all; multiply_packed_gate_up, multiply_packed_down -> stage_terms, multiply_terms
  *
- * Owns: the router, and the experts' products. An expert's weights are read once for up to eight rows that chose it, and the
- * host never learns who was chosen. All experts of a layer run in one launch of as many blocks as there are multiprocessors, the
- * shared one too: to all rows it is one more, the first, with weight 1. Blocks share out the strips of gate and up of all experts
+ * Owns: the router, and the experts' products. An expert's weights are read once for up to eight rows that chose it (packed:
+ * four), and the host never learns who was chosen. All experts of a layer run in one launch of as many blocks as there are
+ * multiprocessors, the shared one too: to all rows it is one more, the first, with weight 1. Blocks share out the strips of gate and up of all experts
  * that were chosen, wait for each other, and share out the strips of down. A strip of down is one block's for all experts, so a
  * row's experts are added in ascending order.
  *
@@ -3291,8 +3292,8 @@ static __device__ void put_expert(const Experts &e, const ExpertMemory &m, int e
 
 static __device__ inline bool lists_row(const Experts &e) { return e.n_rows == 1 && e.slots <= 32; }
 
-/* The works where there is one row, by one warp: its picks in the order of the experts. Returns their number. */
-static __device__ int list_row(const Experts &e, const ExpertMemory &m) {
+/* The works where there is one row, by one warp: its picks in the order of the experts. */
+static __device__ void list_row(const Experts &e, const ExpertMemory &m) {
     const int pick = min(lane_id(), e.slots - 1), expert = listed_expert(e, pick);
     int place = 0;
     for (int other = 0; other < e.slots; other++) place += __shfl_sync(~0u, expert, other) < expert;
@@ -3301,7 +3302,6 @@ static __device__ int list_row(const Experts &e, const ExpertMemory &m) {
         m.order[place] = pick;
     }
     if (lane_id() == 0) m.works[e.slots] = {.chosen = NOBODY, .begin = (uint16_t)e.slots};
-    return e.slots;
 }
 
 /* Who chose whom, which every block finds out for itself: a mask of rows for each expert, sums over the experts, and the picks
@@ -3715,8 +3715,8 @@ static __device__ inline void load_weights(float (&w)[EXACT_STEP], const uint8_t
 }
 
 /* The same in plain f32, for weights of any type at any address: a lane has one row and half of the columns of x. */
-static __device__ void multiply_exactly(float total[4], const Experts &e, const ExpertMemory &m, bool down,
-                                        int work, int strip) {
+static __device__ inline void multiply_exactly(float total[4], const Experts &e, const ExpertMemory &m, bool down, int work,
+                                               int strip) {
     const int cols = down ? e.inter : e.hidden, rows = down ? e.hidden : e.inter, lane = lane_id(),
               high = down ? TILE_ROWS : TILE_ROWS / 2, order = m.works[work].begin, last = count_of(m, work) - 1,
               which = down ? DOWN : lane % TILE_ROWS < 8 ? GATE : UP;
@@ -4007,11 +4007,12 @@ static __device__ inline void put_columns(const Experts &e, const ExpertMemory &
     }
 }
 
-/* A strip times the rows of a work, which are in shared memory. */
+/* A strip times the rows of a work, which are in shared memory but where they are met exactly. */
+template <bool EXACTLY>
 static __device__ inline void multiply_strip(float total[4], const uint8_t *rows, Stream *stream, int *slot, const Experts &e,
                                              const ExpertMemory &m, bool down, int work, int strip) {
     if (!down && strip * 8 >= e.inter) return;
-    if (e.dtype[0] == EXACT) multiply_exactly(total, e, m, down, work, strip);
+    if constexpr (EXACTLY) multiply_exactly(total, e, m, down, work, strip);
     else multiply_segment(total, rows, stream, slot, e, m, down, work);
 }
 
@@ -4132,13 +4133,14 @@ static __device__ void prepare(const Experts &e, const ExpertMemory &m) {
 }
 
 /* The first phase, of which all teams take the same unit at the same time. */
+template <bool EXACTLY>
 static __device__ inline void multiply_gate_up(Stream *stream, int *slot, const Experts &e, const ExpertMemory &m) {
     const int segments = segments_of(e, false), teams = teams_of(e, false), team = team_of(e, false);
     int used = 0, staged = -1;  /* columns that wait; what tells the rows at hand from others: a single one meets all experts */
     for (int place = 0; place < m.plan->gate;) {
         const Span span = find_span(e, m, place);
         const int count = count_of(m, span.work), rows = e.n_rows > 1 ? span.work : (int)type_of(e, m, span.work);
-        if (rows != staged && e.dtype[0] != EXACT) {
+        if (rows != staged && !EXACTLY) {
             sync_warps();
             stage_rows(e, m, m.x, false, m.works[span.work].begin, count);
             sync_warps();
@@ -4154,7 +4156,7 @@ static __device__ inline void multiply_gate_up(Stream *stream, int *slot, const 
                 used = 0;
             }
             float total[4] = {};
-            multiply_strip(total, m.x, stream, slot, e, m, false, span.work, strip);
+            multiply_strip<EXACTLY>(total, m.x, stream, slot, e, m, false, span.work, strip);
             put_columns(e, m, total, false, span.work, strip, used + team * count, count);
             used += teams * count;
         }
@@ -4176,6 +4178,7 @@ static __device__ inline void stage_gated(int *begin, int *end, const Experts &e
 }
 
 /* The second one, of which each team takes its own task. */
+template <bool EXACTLY>
 static __device__ inline void multiply_down(Stream *stream, int *slot, const Experts &e, const ExpertMemory &m) {
     const int segments = segments_of(e, true), teams = teams_of(e, true), team = team_of(e, true), lane = lane_id();
     int used = 0, begin = 0, end = 0;               /* works whose rows are at hand */
@@ -4203,7 +4206,7 @@ static __device__ inline void multiply_down(Stream *stream, int *slot, const Exp
         for (int i = 0; i < span.strips; i++) {
             const int count = count_of(m, span.work), strip = span.strip + i * (int)gridDim.x;
             float total[4] = {};
-            multiply_strip(total, rows, stream, slot, e, m, true, span.work, strip);
+            multiply_strip<EXACTLY>(total, rows, stream, slot, e, m, true, span.work, strip);
             put_columns(e, m, total, true, span.work, strip, first + i * count, count);
         }
         used += columns;
@@ -4226,6 +4229,7 @@ static __device__ void round_gated(const Experts &e) {
     wait_for_all_blocks();
 }
 
+template <bool EXACTLY>
 static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const __grid_constant__ Experts e) {
     extern __shared__ __align__(128) uint8_t expert_shared[];
     ExpertMemory m = expert_memory(e, expert_shared);
@@ -4249,11 +4253,11 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const
         if (threadIdx.x == 0) plan_all(&plan, e, works);
         sync_warps();
     }
-    multiply_gate_up(&stream, &slot, e, m);
+    multiply_gate_up<EXACTLY>(&stream, &slot, e, m);
     wait_for_all_blocks();      /* they have written all of gated */
     if (e.rounds) round_gated(e);
     let_next_start();
-    multiply_down(&stream, &slot, e, m);
+    multiply_down<EXACTLY>(&stream, &slot, e, m);
 }
 
 /* ---- the kernel where weights are packed: four warps more fetch tiles for the others, in the order in which these take them */
@@ -4391,9 +4395,9 @@ static __device__ inline void bring_until(GatedStream *stream, const Experts &e,
     }
 }
 
-/* Fetches strip after strip. Until the plan is known, which all threads wait for together, there is the shared expert, and no
- * more than the ring holds. In the second phase gated comes along, before the weights it meets; but at first these fill the ring,
- * since gated is not there yet. */
+/* Fetches strip after strip. Until the plan is known, which all threads wait for together, there is the shared expert, whose
+ * places in the plan and the list are the same before and after, and no more than the ring holds. In the second phase gated
+ * comes along, before the weights it meets; but at first these fill the ring, since gated is not there yet. */
 static __device__ inline void fetch_all(const Experts &e, const ExpertMemory &m) {
     const Plan &plan = *m.plan;
     const int group = warp_id() - EXPERT_WARPS;
@@ -4689,29 +4693,34 @@ static int paired_blocks(size_t shared) {
 
 /* Warpgroups multiply e2m1 with whole tiles, beside a shared expert that is e4m3 or like the others. Two blocks share the columns
  * of down where there are not strips enough for all. */
-static void choose_packed(Experts *e, bool merged) {
+static void choose_packed(Experts *e) {
     const DType shared = e->dtype[1];
     e->packed = gpu.major == 9 && !e->rounds && e->dtype[0] == DTYPE_F4_E2M1
                 && (shared == DTYPE_F4_E2M1 || shared == DTYPE_F8_E4M3);
     if (!e->packed) return;
-    const int segments = 1 << PACKED_SEGMENT_BITS, strips = e->hidden / (TILE_ROWS * (EXPERT_WARPS / segments));
     for (int i = GATE; i <= DOWN; i++) e->segment_bits[i] = PACKED_SEGMENT_BITS;
     const size_t halves = (size_t)(MAX_LISTED / e->slots) * (size_t)e->hidden * sizeof(float);
-    e->split_bits = merged && 2 * strips <= gpu.multiprocessors && halves <= ROUNDED_BYTES
+    e->split_bits = e->slots > e->per_token && 2 * (e->hidden / GROUP_ROWS) <= gpu.multiprocessors && halves <= ROUNDED_BYTES
                     && e->inter % (2 << tile_bits(DTYPE_F4_E2M1)) == 0;
 }
 
 static void launch_experts(Experts e) {
     e.segment_bits[GATE] = e.segment_bits[UP] = count_segment_bits(e.dtype[0], e.hidden);
     e.segment_bits[DOWN] = count_segment_bits(e.dtype[0], e.inter);
-    choose_packed(&e, e.slots > e.per_token);
+    choose_packed(&e);
     for (int i = 0; i < 2; i++) e.terms[i] = count_terms(e.dtype[i], e);
     const int units = divide_up(e.inter, (EXPERT_WARPS >> e.segment_bits[GATE]) * TILE_ROWS / 2);
     e.many = units >= LONG_RUN && 2 * e.n_rows * e.per_token > TILE_COLUMNS * e.experts;
     const size_t shared = e.packed ? lay_out_packed(&e) : lay_out_experts(&e);
     const int strips = divide_up(e.hidden, TILE_ROWS);
     int blocks = min(gpu.multiprocessors, max(e.n_rows * e.slots * units, strips));
-    const auto kernel = e.packed ? packed_experts_kernel : experts_kernel;
+    const auto kernel = e.packed               ? packed_experts_kernel
+                        : e.dtype[0] == EXACT ? experts_kernel<true>        /* registers of its own: the other's are few */
+                                              : experts_kernel<false>;
+    if (!shared) {
+        fprintf(stderr, "tide: cuda: experts of %d x %d do not fit into shared memory\n", e.inter, e.hidden);
+        _exit(1);
+    }
     allow_shared(kernel, shared);
     if (e.split_bits) blocks = min(blocks / 2 * 2, paired_blocks(shared));
     launch_early(kernel, dim3((unsigned)blocks), e.packed ? PACKED_THREADS : EXPERT_THREADS, shared, 1 << e.split_bits, e);
@@ -6464,7 +6473,8 @@ static void read_engram(float *y, const EngramWeights *engram, const int *token_
 
 enum {
     SPLIT_KEYS = 256,
-    TILE_KEYS = 32,             /* keys in shared memory at a time */
+    TILE_KEYS = 32,             /* keys that are summed by themselves: a tile */
+    SYSTEM_SHARED = 1024,       /* bytes of shared memory that the system keeps of each block's */
     ATTEND_WARPS = 8,           /* heads that a thread block of attend_kernel works on */
     LANE_VALUES = MAX_ROW_WIDTH / 32,
     LATENT = 512, TAIL = 64, LATENT_WIDTH = LATENT + TAIL,
@@ -8655,14 +8665,17 @@ static void attend_split(const Attend &a, int value_dim, int longest, int side, 
 
 /* In f32. */
 template <typename Keys> static void attend(const Keys &keys, const Attend &a, int key_dim, int value_dim, int longest) {
-    const int each = a.n_rows * a.heads <= 4 * gpu.multiprocessors ? 1 : (int)ATTEND_WARPS,
-              blocks = a.kv_heads * divide_up(a.heads / a.kv_heads, each), chunks = divide_up(longest, SPLIT_KEYS),
-              side = chunks < 64 ? chunks : 64, width = key_dim + 1 + (Keys::shared ? 0 : value_dim);
-    const size_t queries = (size_t)(each * key_dim) * sizeof(float),
-                 of_tile = (size_t)(TILE_KEYS * width + each * (value_dim + 2)) * sizeof(float);
+    const int chunks = divide_up(longest, SPLIT_KEYS), side = chunks < 64 ? chunks : 64,
+              width = key_dim + 1 + (Keys::shared ? 0 : value_dim), fixed = SPLIT_KEYS * (int)sizeof(void *) + SYSTEM_SHARED;
+    const auto bytes_of = [&](int heads, int tiles) {
+        return (size_t)(heads * key_dim + tiles * (TILE_KEYS * width + heads * (value_dim + 2))) * sizeof(float);
+    };
+    int each = a.n_rows * a.heads <= 4 * gpu.multiprocessors ? 1 : (int)ATTEND_WARPS;
+    while (each > 1 && bytes_of(each, 1) + fixed > gpu.shared_per_block) each /= 2;
     int tiles = SPLIT_KEYS / TILE_KEYS;             /* in shared memory, of which two blocks have half each if they can */
-    while (tiles > 1 && queries + tiles * of_tile > gpu.shared_per_block / 2) tiles--;
-    const size_t bytes = queries + tiles * of_tile;
+    while (tiles > 1 && bytes_of(each, tiles) + fixed > gpu.shared_per_block / 2) tiles--;
+    const int blocks = a.kv_heads * divide_up(a.heads / a.kv_heads, each);
+    const size_t bytes = bytes_of(each, tiles);
     attend_split(a, value_dim, longest, side, [&](const Attend &part) {
         allow_shared(attend_kernel<Keys>, bytes);
         launch(attend_kernel<Keys>, dim3(part.n_rows, blocks, side), 32 * ATTEND_WARPS, bytes, keys, part, key_dim, value_dim,
@@ -9095,14 +9108,15 @@ static __device__ inline float reciprocal(float x) {
     return y;
 }
 
-/* Divides every row of the matrix, or every column, by its sum. */
-template <int N, bool ROWS> static __device__ inline void divide_by_sums(float (&m)[N][N], float eps) {
+/* Divides every row of the n x n matrix, or every column, by its sum. What is beyond n of N does not count. */
+template <int N, bool ROWS> static __device__ inline void divide_by_sums(float (&m)[N][N], int n, float eps) {
     float share[N];
 #pragma unroll
     for (int j = 0; j < N; j++) {
         float even = eps, odd = 0;
 #pragma unroll
-        for (int k = 0; k < N; k++) (k % 2 ? odd : even) += ROWS ? m[j][k] : m[k][j];
+        for (int k = 0; k < N; k++)
+            if (N < MAX_STREAMS || k < n) (k % 2 ? odd : even) += ROWS ? m[j][k] : m[k][j];
         share[j] = reciprocal(even + odd);
     }
 #pragma unroll
@@ -9133,11 +9147,11 @@ template <int N> static __device__ void sinkhorn(float *matrix, int n, int itera
     for (int j = 0; j < N; j++)
 #pragma unroll
         for (int k = 0; k < N; k++) m[j][k] = j < n && k < n ? matrix[j * n + k] : 0;
-    divide_by_sums<N, false>(m, eps);
+    divide_by_sums<N, false>(m, n, eps);
 #pragma unroll 1
     for (int i = 1; i < iterations; i++) {
-        divide_by_sums<N, true>(m, eps);
-        divide_by_sums<N, false>(m, eps);
+        divide_by_sums<N, true>(m, n, eps);
+        divide_by_sums<N, false>(m, n, eps);
     }
 #pragma unroll
     for (int j = 0; j < N; j++)
@@ -9267,6 +9281,10 @@ static void mix_streams(float *y, float *streams, const float *branch, const flo
     if (weights) p.fn = weights->fn, p.base = weights->base, p.scale = weights->scale, p.n_mixes = weights->fn.rows;
     p.squares = divide_up(p.fn.rows, WARP_SUMS) * WARP_SUMS;
     p.pitch = divide_up(p.squares + 1, 32) * 32;
+    if ((size_t)n_rows * (size_t)p.slices * (size_t)p.pitch > PARTIAL_FLOATS) {
+        fprintf(stderr, "tide: cuda: no room for the sums of %d rows of %d columns in %d streams\n", n_rows, p.hidden, mult);
+        _exit(1);
+    }
     const bool fours = p.hidden % 4 == 0 && ((uintptr_t)y | (uintptr_t)streams | (uintptr_t)branch | (uintptr_t)norm
                                              | (uintptr_t)p.fn.data) % 16 == 0
                        && (!weights || p.fn.dtype == DTYPE_F32);

@@ -180,7 +180,7 @@ static void test_linear_once(DType dtype, int rows, int cols, int first, int cou
             wrong += !near(alone[(size_t)r * y_stride + (size_t)o], sum, terms, 1e-6);
         }
     for (int threads = 1; threads <= 2; threads++)
-        for (int n = 1; n <= ROWS; n++) {
+        for (int n = 0; n <= ROWS; n++) {
             omp_set_num_threads(threads);
             for (size_t i = 0; i < ROWS * y_stride; i++) y[i] = 77;
             multiply_matrix(y, y_stride, x, x_stride, n, &view);
@@ -208,6 +208,29 @@ static void test_linear(void) {
         for (int head = 0; head < 7; head++)
             test_linear_once(dtypes[d], 7 * 44, 150, head * 44, 44); /* 44 is no divisor of 128 */
         test_linear_once(dtypes[d], 448, 133, 190, 258);
+    }
+}
+
+/* More rows than matrices of codes meet at a time, of one of which a value is not finite: each has the bits that it has alone, and
+ * only that one shows it. */
+static void test_many_rows_of_codes(void) {
+    enum { ROWS = 2 * HELD_ROWS + 3, COLUMNS = 60, COLS = 2500, SPOILT = HELD_ROWS + 1 };
+    for (size_t d = 3; d < sizeof dtypes / sizeof *dtypes; d++) {
+        TestMatrix matrix = make_matrix(dtypes[d], COLUMNS, COLS);
+        float *x = random_floats(ROWS * COLS), *y = allocate_zeroed(ROWS * COLUMNS, sizeof(float)), alone[COLUMNS];
+        x[SPOILT * COLS + 1700] = d % 2 ? INFINITY : NAN;
+        multiply_matrix(y, COLUMNS, x, COLS, ROWS, &matrix.view);
+        int other = 0, finite = 0;
+        for (int r = 0; r < ROWS; r++) {
+            multiply_matrix(alone, COLUMNS, x + r * COLS, COLS, 1, &matrix.view);
+            other += r != SPOILT && memcmp(alone, y + r * COLUMNS, sizeof alone);
+            for (int o = 0; o < COLUMNS; o++) finite += (isfinite(y[r * COLUMNS + o]) != 0) != (r != SPOILT);
+        }
+        CHECK(!other, "%s: %d of %d rows have other bits alone", dtype_names[dtypes[d]], other, ROWS);
+        CHECK(!finite, "%s: %d products are finite, or not, without reason", dtype_names[dtypes[d]], finite);
+        free(x);
+        free(y);
+        free_matrix(&matrix);
     }
 }
 
@@ -1036,6 +1059,7 @@ int main(void) {
     test_widen();
     test_narrow();
     test_linear();
+    test_many_rows_of_codes();
     test_linear_negative_zero();
     test_embed();
     test_norms();
