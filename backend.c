@@ -150,7 +150,7 @@ enum {
     REDUCTION_BLOCK = 1024,     /* k is summed in blocks of this many, the blocks' sums in order; a multiple of SCALE_BLOCK */
     TILE_ROWS = 6,              /* rows of x in flight: 6 x 2 accumulators, 2 weights and 1 x fill sixteen registers */
     STRIP_COLUMNS = 48,         /* output columns whose weights meet all rows before the next: 48 * 1,024 stay in the L2 cache */
-    STRIP_ROWS = 12,            /* rows from which f16 and e4m3 weights are worth widening beforehand */
+    STRIP_ROWS = 12,            /* rows from which f16 weights are worth widening beforehand */
     HELD_ROWS = KEY_TILE,       /* rows of x that meet matrices of codes at a time */
     OFF_POWER = 16,             /* from a power of two, or all columns or rows would fall into the same cache sets */
     PANEL_STRIDE = REDUCTION_BLOCK + OFF_POWER,
@@ -454,7 +454,7 @@ static void axpy_panel(float *y, size_t y_stride, const float *p, size_t p_strid
  * Owns: y = W x with W in its stored format. For up to six rows the weights are widened in registers and read once, from end to
  * end: decode, bound by memory. For more, strips of 48 columns by 1,024 values stay in the cache while all rows meet them:
  * verification and prefill, bound by arithmetic. bf16 takes two instructions to widen, so it is done again for every six rows;
- * f16 and e4m3 are widened into the cache once. e2m1 is not widened: its codes are looked up as whole numbers.
+ * f16 is widened into the cache once. e2m1 is not widened: its codes are looked up as whole numbers.
  */
 
 /* w[row, first .. first + n) times its block scales, as f32. */
@@ -643,7 +643,8 @@ static void split_values(SplitValues *to, const float *x, int n) {
     }
 }
 
-/* Of 32 neighbours, number 4 i + p comes to 8 p + i: where it is in the i-th of eight words of their codes. */
+/* Of 32 neighbours, number 4 i + p comes to 8 p + i: where it is in the i-th of eight words of their codes. All are multiplied by
+ * half of what place_e4m3() leaves out, so that their products are far from what f32 cannot hold. */
 static void order_values(float *to, const float *x, int n) {
     for (int k = 0; k < n; k += ORDER, to += ORDER) {
         float padded[ORDER] = {0};
@@ -655,8 +656,8 @@ static void order_values(float *to, const float *x, int n) {
                                : __builtin_shufflevector(a, b, 0, 4, 8, 12, 1, 5, 9, 13),
                   upper = half ? __builtin_shufflevector(c, d, 2, 6, 10, 14, 3, 7, 11, 15)
                                : __builtin_shufflevector(c, d, 0, 4, 8, 12, 1, 5, 9, 13);
-            store8(to + 16 * half, __builtin_shufflevector(lower, upper, 0, 1, 2, 3, 8, 9, 10, 11));
-            store8(to + 16 * half + 8, __builtin_shufflevector(lower, upper, 4, 5, 6, 7, 12, 13, 14, 15));
+            store8(to + 16 * half, __builtin_shufflevector(lower, upper, 0, 1, 2, 3, 8, 9, 10, 11) * splat8(0x1p60f));
+            store8(to + 16 * half + 8, __builtin_shufflevector(lower, upper, 4, 5, 6, 7, 12, 13, 14, 15) * splat8(0x1p60f));
         }
     }
 }
@@ -761,10 +762,12 @@ INLINE void e2m1_tile(float *sum, const SplitValues *x, size_t x_stride, const M
  * of which trained weights have one in ten thousand, are subnormal there: right, but slow on some processors. */
 INLINE f32x8 place_e4m3(i32x8 words, const int p) { return (f32x8)(words << (24 - 8 * p) >> 4 & (int32_t)0x87f00000); }
 
-/* total[r * columns + c] += x[r] . w[c] over n values, a multiple of 32. s[c]: their scales, times 2^120 or, if that were too
- * `large`, as they are. largest: of the codes without their signs, which shows a NaN. */
+/* total[r * columns + c] += s[c] x[r] . w[c] over n values, a multiple of 32, whose scales are s. largest: of the codes without
+ * their signs, which shows a NaN. */
 INLINE void e4m3_run(f32x8 *total, u8x32 *largest, const float *x, size_t x_stride, const uint8_t *w, size_t w_stride, int n,
-                     const f32x8 *s, const bool large, const bool ahead, const int rows, const int columns) {
+                     const f32x8 *s, const bool ahead, const int rows, const int columns) {
+    f32x8 part[MAX_TILE];
+    for (int i = 0; i < rows * columns; i++) part[i] = splat8(0);
     for (int k = 0; k < n; k += ORDER) {
         i32x8 words[MAX_COLUMNS];
 #pragma GCC unroll 4
@@ -776,25 +779,23 @@ INLINE void e4m3_run(f32x8 *total, u8x32 *largest, const float *x, size_t x_stri
 #pragma GCC unroll 4
         for (int p = 0; p < 4; p++) {
             f32x8 weight[MAX_COLUMNS];
-            for (int c = 0; c < columns; c++) {
-                weight[c] = place_e4m3(words[c], p);
-                weight[c] = (large ? weight[c] * splat8(0x1p120f) : weight[c]) * s[c];
-            }
+            for (int c = 0; c < columns; c++) weight[c] = place_e4m3(words[c], p);
             for (int r = 0; r < rows; r++) {
                 f32x8 input = load8(x + (size_t)r * x_stride + k + 8 * p);
                 in_register(&input);
-                for (int c = 0; c < columns; c++) total[r * columns + c] = fma8(input, weight[c], total[r * columns + c]);
+                for (int c = 0; c < columns; c++) part[r * columns + c] = fma8(input, weight[c], part[r * columns + c]);
             }
         }
     }
+    for (int i = 0; i < rows * columns; i++) total[i] = fma8(part[i], s[i % columns], total[i]);
 }
 
 /* The same for what is left of a row, fewer than 32 values. */
 INLINE void e4m3_rest(f32x8 *total, u8x32 *largest, const float *x, size_t x_stride, const uint8_t *w, size_t w_stride, int n,
-                      const f32x8 *s, const bool large, const int rows, const int columns) {
+                      const f32x8 *s, const int rows, const int columns) {
     uint8_t padded[MAX_COLUMNS * ORDER] = {0};
     for (int c = 0; c < columns; c++) memcpy(padded + c * ORDER, w + (size_t)c * w_stride, (size_t)n);
-    e4m3_run(total, largest, x, x_stride, padded, ORDER, ORDER, s, large, false, rows, columns);
+    e4m3_run(total, largest, x, x_stride, padded, ORDER, ORDER, s, false, rows, columns);
 }
 
 /* Whether one of n e4m3 codes is a NaN: all bits but the sign. */
@@ -816,45 +817,19 @@ INLINE void e4m3_tile(float *sum, const float *x, size_t x_stride, const Matrix 
     for (int i = 0; i < rows * columns; i++) total[i] = splat8(0);
     for (int c = 0; c < columns; c++) scale[c] = block_scales(w, o + c, first, DTYPE_F8_E4M3);
     for (int begin = 0, end, i = 0; begin < n; begin = end, i++) {
-        bool large = false;
         end = begin + block < n ? begin + block : n;
-        for (int c = 0; c < columns; c++) {
-            const float one = scale[c] ? scale[c][i] : 1;
-            s[c] = splat8(one);
-            large |= !(fabsf(one) < 64);
-        }
-        for (int c = 0; c < columns && !large; c++) s[c] *= splat8(0x1p120f);
+        for (int c = 0; c < columns; c++) s[c] = splat8(scale[c] ? scale[c][i] : 1);
         const int whole = (end - begin) / ORDER * ORDER;
-        if (large) e4m3_run(total, &largest, x + begin, x_stride, from + begin, stride, whole, s, true, true, rows, columns);
-        else e4m3_run(total, &largest, x + begin, x_stride, from + begin, stride, whole, s, false, true, rows, columns);
+        e4m3_run(total, &largest, x + begin, x_stride, from + begin, stride, whole, s, true, rows, columns);
         if (begin + whole < end)
-            e4m3_rest(total, &largest, x + begin + whole, x_stride, from + begin + whole, stride, end - begin - whole, s, large,
-                      rows, columns);
+            e4m3_rest(total, &largest, x + begin + whole, x_stride, from + begin + whole, stride, end - begin - whole, s, rows,
+                      columns);
     }
     sum_tile(sum, total, rows * columns);
+    for (int i = 0; i < rows * columns; i++) sum[i] *= 0x1p60f;        /* the other half */
     if (!holds_nan((const uint8_t *)&largest, sizeof largest)) return;
     for (int i = 0; i < rows * columns; i++)
         if (holds_nan(from + (size_t)(i % columns) * stride, (size_t)n)) sum[i] = NAN;
-}
-
-/* w[row, first .. first + n) times its block scales, in the order of order_values(), zeros behind; `first` begins a block. */
-static void widen_ordered(float *out, const Matrix *w, int row, int first, int n) {
-    const uint8_t *from = w->data + (size_t)row * (size_t)w->cols + first;
-    const float *scale = block_scales(w, row, first, DTYPE_F8_E4M3);
-    const int block = scale_block(w, DTYPE_F8_E4M3);
-    for (int begin = 0, end; begin < n; begin = end) {
-        const f32x8 s = splat8(scale ? *scale++ : 1);
-        end = begin + block < n ? begin + block : n;
-        for (int k = begin; k < end; k += ORDER) {
-            i32x8 words = {0};
-            memcpy(&words, from + k, end - k < ORDER ? (size_t)(end - k) : sizeof words);
-            for (int p = 0; p < 4; p++) {
-                const f32x8 placed = place_e4m3(words, p);
-                const i32x8 nan = ((i32x8)placed & 0x07f00000) == 0x07f00000;           /* all ones is a NaN in f32 too */
-                store8(out + k + 8 * p, (f32x8)((i32x8)(placed * splat8(0x1p120f)) | nan) * s);
-            }
-        }
-    }
 }
 
 /* Prepared rows of x: values [start, start + n) of each. */
@@ -892,13 +867,6 @@ INLINE void code_rows(float *y, size_t y_stride, const PreparedValues *x, int ro
 /* One block of the reduction, columns [begin, end), all rows. */
 INLINE void code_block(float *y, size_t y_stride, const PreparedValues *x, int at, const Matrix *w, int begin, int end,
                        const DType dtype) {
-    if (dtype == DTYPE_F8_E4M3 && x->n_rows > STRIP_ROWS) {
-        const int first = x->start + at, n = block_values(x, at);
-        for (int o = begin; o < end; o++) widen_ordered(panel + (o - begin) * PANEL_STRIDE, w, o, first, n);
-        dot_panel(y + begin, y_stride, x->rows->ordered + at, x->stride, x->n_rows, panel, PANEL_STRIDE, end - begin,
-                  (n + ORDER - 1) / ORDER * ORDER, first > 0);
-        return;
-    }
     for (int r = 0, take; r < x->n_rows; r += take) {
         take = take_rows(x->n_rows - r);
         switch (take) {
