@@ -601,9 +601,9 @@ static float unit_of(const float *x) {
     memcpy(bits, x, sizeof bits);
     for (int i = 0; i < ORDER; i++) largest = (bits[i] & 0x7fffffff) > largest ? bits[i] & 0x7fffffff : largest;
     if (largest >= 0x7f800000) return NAN;
-    uint32_t exponent = (largest + 0x10000) >> 23;      /* so the highest digit stays below 128 */
-    u32x8 unit = {(exponent > 27 ? exponent - 21 : 6) << 23};
-    return ((f32x8)unit)[0];
+    const uint32_t exponent = (largest + 0x10000) >> 23;        /* so the highest digit stays below 128 */
+    const uint8_t code = (uint8_t)(exponent > 27 ? exponent - 21 : 6);
+    return widen(&code, DTYPE_F8_E8M0);
 }
 
 INLINE void split_block(SplitValues *to, int block, const float *x) {
