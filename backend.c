@@ -15,7 +15,7 @@
 #include <omp.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
-#ifdef __FMA__
+#ifdef __x86_64__
 #include <immintrin.h>
 #endif
 
@@ -125,7 +125,8 @@ static void copy_bytes(void *to, const void *from, size_t bytes) { memcpy(to, fr
  * Vectors of eight and the two inner products
  *
  * Owns: the arithmetic everything below is made of. It is written with the compiler's vector types, so the same lines become
- * AVX2 on x86 and NEON pairs on Arm. Two kernels carry nearly all the work, and both keep one accumulator for each output:
+ * AVX2 on x86 (products of codes AVX-512, where there is VNNI) and NEON pairs on Arm. Two kernels carry nearly all the work, and
+ * both keep one accumulator for each output:
  *
  *     dot_tile    y[r, c] = sum_k x[r, k] w[c, k]     eight lanes walk k; the lanes are added in a fixed tree at the end
  *     axpy_panel  y[r, j] += sum_s p[r, s] v[s, j]    s in order, the lanes lie along j
@@ -145,13 +146,25 @@ typedef int8_t i8x8 __attribute__((vector_size(8)));
 typedef uint8_t u8x8 __attribute__((vector_size(8)));
 typedef uint8_t u8x32 __attribute__((vector_size(32)));
 
+/* Products of codes fill the widest registers that there are. */
+#if defined __AVX512BW__ && defined __AVX512VNNI__
+#define SIXTEEN_LANES
+enum { LANES = 16 };
+#else
+enum { LANES = 8 };
+#endif
+typedef float f32xN __attribute__((vector_size(4 * LANES)));
+typedef int32_t i32xN __attribute__((vector_size(4 * LANES)));
+typedef uint8_t u8xN __attribute__((vector_size(4 * LANES)));
+
 enum {
     KEY_TILE = PAGE_ROWS,       /* cached rows widened together in attention and index scoring: a tile of keys is a page */
     REDUCTION_BLOCK = 1024,     /* k is summed in blocks of this many, the blocks' sums in order; a multiple of SCALE_BLOCK */
     TILE_ROWS = 6,              /* rows of x in flight: 6 x 2 accumulators, 2 weights and 1 x fill sixteen registers */
     STRIP_COLUMNS = 48,         /* output columns whose weights meet all rows before the next: 48 * 1,024 stay in the L2 cache */
     STRIP_ROWS = 12,            /* rows from which f16 weights are worth widening beforehand */
-    HELD_ROWS = KEY_TILE,       /* rows of x that meet matrices of codes at a time */
+    CODE_BLOCK = 4096,          /* as REDUCTION_BLOCK, where w is of codes */
+    HELD_ROWS = 16,             /* rows of x that meet matrices of codes at a time */
     OFF_POWER = 16,             /* from a power of two, or all columns or rows would fall into the same cache sets */
     PANEL_STRIDE = REDUCTION_BLOCK + OFF_POWER,
     MAX_TILE = 12,              /* accumulators of any tile; array sizes have to be constants for them to be registers */
@@ -182,19 +195,29 @@ INLINE f32x8 fma8(f32x8 a, f32x8 b, f32x8 c) {
 }
 
 /* Keeps the compiler from reading a value from memory again at each use: loads are what the inner loop is short of. */
-INLINE void in_register(f32x8 *v) {
 #ifdef __AVX2__
-    __asm__("" : "+x"(*v));
+#define IN_REGISTER(vector) __asm__("" : "+v"(vector))
 #else
-    (void)v;
+#define IN_REGISTER(vector) (void)(vector)
+#endif
+
+INLINE f32xN splat(float x) { return (f32xN){0} + x; }
+
+INLINE f32xN fma_lanes(f32xN a, f32xN b, f32xN c) {
+#ifdef SIXTEEN_LANES
+    return (f32xN)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return fma8(a, b, c);
 #endif
 }
 
-INLINE u8x32 larger_bytes(u8x32 a, u8x32 b) {
-#ifdef __AVX2__
-    return (u8x32)_mm256_max_epu8((__m256i)a, (__m256i)b);
+INLINE u8xN larger_bytes(u8xN a, u8xN b) {
+#ifdef SIXTEEN_LANES
+    return (u8xN)_mm512_max_epu8((__m512i)a, (__m512i)b);
+#elif defined __AVX2__
+    return (u8xN)_mm256_max_epu8((__m256i)a, (__m256i)b);
 #else
-    const u8x32 above = (u8x32)(a > b);
+    const u8xN above = (u8xN)(a > b);
     return (a & above) | (b & ~above);
 #endif
 }
@@ -219,6 +242,18 @@ INLINE void sum_tile(float *sum, const f32x8 *total, const int n) {
         memcpy(sum + i, &four, sizeof four);
     }
     for (; i < n; i++) sum[i] = sum8(total[i]);
+}
+
+INLINE void sum_wide_tile(float *sum, const f32xN *total, const int n) {
+    f32x8 folded[MAX_TILE];
+    for (int i = 0; i < n; i++)
+#ifdef SIXTEEN_LANES
+        folded[i] = __builtin_shufflevector(total[i], total[i], 0, 1, 2, 3, 4, 5, 6, 7)
+                    + __builtin_shufflevector(total[i], total[i], 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+        folded[i] = total[i];
+#endif
+    sum_tile(sum, folded, n);
 }
 
 /* Eight halves as 32-bit numbers, and eight bytes with their sign spread over the upper bits. */
@@ -327,7 +362,7 @@ INLINE void dot_tile(float *sum, const float *x, size_t x_stride, const size_t x
             for (int c = 0; c < columns; c++) __builtin_prefetch(w + (size_t)(4 * columns + c) * w_stride + at, 0, 2);
         for (int r = 0; r < rows; r++) {
             f32x8 input = load8(x + (size_t)r * x_stride + (size_t)k * x_step);
-            in_register(&input);
+            IN_REGISTER(input);
             for (int c = 0; c < columns; c++) total[r * columns + c] = fma8(input, weight[c], total[r * columns + c]);
         }
     }
@@ -572,34 +607,39 @@ static void panel_columns(float *y, size_t y_stride, const float *x, size_t x_st
 }
 
 /* ---- e4m3 and e2m1. Widening a code costs more than its product, so x is brought to where the codes are cheap to take: for e4m3
- * into the order in which four shifts widen 32 neighbours, for e2m1 to whole numbers, whose products by codes are exact.
+ * into the order in which four shifts widen a register of neighbours, for e2m1 to whole numbers, whose products are exact.
  */
+
+enum {
+    SPLIT = 8 * EXPONENT_BLOCK, /* values in a SplitValues */
+    STRETCH = 8 * LANES,        /* of them as many as have e2m1 codes that fill a register */
+    ORDER = 4 * LANES,          /* e4m3 values that are ordered together: their codes fill one */
+};
 
 /* 256 values of x for products by e2m1, whose codes stand for whole halves: value i of a block of 32 is
  * (d0 + 2^7 d1 - 2^15 d2) * unit, each digit a signed byte; that is 22 bits below the block's largest value, and exact for what
- * --qat rounds. Of the 64 values of two blocks those in even places come first, then the odd ones, as the codes lie in their
- * bytes' lower and upper halves. */
+ * --qat rounds. Of a stretch's values those in even places come first, then the odd ones, as the codes lie in their bytes' lower
+ * and upper halves. */
 typedef struct SplitValues {
-    int8_t digits[4][3][2][32];
-    int32_t offset[4][8];       /* minus 12 times the sums of eight neighbours: codes are taken as twice their value plus 12 */
-    float unit[8];              /* of each block, halved; NaN if a value is not finite */
-} SplitValues;
-
-enum { SPLIT = 256, ORDER = 32 };       /* values in a SplitValues; e4m3 values that are ordered together */
+    int8_t digits[SPLIT / STRETCH][3][2][STRETCH / 2];
+    int32_t offset[SPLIT / STRETCH][LANES];     /* minus 12 times the sums of eight neighbours: codes are taken as twice their
+                                                 * value plus 12 */
+    float unit[SPLIT / EXPONENT_BLOCK];         /* of each block, halved; NaN if a value is not finite */
+} __attribute__((aligned(64))) SplitValues;
 
 /* Rows of x as the threads that share a product meet them: of e4m3 in the codes' order, off the power of two, of e2m1 split. */
 typedef union PreparedRows {
-    float ordered[HELD_ROWS * PANEL_STRIDE];
-    SplitValues split[HELD_ROWS * REDUCTION_BLOCK / SPLIT];
+    float ordered[HELD_ROWS * (CODE_BLOCK + OFF_POWER)];
+    SplitValues split[HELD_ROWS * CODE_BLOCK / SPLIT];
 } PreparedRows;
 
 static _Thread_local PreparedRows prepared_rows __attribute__((aligned(64)));   /* its vectors are read whole */
 
 /* The power of two of which the block's values are whole multiples below 2^22, nearly. */
 static float unit_of(const float *x) {
-    uint32_t largest = 0, bits[ORDER];
+    uint32_t largest = 0, bits[EXPONENT_BLOCK];
     memcpy(bits, x, sizeof bits);
-    for (int i = 0; i < ORDER; i++) largest = (bits[i] & 0x7fffffff) > largest ? bits[i] & 0x7fffffff : largest;
+    for (int i = 0; i < EXPONENT_BLOCK; i++) largest = (bits[i] & 0x7fffffff) > largest ? bits[i] & 0x7fffffff : largest;
     if (largest >= 0x7f800000) return NAN;
     const uint32_t exponent = (largest + 0x10000) >> 23;        /* so the highest digit stays below 128 */
     const uint8_t code = (uint8_t)(exponent > 27 ? exponent - 21 : 6);
@@ -607,98 +647,110 @@ static float unit_of(const float *x) {
 }
 
 INLINE void split_block(SplitValues *to, int block, const float *x) {
-    static const float zeros[ORDER] = {0};
+    static const float zeros[EXPONENT_BLOCK] = {0};
     const float unit = unit_of(x);
-    const int pair = block / 2, half = block % 2;
+    const int stretch = block / (LANES / 4), place = block % (LANES / 4);
     if (isnan(unit)) x = zeros;
     to->unit[block] = unit / 2;
     const f32x8 units = splat8(isnan(unit) ? 0 : 1 / unit);
-    for (int i = 0; i < ORDER; i += 16) {
+    for (int i = 0; i < EXPONENT_BLOCK; i += 16) {
         f32x8 a = load8(x + i) * units, b = load8(x + i + 8) * units;
-        f32x8 place[2] = {__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14),
-                          __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15)};
+        f32x8 parity[2] = {__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14),
+                           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15)};
         i32x8 whole[2];
         for (int odd = 0; odd < 2; odd++) {
-            i32x8 rest = whole[odd] = (i32x8)(place[odd] + splat8(0x1.8p23f)) - 0x4b400000;     /* rounds to the nearest */
+            i32x8 rest = whole[odd] = (i32x8)(parity[odd] + splat8(0x1.8p23f)) - 0x4b400000;    /* rounds to the nearest */
             const i32x8 d0 = rest << 25 >> 25;
             rest = (rest - d0) >> 7;
             const i32x8 d1 = rest << 24 >> 24, d2 = (d1 - rest) >> 8, digit[3] = {d0, d1, d2};
             for (int d = 0; d < 3; d++) {
                 const u8x32 all = (u8x32)digit[d];
                 u8x8 bytes = __builtin_shufflevector(all, all, 0, 4, 8, 12, 16, 20, 24, 28);
-                memcpy(to->digits[pair][d][odd] + 16 * half + i / 2, &bytes, sizeof bytes);
+                memcpy(to->digits[stretch][d][odd] + 16 * place + i / 2, &bytes, sizeof bytes);
             }
         }
         const i32x8 sums = whole[0] + whole[1];
-        for (int j = 0; j < 2; j++)
-            to->offset[pair][4 * half + i / 8 + j] = -12 * (sums[4 * j] + sums[4 * j + 1] + sums[4 * j + 2] + sums[4 * j + 3]);
+        int32_t *offset = to->offset[stretch] + 4 * place + i / 8;
+        for (int j = 0; j < 2; j++) offset[j] = -12 * (sums[4 * j] + sums[4 * j + 1] + sums[4 * j + 2] + sums[4 * j + 3]);
     }
 }
 
 static void split_values(SplitValues *to, const float *x, int n) {
-    for (int k = 0; k < (n + SPLIT - 1) / SPLIT * SPLIT; k += ORDER) {
-        float padded[ORDER] = {0};
-        if (k < n && n - k < ORDER) memcpy(padded, x + k, (size_t)(n - k) * sizeof *x);
-        split_block(to + k / SPLIT, k % SPLIT / ORDER, n - k >= ORDER ? x + k : padded);
+    for (int k = 0; k < (n + SPLIT - 1) / SPLIT * SPLIT; k += EXPONENT_BLOCK) {
+        float padded[EXPONENT_BLOCK] = {0};
+        if (k < n && n - k < EXPONENT_BLOCK) memcpy(padded, x + k, (size_t)(n - k) * sizeof *x);
+        split_block(to + k / SPLIT, k % SPLIT / EXPONENT_BLOCK, n - k >= EXPONENT_BLOCK ? x + k : padded);
     }
 }
 
-/* Of 32 neighbours, number 4 i + p comes to 8 p + i: where it is in the i-th of eight words of their codes. All are multiplied by
+/* Of ORDER neighbours, number 4 i + p comes to LANES p + i: where it is in the i-th word of their codes. All are multiplied by
  * half of what place_e4m3() leaves out, so that their products are far from what f32 cannot hold. */
-static void order_values(float *to, const float *x, int n) {
+static void order_values(float *restrict to, const float *restrict x, int n) {
     for (int k = 0; k < n; k += ORDER, to += ORDER) {
         float padded[ORDER] = {0};
         if (n - k < ORDER) memcpy(padded, x + k, (size_t)(n - k) * sizeof *x);
         const float *from = n - k < ORDER ? padded : x + k;
-        f32x8 a = load8(from), b = load8(from + 8), c = load8(from + 16), d = load8(from + 24);
-        for (int half = 0; half < 2; half++) {          /* of every four: the first two, the last two */
-            f32x8 lower = half ? __builtin_shufflevector(a, b, 2, 6, 10, 14, 3, 7, 11, 15)
-                               : __builtin_shufflevector(a, b, 0, 4, 8, 12, 1, 5, 9, 13),
-                  upper = half ? __builtin_shufflevector(c, d, 2, 6, 10, 14, 3, 7, 11, 15)
-                               : __builtin_shufflevector(c, d, 0, 4, 8, 12, 1, 5, 9, 13);
-            store8(to + 16 * half, __builtin_shufflevector(lower, upper, 0, 1, 2, 3, 8, 9, 10, 11) * splat8(0x1p60f));
-            store8(to + 16 * half + 8, __builtin_shufflevector(lower, upper, 4, 5, 6, 7, 12, 13, 14, 15) * splat8(0x1p60f));
+        for (int i = 0; i < LANES; i++) {
+            to[i] = from[4 * i] * 0x1p60f;
+            to[LANES + i] = from[4 * i + 1] * 0x1p60f;
+            to[2 * LANES + i] = from[4 * i + 2] * 0x1p60f;
+            to[3 * LANES + i] = from[4 * i + 3] * 0x1p60f;
         }
     }
 }
 
-/* Codes that 64 values of x meet, each as twice its value plus 12. */
-typedef struct PairCodes { u8x32 even, odd; } PairCodes;
+/* Codes that a stretch of x meets, each as twice its value plus 12. */
+typedef struct StretchCodes { u8xN even, odd; } StretchCodes;
 
-INLINE PairCodes look_up_codes(const uint8_t *p) {
-#ifdef __AVX2__
-    const __m256i doubled = _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-    const __m256i bytes = _mm256_loadu_si256((const __m256i_u *)p), low = _mm256_set1_epi8(15);
-    return (PairCodes){(u8x32)_mm256_shuffle_epi8(doubled, _mm256_and_si256(bytes, low)),
-                       (u8x32)_mm256_shuffle_epi8(doubled, _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low))};
-#else
+INLINE StretchCodes look_up_codes(const uint8_t *p) {
     static const uint8_t doubled[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-    PairCodes codes;
-    for (int i = 0; i < 32; i++) codes.even[i] = doubled[p[i] & 15], codes.odd[i] = doubled[p[i] >> 4];
+    u8xN bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    const u8xN low = bytes & 15, high = (u8xN)((i32xN)bytes >> 4) & 15;
+#ifdef SIXTEEN_LANES
+    const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i_u *)doubled));
+    return (StretchCodes){(u8xN)_mm512_shuffle_epi8(table, (__m512i)low), (u8xN)_mm512_shuffle_epi8(table, (__m512i)high)};
+#elif defined __AVX2__
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i_u *)doubled));
+    return (StretchCodes){(u8xN)_mm256_shuffle_epi8(table, (__m256i)low), (u8xN)_mm256_shuffle_epi8(table, (__m256i)high)};
+#else
+    StretchCodes codes;
+    for (int i = 0; i < ORDER; i++) codes.even[i] = doubled[low[i]], codes.odd[i] = doubled[high[i]];
     return codes;
 #endif
 }
 
-/* Eight sums of eight neighbours' products, four of either block: whole numbers, so that any way to add them gives the same. */
-INLINE i32x8 multiply_pair(PairCodes codes, const SplitValues *x, const int pair) {
-    i32x8 offset;
-    memcpy(&offset, x->offset[pair], sizeof offset);
-#ifdef __AVX2__
+/* Sums of eight neighbours' products, four of each block: whole numbers, so that any way to add them gives the same. */
+INLINE i32xN multiply_stretch(StretchCodes codes, const SplitValues *x, const int stretch) {
+    const int8_t (*digits)[2][STRETCH / 2] = x->digits[stretch];
+    i32xN offset;
+    memcpy(&offset, x->offset[stretch], sizeof offset);
+#ifdef SIXTEEN_LANES
+    const __m512i even = (__m512i)codes.even, odd = (__m512i)codes.odd;
+    __m512i sum = _mm512_dpbusd_epi32(_mm512_setzero_si512(), even, _mm512_load_si512(digits[2][0]));
+    sum = _mm512_dpbusd_epi32(sum, odd, _mm512_load_si512(digits[2][1]));
+    sum = (__m512i)-((i32xN)sum << 8);
+    sum = _mm512_dpbusd_epi32(sum, even, _mm512_load_si512(digits[1][0]));
+    sum = _mm512_dpbusd_epi32(sum, odd, _mm512_load_si512(digits[1][1]));
+    sum = (__m512i)(((i32xN)sum << 7) + offset);
+    sum = _mm512_dpbusd_epi32(sum, even, _mm512_load_si512(digits[0][0]));
+    return (i32xN)_mm512_dpbusd_epi32(sum, odd, _mm512_load_si512(digits[0][1]));
+#elif defined __AVX2__
     const __m256i factor[3] = {_mm256_set1_epi16(1), _mm256_set1_epi16(1 << 7), _mm256_set1_epi16(-32768)};
-    i32x8 sum[3];
+    i32xN sum[3];
     for (int d = 0; d < 3; d++) {
-        __m256i even = _mm256_loadu_si256((const __m256i_u *)x->digits[pair][d][0]),
-                odd = _mm256_loadu_si256((const __m256i_u *)x->digits[pair][d][1]);
-        __m256i two = _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)codes.even, even),
-                                       _mm256_maddubs_epi16((__m256i)codes.odd, odd));
-        sum[d] = (i32x8)_mm256_madd_epi16(two, factor[d]);
+        const __m256i even = _mm256_load_si256((const __m256i *)digits[d][0]),
+                      odd = _mm256_load_si256((const __m256i *)digits[d][1]);
+        const __m256i two = _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)codes.even, even),
+                                             _mm256_maddubs_epi16((__m256i)codes.odd, odd));
+        sum[d] = (i32xN)_mm256_madd_epi16(two, factor[d]);
     }
     return (sum[0] + sum[1]) + (sum[2] + offset);
 #else
     static const int32_t factor[3] = {1, 1 << 7, -32768};
-    for (int i = 0; i < 32; i++)
+    for (int i = 0; i < ORDER; i++)
         for (int d = 0; d < 3; d++)
-            offset[i / 4] += factor[d] * (codes.even[i] * x->digits[pair][d][0][i] + codes.odd[i] * x->digits[pair][d][1][i]);
+            offset[i / 4] += factor[d] * (codes.even[i] * digits[d][0][i] + codes.odd[i] * digits[d][1][i]);
     return offset;
 #endif
 }
@@ -709,10 +761,21 @@ INLINE f32x8 widen_exponents(const uint8_t *p) {
     return (f32x8)(codes << 23 | ((codes == 0) & 0x400000) | (codes == 255));
 }
 
+/* Of eight blocks' scales those of one stretch, each in its block's four lanes. */
+INLINE f32xN spread_scales(f32x8 scale, const int stretch) {
+    const int b = stretch * (LANES / 4);
+#ifdef SIXTEEN_LANES
+    const i32xN blocks = {b, b, b, b, b + 1, b + 1, b + 1, b + 1, b + 2, b + 2, b + 2, b + 2, b + 3, b + 3, b + 3, b + 3};
+    return (f32xN)_mm512_permutexvar_ps((__m512i)blocks, _mm512_castps256_ps512((__m256)scale));
+#else
+    return __builtin_shuffle(scale, (i32x8){b, b, b, b, b + 1, b + 1, b + 1, b + 1});
+#endif
+}
+
 /* total[r * columns + c] += x[r] . w[c] over groups of 256 values; codes and exponents of columns lie so many bytes apart. */
-INLINE void e2m1_run(f32x8 *total, const SplitValues *x, size_t x_stride, const uint8_t *codes, size_t stride,
+INLINE void e2m1_run(f32xN *total, const SplitValues *x, size_t x_stride, const uint8_t *codes, size_t stride,
                      const uint8_t *exponents, size_t exponents_stride, int groups, const int rows, const int columns) {
-    for (; groups; groups--, x++, codes += SPLIT / 2, exponents += SPLIT / ORDER) {
+    for (; groups; groups--, x++, codes += SPLIT / 2, exponents += SPLIT / EXPONENT_BLOCK) {
         f32x8 scale[MAX_TILE];
 #pragma GCC unroll 4
         for (int c = 0; c < columns; c++) {
@@ -721,78 +784,78 @@ INLINE void e2m1_run(f32x8 *total, const SplitValues *x, size_t x_stride, const 
             for (int i = 0; i < SPLIT / 2; i += 64) __builtin_prefetch(codes + (size_t)(columns + c) * stride + i, 0, 2);
         }
 #pragma GCC unroll 4
-        for (int pair = 0; pair < 4; pair++) {
-            const i32x8 blocks = {2 * pair, 2 * pair, 2 * pair, 2 * pair, 2 * pair + 1, 2 * pair + 1, 2 * pair + 1, 2 * pair + 1};
+        for (int stretch = 0; stretch < SPLIT / STRETCH; stretch++) {
 #pragma GCC unroll 4
             for (int c = 0; c < columns; c++) {
-                const PairCodes found = look_up_codes(codes + (size_t)c * stride + 32 * pair);
+                const StretchCodes found = look_up_codes(codes + (size_t)c * stride + stretch * (STRETCH / 2));
                 for (int r = 0; r < rows; r++) {
-                    const i32x8 products = multiply_pair(found, x + (size_t)r * x_stride, pair);
-                    const f32x8 s = __builtin_shuffle(scale[r * columns + c], blocks);
-                    total[r * columns + c] = fma8(__builtin_convertvector(products, f32x8), s, total[r * columns + c]);
+                    const i32xN products = multiply_stretch(found, x + (size_t)r * x_stride, stretch);
+                    const f32xN s = spread_scales(scale[r * columns + c], stretch);
+                    total[r * columns + c] = fma_lanes(__builtin_convertvector(products, f32xN), s, total[r * columns + c]);
                 }
             }
         }
     }
 }
 
-/* sum[r * columns + c] = x[r] . w[o + c] over the values [first, first + n) of a row, n <= REDUCTION_BLOCK. */
+/* sum[r * columns + c] = x[r] . w[o + c] over the values [first, first + n) of a row, n <= CODE_BLOCK. */
 INLINE void e2m1_tile(float *sum, const SplitValues *x, size_t x_stride, const Matrix *w, int o, int first, int n, const int rows,
                       const int columns) {
     const size_t stride = stored_bytes(DTYPE_F4_E2M1, (size_t)w->cols);
     const uint8_t *codes = w->data + (size_t)o * stride + first / 2, *exponents = block_scales(w, o, first, DTYPE_F4_E2M1);
     const int groups = n / SPLIT, rest = n % SPLIT;
-    f32x8 total[MAX_TILE];
-    for (int i = 0; i < rows * columns; i++) total[i] = splat8(0);
+    f32xN total[MAX_TILE];
+    for (int i = 0; i < rows * columns; i++) total[i] = splat(0);
     e2m1_run(total, x, x_stride, codes, stride, exponents, (size_t)w->scale_cols, groups, rows, columns);
     if (rest) {
-        enum { CODES = SPLIT / 2, EXPONENTS = SPLIT / ORDER };
+        enum { CODES = SPLIT / 2, EXPONENTS = SPLIT / EXPONENT_BLOCK };
         uint8_t last[2 * MAX_COLUMNS * CODES] = {0}, scales[MAX_COLUMNS * EXPONENTS] = {0};     /* half only to be read ahead */
         for (int c = 0; c < columns; c++) {
             memcpy(last + c * CODES, codes + (size_t)c * stride + groups * CODES, (size_t)(rest + 1) / 2);
             memcpy(scales + c * EXPONENTS, exponents + (size_t)c * (size_t)w->scale_cols + groups * EXPONENTS,
-                   (size_t)(rest + ORDER - 1) / ORDER);
+                   (size_t)(rest + EXPONENT_BLOCK - 1) / EXPONENT_BLOCK);
         }
         e2m1_run(total, x + groups, x_stride, last, CODES, scales, EXPONENTS, 1, rows, columns);
     }
-    sum_tile(sum, total, rows * columns);
+    sum_wide_tile(sum, total, rows * columns);
 }
 
 /* Byte p of each word: e4m3 with sign, exponent and mantissa in f32's places, 2^-120 of its value; NaN is 480. Codes below 2^-6,
  * of which trained weights have one in ten thousand, are subnormal there: right, but slow on some processors. */
-INLINE f32x8 place_e4m3(i32x8 words, const int p) { return (f32x8)(words << (24 - 8 * p) >> 4 & (int32_t)0x87f00000); }
+INLINE f32xN place_e4m3(i32xN words, const int p) { return (f32xN)(words << (24 - 8 * p) >> 4 & (int32_t)0x87f00000); }
 
-/* total[r * columns + c] += s[c] x[r] . w[c] over n values, a multiple of 32, whose scales are s. largest: of the codes without
+/* total[r * columns + c] += s[c] x[r] . w[c] over n values, a multiple of ORDER, whose scales are s. largest: of the codes without
  * their signs, which shows a NaN. */
-INLINE void e4m3_run(f32x8 *total, u8x32 *largest, const float *x, size_t x_stride, const uint8_t *w, size_t w_stride, int n,
-                     const f32x8 *s, const bool ahead, const int rows, const int columns) {
-    f32x8 part[MAX_TILE];
-    for (int i = 0; i < rows * columns; i++) part[i] = splat8(0);
+INLINE void e4m3_run(f32xN *total, u8xN *largest, const float *x, size_t x_stride, const uint8_t *w, size_t w_stride, int n,
+                     const f32xN *s, const bool ahead, const int rows, const int columns) {
+    f32xN part[MAX_TILE];
+    for (int i = 0; i < rows * columns; i++) part[i] = splat(0);
     for (int k = 0; k < n; k += ORDER) {
-        i32x8 words[MAX_COLUMNS];
+        i32xN words[MAX_COLUMNS];
 #pragma GCC unroll 4
         for (int c = 0; c < columns; c++) {
             memcpy(&words[c], w + (size_t)c * w_stride + k, sizeof words[c]);
-            *largest = larger_bytes(*largest, (u8x32)words[c] & 0x7f);
+            *largest = larger_bytes(*largest, (u8xN)words[c] & 0x7f);
             if (ahead) __builtin_prefetch(w + (size_t)(4 * columns + c) * w_stride + k, 0, 2);      /* four tiles ahead */
         }
 #pragma GCC unroll 4
         for (int p = 0; p < 4; p++) {
-            f32x8 weight[MAX_COLUMNS];
+            f32xN weight[MAX_COLUMNS];
             for (int c = 0; c < columns; c++) weight[c] = place_e4m3(words[c], p);
             for (int r = 0; r < rows; r++) {
-                f32x8 input = load8(x + (size_t)r * x_stride + k + 8 * p);
-                in_register(&input);
-                for (int c = 0; c < columns; c++) part[r * columns + c] = fma8(input, weight[c], part[r * columns + c]);
+                f32xN input;
+                memcpy(&input, x + (size_t)r * x_stride + k + LANES * p, sizeof input);
+                IN_REGISTER(input);
+                for (int c = 0; c < columns; c++) part[r * columns + c] = fma_lanes(input, weight[c], part[r * columns + c]);
             }
         }
     }
-    for (int i = 0; i < rows * columns; i++) total[i] = fma8(part[i], s[i % columns], total[i]);
+    for (int i = 0; i < rows * columns; i++) total[i] = fma_lanes(part[i], s[i % columns], total[i]);
 }
 
-/* The same for what is left of a row, fewer than 32 values. */
-INLINE void e4m3_rest(f32x8 *total, u8x32 *largest, const float *x, size_t x_stride, const uint8_t *w, size_t w_stride, int n,
-                      const f32x8 *s, const int rows, const int columns) {
+/* The same for what is left of a row, fewer than ORDER values. */
+INLINE void e4m3_rest(f32xN *total, u8xN *largest, const float *x, size_t x_stride, const uint8_t *w, size_t w_stride, int n,
+                      const f32xN *s, const int rows, const int columns) {
     uint8_t padded[MAX_COLUMNS * ORDER] = {0};
     for (int c = 0; c < columns; c++) memcpy(padded + c * ORDER, w + (size_t)c * w_stride, (size_t)n);
     e4m3_run(total, largest, x, x_stride, padded, ORDER, ORDER, s, false, rows, columns);
@@ -805,27 +868,39 @@ static bool holds_nan(const uint8_t *codes, size_t n) {
     return found;
 }
 
-/* sum[r * columns + c] = x[r] . w[o + c] over the values [first, first + n) of a row, n <= REDUCTION_BLOCK. */
+/* The scales of ordered e4m3 codes: their block's, or those of two blocks of 32 where there are more than 32 values. */
+INLINE f32xN order_scales(const float *scale, int block, int values) {
+    if (!scale) return splat(1);
+#ifdef SIXTEEN_LANES
+    if (block < ORDER) {
+        const f32x8 lower = splat8(scale[0]), upper = splat8(values > block ? scale[1] : 0);
+        return __builtin_shufflevector(lower, upper, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    }
+#endif
+    (void)block, (void)values;
+    return splat(*scale);
+}
+
+/* sum[r * columns + c] = x[r] . w[o + c] over the values [first, first + n) of a row, n <= CODE_BLOCK. */
 INLINE void e4m3_tile(float *sum, const float *x, size_t x_stride, const Matrix *w, int o, int first, int n, const int rows,
                       const int columns) {
     const size_t stride = (size_t)w->cols;
-    const int block = scale_block(w, DTYPE_F8_E4M3);
+    const int block = scale_block(w, DTYPE_F8_E4M3), run = block > ORDER ? block : ORDER;
     const uint8_t *from = w->data + (size_t)o * stride + first;
-    f32x8 total[MAX_TILE], s[MAX_COLUMNS];
-    u8x32 largest = {0};
+    f32xN total[MAX_TILE], s[MAX_COLUMNS];
+    u8xN largest = {0};
     const float *scale[MAX_COLUMNS];
-    for (int i = 0; i < rows * columns; i++) total[i] = splat8(0);
+    for (int i = 0; i < rows * columns; i++) total[i] = splat(0);
     for (int c = 0; c < columns; c++) scale[c] = block_scales(w, o + c, first, DTYPE_F8_E4M3);
-    for (int begin = 0, end, i = 0; begin < n; begin = end, i++) {
-        end = begin + block < n ? begin + block : n;
-        for (int c = 0; c < columns; c++) s[c] = splat8(scale[c] ? scale[c][i] : 1);
-        const int whole = (end - begin) / ORDER * ORDER;
+    for (int begin = 0; begin < n; begin += run) {
+        const int values = n - begin < run ? n - begin : run, whole = values / ORDER * ORDER;
+        for (int c = 0; c < columns; c++) s[c] = order_scales(scale[c] ? scale[c] + begin / block : NULL, block, values);
         e4m3_run(total, &largest, x + begin, x_stride, from + begin, stride, whole, s, true, rows, columns);
-        if (begin + whole < end)
-            e4m3_rest(total, &largest, x + begin + whole, x_stride, from + begin + whole, stride, end - begin - whole, s, rows,
+        if (whole < values)
+            e4m3_rest(total, &largest, x + begin + whole, x_stride, from + begin + whole, stride, values - whole, s, rows,
                       columns);
     }
-    sum_tile(sum, total, rows * columns);
+    sum_wide_tile(sum, total, rows * columns);
     for (int i = 0; i < rows * columns; i++) sum[i] *= 0x1p60f;        /* the other half */
     if (!holds_nan((const uint8_t *)&largest, sizeof largest)) return;
     for (int i = 0; i < rows * columns; i++)
@@ -839,8 +914,8 @@ typedef struct PreparedValues {
     int n_rows, start, n;
 } PreparedValues;
 
-/* Values [at, at + REDUCTION_BLOCK) of the prepared ones, as far as there are so many. */
-INLINE int block_values(const PreparedValues *x, int at) { return x->n - at < REDUCTION_BLOCK ? x->n - at : REDUCTION_BLOCK; }
+/* Values [at, at + CODE_BLOCK) of the prepared ones, as far as there are so many. */
+INLINE int block_values(const PreparedValues *x, int at) { return x->n - at < CODE_BLOCK ? x->n - at : CODE_BLOCK; }
 
 INLINE void code_tile(float *y, size_t y_stride, const PreparedValues *x, int row, int at, const Matrix *w, int o,
                       const DType dtype, const int rows, const int columns) {
@@ -885,7 +960,7 @@ INLINE void code_columns(float *y, size_t y_stride, const PreparedValues *x, con
                          const DType dtype) {
     const int width = x->n_rows > TILE_ROWS ? STRIP_COLUMNS : tile_columns(x->n_rows);
     for (int o = begin; o < end; o += width)
-        for (int at = 0; at < x->n; at += REDUCTION_BLOCK)
+        for (int at = 0; at < x->n; at += CODE_BLOCK)
             code_block(y, y_stride, x, at, w, o, o + width < end ? o + width : end, dtype);
 }
 
@@ -910,7 +985,7 @@ static void prepare_values(const PreparedValues *to, int row, int at, const floa
 static void multiply_codes(float *y, size_t y_stride, const float *x, size_t x_stride, int n_rows, const Matrix *w, int begin,
                            int end) {
     if (n_rows <= 0 || begin >= end) return;
-    const int held = n_rows < HELD_ROWS ? n_rows : HELD_ROWS, most = HELD_ROWS / held * REDUCTION_BLOCK;
+    const int held = n_rows < HELD_ROWS ? n_rows : HELD_ROWS, most = HELD_ROWS / held * CODE_BLOCK;
     const bool shared = (size_t)(end - begin) * (size_t)w->cols * (size_t)n_rows > SHARED_WORK;
     PreparedValues part = {.rows = &prepared_rows};
     for (int r = 0; r < n_rows; r += part.n_rows)
@@ -919,13 +994,13 @@ static void multiply_codes(float *y, size_t y_stride, const float *x, size_t x_s
             part.n = w->cols - part.start < most ? w->cols - part.start : most;
             part.stride = w->dtype == DTYPE_F8_E4M3 ? (size_t)((part.n + ORDER - 1) / ORDER * ORDER + OFF_POWER)
                                                     : (size_t)((part.n + SPLIT - 1) / SPLIT);
-            const int blocks = (part.n + REDUCTION_BLOCK - 1) / REDUCTION_BLOCK;
+            const int blocks = (part.n + CODE_BLOCK - 1) / CODE_BLOCK;
             float *out = y + (size_t)r * y_stride;
 #pragma omp parallel if (shared)
             {
 #pragma omp for
                 for (int i = 0; i < part.n_rows * blocks; i++) {
-                    const int row = i / blocks, at = i % blocks * REDUCTION_BLOCK;
+                    const int row = i / blocks, at = i % blocks * CODE_BLOCK;
                     prepare_values(&part, row, at, x + (size_t)(r + row) * x_stride + part.start + at, w->dtype);
                 }
                 const int threads = omp_get_num_threads(), stretch = ((end - begin + threads - 1) / threads + 11) / 12 * 12;

@@ -110,9 +110,11 @@ typedef struct TestMatrix {
     uint8_t *exponents;
 } TestMatrix;
 
+static int e4m3_block = SCALE_BLOCK;    /* rows and columns of an e4m3 matrix that share a scale */
+
 static TestMatrix make_matrix(DType dtype, int rows, int cols) {
-    size_t n = (size_t)rows * (size_t)cols, size = stored_bytes(dtype, 1), blocks_down = (size_t)(rows + 127) / 128,
-           blocks_across = (size_t)(cols + 127) / 128;
+    const size_t n = (size_t)rows * (size_t)cols, size = stored_bytes(dtype, 1), block = (size_t)e4m3_block,
+                 blocks_down = ((size_t)rows + block - 1) / block, blocks_across = ((size_t)cols + block - 1) / block;
     TestMatrix matrix = {.view = {.dtype = dtype, .rows = rows, .cols = cols}};
     matrix.values = allocate_zeroed(n, sizeof(double));
     matrix.bytes = allocate_zeroed(n * size + 1, 1);
@@ -120,6 +122,7 @@ static TestMatrix make_matrix(DType dtype, int rows, int cols) {
     if (dtype == DTYPE_F8_E4M3) {
         matrix.view.scale = matrix.scale = random_floats(blocks_down * blocks_across);
         matrix.view.scale_cols = (int)blocks_across;
+        matrix.view.block = e4m3_block;
     }
     if (dtype == DTYPE_F4_E2M1) {
         matrix.view.scale_cols = (cols + 31) / 32;
@@ -144,7 +147,7 @@ static TestMatrix make_matrix(DType dtype, int rows, int cols) {
         else if (dtype == DTYPE_F8_E4M3) *p = narrow_e4m3(x * 100);
         else memcpy(p, &half, 2);
         matrix.values[i] = widen(p, dtype);
-        if (matrix.scale) matrix.values[i] *= matrix.scale[i / (size_t)cols / 128 * blocks_across + i % (size_t)cols / 128];
+        if (matrix.scale) matrix.values[i] *= matrix.scale[i / (size_t)cols / block * blocks_across + i % (size_t)cols / block];
     }
     return matrix;
 }
@@ -201,7 +204,8 @@ static void test_linear_once(DType dtype, int rows, int cols, int first, int cou
 
 static void test_linear(void) {
     static const int sizes[][2] = {{1, 1},     {3, 7},     {5, 8},     {17, 129},  {130, 127}, {49, 128},
-                                   {200, 300}, {97, 1024}, {51, 1025}, {33, 2500}, {300, 200}};
+                                   {200, 300}, {97, 1024}, {51, 1025}, {33, 2500}, {300, 200}, {9, 4096},
+                                   {6, 4161},  {5, 9000}};
     for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes; d++) {
         for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
             test_linear_once(dtypes[d], sizes[i][0], sizes[i][1], 0, sizes[i][0]);
@@ -209,6 +213,11 @@ static void test_linear(void) {
             test_linear_once(dtypes[d], 7 * 44, 150, head * 44, 44); /* 44 is no divisor of 128 */
         test_linear_once(dtypes[d], 448, 133, 190, 258);
     }
+    e4m3_block = 32;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        test_linear_once(DTYPE_F8_E4M3, sizes[i][0], sizes[i][1], 0, sizes[i][0]);
+    test_linear_once(DTYPE_F8_E4M3, 448, 165, 190, 258);
+    e4m3_block = SCALE_BLOCK;
 }
 
 /* More rows than matrices of codes meet at a time, of one of which a value is not finite: each has the bits that it has alone, and
