@@ -3456,7 +3456,7 @@ WATCHED(check_finite, 0, (PassReport *report, int place, const float *x, int n, 
 /* Products are told apart by their matrices. */
 static void watched_linear(const Projection *products, int n_products, const float *x, size_t x_stride, int n) {
     const DType dtype = products[0].w->dtype;
-    char name[64];
+    char name[128];
     int end = snprintf(name, sizeof name, "linear %d", products[0].w->rows);
     double bytes = 0;
     for (int i = 0; i < n_products; i++) {
@@ -3859,12 +3859,12 @@ static int compare_operations(const void *a, const void *b) {
 
 static void print_operations(const Decode *decode) {
     qsort(watch.operations, (size_t)watch.n_operations, sizeof *watch.operations, compare_operations);
-    printf("%-34s %5s", "us a step, % of read", "calls");
+    printf("%-50s %5s", "us a step, % of read", "calls");
     for (int i = 0; i < DECODE_BATCHES && decode_batches[i] <= decode->n; i++) printf(" %14s %-3d", "batch", decode_batches[i]);
     putchar('\n');
     for (int o = 0; o < watch.n_operations; o++) {
         const Operation *operation = &watch.operations[o];
-        printf("%-34s %5d", operation->name, operation->calls[0] / DECODE_MARKED);
+        printf("%-50s %5d", operation->name, operation->calls[0] / DECODE_MARKED);
         for (int i = 0; i < DECODE_BATCHES && decode_batches[i] <= decode->n; i++) {
             printf(" %10.1f", 1e6 * operation->seconds[i]);
             if (operation->bytes[i]) printf(" %5.1f%% ", 100 * operation->bytes[i] / operation->seconds[i] / decode->read);

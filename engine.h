@@ -336,7 +336,7 @@ typedef struct Projection {     /* one of the products of the same x */
     const Matrix *w;            /* of any stored type, as many columns as the others' */
 } Projection;
 
-enum { MAX_PROJECTIONS = 4 };
+enum { MAX_PROJECTIONS = 8 };
 
 /* How the parallel residual streams enter a sublayer and take up what it adds: fn of all streams gives the logits of `pre`,
  * then of `post`, then of the matrix that mixes the streams; each of the three has its own scale. */
