@@ -3406,8 +3406,10 @@ WATCHED(read_engram, 0,
         y, engram, map, trail, rows, n, config)
 WATCHED(add_engram, 0, (float *streams, const float *kv, const EngramWeights *engram, int n, const Config *config), streams, kv,
         engram, n, config)
-WATCHED(norm_queries, 0, (float *q, int n, int heads, int dim, float eps, int turned, const float *c, const float *s), q, n, heads,
-        dim, eps, turned, c, s)
+WATCHED(turn_index_queries, 0,
+        (float *q, int n, int heads, int dim, int turned, const float *c, const float *s, const float *w, PassReport *report,
+         int place),
+        q, n, heads, dim, turned, c, s, w, report, place)
 WATCHED(store_shared_keys, 0,
         (uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n, float *kv, int dim, int turned, const float *w,
          const RowFormat *rounding, float *q, int rank, const float *q_weight, float eps, const float *c, const float *s),
@@ -3418,10 +3420,10 @@ WATCHED(mix_streams, weights ? matrix_bytes(&weights->fn) : 0,
         y, streams, branch, leaving, mixes, weights, entering, norm, n, config, report, place)
 WATCHED(window_attention,
         seen_bytes(trail_format, window, count && locations ? capacity : 0, count && !locations) * (end - begin),
-        (float *y, const float *q, const Trail *trail, const RowFormat *trail_format, int window, const RowPool *pool,
+        (float *y, float *q, const Trail *trail, const RowFormat *trail_format, int window, const RowPool *pool,
          const RowFormat *format, const DeviceRow *locations, const int *count, int capacity, const Row *rows, int begin, int end,
-         int heads, const float *sinks, float scale, int turned, const float *c, const float *s),
-        y, q, trail, trail_format, window, pool, format, locations, count, capacity, rows, begin, end, heads, sinks, scale,
+         int heads, const float *sinks, float scale, float eps, int turned, const float *c, const float *s),
+        y, q, trail, trail_format, window, pool, format, locations, count, capacity, rows, begin, end, heads, sinks, scale, eps,
         turned, c, s)
 WATCHED(grouped_linear, matrix_bytes(w), (float *y, const float *x, int n, const Matrix *w, int groups), y, x, n, w, groups)
 WATCHED(route_softplus, 0,
@@ -3490,7 +3492,7 @@ static void watch_engine(Engine *engine) {
     MARK(fetch_rows), MARK(absorb_query), MARK(sparse_attention), MARK(expand_value), MARK(dense_attention), MARK(swiglu);
     MARK(locate_groups), MARK(see_groups), MARK(locate_heavy), MARK(compress), MARK(pool_groups), MARK(select_groups);
     MARK(first_stream), MARK(note_tokens), MARK(prefetch_engram), MARK(read_engram), MARK(add_engram);
-    MARK(norm_queries), MARK(store_shared_keys), MARK(mix_streams), MARK(window_attention), MARK(grouped_linear);
+    MARK(turn_index_queries), MARK(store_shared_keys), MARK(mix_streams), MARK(window_attention), MARK(grouped_linear);
     MARK(route_softplus);
     MARK(rotate_queries), MARK(zero), MARK(move_rows), MARK(add), MARK(route), MARK(experts), MARK(check_finite);
 #undef MARK

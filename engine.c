@@ -3508,11 +3508,6 @@ static void project_rounded(Engine *engine, float *y, size_t y_stride, const flo
     multiply_rounded(engine, &(Projection){y, y_stride, w}, 1, 1, x, n);
 }
 
-/* Queries, or keys (of one head): of each head the last values are turned. */
-static void turn_tails(Engine *engine, float *x, int heads, int dim, const float *cosine, const float *sine, int n) {
-    engine->backend->rotate_queries(x, n, heads, dim, engine->config.qk_rope_head_dim, NULL, 0, 0, true, cosine, sine, NULL, 0);
-}
-
 /* What --qat makes of rows (in V4 their turned values stay as they are), of V4.1's compressed ones, and of index vectors. */
 static RowFormat row_rounding(const Config *config) {
     if (config->family == FAMILY_DEEPSEEK_V41) return scaled_row_format(KV_F8, config->head_dim, 0, WINDOW_GROUP, SCALES_E8M0);
@@ -3573,9 +3568,9 @@ static int more_of_input(Engine *engine, int i, Projection *products) {
     return count;
 }
 
-/* A layer's queries, by way of a narrow latent, in state->q, and those of its indexer, if it selects, in state->index_q; and the
- * row of each position to rows ids[r] of a pool. The last values of each are turned, except the indexer's so far; in V4 each head
- * of the query is normed by itself before that. i: the layer's number in the target, or -1: it is a drafter's. */
+/* A layer's queries, by way of a narrow latent, in state->q, and those of its indexer, if it selects, in state->index_q, as the
+ * products leave them; and the row of each position to rows ids[r] of a pool. i: the layer's number in the target, or -1: it is a
+ * drafter's. */
 static void project_heads(Engine *engine, const LayerWeights *layer, int i, uint8_t *base, const RowFormat *format,
                           const DeviceRow *ids, const float *cosine, const float *sine, int n) {
     const Config *config = &engine->config;
@@ -3590,9 +3585,10 @@ static void project_heads(Engine *engine, const LayerWeights *layer, int i, uint
     const Projection of_latent[] = {{state->q, (size_t)(heads * dim), &layer->q_b_proj},
                                     {state->index_q, index_width, &layer->indexer_wq_b}};
     multiply_rounded(engine, of_latent, selects ? 2 : 1, 2, state->q_lora, n);
-    if (config->family == FAMILY_DEEPSEEK_V41) return turn_tails(engine, state->q, heads, dim, cosine, sine, n);
-    engine->backend->norm_queries(state->q, n, heads, dim, config->rms_norm_eps, config->qk_rope_head_dim, cosine, sine);
 }
+
+/* Of the norm of each head of a query by itself, which only V4 has. */
+static float query_eps(const Config *config) { return config->family == FAMILY_DEEPSEEK_V41 ? -1 : config->rms_norm_eps; }
 
 /* All products of a layer's input; its queries, its rows for the window, and its indexer's queries. There are two ropes, and the
  * indexer's is that of layers which compress. */
@@ -3607,10 +3603,10 @@ static void project_shared_key(Engine *engine, int i, bool compresses, int n) {
                   &engine->cache.window_format, state->pass_rows, compresses ? state->compress_cosine : state->cosine,
                   compresses ? state->compress_sine : state->sine, n);
     if (!selects) return;
-    turn_tails(engine, state->index_q, index_heads, index_dim, state->compress_cosine, state->compress_sine, n);
+    backend->turn_index_queries(state->index_q, n, index_heads, index_dim, config->qk_rope_head_dim, state->compress_cosine,
+                                state->compress_sine, state->index_weights, state->report, i * CHECKED_PARTS + INDEX_QUERY);
     if (config->qat && config->family == FAMILY_DEEPSEEK_V4) backend->hadamard(state->index_q, n * index_heads, index_dim);
     if (config->qat) backend->round_rows(state->index_q, (size_t)index_dim, n * index_heads, index_dim, &of_index);
-    backend->check_finite(state->report, i * CHECKED_PARTS + INDEX_QUERY, state->index_q, n, index_heads * index_dim);
 }
 
 /* The indexer of a sparse layer: its keys are compressed as the layer's rows are, from values and gates of its own, and a
@@ -3623,7 +3619,6 @@ static void index_groups(Engine *engine, int i, int source, int n) {
     uint8_t *keys = group_index_keys(cache, source);
     compress_rows(engine, &cache->trails[i * TRAILS + TRAIL_INDEX_GROUP], &engine->weights.layers[i].index_compressor, keys,
                   &cache->index_format, state->index_rows, dim, true, index_rounding(config), n, i * CHECKED_PARTS + INDEX_KEY);
-    engine->backend->check_finite(state->report, i * CHECKED_PARTS + INDEX_WEIGHTS, state->index_weights, n, heads);
     engine->backend->select_groups(&state->selection, state->index_q, state->index_weights, keys, &cache->index_format,
                                    cache->seen.index, cache->context_pages, PAGE_ROWS, heads, dim, state->group_rows, n,
                                    state->index_scratch, state->scratch_rows, NULL, 0, 0, false);
@@ -3638,8 +3633,9 @@ static void attend_window(Engine *engine, int i, const RowPool *pool, const Devi
     engine->backend->window_attention(state->attended, state->q, &engine->cache.trails[i * TRAILS + TRAIL_WINDOW],
                                       &engine->cache.window_format, config->sliding_window, pool, &engine->cache.format,
                                       locations, count, capacity, state->rows, begin, end, config->num_attention_heads,
-                                      engine->weights.layers[i].attention_sink, engine->softmax_scale, config->qk_rope_head_dim,
-                                      plain ? state->cosine : state->compress_cosine, plain ? state->sine : state->compress_sine);
+                                      engine->weights.layers[i].attention_sink, engine->softmax_scale, query_eps(config),
+                                      config->qk_rope_head_dim, plain ? state->cosine : state->compress_cosine,
+                                      plain ? state->sine : state->compress_sine);
 }
 
 /* Where do the rows lie that a run has selected, and bring those here that the device lacks. */
@@ -3795,7 +3791,8 @@ static void store_groups(Engine *engine, float *x, int dim, RowFormat rounding, 
     const Backend *backend = engine->backend;
     State *state = &engine->state;
     const size_t width = (size_t)dim;
-    turn_tails(engine, x, 1, dim, state->group_cosine, state->group_sine, n);
+    backend->rotate_queries(x, n, 1, dim, engine->config.qk_rope_head_dim, NULL, 0, 0, true, state->group_cosine,
+                            state->group_sine, NULL, 0);
     backend->check_finite(state->report, place, x, n, dim);
     if (engine->config.qat) backend->round_rows(x, width, n, dim, &rounding);
     backend->store_rows(base, format, ids, n, x, width, x + format->quantised, width);
@@ -3835,7 +3832,6 @@ static void select_candidates(Engine *engine, int i, int n) {
     const int heads = config->index_n_heads, dim = config->index_head_dim, source = config->source[i],
               candidates = config->candidate_source_layer_id;
     if (config->makes_rows[i]) make_keys(engine, i, n);
-    backend->check_finite(state->report, i * CHECKED_PARTS + INDEX_WEIGHTS, state->index_weights, n, heads);
     backend->see_groups(state->group_rows, NULL, NULL, state->rows, n, config->source_ratio[source]);
     backend->select_groups(&state->selection, state->index_q, state->index_weights, group_index_keys(cache, source),
                            &cache->index_format, cache->seen.index, cache->context_pages, page_rows(cache, source), heads, dim,
@@ -4881,7 +4877,7 @@ static void run_stages(Engine *engine, int n) {
         backend->window_attention(state->attended, state->q, &no_window, &cache->draft_format, 0, &pool, &cache->draft_format,
                                   drafting->keys, drafting->key_count, config->sliding_window + draft->block_size, drafting->rows,
                                   0, n, config->num_attention_heads, layer->attention_sink, engine->softmax_scale,
-                                  config->qk_rope_head_dim, state->cosine, state->sine);
+                                  query_eps(config), config->qk_rope_head_dim, state->cosine, state->sine);
         finish_stream_layer(engine, config, layer, l, n);
         enter_next(engine, weights, config->num_hidden_layers, l, NULL, n);
     }
