@@ -813,6 +813,11 @@ static __device__ void load_transposed(uint32_t (&m)[4], const __nv_bfloat16 *ro
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(shared_address(row)));
 }
 
+static __device__ inline uint32_t pair_bf16(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *(const uint32_t *)&pair;
+}
+
 /* c [16, 8] += a [16, 16] b [16, 8] */
 static __device__ void multiply_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -5179,11 +5184,13 @@ static __device__ int read_at(const ScorePlan &plan, int n_rows, int at) {
     return low;
 }
 
-/* Where block `block`'s part of all pages begins: as many for each, but at the begin of a read that is near. */
-static __device__ int part_begin(const ScorePlan &plan, int n_rows, int block) {
-    const int64_t all = plan.ends[n_rows - 1];
-    const int at = (int)(all * block / gridDim.x), near = min(SCORE_THREADS / 128, (int)(all / gridDim.x / 2));
-    if (at >= all) return at;
+/* Where block `block`'s part of all pages begins: as many for each, but at the begin of a read that is near. Not inlined: its
+ * divisions would take registers that the scores need. */
+static __device__ __noinline__ int part_begin(const ScorePlan &plan, int n_rows, int block) {
+    const unsigned all = (unsigned)plan.ends[n_rows - 1], each = all / gridDim.x, more = all - each * gridDim.x;
+    const int at = (int)(each * (unsigned)block + more * (unsigned)block / gridDim.x),     /* all * block may need 64 bits */
+              near = min(SCORE_THREADS / 128, (int)(each / 2));
+    if (at >= (int)all) return at;
     const int r = read_at(plan, n_rows, at), begin = r ? plan.ends[r - 1] : 0;
     return at - begin <= near ? begin : plan.ends[r] - at <= near ? plan.ends[r] : at;
 }
@@ -5357,36 +5364,43 @@ template <int TILES, KvDtype KEYS, typename Begin>
 static __device__ void stage_queries(uint4 *queries, float *weights, const ScoreRead &read, const IndexShape &shape,
                                      Begin begin_pages) {
     constexpr int OF = KEYS == KV_F4 ? 8 : KEYS == KV_F8 ? 4 : 2;           /* steps that a lane's 16 bytes go to */
-    constexpr int AHEAD = 8, PARTS = SCORE_WIDTH / 4;
+    constexpr int AHEAD = 2, LANES = 4;
     const int of_row = TILES < SCORE_TILES ? 8 * TILES : shape.columns, columns = read.members * of_row;
     const int thread = (int)threadIdx.x;
     const int weighed = thread < columns ? thread % of_row : shape.heads;
     const float weight = weighed < shape.heads ? read.head_weights[thread / of_row * shape.heads + weighed] : 0;
-    for (int first = thread; first == thread || first < columns * PARTS; first += AHEAD * SCORE_THREADS) {
-        float4 x[AHEAD];
+    for (int first = thread; first == thread || first < columns * SCORE_STEPS; first += AHEAD * SCORE_THREADS) {
+        float4 x[AHEAD][LANES];                     /* a thread takes a column's part in a step, of all lanes */
 #pragma unroll
         for (int j = 0; j < AHEAD; j++) {
-            const int i = first + j * SCORE_THREADS, part = i % PARTS;
-            if (i >= columns * PARTS) break;
-            const int row = i / PARTS / of_row, head = i / PARTS % of_row;
-            x[j] = {0, 0, 0, 0};
-            if (head >= shape.heads || 4 * part >= shape.head_dim) continue;
-            const float *q = read.q + ((size_t)row * shape.heads + head) * shape.head_dim;
-            if constexpr (KEYS == KV_F4) {
-                const float2 *pairs = (const float2 *)(q + part / 2 * 8 + part % 2 * 2);
-                x[j] = {pairs[0].x, pairs[2].x, pairs[0].y, pairs[2].y};
-            } else x[j] = *(const float4 *)(q + 4 * part);
+            const int i = first + j * SCORE_THREADS, column = i / (8 * SCORE_STEPS) * 8 + i % 8, step = i / 8 % SCORE_STEPS;
+            if (column >= columns) break;
+            const int row = column / of_row, head = column % of_row;
+            const unsigned at = (unsigned)step / OF * LANES * OF + (unsigned)step % OF;    /* of the first lane's four values */
+            const float *q = read.q + ((size_t)row * shape.heads + head) * shape.head_dim
+                             + (KEYS == KV_F4 ? at / 2 * 8 + at % 2 * 2 : 4 * at);
+            const int left = head < shape.heads ? shape.head_dim - 4 * (int)at : 0;
+#pragma unroll
+            for (int lane = 0; lane < LANES; lane++) {
+                x[j][lane] = {0, 0, 0, 0};
+                if (lane * 4 * OF >= left) continue;
+                if constexpr (KEYS == KV_F4) {
+                    const float2 *pairs = (const float2 *)(q + lane * 4 * OF);
+                    x[j][lane] = {pairs[0].x, pairs[2].x, pairs[0].y, pairs[2].y};
+                } else x[j][lane] = *(const float4 *)(q + lane * 4 * OF);
+            }
         }
         if (first == thread) begin_pages();
 #pragma unroll
         for (int j = 0; j < AHEAD; j++) {
-            const int i = first + j * SCORE_THREADS, part = i % PARTS, column = i / PARTS, tile = column / 8;
-            if (i >= columns * PARTS) break;
-            const int step = part / (4 * OF) * OF + part % OF, lane = part / OF % 4;
-            const int block = tile / SCORE_TILES * BATCH_QUERIES + (step * SCORE_TILES + tile % SCORE_TILES) * 16;
-            __nv_bfloat162 *to = (__nv_bfloat162 *)(queries + block + column % 8) + lane;
-            to[0] = __floats2bfloat162_rn(x[j].x, x[j].y);
-            to[32] = __floats2bfloat162_rn(x[j].z, x[j].w);
+            const int i = first + j * SCORE_THREADS, tile = i / (8 * SCORE_STEPS), step = i / 8 % SCORE_STEPS;
+            if (8 * tile >= columns) break;
+            const float4 (&v)[LANES] = x[j];
+            uint4 *to = queries + tile / SCORE_TILES * BATCH_QUERIES + (step * SCORE_TILES + tile % SCORE_TILES) * 16 + i % 8;
+            to[0] = make_uint4(pair_bf16(v[0].x, v[0].y), pair_bf16(v[1].x, v[1].y), pair_bf16(v[2].x, v[2].y),
+                               pair_bf16(v[3].x, v[3].y));
+            to[8] = make_uint4(pair_bf16(v[0].z, v[0].w), pair_bf16(v[1].z, v[1].w), pair_bf16(v[2].z, v[2].w),
+                               pair_bf16(v[3].z, v[3].w));
         }
     }
     if (thread < columns) weights[thread] = weight * shape.scale;
@@ -6906,11 +6920,6 @@ static __global__ void merge_kernel(Keys lists, float *y, float *parts, int firs
 
 
 
-
-static __device__ uint32_t pair_bf16(float low, float high) {
-    __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *(uint32_t *)&pair;
-}
 
 /* A row as it is stored goes into shared memory in pieces of 16 bytes: bf16 into the tile itself, fp8 into a place of its own. */
 template <bool FP8> struct StoredRow {
@@ -9120,9 +9129,8 @@ template <int MULT> static __global__ void __launch_bounds__(STREAM_THREADS) str
 
 /* ---- what enters the next sublayer */
 
-/* The sums of all slices, a part of them for each warp. meanwhile(): when the first ones have been asked for. */
-template <typename Work>
-static __device__ inline void add_sums(float (*of_warp)[MAX_MIXES + WARP_SUMS], const Streams &p, int row, Work meanwhile) {
+/* The sums of all slices, a part of them for each warp. */
+static __device__ inline void add_sums(float (*of_warp)[MAX_MIXES + WARP_SUMS], const Streams &p, int row) {
     for (int place = lane_id(); place < p.pitch; place += 32) {
         const float *sums = p.sums + (size_t)row * (size_t)(p.slices * p.pitch) + place;
         float sum = 0;
@@ -9133,7 +9141,6 @@ static __device__ inline void add_sums(float (*of_warp)[MAX_MIXES + WARP_SUMS], 
                 const int slice = begin + i * ENTER_WARPS;
                 part[i] = slice < p.slices && place <= p.squares ? __ldcg(sums + slice * p.pitch) : 0;
             }
-            if (begin == warp_id() && place == lane_id()) meanwhile();
 #pragma unroll
             for (int i = 0; i < SLICES_COMING; i++) sum += part[i];
         }
@@ -9293,8 +9300,8 @@ template <int MULT> static __global__ void __launch_bounds__(ENTER_THREADS + 32)
 #pragma unroll
         for (int i = 0; i < FOURS; i++) load_streams<MULT>(x[i], p, row, begin + i * STEP);
     };
-    if (!p.fn.rows) take(at);
-    else if (warp_id() < ENTER_WARPS) add_sums(of_warp, p, row, [&] { take(at); });
+    if (p.fn.rows && warp_id() < ENTER_WARPS) add_sums(of_warp, p, row);
+    take(at);                                       /* behind the sums, for which the mixes wait, that take longest */
     __syncthreads();
     if (warp_id() == ENTER_WARPS) {
         if (p.fn.rows) finish_mixes<MULT>(of_warp, p, row, terms);
