@@ -1842,14 +1842,11 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
  * lie, so that it has the same bits however the prompt was cut into passes.
  */
 
-static void norm_queries(float *q, int n_rows, int heads, int dim, float eps, int turned, const float *cosine,
-                         const float *sine) {
-#pragma omp parallel for if ((size_t)(n_rows * heads) * (size_t)dim > SHARED_WORK)
-    for (int i = 0; i < n_rows * heads; i++) {
-        float *v = q + (size_t)i * (size_t)dim, scale = 1 / sqrtf(dot(v, v, dim) / (float)dim + eps);
-        for (int j = 0; j < dim; j++) v[j] *= scale;
-    }
-    rotate_queries(q, n_rows, heads, dim, turned, NULL, 0, 0, true, cosine, sine, NULL, 0);
+static void turn_index_queries(float *q, int n_rows, int heads, int dim, int turned, const float *cosine, const float *sine,
+                               const float *head_weights, PassReport *report, int place) {
+    rope(q, n_rows, heads, dim, dim - turned, turned, true, cosine, sine);
+    check_finite(report, place, q, n_rows, heads * dim);
+    check_finite(report, place + 2, head_weights, n_rows, heads);
 }
 
 static void store_shared_keys(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *kv, int dim,
@@ -2120,10 +2117,18 @@ static void rotate_back(float *x, int heads, int width, int turned, const float 
         }
 }
 
-static void window_attention(float *y, const float *q, const Trail *trail, const RowFormat *trail_format, int window,
+/* Some heads of a row's query, in place. */
+static void norm_heads_alone(float *q, int heads, int dim, float eps) {
+    for (int h = 0; h < heads && eps >= 0; h++) {
+        float *v = q + (size_t)h * (size_t)dim, scale = 1 / sqrtf(dot(v, v, dim) / (float)dim + eps);
+        for (int j = 0; j < dim; j++) v[j] *= scale;
+    }
+}
+
+static void window_attention(float *y, float *q, const Trail *trail, const RowFormat *trail_format, int window,
                              const RowPool *pool, const RowFormat *format, const DeviceRow *locations, const int *count,
                              int capacity, const Row *rows, int begin, int end, int heads, const float *sinks, float scale,
-                             int turned, const float *cosine, const float *sine) {
+                             float eps, int turned, const float *cosine, const float *sine) {
     const int width = format->quantised + format->plain, n_rows = end - begin, threads = omp_get_max_threads();
     if (n_rows <= 0) return;
     const int parts = n_rows >= threads ? 1 : (threads + n_rows - 1) / n_rows < heads ? (threads + n_rows - 1) / n_rows : heads;
@@ -2137,6 +2142,8 @@ static void window_attention(float *y, const float *q, const Trail *trail, const
         keys.locations = locations ? locations + (size_t)r * (size_t)capacity : NULL;
         keys.window = rows[r].position + 1 < window ? rows[r].position + 1 : window;
         keys.count = keys.window + (count ? count[r] : 0);
+        norm_heads_alone(q + at, last - first, width, eps);
+        rotate_queries(q + at, 1, last - first, width, turned, NULL, 0, 0, true, cosine + angle, sine + angle, NULL, 0);
         attend_keys(y + at, q + at, &keys, rows, r, last - first, width, sinks + first, scale);
         rotate_back(y + at, last - first, width, turned, cosine + angle, sine + angle);
     }
@@ -3150,7 +3157,7 @@ const Backend c_backend = {
     .await_rows = await_rows,
     .round_rows = round_rows,
     .hadamard = hadamard,
-    .norm_queries = norm_queries,
+    .turn_index_queries = turn_index_queries,
     .store_shared_keys = store_shared_keys,
     .mix_streams = mix_streams,
     .locate_groups = locate_groups,

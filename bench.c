@@ -3406,8 +3406,10 @@ WATCHED(read_engram, 0,
         y, engram, map, trail, rows, n, config)
 WATCHED(add_engram, 0, (float *streams, const float *kv, const EngramWeights *engram, int n, const Config *config), streams, kv,
         engram, n, config)
-WATCHED(norm_queries, 0, (float *q, int n, int heads, int dim, float eps, int turned, const float *c, const float *s), q, n, heads,
-        dim, eps, turned, c, s)
+WATCHED(turn_index_queries, 0,
+        (float *q, int n, int heads, int dim, int turned, const float *c, const float *s, const float *w, PassReport *report,
+         int place),
+        q, n, heads, dim, turned, c, s, w, report, place)
 WATCHED(store_shared_keys, 0,
         (uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n, float *kv, int dim, int turned, const float *w,
          const RowFormat *rounding, float *q, int rank, const float *q_weight, float eps, const float *c, const float *s),
@@ -3418,10 +3420,10 @@ WATCHED(mix_streams, weights ? matrix_bytes(&weights->fn) : 0,
         y, streams, branch, leaving, mixes, weights, entering, norm, n, config, report, place)
 WATCHED(window_attention,
         seen_bytes(trail_format, window, count && locations ? capacity : 0, count && !locations) * (end - begin),
-        (float *y, const float *q, const Trail *trail, const RowFormat *trail_format, int window, const RowPool *pool,
+        (float *y, float *q, const Trail *trail, const RowFormat *trail_format, int window, const RowPool *pool,
          const RowFormat *format, const DeviceRow *locations, const int *count, int capacity, const Row *rows, int begin, int end,
-         int heads, const float *sinks, float scale, int turned, const float *c, const float *s),
-        y, q, trail, trail_format, window, pool, format, locations, count, capacity, rows, begin, end, heads, sinks, scale,
+         int heads, const float *sinks, float scale, float eps, int turned, const float *c, const float *s),
+        y, q, trail, trail_format, window, pool, format, locations, count, capacity, rows, begin, end, heads, sinks, scale, eps,
         turned, c, s)
 WATCHED(grouped_linear, matrix_bytes(w), (float *y, const float *x, int n, const Matrix *w, int groups), y, x, n, w, groups)
 WATCHED(route_softplus, 0,
@@ -3456,7 +3458,7 @@ WATCHED(check_finite, 0, (PassReport *report, int place, const float *x, int n, 
 /* Products are told apart by their matrices. */
 static void watched_linear(const Projection *products, int n_products, const float *x, size_t x_stride, int n) {
     const DType dtype = products[0].w->dtype;
-    char name[64];
+    char name[128];
     int end = snprintf(name, sizeof name, "linear %d", products[0].w->rows);
     double bytes = 0;
     for (int i = 0; i < n_products; i++) {
@@ -3490,7 +3492,7 @@ static void watch_engine(Engine *engine) {
     MARK(fetch_rows), MARK(absorb_query), MARK(sparse_attention), MARK(expand_value), MARK(dense_attention), MARK(swiglu);
     MARK(locate_groups), MARK(see_groups), MARK(locate_heavy), MARK(compress), MARK(pool_groups), MARK(select_groups);
     MARK(first_stream), MARK(note_tokens), MARK(prefetch_engram), MARK(read_engram), MARK(add_engram);
-    MARK(norm_queries), MARK(store_shared_keys), MARK(mix_streams), MARK(window_attention), MARK(grouped_linear);
+    MARK(turn_index_queries), MARK(store_shared_keys), MARK(mix_streams), MARK(window_attention), MARK(grouped_linear);
     MARK(route_softplus);
     MARK(rotate_queries), MARK(zero), MARK(move_rows), MARK(add), MARK(route), MARK(experts), MARK(check_finite);
 #undef MARK
@@ -3859,12 +3861,12 @@ static int compare_operations(const void *a, const void *b) {
 
 static void print_operations(const Decode *decode) {
     qsort(watch.operations, (size_t)watch.n_operations, sizeof *watch.operations, compare_operations);
-    printf("%-34s %5s", "us a step, % of read", "calls");
+    printf("%-50s %5s", "us a step, % of read", "calls");
     for (int i = 0; i < DECODE_BATCHES && decode_batches[i] <= decode->n; i++) printf(" %14s %-3d", "batch", decode_batches[i]);
     putchar('\n');
     for (int o = 0; o < watch.n_operations; o++) {
         const Operation *operation = &watch.operations[o];
-        printf("%-34s %5d", operation->name, operation->calls[0] / DECODE_MARKED);
+        printf("%-50s %5d", operation->name, operation->calls[0] / DECODE_MARKED);
         for (int i = 0; i < DECODE_BATCHES && decode_batches[i] <= decode->n; i++) {
             printf(" %10.1f", 1e6 * operation->seconds[i]);
             if (operation->bytes[i]) printf(" %5.1f%% ", 100 * operation->bytes[i] / operation->seconds[i] / decode->read);

@@ -3479,8 +3479,9 @@ static void enter_next(Engine *engine, const Weights *weights, int layers, int i
                                      state->report, i * CHECKED_PARTS + HIDDEN_STATE);
 }
 
-/* linear(), under --qat of inputs rounded as each matrix's own type was meant to meet them. */
-static void multiply_rounded(Engine *engine, const Projection *products, int n_products, const float *x, int n) {
+/* linear(), under --qat for the first n_rounded of the products of inputs rounded as each matrix's own type was meant to meet
+ * them. */
+static void multiply_rounded(Engine *engine, const Projection *products, int n_products, int n_rounded, const float *x, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
     const int width = products->w->cols;
@@ -3490,7 +3491,8 @@ static void multiply_rounded(Engine *engine, const Projection *products, int n_p
     int as_it_is = 0, by_codes = 0;
     for (int i = 0; i < n_products; i++) {
         const DType dtype = products[i].w->dtype;
-        if (config->qat && (dtype == DTYPE_F8_E4M3 || dtype == DTYPE_F4_E2M1)) of_rounded[by_codes++] = products[i];
+        const bool rounds = config->qat && i < n_rounded && (dtype == DTYPE_F8_E4M3 || dtype == DTYPE_F4_E2M1);
+        if (rounds) of_rounded[by_codes++] = products[i];
         else of_x[as_it_is++] = products[i];
     }
     if (as_it_is) backend->linear(of_x, as_it_is, x, stride, n);
@@ -3503,12 +3505,7 @@ static void multiply_rounded(Engine *engine, const Projection *products, int n_p
 
 /* Of a single product. */
 static void project_rounded(Engine *engine, float *y, size_t y_stride, const float *x, int n, const Matrix *w) {
-    multiply_rounded(engine, &(Projection){y, y_stride, w}, 1, x, n);
-}
-
-/* Queries, or keys (of one head): of each head the last values are turned. */
-static void turn_tails(Engine *engine, float *x, int heads, int dim, const float *cosine, const float *sine, int n) {
-    engine->backend->rotate_queries(x, n, heads, dim, engine->config.qk_rope_head_dim, NULL, 0, 0, true, cosine, sine, NULL, 0);
+    multiply_rounded(engine, &(Projection){y, y_stride, w}, 1, 1, x, n);
 }
 
 /* What --qat makes of rows (in V4 their turned values stay as they are), of V4.1's compressed ones, and of index vectors. */
@@ -3525,16 +3522,12 @@ static RowFormat index_rounding(const Config *config) {
     return scaled_row_format(KV_F4, config->index_head_dim, 0, EXPONENT_BLOCK, SCALES_E8M0);
 }
 
-/* Values and gates of the pass's positions, and the rows of all groups that they complete. */
+/* The rows of all groups that the pass's positions complete. */
 static void compress_rows(Engine *engine, const Trail *trail, const CompressorWeights *weights, uint8_t *base,
                           const RowFormat *format, const DeviceRow *ids, int dim, bool overlapping, RowFormat rounding, int n,
                           int place) {
     const Config *config = &engine->config;
     State *state = &engine->state;
-    const size_t hidden = (size_t)config->hidden_size, stride = trail->stride / sizeof(float);
-    float *raw = (float *)trail->pass;
-    const Projection products[] = {{raw, stride, &weights->wkv}, {raw + weights->wkv.rows, stride, &weights->wgate}};
-    engine->backend->linear(products, 2, state->normed, hidden, n);
     engine->backend->compress(base, format, ids, trail, state->rows, n, weights,
                               overlapping ? config->sparse_ratio : config->heavy_ratio, dim, overlapping, config->qk_rope_head_dim,
                               state->compress_frequency, config->rms_norm_eps, config->qat ? &rounding : NULL, state->report,
@@ -3553,28 +3546,52 @@ static void store_keys(Engine *engine, const LayerWeights *layer, uint8_t *base,
                                        layer->q_a_layernorm, config->rms_norm_eps, cosine, sine);
 }
 
-/* A layer's queries, by way of a narrow latent, in state->q, and those of its indexer, if it selects, in state->index_q; and the
- * row of each position to rows ids[r] of a pool. The last values of each are turned, except the indexer's so far; in V4 each head
- * of the query is normed by itself before that. */
-static void project_heads(Engine *engine, const LayerWeights *layer, bool selects, uint8_t *base, const RowFormat *format,
+/* What else layer i makes of its input: how much each of its indexer's heads counts, and values and gates of all that it
+ * compresses, or the latents themselves where a row is one position's. Returns how many products. */
+static int more_of_input(Engine *engine, int i, Projection *products) {
+    const LayerWeights *layer = &engine->weights.layers[i];
+    const CompressorWeights *const compressors[] = {&layer->compressor, &layer->index_compressor};
+    State *state = &engine->state;
+    int count = 0;
+    if (selects_rows(&engine->config, i))
+        products[count++] = (Projection){state->index_weights, (size_t)engine->config.index_n_heads, &layer->indexer_weights_proj};
+    for (int c = 0; c < 2; c++) {
+        const Trail *trail = &engine->cache.trails[i * TRAILS + TRAIL_GROUP + c];
+        const Matrix *values = &compressors[c]->wkv, *gates = &compressors[c]->wgate;
+        const size_t stride = trail->stride / sizeof(float);
+        float *raw = (float *)trail->pass;
+        if (values->rows && !gates->rows) products[count++] = (Projection){state->latents, (size_t)values->rows, values};
+        if (!gates->rows) continue;
+        products[count++] = (Projection){raw, stride, values};
+        products[count++] = (Projection){raw + values->rows, stride, gates};
+    }
+    return count;
+}
+
+/* A layer's queries, by way of a narrow latent, in state->q, and those of its indexer, if it selects, in state->index_q, as the
+ * products leave them; and the row of each position to rows ids[r] of a pool. i: the layer's number in the target, or -1: it is a
+ * drafter's. */
+static void project_heads(Engine *engine, const LayerWeights *layer, int i, uint8_t *base, const RowFormat *format,
                           const DeviceRow *ids, const float *cosine, const float *sine, int n) {
     const Config *config = &engine->config;
     State *state = &engine->state;
     const int heads = config->num_attention_heads, dim = config->head_dim;
+    const bool selects = i >= 0 && selects_rows(config, i);
     const size_t index_width = (size_t)(config->index_n_heads * config->index_head_dim);
-    const Projection of_input[] = {{state->q_lora, (size_t)config->q_lora_rank, &layer->q_a_proj},
-                                   {state->kv, (size_t)dim, &layer->wkv}};
-    multiply_rounded(engine, of_input, 2, state->normed, n);
+    Projection of_input[MAX_PROJECTIONS] = {{state->q_lora, (size_t)config->q_lora_rank, &layer->q_a_proj},
+                                            {state->kv, (size_t)dim, &layer->wkv}};
+    multiply_rounded(engine, of_input, 2 + (i < 0 ? 0 : more_of_input(engine, i, of_input + 2)), 2, state->normed, n);
     store_keys(engine, layer, base, format, ids, true, cosine, sine, n);
     const Projection of_latent[] = {{state->q, (size_t)(heads * dim), &layer->q_b_proj},
                                     {state->index_q, index_width, &layer->indexer_wq_b}};
-    multiply_rounded(engine, of_latent, selects ? 2 : 1, state->q_lora, n);
-    if (config->family == FAMILY_DEEPSEEK_V41) return turn_tails(engine, state->q, heads, dim, cosine, sine, n);
-    engine->backend->norm_queries(state->q, n, heads, dim, config->rms_norm_eps, config->qk_rope_head_dim, cosine, sine);
+    multiply_rounded(engine, of_latent, selects ? 2 : 1, 2, state->q_lora, n);
 }
 
-/* A layer's queries, its rows for the window, and its indexer's queries. There are two ropes, and the indexer's is that of layers
- * which compress. */
+/* Of the norm of each head of a query by itself, which only V4 has. */
+static float query_eps(const Config *config) { return config->family == FAMILY_DEEPSEEK_V41 ? -1 : config->rms_norm_eps; }
+
+/* All products of a layer's input; its queries, its rows for the window, and its indexer's queries. There are two ropes, and the
+ * indexer's is that of layers which compress. */
 static void project_shared_key(Engine *engine, int i, bool compresses, int n) {
     const Backend *backend = engine->backend;
     const Config *config = &engine->config;
@@ -3582,24 +3599,14 @@ static void project_shared_key(Engine *engine, int i, bool compresses, int n) {
     const int index_heads = config->index_n_heads, index_dim = config->index_head_dim;
     const bool selects = selects_rows(config, i);
     const RowFormat of_index = index_rounding(config);
-    project_heads(engine, &engine->weights.layers[i], selects, engine->cache.trails[i * TRAILS + TRAIL_WINDOW].pass,
+    project_heads(engine, &engine->weights.layers[i], i, engine->cache.trails[i * TRAILS + TRAIL_WINDOW].pass,
                   &engine->cache.window_format, state->pass_rows, compresses ? state->compress_cosine : state->cosine,
                   compresses ? state->compress_sine : state->sine, n);
     if (!selects) return;
-    turn_tails(engine, state->index_q, index_heads, index_dim, state->compress_cosine, state->compress_sine, n);
+    backend->turn_index_queries(state->index_q, n, index_heads, index_dim, config->qk_rope_head_dim, state->compress_cosine,
+                                state->compress_sine, state->index_weights, state->report, i * CHECKED_PARTS + INDEX_QUERY);
     if (config->qat && config->family == FAMILY_DEEPSEEK_V4) backend->hadamard(state->index_q, n * index_heads, index_dim);
     if (config->qat) backend->round_rows(state->index_q, (size_t)index_dim, n * index_heads, index_dim, &of_index);
-    backend->check_finite(state->report, i * CHECKED_PARTS + INDEX_QUERY, state->index_q, n, index_heads * index_dim);
-}
-
-/* How much each of an indexer's heads counts in a row. */
-static void weigh_index_heads(Engine *engine, int i, int n) {
-    const Config *config = &engine->config;
-    State *state = &engine->state;
-    project(engine->backend, state->index_weights, (size_t)config->index_n_heads, state->normed, (size_t)config->hidden_size, n,
-            &engine->weights.layers[i].indexer_weights_proj);
-    engine->backend->check_finite(state->report, i * CHECKED_PARTS + INDEX_WEIGHTS, state->index_weights, n,
-                                  config->index_n_heads);
 }
 
 /* The indexer of a sparse layer: its keys are compressed as the layer's rows are, from values and gates of its own, and a
@@ -3612,7 +3619,6 @@ static void index_groups(Engine *engine, int i, int source, int n) {
     uint8_t *keys = group_index_keys(cache, source);
     compress_rows(engine, &cache->trails[i * TRAILS + TRAIL_INDEX_GROUP], &engine->weights.layers[i].index_compressor, keys,
                   &cache->index_format, state->index_rows, dim, true, index_rounding(config), n, i * CHECKED_PARTS + INDEX_KEY);
-    weigh_index_heads(engine, i, n);
     engine->backend->select_groups(&state->selection, state->index_q, state->index_weights, keys, &cache->index_format,
                                    cache->seen.index, cache->context_pages, PAGE_ROWS, heads, dim, state->group_rows, n,
                                    state->index_scratch, state->scratch_rows, NULL, 0, 0, false);
@@ -3627,8 +3633,9 @@ static void attend_window(Engine *engine, int i, const RowPool *pool, const Devi
     engine->backend->window_attention(state->attended, state->q, &engine->cache.trails[i * TRAILS + TRAIL_WINDOW],
                                       &engine->cache.window_format, config->sliding_window, pool, &engine->cache.format,
                                       locations, count, capacity, state->rows, begin, end, config->num_attention_heads,
-                                      engine->weights.layers[i].attention_sink, engine->softmax_scale, config->qk_rope_head_dim,
-                                      plain ? state->cosine : state->compress_cosine, plain ? state->sine : state->compress_sine);
+                                      engine->weights.layers[i].attention_sink, engine->softmax_scale, query_eps(config),
+                                      config->qk_rope_head_dim, plain ? state->cosine : state->compress_cosine,
+                                      plain ? state->sine : state->compress_sine);
 }
 
 /* Where do the rows lie that a run has selected, and bring those here that the device lacks. */
@@ -3766,18 +3773,12 @@ static void pool_source(Engine *engine, int i, int n) {
     const Config *config = &engine->config;
     State *state = &engine->state;
     const int source = config->source[i], ratio = config->source_ratio[source], dim = config->head_dim;
-    const size_t hidden = (size_t)config->hidden_size, width = (size_t)dim;
+    const size_t width = (size_t)dim;
     const Trail *trail = &engine->cache.trails[i * TRAILS + TRAIL_GROUP];
     const CompressorWeights *compressor = &engine->weights.layers[i].compressor;
-    float *raw = (float *)trail->pass;
-    if (ratio > 1) {
-        const Projection products[] = {{raw, 2 * width, &compressor->wkv}, {raw + width, 2 * width, &compressor->wgate}};
-        backend->linear(products, 2, state->normed, hidden, n);
+    if (ratio > 1)
         backend->pool_groups(state->latents, trail, state->rows, n, compressor, ratio, dim, config->rms_norm_eps);
-    } else {
-        project(backend, state->latents, width, state->normed, hidden, n, &compressor->wkv);
-        backend->rms_norm(state->latents, width, state->latents, width, compressor->norm, n, dim, config->rms_norm_eps);
-    }
+    else backend->rms_norm(state->latents, width, state->latents, width, compressor->norm, n, dim, config->rms_norm_eps);
     backend->locate_groups(state->kv_rows, state->index_rows, &engine->cache, source, state->rows, n);
     backend->see_groups(NULL, NULL, state->first_rows, state->rows, n, ratio);
     backend->rotations(state->group_cosine, state->group_sine, state->first_rows, n, state->compress_frequency,
@@ -3790,7 +3791,8 @@ static void store_groups(Engine *engine, float *x, int dim, RowFormat rounding, 
     const Backend *backend = engine->backend;
     State *state = &engine->state;
     const size_t width = (size_t)dim;
-    turn_tails(engine, x, 1, dim, state->group_cosine, state->group_sine, n);
+    backend->rotate_queries(x, n, 1, dim, engine->config.qk_rope_head_dim, NULL, 0, 0, true, state->group_cosine,
+                            state->group_sine, NULL, 0);
     backend->check_finite(state->report, place, x, n, dim);
     if (engine->config.qat) backend->round_rows(x, width, n, dim, &rounding);
     backend->store_rows(base, format, ids, n, x, width, x + format->quantised, width);
@@ -3830,7 +3832,6 @@ static void select_candidates(Engine *engine, int i, int n) {
     const int heads = config->index_n_heads, dim = config->index_head_dim, source = config->source[i],
               candidates = config->candidate_source_layer_id;
     if (config->makes_rows[i]) make_keys(engine, i, n);
-    weigh_index_heads(engine, i, n);
     backend->see_groups(state->group_rows, NULL, NULL, state->rows, n, config->source_ratio[source]);
     backend->select_groups(&state->selection, state->index_q, state->index_weights, group_index_keys(cache, source),
                            &cache->index_format, cache->seen.index, cache->context_pages, page_rows(cache, source), heads, dim,
@@ -4871,12 +4872,12 @@ static void run_stages(Engine *engine, int n) {
     for (int l = 0; l < config->num_hidden_layers; l++) {
         const LayerWeights *layer = &weights->layers[l];
         const RowPool pool = {layer_ring(cache, l), drafting->block_rows, cache->sessions * cache->draft_rows};
-        project_heads(engine, layer, false, drafting->block_rows, &cache->draft_format, state->pass_rows, state->cosine,
+        project_heads(engine, layer, -1, drafting->block_rows, &cache->draft_format, state->pass_rows, state->cosine,
                       state->sine, n);
         backend->window_attention(state->attended, state->q, &no_window, &cache->draft_format, 0, &pool, &cache->draft_format,
                                   drafting->keys, drafting->key_count, config->sliding_window + draft->block_size, drafting->rows,
                                   0, n, config->num_attention_heads, layer->attention_sink, engine->softmax_scale,
-                                  config->qk_rope_head_dim, state->cosine, state->sine);
+                                  query_eps(config), config->qk_rope_head_dim, state->cosine, state->sine);
         finish_stream_layer(engine, config, layer, l, n);
         enter_next(engine, weights, config->num_hidden_layers, l, NULL, n);
     }

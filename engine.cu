@@ -813,6 +813,11 @@ static __device__ void load_transposed(uint32_t (&m)[4], const __nv_bfloat16 *ro
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(shared_address(row)));
 }
 
+static __device__ inline uint32_t pair_bf16(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *(const uint32_t *)&pair;
+}
+
 /* c [16, 8] += a [16, 16] b [16, 8] */
 static __device__ void multiply_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -1090,14 +1095,16 @@ static __device__ inline float2 rotate(float *v, int far, float cosine, float si
 
 struct Queries {
     float *q, *index_q;
-    int heads, dim, half, index_heads, index_dim;   /* half: pairs of a head that are rotated */
+    int heads, dim, half, index_heads, index_dim;   /* half: pairs of a head that are rotated; */
+    int first;                      /* of a head of index_q these follow so many others */
     bool interleaved;
     const float *cosine, *sine;
+    const float *head_weights;      /* [rows, index_heads] that are looked at too, or NULL */
     PassReport *report;
     int place;
 };
 
-/* A thread takes a pair of a head of q, or two values of index_q. Grid: groups of pairs, rows. */
+/* A thread takes a pair of a head of q, or two values of index_q, or a weight. Grid: groups of pairs, rows. */
 static __global__ void rotate_queries_kernel(const __grid_constant__ Queries p) {
     let_next_start();
     const int row = (int)blockIdx.y, pair = (int)thread_index(), of_q = p.heads * p.half, index_pairs = divide_up(p.index_dim, 2);
@@ -1109,12 +1116,19 @@ static __global__ void rotate_queries_kernel(const __grid_constant__ Queries p) 
         rotate(head + p.dim - 2 * p.half + 2 * i, 1, cosine[i], sine[i]);
         return;
     }
-    if (pair - of_q >= p.index_heads * index_pairs) return;
+    const int weight = pair - of_q - p.index_heads * index_pairs;
+    if (weight >= 0) {
+        const bool there = p.head_weights && weight < p.index_heads;
+        if (there && !is_finite(p.head_weights[row * p.index_heads + weight])) report_bad(p.report, p.place + 2, row);
+        return;
+    }
     const int head = (pair - of_q) / index_pairs, i = (pair - of_q) % index_pairs;
     float *v = p.index_q + ((size_t)row * (size_t)p.index_heads + (size_t)head) * (size_t)p.index_dim;
-    const int far = i >= p.half ? min(1, p.index_dim - 1 - 2 * i) : p.interleaved ? 1 : p.half;
-    v += i < p.half && !p.interleaved ? i : 2 * i;
-    const float2 values = i < p.half ? rotate(v, far, cosine[i], sine[i]) : float2{v[0], v[far]};
+    const int turned = i - p.first / 2;
+    const bool rotates = 0 <= turned && turned < p.half;
+    const int far = !rotates ? min(1, p.index_dim - 1 - 2 * i) : p.interleaved ? 1 : p.half;
+    v += rotates && !p.interleaved ? i : 2 * i;
+    const float2 values = rotates ? rotate(v, far, cosine[turned], sine[turned]) : float2{v[0], v[far]};
     if (!is_finite(values.x) || !is_finite(values.y)) report_bad(p.report, p.place, row);
 }
 
@@ -1125,8 +1139,18 @@ static void rotate_queries(float *q, int n_rows, int heads, int dim, int tail, f
     const int pairs = heads * (tail / 2) + index_heads * divide_up(index_dim, 2);
     launch(rotate_queries_kernel, dim3((unsigned)divide_up(pairs, THREADS), (unsigned)n_rows), THREADS, 0,
            {.q = q, .index_q = index_q, .heads = heads, .dim = dim, .half = tail / 2, .index_heads = index_heads,
-            .index_dim = index_dim, .interleaved = interleaved, .cosine = cosine, .sine = sine, .report = report,
-            .place = place});
+            .index_dim = index_dim, .first = 0, .interleaved = interleaved, .cosine = cosine, .sine = sine,
+            .head_weights = NULL, .report = report, .place = place});
+}
+
+static void turn_index_queries(float *q, int n_rows, int heads, int dim, int turned, const float *cosine, const float *sine,
+                               const float *head_weights, PassReport *report, int place) {
+    const int threads = heads * divide_up(dim, 2) + heads;
+    if (n_rows <= 0) return;
+    launch(rotate_queries_kernel, dim3((unsigned)divide_up(threads, THREADS), (unsigned)n_rows), THREADS, 0,
+           {.q = NULL, .index_q = q, .heads = 0, .dim = 0, .half = turned / 2, .index_heads = heads, .index_dim = dim,
+            .first = dim - turned, .interleaved = true, .cosine = cosine, .sine = sine, .head_weights = head_weights,
+            .report = report, .place = place});
 }
 
 /* A warp takes one head of one row. What its lanes write they read again in other places. */
@@ -5160,11 +5184,13 @@ static __device__ int read_at(const ScorePlan &plan, int n_rows, int at) {
     return low;
 }
 
-/* Where block `block`'s part of all pages begins: as many for each, but at the begin of a read that is near. */
-static __device__ int part_begin(const ScorePlan &plan, int n_rows, int block) {
-    const int64_t all = plan.ends[n_rows - 1];
-    const int at = (int)(all * block / gridDim.x), near = min(SCORE_THREADS / 128, (int)(all / gridDim.x / 2));
-    if (at >= all) return at;
+/* Where block `block`'s part of all pages begins: as many for each, but at the begin of a read that is near. Not inlined: its
+ * divisions would take registers that the scores need. */
+static __device__ __noinline__ int part_begin(const ScorePlan &plan, int n_rows, int block) {
+    const unsigned all = (unsigned)plan.ends[n_rows - 1], each = all / gridDim.x, more = all - each * gridDim.x;
+    const int at = (int)(each * (unsigned)block + more * (unsigned)block / gridDim.x),     /* all * block may need 64 bits */
+              near = min(SCORE_THREADS / 128, (int)(each / 2));
+    if (at >= (int)all) return at;
     const int r = read_at(plan, n_rows, at), begin = r ? plan.ends[r - 1] : 0;
     return at - begin <= near ? begin : plan.ends[r] - at <= near ? plan.ends[r] : at;
 }
@@ -5338,36 +5364,43 @@ template <int TILES, KvDtype KEYS, typename Begin>
 static __device__ void stage_queries(uint4 *queries, float *weights, const ScoreRead &read, const IndexShape &shape,
                                      Begin begin_pages) {
     constexpr int OF = KEYS == KV_F4 ? 8 : KEYS == KV_F8 ? 4 : 2;           /* steps that a lane's 16 bytes go to */
-    constexpr int AHEAD = 8, PARTS = SCORE_WIDTH / 4;
+    constexpr int AHEAD = 2, LANES = 4;
     const int of_row = TILES < SCORE_TILES ? 8 * TILES : shape.columns, columns = read.members * of_row;
     const int thread = (int)threadIdx.x;
     const int weighed = thread < columns ? thread % of_row : shape.heads;
     const float weight = weighed < shape.heads ? read.head_weights[thread / of_row * shape.heads + weighed] : 0;
-    for (int first = thread; first == thread || first < columns * PARTS; first += AHEAD * SCORE_THREADS) {
-        float4 x[AHEAD];
+    for (int first = thread; first == thread || first < columns * SCORE_STEPS; first += AHEAD * SCORE_THREADS) {
+        float4 x[AHEAD][LANES];                     /* a thread takes a column's part in a step, of all lanes */
 #pragma unroll
         for (int j = 0; j < AHEAD; j++) {
-            const int i = first + j * SCORE_THREADS, part = i % PARTS;
-            if (i >= columns * PARTS) break;
-            const int row = i / PARTS / of_row, head = i / PARTS % of_row;
-            x[j] = {0, 0, 0, 0};
-            if (head >= shape.heads || 4 * part >= shape.head_dim) continue;
-            const float *q = read.q + ((size_t)row * shape.heads + head) * shape.head_dim;
-            if constexpr (KEYS == KV_F4) {
-                const float2 *pairs = (const float2 *)(q + part / 2 * 8 + part % 2 * 2);
-                x[j] = {pairs[0].x, pairs[2].x, pairs[0].y, pairs[2].y};
-            } else x[j] = *(const float4 *)(q + 4 * part);
+            const int i = first + j * SCORE_THREADS, column = i / (8 * SCORE_STEPS) * 8 + i % 8, step = i / 8 % SCORE_STEPS;
+            if (column >= columns) break;
+            const int row = column / of_row, head = column % of_row;
+            const unsigned at = (unsigned)step / OF * LANES * OF + (unsigned)step % OF;    /* of the first lane's four values */
+            const float *q = read.q + ((size_t)row * shape.heads + head) * shape.head_dim
+                             + (KEYS == KV_F4 ? at / 2 * 8 + at % 2 * 2 : 4 * at);
+            const int left = head < shape.heads ? shape.head_dim - 4 * (int)at : 0;
+#pragma unroll
+            for (int lane = 0; lane < LANES; lane++) {
+                x[j][lane] = {0, 0, 0, 0};
+                if (lane * 4 * OF >= left) continue;
+                if constexpr (KEYS == KV_F4) {
+                    const float2 *pairs = (const float2 *)(q + lane * 4 * OF);
+                    x[j][lane] = {pairs[0].x, pairs[2].x, pairs[0].y, pairs[2].y};
+                } else x[j][lane] = *(const float4 *)(q + lane * 4 * OF);
+            }
         }
         if (first == thread) begin_pages();
 #pragma unroll
         for (int j = 0; j < AHEAD; j++) {
-            const int i = first + j * SCORE_THREADS, part = i % PARTS, column = i / PARTS, tile = column / 8;
-            if (i >= columns * PARTS) break;
-            const int step = part / (4 * OF) * OF + part % OF, lane = part / OF % 4;
-            const int block = tile / SCORE_TILES * BATCH_QUERIES + (step * SCORE_TILES + tile % SCORE_TILES) * 16;
-            __nv_bfloat162 *to = (__nv_bfloat162 *)(queries + block + column % 8) + lane;
-            to[0] = __floats2bfloat162_rn(x[j].x, x[j].y);
-            to[32] = __floats2bfloat162_rn(x[j].z, x[j].w);
+            const int i = first + j * SCORE_THREADS, tile = i / (8 * SCORE_STEPS), step = i / 8 % SCORE_STEPS;
+            if (8 * tile >= columns) break;
+            const float4 (&v)[LANES] = x[j];
+            uint4 *to = queries + tile / SCORE_TILES * BATCH_QUERIES + (step * SCORE_TILES + tile % SCORE_TILES) * 16 + i % 8;
+            to[0] = make_uint4(pair_bf16(v[0].x, v[0].y), pair_bf16(v[1].x, v[1].y), pair_bf16(v[2].x, v[2].y),
+                               pair_bf16(v[3].x, v[3].y));
+            to[8] = make_uint4(pair_bf16(v[0].z, v[0].w), pair_bf16(v[1].z, v[1].w), pair_bf16(v[2].z, v[2].w),
+                               pair_bf16(v[3].z, v[3].w));
         }
     }
     if (thread < columns) weights[thread] = weight * shape.scale;
@@ -6888,11 +6921,6 @@ static __global__ void merge_kernel(Keys lists, float *y, float *parts, int firs
 
 
 
-static __device__ uint32_t pair_bf16(float low, float high) {
-    __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *(uint32_t *)&pair;
-}
-
 /* A row as it is stored goes into shared memory in pieces of 16 bytes: bf16 into the tile itself, fp8 into a place of its own. */
 template <bool FP8> struct StoredRow {
     static const int PIECES = FP8 ? (LATENT + LATENT / 128 * 4 + TAIL * 2) / 16 : LATENT_WIDTH * 2 / 16;
@@ -7761,15 +7789,34 @@ struct HopperShared {
     uint64_t full[2], empty[2];             /* barriers of the tiles */
 };
 
-/* The last `turned` values of a result are rotated back by a row's angle: keys that are values too come with their rotation. */
-struct TurnBack {
+/* The last `turned` values of a head are rotated by a row's angle, in a query (whose heads are normed first, unless eps is below
+ * 0), and back in a result: keys that are values too come with their rotation. */
+struct Turning {
     const float *cosine, *sine; /* [rows, turned / 2]; of(r): [turned / 2] */
     int turned;
-    __device__ TurnBack of(int r) const {
-        return {cosine + (size_t)r * (size_t)(turned / 2), sine + (size_t)r * (size_t)(turned / 2), turned};
+    float eps;
+    __device__ Turning of(int r) const {
+        return {cosine + (size_t)r * (size_t)(turned / 2), sine + (size_t)r * (size_t)(turned / 2), turned, eps};
+    }
+    /* A head of a query, of which the lane has four of each 128 values. */
+    template <int N> __device__ void query(float4 (&four)[N]) const {
+        float squares = 0;
+#pragma unroll
+        for (int c = 0; c < N; c++) squares += sum_squares(four[c]);
+        const float scale = eps < 0 ? 1 : 1 / sqrtf(warp_sum(squares) / (N * 128) + eps);
+#pragma unroll
+        for (int c = 0; c < N; c++) {
+            four[c] = weighted(four[c], scale, make_float4(1, 1, 1, 1));
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int i = (c * 128 + lane_id() * 4 + half * 2 - (N * 128 - turned)) / 2;
+                if (c * 128 + lane_id() * 4 + half * 2 >= N * 128 - turned)
+                    rotate(half ? &four[c].z : &four[c].x, 1, cosine[i], sine[i]);
+            }
+        }
     }
     /* Values `column` and its neighbour of `width`. A sum over nothing is 0 however it was come by, and not -0. */
-    __device__ float2 apply(float2 pair, int column, int width) const {
+    __device__ float2 back(float2 pair, int column, int width) const {
         const int i = (column - (width - turned)) / 2;
         if (column < width - turned) return pair;
         const float c = cosine[i], s = sine[i];
@@ -7785,7 +7832,7 @@ template <typename Lists> struct LatentTask {
     float *z;                   /* [n_heads, LATENT] the result */
     int n_heads, first_head, first, tiles;
     float scale;
-    TurnBack turn;
+    Turning turn;
 };
 
 /* What a head has before its first tile: nothing, or its sink. A thread has one of four sums of it. */
@@ -8139,6 +8186,8 @@ template <typename Lists> static __device__ void load_query(HopperShared *shared
                 if (first + i * WARPS + warp < task.n_heads && lane * 4 + c * 128 < WIDTH)
                     four[i][c] = *(const float4 *)(from + i * WARPS * WIDTH + c * 128);
 #pragma unroll
+        for (int i = 0; i < AT_ONCE && std::is_same_v<Lists, WindowKeys>; i++) task.turn.query(four[i]);
+#pragma unroll
         for (int i = 0; i < AT_ONCE; i++)
 #pragma unroll
             for (int c = 0; c < FOURS; c++)
@@ -8253,8 +8302,8 @@ static __device__ void put_result(const float (&total)[128], HopperShared *share
         float2 upper_pair = make_float2(total[4 * i] * above, total[4 * i + 1] * above),
                lower_pair = make_float2(total[4 * i + 2] * below, total[4 * i + 3] * below);
         if constexpr (std::is_same_v<Lists, WindowKeys>) {
-            upper_pair = task.turn.apply(upper_pair, column + i * 8, LATENT);
-            lower_pair = task.turn.apply(lower_pair, column + i * 8, LATENT);
+            upper_pair = task.turn.back(upper_pair, column + i * 8, LATENT);
+            lower_pair = task.turn.back(lower_pair, column + i * 8, LATENT);
         }
         *(float2 *)(row + i * 8) = upper_pair;
         *(float2 *)(lower + i * 8) = lower_pair;
@@ -8340,7 +8389,7 @@ template <bool PAIR, typename Lists> static __device__ void add_tiles(HopperShar
 /* Grid: groups of 64 heads, of which two make a pair, and rows. */
 template <typename Lists, bool FP8, bool PAIR>
 static __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1)
-hopper_kernel(const __grid_constant__ Lists lists, float *z, const float *q, int heads, float scale, TurnBack turn) {
+hopper_kernel(const __grid_constant__ Lists lists, float *z, const float *q, int heads, float scale, Turning turn) {
     begin_kernel();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t hopper_shared[];
@@ -8459,8 +8508,9 @@ static __device__ void leave_values(HopperShared *shared, const LatentTask<Lists
 /* Grid: rows, groups of 64 heads, groups of `each` tiles. */
 template <typename Lists, bool FP8>
 static __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1)
-weigh_lists_kernel(const __grid_constant__ Lists lists, Weighed to, const float *q, int heads, float scale, int each) {
-    begin_kernel();
+weigh_lists_kernel(const __grid_constant__ Lists lists, Weighed to, const float *q, int heads, float scale, int each,
+                   Turning turn) {
+    begin_kernel();                                 /* lists are complete when the next may start */
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t hopper_shared[];
     HopperShared *shared = (HopperShared *)hopper_shared;
@@ -8469,7 +8519,7 @@ weigh_lists_kernel(const __grid_constant__ Lists lists, Weighed to, const float 
     LatentTask<Lists> task = {.keys = lists.of(blockIdx.x),
                               .q = q + ((size_t)blockIdx.x * heads + first_head) * Lists::WIDTH, .z = NULL,
                               .n_heads = min(heads - first_head, (int)LATENT_HEADS), .first_head = first_head,
-                              .first = (int)blockIdx.z * each, .tiles = 0, .scale = scale, .turn = {}};
+                              .first = (int)blockIdx.z * each, .tiles = 0, .scale = scale, .turn = turn.of(blockIdx.x)};
     task.tiles = min(task.keys.tiles() - task.first, each);
     if (task.tiles <= 0) return;
     if (!threadIdx.x) {
@@ -8561,12 +8611,13 @@ template <int GROUPS, int COLUMNS> struct Adding {
 /* Grid: rows, groups of heads, groups of columns. */
 template <typename Lists, int GROUPS, int COLUMNS>
 static __global__ void __launch_bounds__(ADDERS)
-add_lists_kernel(const __grid_constant__ Lists lists, float *z, Weighed from, int heads, float scale, TurnBack turn) {
-    begin_kernel();
+add_lists_kernel(const __grid_constant__ Lists lists, float *z, Weighed from, int heads, float scale, Turning turn) {
+    let_next_start();
     typedef Adding<GROUPS, COLUMNS> A;
     extern __shared__ __align__(128) uint8_t add_shared[];
     typename A::Shared *shared = (typename A::Shared *)add_shared;
     A adding;
+    __threadfence();                                /* the lists are complete: weigh_lists_kernel lets this start behind them */
     const Lists keys = lists.of(blockIdx.x);
     adding.from = from, adding.tiles = keys.tiles();
     const int lane = threadIdx.x % 32, tiles = adding.tiles, summer = (int)threadIdx.x - A::SUMMERS,
@@ -8576,6 +8627,7 @@ add_lists_kernel(const __grid_constant__ Lists lists, float *z, Weighed from, in
     float4 total[A::OWN];
 #pragma unroll
     for (int i = 0; i < A::OWN; i++) total[i] = make_float4(0, 0, 0, 0);
+    wait_for_previous();
     if (tiles) adding.load(0);
     for (int first = 0; first < tiles; first += A::TILES) {
         const int n = min(tiles - first, (int)A::TILES);
@@ -8624,8 +8676,8 @@ add_lists_kernel(const __grid_constant__ Lists lists, float *z, Weighed from, in
                lower_pair = make_float2(total[i].z * below, total[i].w * below);
         if constexpr (std::is_same_v<Lists, WindowKeys>) {
             const int column = blockIdx.z * COLUMNS + item / 32 % (COLUMNS / 8) * 8 + lane % 4 * 2;
-            upper_pair = turn.of(blockIdx.x).apply(upper_pair, column, LATENT);
-            lower_pair = turn.of(blockIdx.x).apply(lower_pair, column, LATENT);
+            upper_pair = turn.of(blockIdx.x).back(upper_pair, column, LATENT);
+            lower_pair = turn.of(blockIdx.x).back(lower_pair, column, LATENT);
         }
         if (first < heads) *(float2 *)out = upper_pair;
         if (first + 8 < heads) *(float2 *)(out + 8 * LATENT) = lower_pair;
@@ -8716,7 +8768,7 @@ static bool suits_tiles(const RowFormat *format, int heads, int kv_heads, int di
 
 template <int GROUPS, int COLUMNS, typename Lists>
 static void add_lists(float *z, const Lists &keys, const Weighed &weighed, int n_rows, int heads, float scale,
-                      const TurnBack &turn) {
+                      const Turning &turn) {
     const size_t shared = sizeof(typename Adding<GROUPS, COLUMNS>::Shared);
     const auto kernel = add_lists_kernel<Lists, GROUPS, COLUMNS>;
     allow_shared(kernel, shared);
@@ -8727,7 +8779,7 @@ static void add_lists(float *z, const Lists &keys, const Weighed &weighed, int n
 /* The lists of few rows are weighed by as many blocks as there is room for, and added up by many. */
 template <typename Lists>
 static void attend_apart(float *z, const float *q, const Lists &keys, const Weighed &weighed, int n_rows, int heads, float scale,
-                         const TurnBack &turn) {
+                         const Turning &turn) {
     const int lists = n_rows * weighed.groups / LIST_GROUPS, room = gpu.multiprocessors / lists,
               each = divide_up(weighed.n_tiles, room > 1 ? room : 1);
     auto weigh = weigh_lists_kernel<Lists, false>;
@@ -8735,7 +8787,7 @@ static void attend_apart(float *z, const float *q, const Lists &keys, const Weig
         if (keys.format.dtype == KV_F8) weigh = weigh_lists_kernel<Lists, true>;
     allow_shared(weigh, sizeof(HopperShared));
     launch(weigh, dim3(n_rows, lists / n_rows, divide_up(weighed.n_tiles, each)), CONSUMERS + PRODUCERS, sizeof(HopperShared),
-           keys, weighed, q, heads, scale, each);
+           keys, weighed, q, heads, scale, each, turn);
     /* fewer heads and columns make more blocks, which read more */
     if (lists <= 2) add_lists<1, 32>(z, keys, weighed, n_rows, heads, scale, turn);
     else if (lists <= 4) add_lists<2, 32>(z, keys, weighed, n_rows, heads, scale, turn);
@@ -8746,7 +8798,7 @@ static void attend_apart(float *z, const float *q, const Lists &keys, const Weig
 /* A row's bits are the same whichever way is taken. */
 template <typename Lists>
 static void attend_on_hopper(float *z, const float *q, const Lists &keys, int tiles, int n_rows, int heads, float scale,
-                             const TurnBack &turn) {
+                             const Turning &turn) {
     const int lists = n_rows * divide_up(heads, LATENT_HEADS);
     const bool fp8 = keys.format.dtype == KV_F8;
     bool pair = false;
@@ -8801,20 +8853,38 @@ static RowKind row_kind(const RowFormat &format) {
     return f4 && format.plain == 0 && format.group == 16 ? ROW_E2M1 : ROW_OTHER;
 }
 
+/* Queries as attention in f32 wants them. A warp takes a head, whose last values it reads again in other places. */
+static __global__ void turn_queries_kernel(float *q, int n_rows, int heads, int dim, float eps, int half, const float *cosine,
+                                           const float *sine) {
+    begin_kernel();
+    const int vector = (int)(thread_index() / 32), lane = lane_id();
+    if (vector >= n_rows * heads) return;
+    const size_t angle = (size_t)(vector / heads) * (size_t)half;
+    float *v = q + (size_t)vector * (size_t)dim, *turned = v + dim - 2 * half, sum = 0;
+#pragma unroll 4
+    for (int j = 4 * lane; j < dim; j += 128) sum += sum_squares(load_four(v + j, dim - j));
+    const float scale = eps < 0 ? 1 : 1 / sqrtf(warp_sum(sum) / (float)dim + eps);
+#pragma unroll 4
+    for (int j = 4 * lane; j < dim; j += 128)
+        store_four(v + j, weighted(load_four(v + j, dim - j), scale, make_float4(1, 1, 1, 1)), dim - j);
+    __syncwarp();
+    for (int i = lane; i < half; i += 32) rotate(turned + 2 * i, 1, cosine[angle + (size_t)i], sine[angle + (size_t)i]);
+}
+
 /* A thread takes a pair of a head. Grid: groups of pairs, rows. */
-static __global__ void turn_back_kernel(float *y, int heads, int width, TurnBack turn) {
+static __global__ void turn_back_kernel(float *y, int heads, int width, Turning turn) {
     begin_kernel();
     const int half = turn.turned / 2, pair = (int)thread_index(), column = width - turn.turned + pair % half * 2;
     if (pair >= heads * half) return;
     float *at = y + ((size_t)blockIdx.y * heads + pair / half) * width + column;
-    const float2 turned = turn.of(blockIdx.y).apply(make_float2(at[0], at[1]), column, width);
+    const float2 turned = turn.of(blockIdx.y).back(make_float2(at[0], at[1]), column, width);
     at[0] = turned.x, at[1] = turned.y;
 }
 
-static void window_attention(float *y, const float *q, const Trail *trail, const RowFormat *trail_format, int window,
+static void window_attention(float *y, float *q, const Trail *trail, const RowFormat *trail_format, int window,
                              const RowPool *pool, const RowFormat *format, const DeviceRow *locations, const int *count,
                              int capacity, const Row *rows, int begin, int end, int heads, const float *sinks, float scale,
-                             int turned, const float *cosine, const float *sine) {
+                             float eps, int turned, const float *cosine, const float *sine) {
     const int n_rows = end - begin, width = format->quantised + format->plain;
     const size_t first = (size_t)begin * (size_t)(heads * width), angle = (size_t)begin * (size_t)(turned / 2);
     if (n_rows <= 0) return;
@@ -8823,13 +8893,15 @@ static void window_attention(float *y, const float *q, const Trail *trail, const
                        .position = 0, .session = 0, .length = 0, .seen = 0, .first_id = 0};
     if (pool) keys.pool = *pool;
     y += first, q += first;
-    const TurnBack turn = {cosine + angle, sine + angle, turned};
+    const Turning turn = {cosine + angle, sine + angle, turned, eps};
     if (gpu.major == 9 && row_kind(*trail_format) != ROW_OTHER && (!count || row_kind(*format) != ROW_OTHER)) {
         const int tiles = divide_up(window, HOPPER_KEYS) + (count ? divide_up(capacity, HOPPER_KEYS) : 0);
         return attend_on_hopper(y, q, keys, tiles, n_rows, heads, scale, turn);
     }
     const Attend a = {.y = y, .parts = NULL, .q = q, .first_row = 0, .n_rows = n_rows, .heads = heads, .kv_heads = 1, .chunks = 1,
                       .scale = scale};
+    launch(turn_queries_kernel, blocks_for((size_t)(n_rows * heads) * 32), THREADS, 0, q, n_rows, heads, width, eps, turned / 2,
+           turn.cosine, turn.sine);
     attend(keys, a, width, width, window + (count ? capacity : 0));
     if (turned < 2) return;
     launch(turn_back_kernel, dim3((unsigned)divide_up(heads * (turned / 2), THREADS), (unsigned)n_rows), THREADS, 0, y, heads,
@@ -9057,9 +9129,8 @@ template <int MULT> static __global__ void __launch_bounds__(STREAM_THREADS) str
 
 /* ---- what enters the next sublayer */
 
-/* The sums of all slices, a part of them for each warp. meanwhile(): when the first ones have been asked for. */
-template <typename Work>
-static __device__ inline void add_sums(float (*of_warp)[MAX_MIXES + WARP_SUMS], const Streams &p, int row, Work meanwhile) {
+/* The sums of all slices, a part of them for each warp. */
+static __device__ inline void add_sums(float (*of_warp)[MAX_MIXES + WARP_SUMS], const Streams &p, int row) {
     for (int place = lane_id(); place < p.pitch; place += 32) {
         const float *sums = p.sums + (size_t)row * (size_t)(p.slices * p.pitch) + place;
         float sum = 0;
@@ -9070,7 +9141,6 @@ static __device__ inline void add_sums(float (*of_warp)[MAX_MIXES + WARP_SUMS], 
                 const int slice = begin + i * ENTER_WARPS;
                 part[i] = slice < p.slices && place <= p.squares ? __ldcg(sums + slice * p.pitch) : 0;
             }
-            if (begin == warp_id() && place == lane_id()) meanwhile();
 #pragma unroll
             for (int i = 0; i < SLICES_COMING; i++) sum += part[i];
         }
@@ -9230,8 +9300,8 @@ template <int MULT> static __global__ void __launch_bounds__(ENTER_THREADS + 32)
 #pragma unroll
         for (int i = 0; i < FOURS; i++) load_streams<MULT>(x[i], p, row, begin + i * STEP);
     };
-    if (!p.fn.rows) take(at);
-    else if (warp_id() < ENTER_WARPS) add_sums(of_warp, p, row, [&] { take(at); });
+    if (p.fn.rows && warp_id() < ENTER_WARPS) add_sums(of_warp, p, row);
+    take(at);                                       /* behind the sums, for which the mixes wait, that take longest */
     __syncthreads();
     if (warp_id() == ENTER_WARPS) {
         if (p.fn.rows) finish_mixes<MULT>(of_warp, p, row, terms);
@@ -9338,32 +9408,7 @@ static void add_engram(float *streams, const float *kv, const EngramWeights *eng
            engram->k_weight, config->hc_mult, config->hidden_size, config->rms_norm_eps);
 }
 
-/* ---- queries, and what windows see */
-
-/* A warp takes a vector, whose last values it reads again in other places. */
-static __global__ void norm_queries_kernel(float *q, int n_rows, int heads, int dim, float eps, int half, const float *cosine,
-                                           const float *sine) {
-    begin_kernel();
-    const int vector = (int)(thread_index() / 32), lane = lane_id();
-    if (vector >= n_rows * heads) return;
-    const size_t angle = (size_t)(vector / heads) * (size_t)half;
-    float *v = q + (size_t)vector * (size_t)dim, *turned = v + dim - 2 * half, sum = 0;
-#pragma unroll 4
-    for (int j = 4 * lane; j < dim; j += 128) sum += sum_squares(load_four(v + j, dim - j));
-    const float scale = 1 / sqrtf(warp_sum(sum) / (float)dim + eps);
-#pragma unroll 4
-    for (int j = 4 * lane; j < dim; j += 128)
-        store_four(v + j, weighted(load_four(v + j, dim - j), scale, make_float4(1, 1, 1, 1)), dim - j);
-    __syncwarp();
-    for (int i = lane; i < half; i += 32) rotate(turned + 2 * i, 1, cosine[angle + (size_t)i], sine[angle + (size_t)i]);
-}
-
-static void norm_queries(float *q, int n_rows, int heads, int dim, float eps, int turned, const float *cosine,
-                         const float *sine) {
-    if (n_rows <= 0) return;
-    launch(norm_queries_kernel, blocks_for((size_t)(n_rows * heads) * 32), THREADS, 0, q, n_rows, heads, dim, eps, turned / 2,
-           cosine, sine);
-}
+/* ---- what windows see */
 
 struct SharedKeys {
     uint8_t *base;
@@ -9383,17 +9428,19 @@ static __global__ void store_shared_keys_kernel(const __grid_constant__ SharedKe
     let_next_start();
     if (blockIdx.y) return norm_row(p.q, (int)blockIdx.x);
     const int thread = (int)threadIdx.x, at = 4 * thread, count = p.dim - at, first = p.dim - 2 * p.half;
-    const size_t angle = (size_t)blockIdx.x * (size_t)p.half;
     float *row = p.kv + (size_t)blockIdx.x * (size_t)p.dim;
+    const float *cosine = p.cosine + (size_t)blockIdx.x * (size_t)p.half, *sine = p.sine + (size_t)blockIdx.x * (size_t)p.half;
     const float4 weight = load_four(p.weight + at, count);
     wait_for_previous();
-    const int id = p.ids[blockIdx.x].id;
+    const int id = p.ids[blockIdx.x].id, own = min(thread, p.half - 1);
     const float4 v = load_four(row + at, count);
+    const float2 angle = p.half ? make_float2(cosine[own], sine[own]) : make_float2(1, 0);
     const float scale = 1 / sqrtf(block_sum(of_warp, sum_squares(v)) / (float)p.dim + p.q.eps);
     *(float4 *)(staged + at) = weighted(v, scale, weight);
     __syncthreads();
-    for (int i = thread; i < p.half; i += (int)blockDim.x)
-        rotate(staged + first + 2 * i, 1, p.cosine[angle + (size_t)i], p.sine[angle + (size_t)i]);
+    if (thread < p.half) rotate(staged + first + 2 * thread, 1, angle.x, angle.y);
+    for (int i = thread + (int)blockDim.x; i < p.half; i += (int)blockDim.x)
+        rotate(staged + first + 2 * i, 1, cosine[i], sine[i]);
     __syncthreads();
     const int group = p.rounding.group, end = p.rounds ? p.rounding.quantised : 0;
     for (int i = warp_id() * group; i < end; i += (int)blockDim.x / 32 * group)
@@ -11071,7 +11118,7 @@ extern "C" const Backend cuda_backend = {
     .await_rows = await_rows,
     .round_rows = round_rows,
     .hadamard = hadamard,
-    .norm_queries = norm_queries,
+    .turn_index_queries = turn_index_queries,
     .store_shared_keys = store_shared_keys,
     .mix_streams = mix_streams,
     .locate_groups = locate_groups,

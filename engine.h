@@ -336,7 +336,7 @@ typedef struct Projection {     /* one of the products of the same x */
     const Matrix *w;            /* of any stored type, as many columns as the others' */
 } Projection;
 
-enum { MAX_PROJECTIONS = 4 };
+enum { MAX_PROJECTIONS = 8 };
 
 /* How the parallel residual streams enter a sublayer and take up what it adds: fn of all streams gives the logits of `pre`,
  * then of `post`, then of the matrix that mixes the streams; each of the three has its own scale. */
@@ -1117,8 +1117,8 @@ struct Backend {
     /* Positions into the queries of latent attention, in place. q: [rows, heads, dim], where the last `tail` values of each head
      * are rotated in pairs (2i, 2i + 1); cosine, sine: [rows, tail / 2] for the row's position. index_q: the indexer's [rows,
      * index_heads, index_dim], where the first `tail` are, in such pairs if interleaved, else in pairs (i, i + tail / 2), and
-     * which is looked at as check_finite() does; or NULL. In DeepSeek-V4 q is whatever is turned in the last values of its heads:
-     * queries, keys, those of the indexer too. */
+     * which is looked at as check_finite() does; or NULL. In DeepSeek-V4 q is whatever is turned in the last values of its
+     * heads. */
     void (*rotate_queries)(float *q, int n_rows, int heads, int dim, int tail, float *index_q, int index_heads, int index_dim,
                            bool interleaved, const float *cosine, const float *sine, PassReport *report, int place);
 
@@ -1176,9 +1176,11 @@ struct Backend {
     /* Each of n vectors of dim = 2^k values times the orthonormal Hadamard matrix, in place. */
     void (*hadamard)(float *x, int n, int dim);
 
-    /* DeepSeek-V4's, the next ones. Queries, in place: rms_norm() of each of a row's `heads` vectors of `dim`, without a weight;
-     * then its last `turned` values are rotated, in pairs (2i, 2i + 1). */
-    void (*norm_queries)(float *q, int n_rows, int heads, int dim, float eps, int turned, const float *cosine, const float *sine);
+    /* DeepSeek-V4's, the next ones. Queries of the indexer, in place: of each head of q [rows, heads, dim] the last `turned`
+     * values are rotated in pairs (2i, 2i + 1). It is looked at as check_finite() does, and head_weights [rows, heads] likewise,
+     * at place + 2. */
+    void (*turn_index_queries)(float *q, int n_rows, int heads, int dim, int turned, const float *cosine, const float *sine,
+                               const float *head_weights, PassReport *report, int place);
 
     /* The rows of a pass that windows see. kv [rows, dim] is normed, its last `turned` values are rotated in pairs (2i, 2i + 1),
      * its first ones rounded as round_rows() does the `quantised` of that format (NULL: none), and it is written to rows ids[r];
@@ -1249,11 +1251,13 @@ struct Backend {
     /* Attention of all heads over one shared key, which is the value too: rows [begin, end) of the pass each see the last
      * `window` positions up to their own, then count[r] rows of the pool: those at locations[r], or where locations is NULL the
      * first of session s from s * capacity on; count NULL: none. A head's sink is one more logit of its softmax, with no value.
-     * The last `turned` values of what comes out are rotated back by the row's angle. q, y: [rows, heads, dim]. */
-    void (*window_attention)(float *y, const float *q, const Trail *trail, const RowFormat *trail_format, int window,
+     * q, y: [rows, heads, dim]. q comes as it was projected, and is used up: each head is normed by itself as by rms_norm()
+     * without a weight, unless eps is below 0, and its last `turned` values are rotated in pairs (2i, 2i + 1); those of what
+     * comes out are rotated back by the row's angle. */
+    void (*window_attention)(float *y, float *q, const Trail *trail, const RowFormat *trail_format, int window,
                              const RowPool *pool, const RowFormat *format, const DeviceRow *locations, const int *count,
                              int capacity, const Row *rows, int begin, int end, int heads, const float *sinks, float scale,
-                             int turned, const float *cosine, const float *sine);
+                             float eps, int turned, const float *cosine, const float *sine);
 
     /* y[r, g] = W[g] x[r, g]: W's rows and each of x's rows in `groups` equal parts. */
     void (*grouped_linear)(float *y, const float *x, int n_rows, const Matrix *w, int groups);

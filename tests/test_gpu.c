@@ -1844,25 +1844,33 @@ static void test_hadamard(void) {
         }
 }
 
-static void test_norm_queries(void) {
-    static const int shapes[][3] = {{64, 512, 64}, {5, 32, 8}, {3, 37, 6}, {1, 130, 130}, {2, 10, 0}};
-    for (int s = 0; s < 5; s++)
+static void test_index_queries(void) {
+    static const int shapes[][3] = {{64, 128, 64}, {5, 32, 8}, {3, 130, 130}, {2, 10, 0}};
+    for (int s = 0; s < 4; s++)
         for (int n = 0; n < 8; n += 1 + n) {
             const int heads = shapes[s][0], dim = shapes[s][1], turned = shapes[s][2];
             const size_t row = (size_t)(heads * dim), values = (size_t)n * row, half = (size_t)(turned / 2),
-                         angles = (size_t)n * half;
+                         angles = (size_t)n * half, of_weights = (size_t)(n * heads);
             float *q = random_floats(values + 1, 2), *cosine = random_floats(angles + 1, 1), *sine = random_floats(angles + 1, 1),
-                  *dq = on_device(q, values * 4), *again = on_device(q, values * 4), *dc = on_device(cosine, angles * 4),
+                  *weights = random_floats(of_weights + 1, 1), *dq = on_device(q, values * 4), *dc = on_device(cosine, angles * 4),
                   *ds = on_device(sine, angles * 4);
-            c_backend.norm_queries(q, n, heads, dim, 1e-6f, turned, cosine, sine);
-            cuda_backend.norm_queries(dq, n, heads, dim, 1e-6f, turned, dc, ds);
-            float *got = from_device(dq, values * 4);
-            compare("norm_queries", got, q, values, 1e-6);
-            for (size_t r = 0; r < (size_t)n; r++)
-                cuda_backend.norm_queries(again + r * row, 1, heads, dim, 1e-6f, turned, dc + r * half, ds + r * half);
-            float *alone = from_device(again, values * 4);
-            CHECK(!memcmp(alone, got, values * 4), "norm_queries: rows of %d heads of %d alone", heads, dim);
-            free(q), free(cosine), free(sine), free(got), free(alone);
+            for (int bad = 0; bad < 3 && n; bad++) {        /* nothing, a weight, and then the query */
+                if (bad == 1) weights[of_weights - 1] = NAN;
+                if (bad == 2) q[values - 1] = INFINITY;
+                PassReport report = {.bad_row = -1, .bad_place = -1}, *dr = on_device(&report, sizeof report);
+                float *dw = on_device(weights, of_weights * 4);
+                cuda_backend.copy_bytes(dq, q, values * 4);
+                c_backend.turn_index_queries(q, n, heads, dim, turned, cosine, sine, weights, &report, 4);
+                cuda_backend.turn_index_queries(dq, n, heads, dim, turned, dc, ds, dw, dr, 4);
+                float *got = from_device(dq, values * 4);
+                PassReport *told = from_device(dr, sizeof *told);
+                if (bad < 2) compare("turn_index_queries", got, q, values, 1e-6);
+                CHECK(told->bad_row == report.bad_row && told->bad_place == report.bad_place,
+                      "turn_index_queries: reports row %d, place %d; wanted %d, %d", told->bad_row, told->bad_place,
+                      report.bad_row, report.bad_place);
+                free(got), free(told);
+            }
+            free(q), free(cosine), free(sine), free(weights);
             free_kept();
         }
 }
@@ -2169,17 +2177,17 @@ static void check_window(const WindowCase *t, int window, int capacity, int n, b
           *cosine = random_floats(angles + 1, 1), *sine = random_floats(angles + 1, 1);
     const Trail host = {length, t->trail.stride, ring, pass}, device = {length, t->trail.stride, ring_copy, pass_copy};
     const RowPool on_cpu = {pool, staging, pool_rows}, on_gpu = {pool_copy, staging_copy, pool_rows};
-    const float scale = 1 / sqrtf((float)width);
-    c_backend.window_attention(y, q, &host, &t->trail, window, capacity ? &on_cpu : NULL, &t->pool, listed ? locations : NULL,
-                               capacity ? count : NULL, capacity, rows, 0, n, heads, sinks, scale, turned, cosine, sine);
-    float *y_gpu = output_on_device(values), *q_gpu = on_device(q, values * 4), *sinks_gpu = on_device(sinks, (size_t)heads * 4),
+    const float scale = 1 / sqrtf((float)width), eps = draw() % 2 ? -1 : 1e-6f;
+    float *y_gpu = output_on_device(values), *q_gpu = on_device(q, values * 4), *q_again = on_device(q, values * 4), *sinks_gpu = on_device(sinks, (size_t)heads * 4),
           *cosine_gpu = on_device(cosine, angles * 4), *sine_gpu = on_device(sine, angles * 4);
+    c_backend.window_attention(y, q, &host, &t->trail, window, capacity ? &on_cpu : NULL, &t->pool, listed ? locations : NULL,
+                               capacity ? count : NULL, capacity, rows, 0, n, heads, sinks, scale, eps, turned, cosine, sine);
     DeviceRow *ids = on_device(locations, (size_t)(n * capacity) * sizeof *locations);
     int *count_gpu = on_device(count, (size_t)n * sizeof *count);
     Row *rows_gpu = on_device(rows, (size_t)n * sizeof *rows);
     cuda_backend.window_attention(y_gpu, q_gpu, &device, &t->trail, window, capacity ? &on_gpu : NULL, &t->pool,
                                   listed ? ids : NULL, capacity ? count_gpu : NULL, capacity, rows_gpu, 0, n, heads, sinks_gpu,
-                                  scale, turned, cosine_gpu, sine_gpu);
+                                  scale, eps, turned, cosine_gpu, sine_gpu);
     float *got = fetch_output(y_gpu, values, "window_attention");
     const double off = distance(got, y, values);
     CHECK(off <= t->bound, "window_attention: %d heads of %d, dtypes %d %d, window %d, %d rows of %d%s: off by %g", heads, width,
@@ -2187,9 +2195,10 @@ static void check_window(const WindowCase *t, int window, int capacity, int n, b
     for (int r = 0, step = alone_too ? 1 : 1 + n / 4; r < n; r += step) {
         const int end = r + 1 + (int)(draw() % 2) * 3 < n ? r + 1 + (int)(draw() % 2) * 3 : r + 1;
         const size_t size = (size_t)((end < n ? end : n) - r) * one;
+        cuda_backend.copy_bytes(q_gpu, q_again, values * 4);
         cuda_backend.window_attention(y_gpu, q_gpu, &device, &t->trail, window, capacity ? &on_gpu : NULL, &t->pool,
                                       listed ? ids : NULL, capacity ? count_gpu : NULL, capacity, rows_gpu, r, end < n ? end : n,
-                                      heads, sinks_gpu, scale, turned, cosine_gpu, sine_gpu);
+                                      heads, sinks_gpu, scale, eps, turned, cosine_gpu, sine_gpu);
         float *alone = from_device(y_gpu + (size_t)r * one, size * 4);
         CHECK(!memcmp(alone, got + (size_t)r * one, size * 4),
               "window_attention: %d heads of %d, dtypes %d %d: row %d of %d with few others has other bits", heads, width,
@@ -3767,7 +3776,7 @@ int main(int argc, char **argv) {
     RUN(test_block_attention);
     RUN(test_round_rows);
     RUN(test_hadamard);
-    RUN(test_norm_queries);
+    RUN(test_index_queries);
     RUN(test_shared_keys);
     RUN(test_streams);
     RUN(test_engram);
