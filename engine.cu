@@ -1329,7 +1329,6 @@ enum {
     RING_BYTES = RING_CHUNKS * CHUNK_BYTES + RING_BATCHES * STRIP * SCALE_BYTES,
     MAX_CLUSTER = 8,
     STAGED_PAD = 64,            /* bytes behind each row of x there, so that eight lanes' 16 bytes meet different banks */
-    FIRST_AHEAD = 4,            /* times eight values of x that a thread has on their way for the first panel */
     ADDED = 8,                  /* segments whose sums are on their way at a time */
     SUM_STRIDE = STRIP + 4,     /* floats from column to column of a warp's sums; the 4 spread a fragment over the banks */
 };
@@ -1340,7 +1339,6 @@ enum {
 typedef struct Cut {
     int cluster, along;         /* powers of two */
     int rounds;                 /* batches of a segment */
-    int panel;                  /* of them: x of so many is put into shared memory while as many before are multiplied */
 } Cut;
 
 typedef struct Product {        /* y[r] = W x[r], for each of `heads` matrices that follow each other `head_rows` rows apart */
@@ -1389,9 +1387,6 @@ static __host__ __device__ constexpr int chunk_values(DType D) { return D == DTY
 static __host__ __device__ constexpr int batch_values(DType D) { return STRIP_CHUNKS * 4 * chunk_values(D); }
 static_assert(SCALE_BLOCK == batch_values(DTYPE_F8_E4M3), "a batch of e4m3 weights has one scale");
 static_assert(EXPONENT_BLOCK == chunk_values(DTYPE_F4_E2M1), "a chunk of e2m1 weights has one scale");
-
-/* Columns of a round of all segments. */
-static __host__ __device__ inline int round_columns(DType D, const Cut &cut) { return cut.cluster * cut.along * batch_values(D); }
 
 /* A warp's rows of weights as one thread sees them: rows g and g + 8, g = lane / 4, of both fragments, from this thread's next
  * chunk on. The exact path has one row of each, whole. */
@@ -1527,48 +1522,37 @@ static __host__ __device__ constexpr int staged_stride(DType D, int along, int t
     return terms * term_bytes(D, along) + STAGED_PAD;
 }
 
-/* Some rounds' x, 2^power of them from `first` on, of which the block's columns begin at `from`. */
-typedef struct Stretch { int first, power, from; } Stretch;
+/* The eight values of x that this thread brings to shared memory the i-th time in each round: of row `column` of the block's,
+ * from value 8 * eight on in the order in which threads need them. Of e4m3 and e2m1, whose 16 or 32 values of a thread make
+ * several fragments, the first eight of four threads come first: `offset` is where the eight stand in x. */
+typedef struct StagedEight { int column, eight, offset; } StagedEight;
 
-/* The eight values of x that this thread brings to shared memory the i-th time for a stretch: of row `column` of the block's and
- * round `round`, from value 8 * eight on in the order in which threads need them. Of e4m3 and e2m1, whose 16 or 32 values of a
- * thread make several fragments, the first eight of four threads come first: `offset` is where the eight stand in x. */
-typedef struct StagedEight { int column, round, eight, offset; } StagedEight;
-
-template <DType D> static __device__ inline StagedEight staged_eight(const Cut &cut, const Stretch &stretch, int i) {
+template <DType D> static __device__ inline StagedEight staged_eight(const Cut &cut, int i) {
     const int power = power_of(cut.along * (batch_values(D) / 8)), at = i * THREADS + (int)threadIdx.x;
-    const int eight = at & (1 << power) - 1, n = chunk_values(D) / 8, round = at >> power & (1 << stretch.power) - 1;
-    const int offset = D == EXACT ? eight : eight / (4 * n) * 4 * n + eight % 4 * n + eight % (4 * n) / 4;
-    return {at >> power + stretch.power, stretch.first + round, eight,
-            stretch.from + round * round_columns(D, cut) + 8 * offset};
+    const int eight = at & (1 << power) - 1, n = chunk_values(D) / 8;
+    return {at >> power, eight, 8 * (D == EXACT ? eight : eight / (4 * n) * 4 * n + eight % 4 * n + eight % (4 * n) / 4)};
 }
 
-/* As much of a stretch as fits into the registers, on its way while weights are multiplied. */
+/* The columns of a round, from `from` on: as much as fits into the registers is on its way while the weights before are
+ * multiplied. */
 template <DType D, int AHEAD>
-static __device__ inline void fetch_input(float v[AHEAD][8], const Input &input, const Cut &cut, const Stretch &stretch,
-                                          int begin) {
+static __device__ inline void fetch_input(float v[AHEAD][8], const Input &input, const Cut &cut, int from, int begin) {
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
-        const StagedEight at = staged_eight<D>(cut, stretch, begin + i);
-        if (at.column < input.count)
-            load_eight(v[i], input.x + (size_t)at.column * input.stride + at.offset, input.cols - at.offset, input.aligned);
+        const StagedEight at = staged_eight<D>(cut, begin + i);
+        if (at.column >= input.count) continue;
+        load_eight(v[i], input.x + (size_t)at.column * input.stride + (from + at.offset), input.cols - from - at.offset,
+                   input.aligned);
     }
 }
 
-/* Where x of a round stands: two panels do. */
-template <DType D, int TERMS> static __device__ inline uint8_t *staged_round(uint8_t *staged, int rows, const Cut &cut, int round) {
-    return staged + (round & 2 * cut.panel - 1) * rows * staged_stride(D, cut.along, TERMS);
-}
-
 template <DType D, int TERMS, int AHEAD>
-static __device__ inline void put_input(uint8_t *staged, float v[AHEAD][8], const Input &input, const Cut &cut,
-                                        const Stretch &stretch, int begin) {
+static __device__ inline void put_input(uint8_t *staged, float v[AHEAD][8], const Input &input, const Cut &cut, int begin) {
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
-        const StagedEight at = staged_eight<D>(cut, stretch, begin + i);
+        const StagedEight at = staged_eight<D>(cut, begin + i);
         if (at.column >= input.count) continue;
-        uint8_t *to = staged_round<D, TERMS>(staged, input.count, cut, at.round)
-                      + at.column * staged_stride(D, cut.along, TERMS) + at.eight * (D == EXACT ? 32 : 16);
+        uint8_t *to = staged + at.column * staged_stride(D, cut.along, TERMS) + at.eight * (D == EXACT ? 32 : 16);
         if constexpr (D == EXACT) memcpy(to, v[i], sizeof v[i]);
         else
 #pragma unroll
@@ -1577,17 +1561,6 @@ static __device__ inline void put_input(uint8_t *staged, float v[AHEAD][8], cons
 #pragma unroll
                 for (int j = 0; j < 8; j++) v[i][j] = remainder_of<D>(v[i][j]);
             }
-    }
-}
-
-/* A stretch from its `begin`-th part on. */
-template <DType D, int TERMS, int AHEAD>
-static __device__ inline void stage_input(uint8_t *staged, float v[AHEAD][8], const Input &input, const Cut &cut,
-                                          const Stretch &stretch, int begin) {
-    const int parts = divide_up((input.count * cut.along << stretch.power) * (batch_values(D) / 8), THREADS);
-    for (int i = begin; i < parts; i += AHEAD) {
-        fetch_input<D, AHEAD>(v, input, cut, stretch, i);
-        put_input<D, TERMS, AHEAD>(staged, v, input, cut, stretch, i);
     }
 }
 
@@ -1610,16 +1583,12 @@ static __device__ inline uint2 widen_four(uint32_t four, uint32_t factor = E4M3_
     return make_uint2(multiply_pair(even, factor), multiply_pair(odd, factor));
 }
 
-/* A pair of e2m1 values alone in the lowest four bits of either half, or with `SHIFT` 4 in the next four: one multiplication moves
- * the sign and the other bits into place at the same time, which leaves the busier part of the machine to others. */
-template <int SHIFT> static __device__ inline uint32_t widen_two(uint32_t two, uint32_t factor) {
-    return multiply_pair((two & 0x000f000fu << SHIFT) * (0x1040 >> SHIFT) & 0x81c081c0, factor);
-}
-
 /* Eight e2m1 values, likewise, as pairs of values i and i + 4, times e2m1_factor. */
 static __device__ inline uint4 widen_eight(uint32_t eight, uint32_t factor) {
-    return make_uint4(widen_two<0>(eight, factor), widen_two<4>(eight, factor), widen_two<0>(eight >> 8, factor),
-                      widen_two<4>(eight >> 8, factor));
+    return make_uint4(multiply_pair((eight << 12 & 0x80008000) | (eight << 6 & 0x01c001c0), factor),
+                      multiply_pair((eight << 8 & 0x80008000) | (eight << 2 & 0x01c001c0), factor),
+                      multiply_pair((eight << 4 & 0x80008000) | (eight >> 2 & 0x01c001c0), factor),
+                      multiply_pair((eight & 0x80008000) | (eight >> 6 & 0x01c001c0), factor));
 }
 
 /* What this thread's values meet, of the E8M0 exponents of four threads: the scale 2^(e - 127) and the 2^126 that repairs the
@@ -1763,40 +1732,45 @@ template <DType D, int TILES> static __device__ void put_sums(float *sums, const
         }
 }
 
+/* Columns of a round of all segments. */
+static __host__ __device__ inline int round_columns(DType D, const Cut &cut) { return cut.cluster * cut.along * batch_values(D); }
+
 /* The first batch of this warp, in a block whose columns begin at `from`. */
 template <DType D> static __device__ inline int first_batch(const Cut &cut, int from) {
     return from + (warp_id() & cut.along - 1) * batch_values(D);
 }
 
 /* This warp's segment of its strip times the input; its sums lie where the ring was. from: the block's first column;
- * fetch_first has been called. In each round x of the one a panel later is fetched, rounded and put into the other of two panels,
- * while weights are on their way; the warps wait for each other only where a panel ends. All of the block come along. */
+ * fetch_first has been called. In each round x of the next one is fetched, rounded and put into the other of two buffers,
+ * while weights are on their way. All warps of the block come along. */
 template <DType D, int TILES, int TERMS>
 static __device__ void multiply_segment(uint8_t *ring, Strip &strip, const Input &input, const Cut &cut, int from,
                                         uint8_t *staged) {
     const int stride = staged_stride(D, cut.along, TERMS), last = input.count - 1, step = round_columns(D, cut);
     const int place = (warp_id() & cut.along - 1) * term_bytes(D, 1) + (D == EXACT ? 0 : lane_id() % 4 * 16);
-    {
-        float v[FIRST_AHEAD][8];
-        stage_input<D, TERMS, FIRST_AHEAD>(staged, v, input, cut, {0, power_of(cut.panel), from}, 0);
-    }
     float total[2][TILES][4] = {}, v[TILES][8];
 #pragma unroll 1
-    for (int i = 0, k = from; i < cut.rounds; i++, k += step) {     /* k: the block's columns of the round */
-        const Stretch later = {i + cut.panel, 0, k + cut.panel * step};
-        const bool more = later.first < cut.rounds;
-        const uint8_t *x = staged_round<D, TERMS>(staged, input.count, cut, i) + place;
-        if ((i & cut.panel - 1) == 0) __syncthreads();
-        if (more) fetch_input<D, TILES>(v, input, cut, later, 0);
-        if constexpr (D == EXACT)
-            multiply_exactly(&total[0][0][0], strip, first_batch<D>(cut, k), (const float *)x, stride / 4, last);
-        else
-            multiply_batch<D, TILES, TERMS>(
-                total, ring, strip, i, i + RING_BATCHES < cut.rounds ? first_batch<D>(cut, k) + RING_BATCHES * step : NO_BATCH,
-                step, x, stride, last);
-        if (!more) continue;
-        put_input<D, TERMS, TILES>(staged, v, input, cut, later, 0);
-        stage_input<D, TERMS, TILES>(staged, v, input, cut, later, TILES);
+    for (int i = -1, k = from; i < cut.rounds; i++, k += step) {    /* k: the block's columns of the next round */
+        const bool more = i + 1 < cut.rounds;
+        uint8_t *now = staged + (i & 1) * input.count * stride, *then = staged + (~i & 1) * input.count * stride;
+        if (more) fetch_input<D, TILES>(v, input, cut, k, 0);
+        if (i >= 0) {
+            if constexpr (D == EXACT)
+                multiply_exactly(&total[0][0][0], strip, first_batch<D>(cut, k - step), (const float *)(now + place), stride / 4,
+                                 last);
+            else
+                multiply_batch<D, TILES, TERMS>(
+                    total, ring, strip, i,
+                    i + RING_BATCHES < cut.rounds ? first_batch<D>(cut, k) + (RING_BATCHES - 1) * step : NO_BATCH, step,
+                    now + place, stride, last);
+        }
+        if (!more) break;
+        put_input<D, TERMS, TILES>(then, v, input, cut, 0);
+        for (int j = TILES; j * THREADS < input.count * cut.along * (batch_values(D) / 8); j += TILES) {
+            fetch_input<D, TILES>(v, input, cut, k, j);
+            put_input<D, TERMS, TILES>(then, v, input, cut, j);
+        }
+        __syncthreads();
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncwarp();
@@ -1851,9 +1825,9 @@ static __device__ inline float4 sum_segments(const float *sums, const Cut &cut, 
     return sum;
 }
 
-/* Shared memory of a block: the warps' rings, then two panels of x. */
+/* Shared memory of a block: the warps' rings, then two rounds' x. */
 static int product_shared(DType D, const Cut &cut, int columns, int terms) {
-    return WARPS * RING_BYTES + 2 * cut.panel * columns * staged_stride(D, cut.along, terms);
+    return WARPS * RING_BYTES + 2 * columns * staged_stride(D, cut.along, terms);
 }
 
 /* Block `block` of a product. Neighbours make a cluster; the clusters of all heads for the same rows of weights follow each
@@ -1915,8 +1889,7 @@ static __global__ void __launch_bounds__(THREADS, TILES <= 2 ? 2 : 1) product_ke
 }
 
 static Cut cut_of(int cluster, int along, int cols, DType dtype) {
-    return {.cluster = cluster, .along = along, .rounds = divide_up(cols, cluster * along * batch_values(dtype)),
-            .panel = 1};
+    return {.cluster = cluster, .along = along, .rounds = divide_up(cols, cluster * along * batch_values(dtype))};
 }
 
 /* Blocks that the GPU holds at a time, in such clusters: two to a multiprocessor, but where a cluster does not fit into what the
@@ -1926,7 +1899,7 @@ static int cluster_slots(int cluster) {
     if (gpu.major < 9 || cluster == 1) return 2 * gpu.multiprocessors;
     if (found[cluster]) return found[cluster];
     const auto kernel = product_kernel<1>;
-    const size_t shared = (size_t)product_shared(DTYPE_BF16, {cluster, 1, 1, 1}, 8, 2);
+    const size_t shared = (size_t)product_shared(DTYPE_BF16, {cluster, 1, 1}, 8, 2);
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {.x = (unsigned)cluster, .y = 1, .z = 1};
@@ -2044,18 +2017,6 @@ static bool may_join(const Products &products, const Product &p) {
     return clusters.least <= clusters.most;
 }
 
-/* As long a panel as leaves room for as many blocks as there is for with the shortest. */
-static void choose_panel(Product *p, int tiles) {
-    const int columns = min(p->n_rows, 8 * tiles), all = (int)gpu.shared_per_block;
-    const int room = 2 * product_shared(p->format, p->cut, columns, p->terms) <= all ? all / 2 - 1024 : all;
-    while (p->cut.panel < p->cut.rounds) {
-        Cut longer = p->cut;
-        longer.panel *= 2;
-        if (product_shared(p->format, longer, columns, p->terms) > room) break;
-        p->cut = longer;
-    }
-}
-
 static void launch_products(Products *products) {
     size_t shared = 0;
     int blocks = 0;
@@ -2064,7 +2025,6 @@ static void launch_products(Products *products) {
     for (int i = 0; i < products->count; i++) {
         Product &p = products->of[i];
         p.first_block = blocks;
-        choose_panel(&p, products->tiles);
         blocks += divide_up(p.w.rows, STRIP * (WARPS / p.cut.along)) * p.heads * p.cut.cluster;
         shared = max(shared, (size_t)product_shared(p.format, p.cut, min(p.n_rows, products->tiles * 8), p.terms));
     }
