@@ -1607,12 +1607,16 @@ static __device__ inline uint2 widen_four(uint32_t four, uint32_t factor = E4M3_
     return make_uint2(multiply_pair(even, factor), multiply_pair(odd, factor));
 }
 
+/* A pair of e2m1 values, which are in the lowest four bits of either half, or with SHIFT 4 in the next four: one multiplication
+ * moves the sign and the other bits into place at the same time, which leaves the busier part of the machine to others. */
+template <int SHIFT> static __device__ inline uint32_t widen_two(uint32_t two, uint32_t factor) {
+    return multiply_pair((two & 0x000f000fu << SHIFT) * (0x1040 >> SHIFT) & 0x81c081c0, factor);
+}
+
 /* Eight e2m1 values, likewise, as pairs of values i and i + 4, times e2m1_factor. */
 static __device__ inline uint4 widen_eight(uint32_t eight, uint32_t factor) {
-    return make_uint4(multiply_pair((eight << 12 & 0x80008000) | (eight << 6 & 0x01c001c0), factor),
-                      multiply_pair((eight << 8 & 0x80008000) | (eight << 2 & 0x01c001c0), factor),
-                      multiply_pair((eight << 4 & 0x80008000) | (eight >> 2 & 0x01c001c0), factor),
-                      multiply_pair((eight & 0x80008000) | (eight >> 6 & 0x01c001c0), factor));
+    return make_uint4(widen_two<0>(eight, factor), widen_two<4>(eight, factor), widen_two<0>(eight >> 8, factor),
+                      widen_two<4>(eight >> 8, factor));
 }
 
 /* What this thread's values meet, of the E8M0 exponents of four threads: the scale 2^(e - 127) and the 2^126 that repairs the
