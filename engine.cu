@@ -3177,7 +3177,7 @@ static __device__ void plan_shared(Plan *plan, const Experts &e) {
 
 /* Where a block's routed units begin, if all blocks are to read as many bytes: a unit of e4m3 is as long as two of e2m1. */
 static __device__ inline int routed_begin(int shared, int routed, int block, const Experts &e) {
-    const int weight = e.dtype[1] == DTYPE_F8_E4M3 ? 2 : 1, all = weight * shared + routed, blocks = (int)gridDim.x;
+    const int weight = is_e4m3(e.dtype[1]) ? 2 : 1, all = weight * shared + routed, blocks = (int)gridDim.x;
     if (all / blocks < weight * divide_up(shared, blocks)) return share_begin(routed, block);
     return share_begin(all, block) - weight * share_begin(shared, block);
 }
@@ -3870,9 +3870,11 @@ template <int COLUMNS> static __device__ inline void multiply_digits(float sum[C
 }
 
 /* total += a tile times digits, which begin at x, in units of 16 bytes. undo: what undoes the scales of x in the row of a
- * thread's first column; `apart` further on stands the same for the other one. */
+ * thread's first column; `apart` further on stands the same for the other one. blocks: the scales of BLOCKS_OF_32, four for the
+ * upper rows and four for the lower ones. */
 template <DType D, int ROWS>
-static __device__ inline void multiply_packed_tile(float total[][4], const Tile &tile, uint32_t x, const float *undo, int apart) {
+static __device__ inline void multiply_packed_tile(float total[][4], const Tile &tile, uint32_t x, const float *undo, int apart,
+                                                   const float *blocks) {
     constexpr int columns = (DIGITS * ROWS + 7) / 8 * 8, sums = columns / 8, stretches = D == DTYPE_F4_E2M1 ? 8 : 4,
                   together = sums == 1 ? 4 : 2;
     constexpr uint64_t layout = (uint64_t)(128 >> 4) << 32 | (part_bytes(ROWS) >> 4) << 16;
@@ -3910,14 +3912,16 @@ static __device__ inline void multiply_packed_tile(float total[][4], const Tile 
             for (int k = 0; k < 4; k++) {
                 const uint32_t exponents = first + i < 4 ? tile.scale[k / 2].x : tile.scale[k / 2].y;
                 const float of_x = undo[first + i + (ROWS == 1 ? 0 : k % 2 * apart)],
-                            scale = D == DTYPE_F4_E2M1 ? of_x * e2m1_scale(exponents, (first + i) % 4) : of_x;
+                            scale = D == DTYPE_F4_E2M1 ? of_x * e2m1_scale(exponents, (first + i) % 4)
+                                    : D == BLOCKS_OF_32 ? of_x * blocks[k / 2 * 4 + first + i] : of_x;
 #pragma unroll
                 for (int j = 0; j < sums; j++) sum[j][k] = fmaf(scale, part[i][j][k], sum[j][k]);
             }
     }
 #pragma unroll
     for (int i = 0; i < sums * 4; i++) {
-        const float scale = D == DTYPE_F4_E2M1 ? E2M1_REPAIR : __uint_as_float(i % 4 < 2 ? tile.scale[0].x : tile.scale[0].y);
+        const float scale = D == DTYPE_F4_E2M1 ? E2M1_REPAIR
+                            : D == BLOCKS_OF_32 ? 1 : __uint_as_float(i % 4 < 2 ? tile.scale[0].x : tile.scale[0].y);
         total[i / 4][i % 4] = fmaf(scale, sum[i / 4][i % 4], total[i / 4][i % 4]);
     }
 }
@@ -3961,11 +3965,12 @@ static __device__ inline void multiply_rows(float y[4], Steps *steps, const Expe
                 for (int j = 0; j < 2; j++) tile.scale[j] = ((const uint2 *)scales)[lane / 4 + 8 * j];
             } else {
                 load_eights(&tile, at);
-                tile.scale[0] = *(const uint2 *)scales;
+                if (D == DTYPE_F8_E4M3) tile.scale[0] = *(const uint2 *)scales;
             }
             const uint32_t x = __shfl_sync(~0u, shared_address(digits) >> 4 & 0x3fff, 0);   /* a cluster's have more bits */
             multiply_packed_tile<D, ROWS>(total, tile, x, (const float *)undo + lane % 4 * 2 % ROWS * apart
-                                                              + (down ? 0 : i * columns / SCALED_TOGETHER), apart);
+                                                              + (down ? 0 : i * columns / SCALED_TOGETHER), apart,
+                                          (const float *)scales);
         }
         __syncwarp();
         if (lane == 0) arrive_at(&stages.used[stage][segment]);
@@ -3973,16 +3978,21 @@ static __device__ inline void multiply_rows(float y[4], Steps *steps, const Expe
     add_digits<ROWS>(y, total);
 }
 
+template <DType D>
+static __device__ inline void multiply_work(float y[4], Steps *steps, const Experts &e, const ExpertMemory &m, bool down,
+                                            int count) {
+    if (count == 1) multiply_rows<D, 1>(y, steps, e, m, down);
+    else if (count == 2) multiply_rows<D, 2>(y, steps, e, m, down);
+    else multiply_rows<D, PACKED_COLUMNS>(y, steps, e, m, down);
+}
+
 static __device__ inline void multiply_terms(float y[4], Steps *steps, const Experts &e, const ExpertMemory &m, bool down,
                                              int work) {
-    const int rows = padded_rows(count_of(m, work));
-    if (type_of(e, m, work) == DTYPE_F4_E2M1) {
-        if (rows == 1) multiply_rows<DTYPE_F4_E2M1, 1>(y, steps, e, m, down);
-        else if (rows == 2) multiply_rows<DTYPE_F4_E2M1, 2>(y, steps, e, m, down);
-        else multiply_rows<DTYPE_F4_E2M1, PACKED_COLUMNS>(y, steps, e, m, down);
-    } else if (rows == 1) multiply_rows<DTYPE_F8_E4M3, 1>(y, steps, e, m, down);
-    else if (rows == 2) multiply_rows<DTYPE_F8_E4M3, 2>(y, steps, e, m, down);
-    else multiply_rows<DTYPE_F8_E4M3, PACKED_COLUMNS>(y, steps, e, m, down);
+    const DType D = type_of(e, m, work);
+    const int count = count_of(m, work);
+    if (D == DTYPE_F4_E2M1) multiply_work<DTYPE_F4_E2M1>(y, steps, e, m, down, count);
+    else if (D == BLOCKS_OF_32) multiply_work<BLOCKS_OF_32>(y, steps, e, m, down, count);
+    else multiply_work<DTYPE_F8_E4M3>(y, steps, e, m, down, count);
 }
 #else
 static __device__ inline void stage_terms(const Experts &, uint8_t *, const int *, int, int) {}
@@ -4281,7 +4291,7 @@ static __device__ __noinline__ Span find_packed(const Experts &e, const ExpertMe
  * gate and up, or the upper and lower eight of down. */
 struct Source {
     const uint8_t *row[2], *scale;
-    uint32_t stride, team, scale_team;              /* from row to row, from team to team */
+    uint32_t stride, team, scale_team[4];           /* from row to row; from team to team; from the first team to each */
     int tiles, steps;           /* that there are of this segment; that all segments have */
     int step, scale_step, scale_lanes;              /* bytes from tile to tile; lanes that bring scales */
 };
@@ -4289,7 +4299,7 @@ struct Source {
 static __device__ inline Source find_source(const Experts &e, const ExpertMemory &m, int work, int strip, bool down) {
     const Chosen &chosen = m.chosen[m.works[work].chosen];
     const DType D = type_of(e, m, work);
-    const bool block = D == DTYPE_F8_E4M3;
+    const bool small = D == BLOCKS_OF_32, block = is_e4m3(D);
     const int lane = lane_id(), high = down ? TILE_ROWS : TILE_ROWS / 2, first = strip * 4 * high,
               cols = down ? e.inter : e.hidden, segment = warp_id() - EXPERT_WARPS,
               own = (down ? own_columns(e) : cols) >> tile_bits(D),
@@ -4303,14 +4313,15 @@ static __device__ inline Source find_source(const Experts &e, const ExpertMemory
     const size_t at = (size_t)(first + lane / 8) * source.stride + (size_t)(tile * TILE_BYTES + lane % 8 * 16);
     source.row[0] = chosen.data[down ? DOWN : GATE] + at;
     source.row[1] = chosen.data[down ? DOWN : UP] + at + (down ? 8 * source.stride : 0);
-    const int bytes = block ? 4 : 8, scale_row = count_tiles(D, cols) * bytes, shift = block ? power_of(SCALE_BLOCK) : 0;
-    const bool upper = block ? lane == 0 : lane < TILE_ROWS;
-    const int row = block ? 0 : lane / 2 % 8 + (down && !upper ? 8 : 0);
+    const int bytes = small ? 16 : block ? 4 : 8, scale_row = count_tiles(D, cols) * bytes,
+              shift = small ? power_of(SMALL_BLOCK) : block ? power_of(SCALE_BLOCK) : 0;
+    const bool upper = small ? lane < 4 : block ? lane == 0 : lane < TILE_ROWS;
+    const int row = block ? 0 : lane / 2 % 8 + (down && !upper ? 8 : 0), word = small ? lane % 4 : block ? 0 : lane % 2;
     source.scale_step = bytes << bits;
-    source.scale_lanes = block ? 2 : 32;
-    source.scale_team = block ? 0 : (uint32_t)(high * scale_row);
+    source.scale_lanes = small ? 8 : block ? 2 : 32;
+    for (int team = 0; team < 4; team++) source.scale_team[team] = (uint32_t)((team * high >> shift) * scale_row);
     source.scale = (const uint8_t *)chosen.scale[down ? DOWN : upper ? GATE : UP]
-                   + (size_t)((first >> shift) + row) * (size_t)scale_row + tile * bytes + (block ? 0 : lane % 2 * 4);
+                   + (size_t)((first >> shift) + row) * (size_t)scale_row + tile * bytes + word * 4;
     return source;
 }
 
@@ -4320,13 +4331,13 @@ static __device__ inline void wait_for_place(const Experts &e, int step) {
         wait_at(&packed_stages().used[step & e.stages - 1][warp_id() - EXPERT_WARPS], (step >> power_of(e.stages)) - 1);
 }
 
-/* The tiles of one step to their stage, of each team, if there are any. A strip's rows of e4m3 share their scales. */
+/* The tiles of one step to their stage, of each team, if there are any. */
 static __device__ inline void fetch_step(const Source &source, const Experts &e, const ExpertMemory &m, int step) {
     const int lane = lane_id(), stage = step & e.stages - 1, segment = warp_id() - EXPERT_WARPS,
               own = lane / 8 * TILE_BYTES + (lane % 8 ^ swizzled(lane / 8)) * 16;
     PackedStages &stages = packed_stages();
     uint8_t *slot = m.ring + ((stage << PACKED_SEGMENT_BITS) + segment) * 4 * e.slot_bytes;
-    const uint8_t *row[2] = {source.row[0], source.row[1]}, *scale = source.scale;
+    const uint8_t *row[2] = {source.row[0], source.row[1]};
     if (source.tiles > 0)
 #pragma unroll
         for (int team = 0; team < 4; team++, slot += e.slot_bytes) {
@@ -4336,8 +4347,8 @@ static __device__ inline void fetch_step(const Source &source, const Experts &e,
                 start_copy_to_shared(slot + (own ^ 2 * 16) + (i * 8 + 4) * TILE_BYTES, row[i] + 4 * source.stride, true);
                 row[i] += source.team;
             }
-            if (lane < source.scale_lanes) copy_scales_to_shared(slot + TILE_ROWS * TILE_BYTES + lane * 4, scale);
-            scale += source.scale_team;
+            if (lane < source.scale_lanes)
+                copy_scales_to_shared(slot + TILE_ROWS * TILE_BYTES + lane * 4, source.scale + source.scale_team[team]);
         }
     arrive_with_copies(&stages.filled[stage][segment]);
 }
@@ -4349,7 +4360,7 @@ static __device__ inline void wait_open() { asm volatile("bar.sync 2, %0;" :: "n
 /* In the second phase a warpgroup has works of its own, which are dealt out in turns; the first works, of e4m3, count twice. */
 static __device__ inline int group_of(const Experts &e, const ExpertMemory &m, int work) {
     const int groups = 1 << PACKED_SEGMENT_BITS, shared = m.plan->shared_works, after = work - shared,
-              twice = e.dtype[1] == DTYPE_F8_E4M3 && shared < groups ? shared : 0, others = groups - twice;
+              twice = is_e4m3(e.dtype[1]) && shared < groups ? shared : 0, others = groups - twice;
     if (after < 0 || !twice) return work % groups;
     if (after < 2 * others) return twice + (after < others ? after : after - others);
     return (after - 2 * others) % groups;
@@ -4696,7 +4707,7 @@ static int paired_blocks(size_t shared) {
 static void choose_packed(Experts *e) {
     const DType shared = e->dtype[1];
     e->packed = gpu.major == 9 && !e->rounds && e->dtype[0] == DTYPE_F4_E2M1
-                && (shared == DTYPE_F4_E2M1 || shared == DTYPE_F8_E4M3);
+                && (shared == DTYPE_F4_E2M1 || is_e4m3(shared));
     if (!e->packed) return;
     for (int i = GATE; i <= DOWN; i++) e->segment_bits[i] = PACKED_SEGMENT_BITS;
     const size_t halves = (size_t)(MAX_LISTED / e->slots) * (size_t)e->hidden * sizeof(float);
