@@ -919,10 +919,11 @@ static void check_experts(DType dtype, const char *type, Config config, int n, i
 /* Without a shared expert; with one like the others, which runs with them; with one of another type, or another width. */
 static void test_experts(void) {
     static const int shapes[][4] = {{4, 2, 8, 12},      {6, 3, 20, 8},      {8, 2, 64, 48},    {8, 2, 256, 320},
-                                    {16, 4, 256, 128}, {12, 4, 528, 272}, {32, 8, 1024, 256}, {8, 2, 512, 2304}};
+                                    {16, 4, 256, 128}, {12, 4, 528, 272}, {32, 8, 1024, 256}, {8, 2, 512, 2304},
+                                    {6, 2, 640, 512}};
     static const int rows[] = {0, 1, 2, 9, 17, 60, 130};
     for (int t = 0; t < 5; t++)
-        for (int s = 0; s < 8; s++)
+        for (int s = 0; s < 9; s++)
             for (int r = 0; r < 7; r++) {
                 Config config;
                 memset(&config, 0, sizeof config);
