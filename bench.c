@@ -2376,11 +2376,11 @@ static void gpu_products(GpuBench *bench) {
     gpu_joint_products(bench);
 }
 
-/* ---- experts: some that the rows pick at random, and one shared by all, which is e4m3 */
+/* ---- experts: some that the rows pick at random, and one shared by all, which is e4m3 with scales of `block` x `block` */
 
 enum { EXPERT_ROWS = 32, MOST_PICKS = 8, USUAL_EXPONENT = 122 };
 
-typedef struct ExpertShape { const char *name; int experts, picks, hidden, inner; DType dtype; } ExpertShape;
+typedef struct ExpertShape { const char *name; int experts, picks, hidden, inner; DType dtype; int block; } ExpertShape;
 
 typedef struct ExpertsWork { GpuBench *bench; LayerWeights layer; Config config; int rows; } ExpertsWork;
 
@@ -2426,8 +2426,9 @@ static Matrix expert_matrix(GpuBench *bench, const ExpertShape *shape, DType dty
     Matrix w = {.data = data + (size_t)number * stored_bytes(dtype, values),
                 .dtype = dtype,
                 .rows = number < 2 ? shape->inner : shape->hidden,
-                .cols = number < 2 ? shape->hidden : shape->inner};
-    w.scale_cols = (w.cols + SCALE_BLOCK - 1) / SCALE_BLOCK;
+                .cols = number < 2 ? shape->hidden : shape->inner,
+                .block = shape->block};
+    w.scale_cols = (w.cols + shape->block - 1) / shape->block;
     if (dtype != DTYPE_F4_E2M1) w.scale = bench->x;
     else {
         w.scale_cols = w.cols / EXPONENT_BLOCK;
@@ -2465,6 +2466,7 @@ static void gpu_expert_shape(GpuBench *bench, const ExpertShape *shape) {
                                    .n_shared_experts = 1,
                                    .n_group = 1,
                                    .topk_group = 1,
+                                   .weight_block = shape->block,
                                    .norm_topk_prob = true,
                                    .routed_scaling_factor = 1}};
     for (work.rows = 1; work.rows <= EXPERT_ROWS; work.rows *= work.rows == 1 ? 8 : 4) {
@@ -2480,9 +2482,10 @@ static void gpu_expert_shape(GpuBench *bench, const ExpertShape *shape) {
 }
 
 static void gpu_experts(GpuBench *bench) {
-    static const ExpertShape shapes[] = {{"GLM-5.3, e4m3", 256, 8, 6144, 2048, DTYPE_F8_E4M3},
-                                         {"DeepSeek-V4-Flash, e2m1", 256, 6, 4096, 2048, DTYPE_F4_E2M1},
-                                         {"tide's model", 8, 2, 320, 256, DTYPE_F8_E4M3}};
+    static const ExpertShape shapes[] = {{"GLM-5.3, e4m3", 256, 8, 6144, 2048, DTYPE_F8_E4M3, SCALE_BLOCK},
+                                         {"DeepSeek-V4-Flash, e2m1", 256, 6, 4096, 2048, DTYPE_F4_E2M1, SCALE_BLOCK},
+                                         {"DeepSeek-V4.1-Flash, e2m1", 384, 6, 5120, 2304, DTYPE_F4_E2M1, 32},
+                                         {"tide's model", 8, 2, 320, 256, DTYPE_F8_E4M3, SCALE_BLOCK}};
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) gpu_expert_shape(bench, &shapes[i]);
 }
 

@@ -724,7 +724,7 @@ static __device__ inline void wait_at(uint64_t *barrier, int round) {
 #else
         asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.shared.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
 #endif
-                     : "=r"(done) : "r"(shared_address(barrier)), "r"(round % 2) : "memory");
+                     : "=r"(done) : "r"(shared_address(barrier)), "r"(round & 1) : "memory");
 }
 
 #if __CUDA_ARCH__ >= 900
@@ -2883,9 +2883,9 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
  *
  * Owns: the router, and the experts' products. An expert's weights are read once for up to eight rows that chose it (packed:
  * four), and the host never learns who was chosen. All experts of a layer run in one launch of as many blocks as there are
- * multiprocessors, the shared one too: to all rows it is one more, the first, with weight 1. Blocks share out the strips of gate and up of all experts
- * that were chosen, wait for each other, and share out the strips of down. A strip of down is one block's for all experts, so a
- * row's experts are added in ascending order.
+ * multiprocessors, the shared one too: to all rows it is one more, the first, with weight 1. Blocks share out the strips of gate
+ * and up of all experts that were chosen, wait for each other, and share out the strips of down. A strip of down (packed: or one
+ * of its two pieces) is one block's for all experts, so a row's experts are added in ascending order.
  *
  * Each warp has a ring of tiles in shared memory, which it fills some tiles ahead of what it multiplies: from strip to strip,
  * from expert to expert and from the first phase into the second, so that memory is busy while sums are added and while blocks
@@ -3103,7 +3103,7 @@ struct Experts {
     bool aligned;               /* x allows loads of 16 bytes */
     bool many;                  /* rows: an expert has more than half a tile of them */
     bool packed;                /* packed_experts_kernel runs it */
-    int split_bits;             /* 2^bits blocks of a cluster share the columns of a strip of down */
+    int share;                  /* of packed weights: tiles of down that a block has, from strip to strip */
     DType dtype[2];             /* how the experts' weights are multiplied, and the shared one's */
     int terms[2];               /* of x, that these meet */
     int segment_bits[3];        /* 2^bits warps share the columns of a strip, in either phase: a team */
@@ -3128,19 +3128,21 @@ struct Plan {
     int units, works, shared_works;
     int shared, gate;           /* units (or long runs) of the first phase, of the shared expert and of all */
     int first_shared, first_routed;                 /* where these begin in the list */
-    int strips, groups, down;   /* of the second phase; rounds */
+    int strips, groups, down;   /* of the second phase, or pieces of them where weights are packed; rounds */
 };
 
 /* Some of it: a team's strips of one work that follow each other. A place is a unit or a long run, or after these a round. */
 struct Span { int work, strip, strips; };
 
+struct PackedStages;
+
 /* A block's shared memory. */
 struct ExpertMemory {
     uint8_t *ring, *x;          /* ring: this warp's; where weights are packed, the block's */
+    PackedStages *stages;       /* where weights are packed */
     Plan *plan;
     float *sums, *down_sums;    /* [column, segment, TILE_ROWS], of either phase: the second's lie where x was, and behind */
     uint8_t *gated;             /* them the rows of gated that are at hand */
-    float *y;                   /* that this block adds to */
     int *strip, *pick;          /* [column] whose sums these are; a pick is row << 16 | number */
     uint16_t *next;             /* [column]: see link_columns() */
     uint8_t *leads;             /* [column] */
@@ -3190,6 +3192,29 @@ static __device__ inline int share_begin(int n, int block) { return (int)((unsig
 
 static __device__ inline int shared_works(const Experts &e) { return e.slots > e.per_token ? divide_up(e.n_rows, e.columns) : 0; }
 
+/* Part of a strip of 64 rows of packed down: some tiles of it that follow each other. number: among the strip's pieces. */
+struct Piece { int strip, tile, tiles, number; };
+
+/* Tiles of a strip of down. */
+static __host__ __device__ inline int strip_tiles(const Experts &e) { return e.inter >> tile_bits(DTYPE_F4_E2M1); }
+
+/* A block has `share` tiles of down, from strip to strip: whole strips, or pieces of neighbouring ones. How many pieces it has;
+ * the index-th of them; how many a strip is cut into. None of it depends on the rows. */
+static __device__ inline int count_pieces(const Experts &e) {
+    const int across = strip_tiles(e), begin = (int)blockIdx.x * e.share,
+              end = min(begin + e.share, e.hidden / GROUP_ROWS * across);
+    return begin < end ? (end - 1) / across - begin / across + 1 : 0;
+}
+static __device__ inline Piece find_piece(const Experts &e, int index) {
+    const int across = strip_tiles(e), begin = (int)blockIdx.x * e.share, strip = begin / across + index,
+              first = max(begin - strip * across, 0), end = min(begin + e.share - strip * across, across);
+    return {strip, first, end - first, (int)blockIdx.x - strip * across / e.share};
+}
+static __host__ __device__ inline int pieces_of_strip(const Experts &e, int strip) {
+    const int across = strip_tiles(e);
+    return (strip * across + across - 1) / e.share - strip * across / e.share + 1;
+}
+
 static __device__ void plan_shared(Plan *plan, const Experts &e) {
     const int block = (int)blockIdx.x;
     *plan = {};
@@ -3198,16 +3223,20 @@ static __device__ void plan_shared(Plan *plan, const Experts &e) {
     plan->works = plan->shared_works;
     plan->first_shared = share_begin(plan->shared_works * plan->units, block);
     if (!e.many) plan->gate = plan->shared = share_begin(plan->shared_works * plan->units, block + 1) - plan->first_shared;
-    if (e.packed) plan->strips = divide_up(e.hidden / GROUP_ROWS - (block >> e.split_bits), (int)gridDim.x >> e.split_bits);
-    else plan->strips = divide_up(divide_up(e.hidden, TILE_ROWS) - block, (int)gridDim.x);
+    plan->strips = e.packed ? count_pieces(e) : divide_up(divide_up(e.hidden, TILE_ROWS) - block, (int)gridDim.x);
     plan->groups = divide_up(plan->strips, STRIPS);
 }
 
-/* Where a block's routed units begin, if all blocks are to read as many bytes: a unit of e4m3 is as long as two of e2m1. */
-static __device__ inline int routed_begin(int shared, int routed, int block, const Experts &e) {
-    const int weight = e.dtype[1] == DTYPE_F8_E4M3 ? 2 : 1, all = weight * shared + routed, blocks = (int)gridDim.x;
-    if (all / blocks < weight * divide_up(shared, blocks)) return share_begin(routed, block);
-    return share_begin(all, block) - weight * share_begin(shared, block);
+/* What a unit of packed weights costs: more where the digits of its rows take more than eight columns; and one of e4m3 is as long
+ * as two of e2m1. */
+static __device__ inline int unit_cost(int rows) { return rows <= 2 ? 4 : 5; }
+static __device__ inline int shared_cost(const Experts &e) { return is_e4m3(e.dtype[1]) ? 8 : 4; }
+
+/* Where a block's share of the routed units begins, in costs, if all blocks are to have as much to do. */
+static __device__ inline int routed_begin(int shared, int cost, int block, const Experts &e) {
+    const int blocks = (int)gridDim.x, each = shared_cost(e), all = cost + each * shared;
+    if (all / blocks < each * divide_up(shared, blocks)) return share_begin(cost, block);
+    return share_begin(all, block) - each * share_begin(shared, block);
 }
 
 /* The other way round than the shared expert's, so that the blocks with one more of these have one less of those. */
@@ -3218,9 +3247,11 @@ static __device__ void plan_all(Plan *plan, const Experts &e, int works) {
     plan->first_routed = shared + share_begin(routed, last - block);
     plan->gate = e.many ? divide_up(works * divide_up(plan->units, LONG_RUN) - block, (int)gridDim.x)
                         : plan->shared + shared + share_begin(routed, last - block + 1) - plan->first_routed;
-    if (e.packed && !e.many) {
-        plan->first_routed = shared + routed_begin(shared, routed, block, e);
-        plan->gate = plan->shared + shared + routed_begin(shared, routed, block + 1, e) - plan->first_routed;
+    if (e.packed && !e.many) {                      /* as if all works had one row */
+        const int cost = unit_cost(1), begin = routed_begin(shared, cost * routed, block, e) / cost,
+                  end = routed_begin(shared, cost * routed, block + 1, e) / cost;
+        plan->first_routed = shared + begin;
+        plan->gate = plan->shared + end - begin;
     }
     plan->down = divide_up(plan->groups * works, teams_of(e, true));
 }
@@ -3267,6 +3298,34 @@ static __device__ __noinline__ Span find_span(const Experts &e, const ExpertMemo
     if (place < plan.shared) return find_units(e, m, plan.first_shared + place, plan.shared - place);
     if (place < plan.gate) return find_units(e, m, plan.first_routed + place - plan.shared, plan.gate - place);
     return find_task(e, m, place - plan.gate, team_of(e, true));
+}
+
+/* The same where works have several rows, by one warp: it adds up what they cost and finds the units at which a block's share
+ * begins and ends. */
+static __device__ void plan_routed(Plan *plan, const Experts &e, const ExpertMemory &m) {
+    const int works = plan->works, units = plan->units, lane = lane_id(), each = divide_up(works - plan->shared_works, 32),
+              begin = min(plan->shared_works + lane * each, works), end = min(begin + each, works);
+    int own = 0, unit[2];
+    for (int work = begin; work < end; work++) own += unit_cost(count_of(m, work)) * units;
+    int until = own;
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(~0u, until, (unsigned)distance);
+        if (lane >= distance) until += other;
+    }
+    const int all = __shfl_sync(~0u, until, 31);
+#pragma unroll
+    for (int edge = 0; edge < 2; edge++) {
+        int cost = routed_begin(plan->shared_works * units, all, (int)blockIdx.x + edge, e) - (until - own), work = begin;
+        const unsigned found = __ballot_sync(~0u, cost >= 0 && cost < own);
+        if (cost >= 0 && cost < own) {
+            for (; cost >= unit_cost(count_of(m, work)) * units; work++) cost -= unit_cost(count_of(m, work)) * units;
+            work = work * units + cost / unit_cost(count_of(m, work));
+        }
+        unit[edge] = found ? __shfl_sync(~0u, work, __ffs((int)found) - 1) : works * units;
+    }
+    if (lane > 0) return;
+    plan->first_routed = unit[0];
+    plan->gate = plan->shared + unit[1] - unit[0];
 }
 
 /* From strip to strip of a span. */
@@ -3801,9 +3860,6 @@ static __host__ __device__ constexpr int packed_bytes(int cols, int rows) {
     return digit_bytes(cols, rows) + rows * (cols / SCALED_TOGETHER) * (int)sizeof(float);
 }
 
-/* Columns of down that a block of a cluster has, which follow each other. */
-static __host__ __device__ inline int own_columns(const Experts &e) { return e.inter >> e.split_bits; }
-
 /* Bytes at most of the rows of gated that meet a tile. */
 static __host__ __device__ inline int piece_bytes(const Experts &e) {
     return packed_bytes(1 << tile_bits(DTYPE_F4_E2M1), padded_rows(e.columns));
@@ -3815,23 +3871,26 @@ struct PackedStages {
     uint64_t filled[MAX_STAGES][1 << PACKED_SEGMENT_BITS], gated[MAX_STAGES][1 << PACKED_SEGMENT_BITS],
              used[MAX_STAGES][1 << PACKED_SEGMENT_BITS];
 };
-static __device__ inline PackedStages &packed_stages() {
-    __shared__ PackedStages stages;
-    return stages;
-}
+
+/* Of the four whose warps multiply together. */
+static __device__ inline int warpgroup_id() { return (int)threadIdx.x / 128; }
 
 /* What a warpgroup has taken: steps of the ring, and those of them in the second phase. */
 struct Steps { int all, down; };
 
+/* The next digit of a value, the nearest whole number; it becomes what that leaves. */
+static __device__ inline float take_digit(float *v) {
+    const float digit = *v + 0x1.8p23f - 0x1.8p23f;
+    *v = (*v - digit) * (1 << DIGIT_BITS);
+    return digit;
+}
+
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-/* The next digit of eight values, which become what it leaves: four even ones and four odd ones. */
-static __device__ inline uint2 take_digit(float v[8]) {
+/* The same of eight values: four even ones and four odd ones. */
+static __device__ inline uint2 take_digits(float v[8]) {
     float digit[8];
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        digit[i] = v[i] + 0x1.8p23f - 0x1.8p23f;    /* the nearest whole number */
-        v[i] = (v[i] - digit[i]) * (1 << DIGIT_BITS);
-    }
+    for (int i = 0; i < 8; i++) digit[i] = take_digit(v + i);
     uint32_t pair[4];
 #pragma unroll
     for (int i = 0; i < 4; i++)
@@ -3862,7 +3921,7 @@ static __device__ void stage_terms(const Experts &e, uint8_t *to, const int *pic
             uint8_t *at = to + (block * 16 + lane / 4 * 2) * part_bytes(rows) + row * 16 + lane % 4 * 4;
 #pragma unroll
             for (int digit = 0; digit < DIGITS; digit++, at += rows * 16) {
-                const uint2 eight = take_digit(v[i]);
+                const uint2 eight = take_digits(v[i]);
                 *(uint32_t *)at = eight.x;
                 *(uint32_t *)(at + part_bytes(rows)) = eight.y;
             }
@@ -3898,9 +3957,11 @@ template <int COLUMNS> static __device__ inline void multiply_digits(float sum[C
 }
 
 /* total += a tile times digits, which begin at x, in units of 16 bytes. undo: what undoes the scales of x in the row of a
- * thread's first column; `apart` further on stands the same for the other one. */
+ * thread's first column; `apart` further on stands the same for the other one. blocks: the scales of BLOCKS_OF_32, four for the
+ * upper rows and four for the lower ones. */
 template <DType D, int ROWS>
-static __device__ inline void multiply_packed_tile(float total[][4], const Tile &tile, uint32_t x, const float *undo, int apart) {
+static __device__ inline void multiply_packed_tile(float total[][4], const Tile &tile, uint32_t x, const float *undo, int apart,
+                                                   const float *blocks) {
     constexpr int columns = (DIGITS * ROWS + 7) / 8 * 8, sums = columns / 8, stretches = D == DTYPE_F4_E2M1 ? 8 : 4,
                   together = sums == 1 ? 4 : 2;
     constexpr uint64_t layout = (uint64_t)(128 >> 4) << 32 | (part_bytes(ROWS) >> 4) << 16;
@@ -3938,14 +3999,16 @@ static __device__ inline void multiply_packed_tile(float total[][4], const Tile 
             for (int k = 0; k < 4; k++) {
                 const uint32_t exponents = first + i < 4 ? tile.scale[k / 2].x : tile.scale[k / 2].y;
                 const float of_x = undo[first + i + (ROWS == 1 ? 0 : k % 2 * apart)],
-                            scale = D == DTYPE_F4_E2M1 ? of_x * e2m1_scale(exponents, (first + i) % 4) : of_x;
+                            scale = D == DTYPE_F4_E2M1 ? of_x * e2m1_scale(exponents, (first + i) % 4)
+                                    : D == BLOCKS_OF_32 ? of_x * blocks[k / 2 * 4 + first + i] : of_x;
 #pragma unroll
                 for (int j = 0; j < sums; j++) sum[j][k] = fmaf(scale, part[i][j][k], sum[j][k]);
             }
     }
 #pragma unroll
     for (int i = 0; i < sums * 4; i++) {
-        const float scale = D == DTYPE_F4_E2M1 ? E2M1_REPAIR : __uint_as_float(i % 4 < 2 ? tile.scale[0].x : tile.scale[0].y);
+        const float scale = D == DTYPE_F4_E2M1 ? E2M1_REPAIR
+                            : D == BLOCKS_OF_32 ? 1 : __uint_as_float(i % 4 < 2 ? tile.scale[0].x : tile.scale[0].y);
         total[i / 4][i % 4] = fmaf(scale, sum[i / 4][i % 4], total[i / 4][i % 4]);
     }
 }
@@ -3961,27 +4024,29 @@ template <int ROWS> static __device__ inline void add_digits(float y[4], const f
     }
 }
 
-/* One strip times the rows of one work: in the first phase this warp's segment, in the second one all columns that the block has.
+/* One strip times the rows of one work: in the first phase this warpgroup's segment, in the second one all columns of a piece.
  * All warps of a warpgroup come along. */
 template <DType D, int ROWS>
-static __device__ inline void multiply_rows(float y[4], Steps *steps, const Experts &e, const ExpertMemory &m, bool down) {
-    constexpr int columns = 1 << tile_bits(D);
-    const int end = (down ? own_columns(e) : e.hidden) / columns, lane = lane_id(), segment = segment_of(e, false),
-              segments = down ? 1 : 1 << PACKED_SEGMENT_BITS, apart = (down ? columns : e.hidden) / SCALED_TOGETHER;
-    PackedStages &stages = packed_stages();
+static __device__ inline void multiply_rows(float y[4], Steps *steps, const Experts &e, const ExpertMemory &m, bool down,
+                                            int cols) {
+    constexpr int columns = 1 << tile_bits(D), segments = 1 << PACKED_SEGMENT_BITS;
+    const int lane = lane_id(), group = warpgroup_id(), tiles = cols / columns, every = down ? 1 : segments,
+              apart = (down ? columns : cols) / SCALED_TOGETHER, round_bits = power_of(e.stages);
     float total[(DIGITS * ROWS + 7) / 8][4] = {};
+    const int end = down ? tiles : (tiles + segments - 1) / segments * segments;
 #pragma unroll 1
-    for (int i = down ? 0 : segment; i < (end + segments - 1) / segments * segments; i += segments, steps->all++) {
+    for (int i = down ? 0 : group; i < end; i += every, steps->all++) {
         const int stage = steps->all & e.stages - 1;
-        const uint8_t *digits = m.x + i * columns / 16 * part_bytes(ROWS), *undo = m.x + digit_bytes(e.hidden, ROWS);
-        wait_at(&stages.filled[stage][segment], steps->all >> power_of(e.stages));
+        const uint8_t *digits = m.x + i * columns / 16 * part_bytes(ROWS), *undo = m.x + digit_bytes(cols, ROWS)
+                                                                                  + i * columns / SCALED_TOGETHER * 4;
+        wait_at(&m.stages->filled[stage][group], steps->all >> round_bits);
         if (down) {
             const int place = steps->down & e.stages - 1;
-            digits = m.x + (place << PACKED_SEGMENT_BITS | segment) * piece_bytes(e), undo = digits + digit_bytes(columns, ROWS);
-            wait_at(&stages.gated[place][segment], steps->down++ >> power_of(e.stages));
+            digits = m.x + (place << PACKED_SEGMENT_BITS | group) * piece_bytes(e), undo = digits + digit_bytes(columns, ROWS);
+            wait_at(&m.stages->gated[place][group], steps->down++ >> round_bits);
             show_to_products();
         }
-        if (i < end) {
+        if (i < tiles) {
             const uint8_t *at = m.ring + (stage * EXPERT_WARPS + warp_id()) * e.slot_bytes, *scales = at + TILE_ROWS * TILE_BYTES;
             Tile tile;
             if (D == DTYPE_F4_E2M1) {
@@ -3989,32 +4054,37 @@ static __device__ inline void multiply_rows(float y[4], Steps *steps, const Expe
                 for (int j = 0; j < 2; j++) tile.scale[j] = ((const uint2 *)scales)[lane / 4 + 8 * j];
             } else {
                 load_eights(&tile, at);
-                tile.scale[0] = *(const uint2 *)scales;
+                if (D == DTYPE_F8_E4M3) tile.scale[0] = *(const uint2 *)scales;
             }
-            const uint32_t x = __shfl_sync(~0u, shared_address(digits) >> 4 & 0x3fff, 0);   /* a cluster's have more bits */
-            multiply_packed_tile<D, ROWS>(total, tile, x, (const float *)undo + lane % 4 * 2 % ROWS * apart
-                                                              + (down ? 0 : i * columns / SCALED_TOGETHER), apart);
+            const uint32_t x = shared_address(digits) >> 4 & 0x3fff;            /* a matrix descriptor's 14 bits */
+            multiply_packed_tile<D, ROWS>(total, tile, x, (const float *)undo + lane % 4 * 2 % ROWS * apart, apart,
+                                          (const float *)scales);
         }
         __syncwarp();
-        if (lane == 0) arrive_at(&stages.used[stage][segment]);
+        if (lane == 0) arrive_at(&m.stages->used[stage][group]);
     }
     add_digits<ROWS>(y, total);
 }
 
+template <DType D>
+static __device__ inline void multiply_work(float y[4], Steps *steps, const Experts &e, const ExpertMemory &m, bool down,
+                                            int cols, int count) {
+    if (count == 1) multiply_rows<D, 1>(y, steps, e, m, down, cols);
+    else if (count == 2) multiply_rows<D, 2>(y, steps, e, m, down, cols);
+    else multiply_rows<D, PACKED_COLUMNS>(y, steps, e, m, down, cols);
+}
+
 static __device__ inline void multiply_terms(float y[4], Steps *steps, const Experts &e, const ExpertMemory &m, bool down,
-                                             int work) {
-    const int rows = padded_rows(count_of(m, work));
-    if (type_of(e, m, work) == DTYPE_F4_E2M1) {
-        if (rows == 1) multiply_rows<DTYPE_F4_E2M1, 1>(y, steps, e, m, down);
-        else if (rows == 2) multiply_rows<DTYPE_F4_E2M1, 2>(y, steps, e, m, down);
-        else multiply_rows<DTYPE_F4_E2M1, PACKED_COLUMNS>(y, steps, e, m, down);
-    } else if (rows == 1) multiply_rows<DTYPE_F8_E4M3, 1>(y, steps, e, m, down);
-    else if (rows == 2) multiply_rows<DTYPE_F8_E4M3, 2>(y, steps, e, m, down);
-    else multiply_rows<DTYPE_F8_E4M3, PACKED_COLUMNS>(y, steps, e, m, down);
+                                             int cols, int work) {
+    const DType D = type_of(e, m, work);
+    const int count = count_of(m, work);
+    if (D == DTYPE_F4_E2M1) multiply_work<DTYPE_F4_E2M1>(y, steps, e, m, down, cols, count);
+    else if (D == BLOCKS_OF_32) multiply_work<BLOCKS_OF_32>(y, steps, e, m, down, cols, count);
+    else multiply_work<DTYPE_F8_E4M3>(y, steps, e, m, down, cols, count);
 }
 #else
 static __device__ inline void stage_terms(const Experts &, uint8_t *, const int *, int, int) {}
-static __device__ inline void multiply_terms(float *, Steps *, const Experts &, const ExpertMemory &, bool, int) {}
+static __device__ inline void multiply_terms(float *, Steps *, const Experts &, const ExpertMemory &, bool, int, int) {}
 #endif
 
 /* ---- sums */
@@ -4130,12 +4200,13 @@ static __host__ __device__ inline int sum_bytes(const Experts &e) {
 
 static __device__ ExpertMemory expert_memory(const Experts &e, uint8_t *shared) {
     ExpertMemory m;
+    m.stages = (PackedStages *)shared;
+    shared += e.packed ? sizeof(PackedStages) : 0;
     m.ring = shared + (e.packed ? 0 : warp_id() * e.stages * e.slot_bytes);
     m.x = shared + EXPERT_WARPS * e.stages * e.slot_bytes;
     m.sums = (float *)(m.x + e.x_bytes);
     m.down_sums = (float *)m.x;
     m.gated = m.x + DOWN_SUM_BYTES;
-    m.y = e.split_bits && cluster_rank() ? (float *)rounded_rows : e.y;
     m.plan = NULL;
     m.strip = (int *)((uint8_t *)m.sums + sum_bytes(e));
     m.pick = m.strip + MAX_DOWN_SUMS;
@@ -4290,11 +4361,6 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const
 
 /* ---- the kernel where weights are packed: four warps more fetch tiles for the others, in the order in which these take them */
 
-/* The strip of 64 rows of down that is this block's `index`-th. */
-static __device__ inline int packed_strip(const Experts &e, int index) {
-    return ((int)blockIdx.x >> e.split_bits) + index * ((int)gridDim.x >> e.split_bits);
-}
-
 /* What is at a place of the first phase, in units. */
 static __device__ __noinline__ Span find_packed(const Experts &e, const ExpertMemory &m, int place) {
     const Plan &plan = *m.plan;
@@ -4309,19 +4375,19 @@ static __device__ __noinline__ Span find_packed(const Experts &e, const ExpertMe
  * gate and up, or the upper and lower eight of down. */
 struct Source {
     const uint8_t *row[2], *scale;
-    uint32_t stride, team, scale_team;              /* from row to row, from team to team */
+    uint32_t stride, team, scale_team[4];           /* from row to row; from team to team; from the first team to each */
     int tiles, steps;           /* that there are of this segment; that all segments have */
     int step, scale_step, scale_lanes;              /* bytes from tile to tile; lanes that bring scales */
 };
 
-static __device__ inline Source find_source(const Experts &e, const ExpertMemory &m, int work, int strip, bool down) {
+static __device__ inline Source find_source(const Experts &e, const ExpertMemory &m, int work, const Piece &piece, bool down) {
     const Chosen &chosen = m.chosen[m.works[work].chosen];
     const DType D = type_of(e, m, work);
-    const bool block = D == DTYPE_F8_E4M3;
-    const int lane = lane_id(), high = down ? TILE_ROWS : TILE_ROWS / 2, first = strip * 4 * high,
-              cols = down ? e.inter : e.hidden, segment = warp_id() - EXPERT_WARPS,
-              own = (down ? own_columns(e) : cols) >> tile_bits(D),
-              tile = down ? (e.split_bits ? cluster_rank() * own : 0) : segment, bits = down ? 0 : PACKED_SEGMENT_BITS;
+    const bool small = D == BLOCKS_OF_32, block = is_e4m3(D);
+    const int lane = lane_id(), high = down ? TILE_ROWS : TILE_ROWS / 2, first = piece.strip * 4 * high,
+              cols = down ? e.inter : e.hidden, segment = warp_id() - EXPERT_WARPS, bits = down ? 0 : PACKED_SEGMENT_BITS,
+              own = piece.tiles << tile_bits(DTYPE_F4_E2M1) >> tile_bits(D),
+              tile = down ? piece.tile << tile_bits(DTYPE_F4_E2M1) >> tile_bits(D) : segment;
     Source source;
     source.steps = (own + (1 << bits) - 1) >> bits;
     source.tiles = down ? own : (own - segment + (1 << bits) - 1) >> bits;
@@ -4331,30 +4397,30 @@ static __device__ inline Source find_source(const Experts &e, const ExpertMemory
     const size_t at = (size_t)(first + lane / 8) * source.stride + (size_t)(tile * TILE_BYTES + lane % 8 * 16);
     source.row[0] = chosen.data[down ? DOWN : GATE] + at;
     source.row[1] = chosen.data[down ? DOWN : UP] + at + (down ? 8 * source.stride : 0);
-    const int bytes = block ? 4 : 8, scale_row = count_tiles(D, cols) * bytes, shift = block ? power_of(SCALE_BLOCK) : 0;
-    const bool upper = block ? lane == 0 : lane < TILE_ROWS;
-    const int row = block ? 0 : lane / 2 % 8 + (down && !upper ? 8 : 0);
+    const int bytes = small ? 16 : block ? 4 : 8, scale_row = count_tiles(D, cols) * bytes,
+              shift = small ? power_of(SMALL_BLOCK) : block ? power_of(SCALE_BLOCK) : 0;
+    const bool upper = small ? lane < 4 : block ? lane == 0 : lane < TILE_ROWS;
+    const int row = block ? 0 : lane / 2 % 8 + (down && !upper ? 8 : 0), word = small ? lane % 4 : block ? 0 : lane % 2;
     source.scale_step = bytes << bits;
-    source.scale_lanes = block ? 2 : 32;
-    source.scale_team = block ? 0 : (uint32_t)(high * scale_row);
+    source.scale_lanes = small ? 8 : block ? 2 : 32;
+    for (int team = 0; team < 4; team++) source.scale_team[team] = (uint32_t)((team * high >> shift) * scale_row);
     source.scale = (const uint8_t *)chosen.scale[down ? DOWN : upper ? GATE : UP]
-                   + (size_t)((first >> shift) + row) * (size_t)scale_row + tile * bytes + (block ? 0 : lane % 2 * 4);
+                   + (size_t)((first >> shift) + row) * (size_t)scale_row + tile * bytes + word * 4;
     return source;
 }
 
 /* Until the warpgroup has done with what was in a step's place. */
-static __device__ inline void wait_for_place(const Experts &e, int step) {
+static __device__ inline void wait_for_place(const Experts &e, const ExpertMemory &m, int step) {
     if (step >= e.stages)
-        wait_at(&packed_stages().used[step & e.stages - 1][warp_id() - EXPERT_WARPS], (step >> power_of(e.stages)) - 1);
+        wait_at(&m.stages->used[step & e.stages - 1][warp_id() - EXPERT_WARPS], (step >> power_of(e.stages)) - 1);
 }
 
-/* The tiles of one step to their stage, of each team, if there are any. A strip's rows of e4m3 share their scales. */
+/* The tiles of one step to their stage, of each team, if there are any. */
 static __device__ inline void fetch_step(const Source &source, const Experts &e, const ExpertMemory &m, int step) {
     const int lane = lane_id(), stage = step & e.stages - 1, segment = warp_id() - EXPERT_WARPS,
               own = lane / 8 * TILE_BYTES + (lane % 8 ^ swizzled(lane / 8)) * 16;
-    PackedStages &stages = packed_stages();
     uint8_t *slot = m.ring + ((stage << PACKED_SEGMENT_BITS) + segment) * 4 * e.slot_bytes;
-    const uint8_t *row[2] = {source.row[0], source.row[1]}, *scale = source.scale;
+    const uint8_t *row[2] = {source.row[0], source.row[1]};
     if (source.tiles > 0)
 #pragma unroll
         for (int team = 0; team < 4; team++, slot += e.slot_bytes) {
@@ -4364,10 +4430,10 @@ static __device__ inline void fetch_step(const Source &source, const Experts &e,
                 start_copy_to_shared(slot + (own ^ 2 * 16) + (i * 8 + 4) * TILE_BYTES, row[i] + 4 * source.stride, true);
                 row[i] += source.team;
             }
-            if (lane < source.scale_lanes) copy_scales_to_shared(slot + TILE_ROWS * TILE_BYTES + lane * 4, scale);
-            scale += source.scale_team;
+            if (lane < source.scale_lanes)
+                copy_scales_to_shared(slot + TILE_ROWS * TILE_BYTES + lane * 4, source.scale + source.scale_team[team]);
         }
-    arrive_with_copies(&stages.filled[stage][segment]);
+    arrive_with_copies(&m.stages->filled[stage][segment]);
 }
 
 /* All blocks have written gated: the warps that multiply know it and tell those that fetch. */
@@ -4377,7 +4443,7 @@ static __device__ inline void wait_open() { asm volatile("bar.sync 2, %0;" :: "n
 /* In the second phase a warpgroup has works of its own, which are dealt out in turns; the first works, of e4m3, count twice. */
 static __device__ inline int group_of(const Experts &e, const ExpertMemory &m, int work) {
     const int groups = 1 << PACKED_SEGMENT_BITS, shared = m.plan->shared_works, after = work - shared,
-              twice = e.dtype[1] == DTYPE_F8_E4M3 && shared < groups ? shared : 0, others = groups - twice;
+              twice = is_e4m3(e.dtype[1]) && shared < groups ? shared : 0, others = groups - twice;
     if (after < 0 || !twice) return work % groups;
     if (after < 2 * others) return twice + (after < others ? after : after - others);
     return (after - 2 * others) % groups;
@@ -4389,11 +4455,11 @@ static __device__ inline int find_work(const Experts &e, const ExpertMemory &m, 
     return work;
 }
 
-/* Starts to bring the rows of gated that meet a tile. place: of MAX_STAGES. */
-static __device__ inline void bring_gated(const Experts &e, const ExpertMemory &m, int work, int tile, int place) {
+/* Starts to bring the columns of the rows of gated that meet a tile. place: of MAX_STAGES. */
+static __device__ inline void bring_gated(const Experts &e, const ExpertMemory &m, int work, int column, int place) {
     const DType D = type_of(e, m, work);
     const int count = count_of(m, work), rows = padded_rows(count), lane = lane_id(), columns = 1 << tile_bits(D),
-              segment = warp_id() - EXPERT_WARPS, column = (e.split_bits ? cluster_rank() * own_columns(e) : 0) + tile * columns;
+              segment = warp_id() - EXPERT_WARPS;
     uint8_t *to = m.x + (place << PACKED_SEGMENT_BITS | segment) * piece_bytes(e);
     for (int r = 0; r < count; r++) {
         const uint8_t *row = (const uint8_t *)(e.gated + gated_row(e, m.order[m.works[work].begin + r]));
@@ -4405,21 +4471,23 @@ static __device__ inline void bring_gated(const Experts &e, const ExpertMemory &
             start_copy_to_shared(to + digit_bytes(columns, rows) + r * columns / SCALED_TOGETHER * (int)sizeof(float) + lane * 16,
                                  row + e.inter * DIGITS + column / SCALED_TOGETHER * (int)sizeof(float) + lane * 16, true);
     }
-    arrive_with_copies(&packed_stages().gated[place][segment]);
+    arrive_with_copies(&m.stages->gated[place][segment]);
 }
 
-/* The same for tile after tile of a group's works, strip after strip. */
-struct GatedStream { int work, tile, brought; };
+/* The same for tile after tile of a group's works, piece after piece. */
+struct GatedStream { int index, work, tile, brought; };
 
 static __device__ inline void bring_until(GatedStream *stream, const Experts &e, const ExpertMemory &m, int end) {
     const int group = warp_id() - EXPERT_WARPS;
     for (; stream->brought < end; stream->brought++) {
-        if (stream->tile == own_columns(e) >> tile_bits(type_of(e, m, stream->work))) {
+        Piece piece = find_piece(e, stream->index);
+        if (stream->tile == piece.tiles << tile_bits(DTYPE_F4_E2M1) >> tile_bits(type_of(e, m, stream->work))) {
             stream->tile = 0;
             stream->work = find_work(e, m, stream->work + 1, group);
-            if (stream->work == m.plan->works) stream->work = find_work(e, m, 0, group);
+            if (stream->work == m.plan->works) stream->work = find_work(e, m, 0, group), piece = find_piece(e, ++stream->index);
         }
-        bring_gated(e, m, stream->work, stream->tile++, stream->brought & e.stages - 1);
+        const int column = (piece.tile << tile_bits(DTYPE_F4_E2M1)) + (stream->tile++ << tile_bits(type_of(e, m, stream->work)));
+        bring_gated(e, m, stream->work, column, stream->brought & e.stages - 1);
     }
 }
 
@@ -4431,10 +4499,14 @@ static __device__ inline void fetch_all(const Experts &e, const ExpertMemory &m)
     const int group = warp_id() - EXPERT_WARPS;
     bool known = false, open = false;
     int step = 0, down_step = 0;
-    const auto fetch_strip = [&](Source source) {
+    GatedStream gated = {};
+    const auto fetch_strip = [&](int work, const Piece &piece, bool down) {
+        Source source = find_source(e, m, work, piece, down);
         for (; source.steps > 0; step++, source.steps--, source.tiles--) {
             if (step == e.stages && !known) __syncthreads(), known = true;
-            wait_for_place(e, step);
+            if (down && down_step++ == e.stages) wait_open(), open = true;
+            if (open) bring_until(&gated, e, m, down_step - 1);
+            wait_for_place(e, m, step);
             fetch_step(source, e, m, step);
             source.row[0] += source.step, source.row[1] += source.step, source.scale += source.scale_step;
         }
@@ -4444,23 +4516,16 @@ static __device__ inline void fetch_all(const Experts &e, const ExpertMemory &m)
         if (place >= plan.gate) break;
         const Span span = find_packed(e, m, place);
 #pragma unroll 1
-        for (int i = 0; i < span.strips; i++) fetch_strip(find_source(e, m, span.work, span.strip + i, false));
+        for (int i = 0; i < span.strips; i++)
+            fetch_strip(span.work, {span.strip + i, 0, e.hidden >> tile_bits(DTYPE_F4_E2M1), 0}, false);
         place += e.many ? 1 : span.strips;
     }
-    GatedStream gated = {find_work(e, m, 0, group), 0, 0};
+    gated.work = find_work(e, m, 0, group);
 #pragma unroll 1
     for (int index = 0; index < plan.strips; index++)
 #pragma unroll 1
-        for (int work = find_work(e, m, 0, group); work < plan.works; work = find_work(e, m, work + 1, group)) {
-            Source source = find_source(e, m, work, packed_strip(e, index), true);
-            for (; source.steps > 0; step++, down_step++, source.steps--, source.tiles--) {
-                if (down_step == e.stages) wait_open(), open = true;
-                if (open) bring_until(&gated, e, m, down_step);
-                wait_for_place(e, step);
-                fetch_step(source, e, m, step);
-                source.row[0] += source.step, source.row[1] += source.step, source.scale += source.scale_step;
-            }
-        }
+        for (int work = find_work(e, m, 0, group); work < plan.works; work = find_work(e, m, work + 1, group))
+            fetch_strip(work, find_piece(e, index), true);
     if (!open) wait_open();
     bring_until(&gated, e, m, down_step);
     asm volatile("cp.async.wait_all;" ::: "memory");
@@ -4495,19 +4560,38 @@ static __device__ void leave_gated(const Experts &e, const ExpertMemory &m, int 
         uint8_t *row = (uint8_t *)(e.gated + gated_row(e, pick)),
                 *at = row + (unit * 2 + lane % 2) * DIGITS * 16 + lane / 8 * 4 + lane % 8 / 2;
 #pragma unroll
-        for (int i = 0; i < DIGITS; i++) {
-            const float digit = v + 0x1.8p23f - 0x1.8p23f;
-            at[i * 16] = __nv_cvt_float_to_fp8(digit, __NV_SATFINITE, __NV_E4M3);
-            v = (v - digit) * (1 << DIGIT_BITS);
-        }
+        for (int i = 0; i < DIGITS; i++) at[i * 16] = __nv_cvt_float_to_fp8(take_digit(&v), __NV_SATFINITE, __NV_E4M3);
         if (lane == 0) ((float *)(row + e.inter * DIGITS))[unit] = undo;
     }
 }
 
+/* A strip that is cut has two pieces, and y is 0 before either adds its sums to it, so that which comes first makes no difference.
+ * Until then they wait where there is room: [number][row][hidden]. Those of whole strips stand in y. */
+static __device__ inline float *piece_sums(const Experts &e, const Piece &piece) {
+    const size_t others = (size_t)piece.number * (size_t)e.n_rows * (size_t)e.hidden;
+    return piece.tiles == strip_tiles(e) ? e.y : (float *)rounded_rows + others;
+}
+
+static __device__ void clear_sums(const Experts &e) {
+    const int n = e.n_rows * e.hidden / 4;
+    for (int i = (int)(blockIdx.x * EXPERT_THREADS + threadIdx.x); i < n; i += (int)(gridDim.x * EXPERT_THREADS))
+        ((float4 *)e.y)[i] = {};
+}
+
+static __device__ void add_piece(const Experts &e, const Piece &piece) {
+    const float *sums = piece_sums(e, piece);
+    for (int i = (int)threadIdx.x; i < e.n_rows * GROUP_ROWS; i += EXPERT_THREADS) {
+        const size_t at = (size_t)(i / GROUP_ROWS) * (size_t)e.hidden + (size_t)(piece.strip * GROUP_ROWS + i % GROUP_ROWS);
+        atomicAdd(e.y + at, __ldcg(sums + at));
+    }
+}
+
 /* y += weight * down gated for so many entries that wait, which follow each other in the order of the picks: the first one of a
- * row takes its others along. */
-static __device__ void add_entries(const Experts &e, const ExpertMemory &m, int begin, int entries, int strip) {
+ * row takes its others along. all: there are no other entries. */
+static __device__ void add_entries(const Experts &e, const ExpertMemory &m, int begin, int entries, const Piece &piece,
+                                   bool all) {
     const int lane = lane_id();
+    float *sums = piece_sums(e, piece);
     int pick[2];
     float weight[2];
 #pragma unroll
@@ -4521,13 +4605,14 @@ static __device__ void add_entries(const Experts &e, const ExpertMemory &m, int 
         uint64_t left = (uint64_t)__ballot_sync(~0u, pick[1] >= 0 && row_of(pick[1]) == row_of(first)) << 32
                         | __ballot_sync(~0u, pick[0] >= 0 && row_of(pick[0]) == row_of(first));
         if (__ffsll((long long)left) - 1 != entry) continue;
-        float *y = m.y + (size_t)row_of(first) * (size_t)e.hidden + (size_t)(strip * GROUP_ROWS + r);
-        float sum = is_shared(e, first) ? 0 : __ldcg(y);
+        const size_t at = (size_t)row_of(first) * (size_t)e.hidden + (size_t)(piece.strip * GROUP_ROWS + r);
+        float sum = is_shared(e, first) ? 0 : __ldcg(sums + at);
         for (; left; left &= left - 1) {
             const int other = __ffsll((long long)left) - 1;
             sum = fmaf(__shfl_sync(~0u, other < 32 ? weight[0] : weight[1], other % 32), m.sums[other * GROUP_ROWS + r], sum);
         }
-        *y = sum;
+        if (all && sums != e.y) atomicAdd(e.y + at, sum);
+        else sums[at] = sum;
     }
 }
 
@@ -4554,8 +4639,8 @@ static __device__ inline void multiply_packed_gate_up(Steps *steps, const Expert
                 used = 0;
             }
             float total[4];
-            multiply_terms(total, steps, e, m, false, span.work);
-            put_entries(m, total, PACKED_SEGMENT_BITS, segment_of(e, false), used, count);
+            multiply_terms(total, steps, e, m, false, e.hidden, span.work);
+            put_entries(m, total, PACKED_SEGMENT_BITS, warpgroup_id(), used, count);
             if (threadIdx.x < (unsigned)count) {
                 m.strip[used + (int)threadIdx.x] = span.strip + i;
                 m.pick[used + (int)threadIdx.x] = m.order[m.works[span.work].begin + (int)threadIdx.x];
@@ -4570,9 +4655,10 @@ static __device__ inline void multiply_packed_gate_up(Steps *steps, const Expert
 
 /* The second one: each warpgroup takes its own works, of as many at a time as there is room for sums. */
 static __device__ inline void multiply_packed_down(Steps *steps, const Experts &e, const ExpertMemory &m) {
-    const int group = warp_id() >> PACKED_SEGMENT_BITS;
+    const int group = warpgroup_id();
 #pragma unroll 1
-    for (int index = 0; index < m.plan->strips; index++)
+    for (int index = 0; index < m.plan->strips; index++) {
+        const Piece piece = find_piece(e, index);
 #pragma unroll 1
         for (int begin = 0, end = 0; begin < m.plan->works; begin = end) {
             const int from = m.works[begin].begin;
@@ -4580,23 +4666,15 @@ static __device__ inline void multiply_packed_down(Steps *steps, const Experts &
 #pragma unroll 1
             for (int work = find_work(e, m, begin, group); work < end; work = find_work(e, m, work + 1, group)) {
                 float total[4];
-                multiply_terms(total, steps, e, m, true, work);
+                multiply_terms(total, steps, e, m, true, piece.tiles << tile_bits(DTYPE_F4_E2M1), work);
                 put_entries(m, total, 0, 0, m.works[work].begin - from, count_of(m, work));
             }
             sync_warps();
-            add_entries(e, m, from, m.works[end].begin - from, packed_strip(e, index));
+            const bool all = begin == 0 && end == m.plan->works;
+            add_entries(e, m, from, m.works[end].begin - from, piece, all);
             sync_warps();
+            if (end == m.plan->works && !all && piece.tiles < strip_tiles(e)) add_piece(e, piece);
         }
-}
-
-/* The blocks of a cluster have halves of the columns of down, and so of the sums; the second one's wait in rounded_rows. */
-static __device__ void join_halves(const Experts &e, const ExpertMemory &m) {
-    const int strips = m.plan->strips, each = GROUP_ROWS / 4;
-    for (int i = cluster_rank() * EXPERT_THREADS + (int)threadIdx.x; i < e.n_rows * strips * each; i += 2 * EXPERT_THREADS) {
-        const int row = i / (strips * each), strip = packed_strip(e, i / each % strips);
-        const size_t at = (size_t)row * (size_t)e.hidden + (size_t)(strip * GROUP_ROWS + i % each * 4);
-        const float4 a = __ldcg((const float4 *)(e.y + at)), b = __ldcg((const float4 *)(rounded_rows + at * sizeof(float)));
-        *(float4 *)(e.y + at) = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
     }
 }
 
@@ -4608,15 +4686,14 @@ static __global__ void __launch_bounds__(PACKED_THREADS, 1) packed_experts_kerne
     const bool fetches = warp_id() >= EXPERT_WARPS, one = lists_row(e);
     if (threadIdx.x == 0) plan_shared(&plan, e);
     if (threadIdx.x < MAX_STAGES << PACKED_SEGMENT_BITS) {
-        start_barrier(&packed_stages().filled[0][0] + threadIdx.x, 32);
-        start_barrier(&packed_stages().gated[0][0] + threadIdx.x, 32);
-        start_barrier(&packed_stages().used[0][0] + threadIdx.x, 4);
+        start_barrier(&m.stages->filled[0][0] + threadIdx.x, 32);
+        start_barrier(&m.stages->gated[0][0] + threadIdx.x, 32);
+        start_barrier(&m.stages->used[0][0] + threadIdx.x, 4);
     }
     if (!fetches) prepare(e, m);
     __syncthreads();
     if (fetches) {
         fetch_all(e, m);
-        if (e.split_bits) cluster_barrier();
         return;
     }
     const int first_pick = 0;
@@ -4627,17 +4704,17 @@ static __global__ void __launch_bounds__(PACKED_THREADS, 1) packed_experts_kerne
     else {
         const int works = list_works(e, m);
         if (threadIdx.x == 0) plan_all(&plan, e, works);
+        __syncwarp();
+        if (warp_id() == 0 && !e.many) plan_routed(&plan, e, m);
     }
     __syncthreads();                                /* with the warps that fetch */
+    if (e.share % strip_tiles(e)) clear_sums(e);
     Steps steps = {};
     multiply_packed_gate_up(&steps, e, m);
     wait_for_all_blocks();
     tell_open();
     let_next_start();
     multiply_packed_down(&steps, e, m);
-    if (!e.split_bits) return;
-    cluster_barrier();
-    join_halves(e, m);
 }
 
 /* How an expert's matrices are multiplied. */
@@ -4653,7 +4730,8 @@ static size_t lay_out(Experts *e, int staged) {
     e->slot_bytes = TILE_ROWS * TILE_BYTES + max(scale_bytes(e->dtype[0]), scale_bytes(e->dtype[1]));
     e->x_bytes = (max(staged, lists) + 15) / 16 * 16;
     const size_t works = (size_t)(e->most_chosen + divide_up(picks, e->columns) + 1);
-    return (size_t)(EXPERT_WARPS * e->stages * e->slot_bytes + e->x_bytes + sum_bytes(*e)) + MAX_DOWN_SUMS * COLUMN_BYTES
+    return (size_t)(EXPERT_WARPS * e->stages * e->slot_bytes + e->x_bytes + sum_bytes(*e)) + sizeof(PackedStages)
+           + MAX_DOWN_SUMS * COLUMN_BYTES
            + (size_t)e->most_chosen * sizeof(Chosen) + works * sizeof(Work) + (size_t)picks * sizeof(int) + SMALL_SHARED;
 }
 
@@ -4703,33 +4781,20 @@ static int count_segment_bits(DType D, int cols) {
     return bits;
 }
 
-/* Blocks of packed_experts_kernel in clusters of two that the GPU holds at a time. */
-static int paired_blocks(size_t shared) {
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {.x = 2, .y = 1, .z = 1};
-    cudaLaunchConfig_t launch = {};
-    launch.gridDim = dim3(2);
-    launch.blockDim = dim3(PACKED_THREADS);
-    launch.dynamicSmemBytes = shared;
-    launch.attrs = &attribute;
-    launch.numAttrs = 1;
-    int clusters;
-    CUDA(cudaOccupancyMaxActiveClusters(&clusters, packed_experts_kernel, &launch));
-    return 2 * clusters;
-}
-
-/* Warpgroups multiply e2m1 with whole tiles, beside a shared expert that is e4m3 or like the others. Two blocks share the columns
- * of down where there are not strips enough for all. */
+/* Warpgroups multiply e2m1 with whole tiles, beside a shared expert that is e4m3 or like the others. All blocks have as many
+ * tiles of down; whole strips where y has values already, or where there is no room for the sums of pieces. */
 static void choose_packed(Experts *e) {
     const DType shared = e->dtype[1];
-    e->packed = gpu.major == 9 && !e->rounds && e->dtype[0] == DTYPE_F4_E2M1
-                && (shared == DTYPE_F4_E2M1 || shared == DTYPE_F8_E4M3);
+    const int strips = e->hidden / GROUP_ROWS, across = strip_tiles(*e);
+    e->packed = gpu.major == 9 && !e->rounds && e->dtype[0] == DTYPE_F4_E2M1 && (shared == DTYPE_F4_E2M1 || is_e4m3(shared));
     if (!e->packed) return;
     for (int i = GATE; i <= DOWN; i++) e->segment_bits[i] = PACKED_SEGMENT_BITS;
-    const size_t halves = (size_t)(MAX_LISTED / e->slots) * (size_t)e->hidden * sizeof(float);
-    e->split_bits = e->slots > e->per_token && 2 * (e->hidden / GROUP_ROWS) <= gpu.multiprocessors && halves <= ROUNDED_BYTES
-                    && e->inter % (2 << tile_bits(DTYPE_F4_E2M1)) == 0;
+    e->share = divide_up(strips * across, gpu.multiprocessors);
+    int pieces = 1;
+    for (int strip = 0; strip < strips; strip++) pieces = max(pieces, pieces_of_strip(*e, strip));
+    const size_t sums = 2 * MAX_PASS_ROWS * (size_t)e->hidden * sizeof(float);
+    if (e->slots == e->per_token || pieces > 2 || sums > ROUNDED_BYTES)
+        e->share = divide_up(strips, gpu.multiprocessors) * across;
 }
 
 static void launch_experts(Experts e) {
@@ -4740,8 +4805,8 @@ static void launch_experts(Experts e) {
     const int units = divide_up(e.inter, (EXPERT_WARPS >> e.segment_bits[GATE]) * TILE_ROWS / 2);
     e.many = units >= LONG_RUN && 2 * e.n_rows * e.per_token > TILE_COLUMNS * e.experts;
     const size_t shared = e.packed ? lay_out_packed(&e) : lay_out_experts(&e);
-    const int strips = divide_up(e.hidden, TILE_ROWS);
-    int blocks = min(gpu.multiprocessors, max(e.n_rows * e.slots * units, strips));
+    const int strips = e.packed ? divide_up(e.hidden / GROUP_ROWS * strip_tiles(e), e.share) : divide_up(e.hidden, TILE_ROWS);
+    const int blocks = min(gpu.multiprocessors, max(e.n_rows * e.slots * units, strips));
     const auto kernel = e.packed               ? packed_experts_kernel
                         : e.dtype[0] == EXACT ? experts_kernel<true>        /* registers of its own: the other's are few */
                                               : experts_kernel<false>;
@@ -4750,8 +4815,7 @@ static void launch_experts(Experts e) {
         _exit(1);
     }
     allow_shared(kernel, shared);
-    if (e.split_bits) blocks = min(blocks / 2 * 2, paired_blocks(shared));
-    launch_early(kernel, dim3((unsigned)blocks), e.packed ? PACKED_THREADS : EXPERT_THREADS, shared, 1 << e.split_bits, e);
+    launch_early(kernel, dim3((unsigned)blocks), e.packed ? PACKED_THREADS : EXPERT_THREADS, shared, 1, e);
 }
 
 /* Under --qat the inputs of matrices of eight and four bits are rounded, those of others are not. */
@@ -4774,7 +4838,7 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
                 shared_dtype = streamed_type(&layer->gate_proj, &layer->up_proj, &layer->down_proj);
     const bool merged = layer->gate_proj.rows == inter && (dtype == EXACT) == (shared_dtype == EXACT) && rounds == shared_rounds;
     const int slots = per_token + merged, experts = config->n_routed_experts + merged;
-    const int most = min(MAX_LISTED / slots, MAX_MASKS / experts / (int)sizeof(uint32_t) * 32);
+    const int most = min(min((int)MAX_PASS_ROWS, MAX_LISTED / slots), MAX_MASKS / experts / (int)sizeof(uint32_t) * 32);
     if (rounds || shared_rounds) {
         copy_rows(rounded, (size_t)hidden, x, (size_t)hidden, n_rows, hidden, 1);
         round_rows(rounded, (size_t)hidden, n_rows, hidden, &rounding);
@@ -4799,7 +4863,7 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
                         .n_rows = n, .experts = config->n_routed_experts, .per_token = per_token, .hidden = hidden,
                         .inter = inter, .limit = config->swiglu_limit, .rounds = rounds, .rounding = rounding,
                         .slots = slots, .aligned = floats_aligned(in, (size_t)hidden),
-                        .many = false, .packed = false, .split_bits = 0,
+                        .many = false, .packed = false, .share = 0,
                         .dtype = {dtype, merged ? shared_dtype : dtype}, .terms = {}, .segment_bits = {}, .columns = 0,
                         .gated_rows = 0, .entries = 0, .most_chosen = min(n * per_token, config->n_routed_experts) + merged,
                         .stages = 0, .slot_bytes = 0, .x_bytes = 0});

@@ -919,10 +919,11 @@ static void check_experts(DType dtype, const char *type, Config config, int n, i
 /* Without a shared expert; with one like the others, which runs with them; with one of another type, or another width. */
 static void test_experts(void) {
     static const int shapes[][4] = {{4, 2, 8, 12},      {6, 3, 20, 8},      {8, 2, 64, 48},    {8, 2, 256, 320},
-                                    {16, 4, 256, 128}, {12, 4, 528, 272}, {32, 8, 1024, 256}, {8, 2, 512, 2304}};
+                                    {16, 4, 256, 128}, {12, 4, 528, 272}, {32, 8, 1024, 256}, {8, 2, 512, 2304},
+                                    {6, 2, 640, 512}};
     static const int rows[] = {0, 1, 2, 9, 17, 60, 130};
     for (int t = 0; t < 5; t++)
-        for (int s = 0; s < 8; s++)
+        for (int s = 0; s < 9; s++)
             for (int r = 0; r < 7; r++) {
                 Config config;
                 memset(&config, 0, sizeof config);
@@ -935,6 +936,55 @@ static void test_experts(void) {
                 check_experts(weight_types[t], weight_names[t], config, rows[r], inter, DTYPE_F8_E4M3);
                 if (r % 3 == 0) check_experts(weight_types[t], weight_names[t], config, rows[r], 2 * inter, weight_types[t]);
             }
+}
+
+/* A shared expert of e4m3 beside e2m1, whose sums on the tensor cores are rounded: rows of every size have the same bits alone and
+ * with others, as many as share a tile of weights and one more. */
+static void test_shared_binades(void) {
+    enum { EXPERTS = 4, PICKS = 2, HIDDEN = 512, INTER = 512, ROWS = 5, SPREAD = 24 };
+    static const int blocks[] = {SCALE_BLOCK, SMALL_TEST_BLOCK};
+    for (int b = 0; b < 2; b++) {
+        test_block = blocks[b];
+        Config config;
+        LayerWeights device;
+        Matrix whole[3], *lists[3], common[3];
+        memset(&config, 0, sizeof config);
+        memset(&device, 0, sizeof device);
+        config.n_routed_experts = EXPERTS, config.num_experts_per_tok = PICKS, config.hidden_size = HIDDEN;
+        config.moe_intermediate_size = INTER, config.weight_block = test_block, config.swiglu_limit = 10;
+        for (int i = 0; i < 3; i++) common[i] = random_matrix(DTYPE_F8_E4M3, i < 2 ? INTER : HIDDEN, i < 2 ? HIDDEN : INTER, 0);
+        device.gate_proj = matrix_on_device(&common[0]), device.up_proj = matrix_on_device(&common[1]);
+        device.down_proj = matrix_on_device(&common[2]);
+        make_experts(&lists[0], &device.expert_gate, DTYPE_F4_E2M1, EXPERTS, INTER, HIDDEN, &whole[0]);
+        make_experts(&lists[1], &device.expert_up, DTYPE_F4_E2M1, EXPERTS, INTER, HIDDEN, &whole[1]);
+        make_experts(&lists[2], &device.expert_down, DTYPE_F4_E2M1, EXPERTS, HIDDEN, INTER, &whole[2]);
+        device.expert_dtype = DTYPE_F4_E2M1;
+        float *weights = random_floats(ROWS * PICKS, 1), *dw = on_device(weights, ROWS * PICKS * 4),
+              *scratch = on_device(NULL, (ROWS + 1) * ((PICKS + 1) * INTER + 2 * HIDDEN) * 4);
+        int picks[ROWS * PICKS];
+        random_picks(picks, ROWS, EXPERTS, PICKS);
+        int *dp = on_device(picks, sizeof picks);
+        for (int centre = -126; centre <= 126; centre++) {
+            float *x = random_floats(ROWS * HIDDEN, 1);
+            for (int i = 0; i < ROWS * HIDDEN; i++) x[i] = ldexpf(x[i], centre - draw_between(0, SPREAD));
+            float *dx = to_device(x, ROWS * HIDDEN * 4), *dy = to_device(NULL, ROWS * HIDDEN * 4);
+            for (int r = 0; r < ROWS; r++)
+                cuda_backend.experts(dy + r * HIDDEN, dx + r * HIDDEN, dp + r * PICKS, dw + r * PICKS, 1, &device, &config, scratch);
+            float *alone = from_device(dy, ROWS * HIDDEN * 4);
+            for (int n = 2; n <= ROWS; n++) {
+                cuda_backend.experts(dy, dx, dp, dw, n, &device, &config, scratch);
+                float *together = from_device(dy, ROWS * HIDDEN * 4);
+                CHECK(!memcmp(together, alone, (size_t)(n * HIDDEN) * 4), "shared e4m3 of %d, values of 2^%d: %d rows", test_block,
+                      centre, n);
+                free(together);
+            }
+            free(x), free(alone), free_device(dx), free_device(dy);
+        }
+        free(weights);
+        for (int i = 0; i < 3; i++) free(lists[i]), free_weights(&whole[i]), free_weights(&common[i]);
+        free_kept();
+    }
+    test_block = SCALE_BLOCK;
 }
 
 static void test_products(void) {
@@ -955,7 +1005,6 @@ static void test_products(void) {
     test_linear_bad_row();
     test_latent_products();
     test_route();
-    test_experts();
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -3761,6 +3810,8 @@ int main(int argc, char **argv) {
     RUN(test_out_of_memory);
     RUN(test_cuda_error);
     RUN(test_products);
+    RUN(test_experts);
+    RUN(test_shared_binades);
     RUN(test_store_rows);
     RUN(test_store_codes);
     RUN(test_index_select);
