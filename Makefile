@@ -107,7 +107,7 @@ clean:
 bench-gpu: tide | build/bench
 	./tide bench gpu all --md -o build/bench > build/bench-gpu.txt
 	{ set -e; echo '```'; ./tide bench decode -m weights/shapes/glm-5.3-fp8 --dummy --layers 13 --kv-dtype fp8 -o build/bench; \
-	  ./tide bench decode -m weights/mini -o build/bench; \
+	  ./tide bench decode -m weights/mini -o build/bench | sed '/^us a step/,$$d'; \
 	  ./tide bench decode -m weights/shapes/deepseek-v4-flash --dummy --layers 32 --kv-dtype fp4 -o build/bench | sed '/^us a step/,$$d'; \
 	  ./tide bench decode -m weights/shapes/deepseek-v4.1-flash --dummy --layers 9 --kv-dtype fp4 -o build/bench | sed '/^us a step/,$$d'; \
 	  echo '```'; } > build/bench-steps.txt

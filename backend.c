@@ -824,8 +824,8 @@ INLINE void e2m1_tile(float *sum, const SplitValues *x, size_t x_stride, const M
  * of which trained weights have one in ten thousand, are subnormal there: right, but slow on some processors. */
 INLINE f32xN place_e4m3(i32xN words, const int p) { return (f32xN)(words << (24 - 8 * p) >> 4 & (int32_t)0x87f00000); }
 
-/* total[r * columns + c] += s[c] x[r] . w[c] over n values, a multiple of ORDER, whose scales are s. largest: of the codes without
- * their signs, which shows a NaN. */
+/* total[r * columns + c] += s[c] x[r] . w[c] over n values, a multiple of ORDER, whose scales are s. largest: of the codes
+ * without their signs, which shows a NaN. */
 INLINE void e4m3_run(f32xN *total, u8xN *largest, const float *x, size_t x_stride, const uint8_t *w, size_t w_stride, int n,
                      const f32xN *s, const bool ahead, const int rows, const int columns) {
     f32xN part[MAX_TILE];

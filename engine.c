@@ -3554,7 +3554,8 @@ static int more_of_input(Engine *engine, int i, Projection *products) {
     State *state = &engine->state;
     int count = 0;
     if (selects_rows(&engine->config, i))
-        products[count++] = (Projection){state->index_weights, (size_t)engine->config.index_n_heads, &layer->indexer_weights_proj};
+        products[count++] = (Projection){state->index_weights, (size_t)engine->config.index_n_heads,
+                                         &layer->indexer_weights_proj};
     for (int c = 0; c < 2; c++) {
         const Trail *trail = &engine->cache.trails[i * TRAILS + TRAIL_GROUP + c];
         const Matrix *values = &compressors[c]->wkv, *gates = &compressors[c]->wgate;

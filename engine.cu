@@ -4565,8 +4565,8 @@ static __device__ void leave_gated(const Experts &e, const ExpertMemory &m, int 
     }
 }
 
-/* A strip that is cut has two pieces, and y is 0 before either adds its sums to it, so that which comes first makes no difference.
- * Until then they wait where there is room: [number][row][hidden]. Those of whole strips stand in y. */
+/* A strip that is cut has two pieces, and y is 0 before either adds its sums to it, so that it makes no difference which comes
+ * first. Until then they wait where there is room: [number][row][hidden]. Those of whole strips stand in y. */
 static __device__ inline float *piece_sums(const Experts &e, const Piece &piece) {
     const size_t others = (size_t)piece.number * (size_t)e.n_rows * (size_t)e.hidden;
     return piece.tiles == strip_tiles(e) ? e.y : (float *)rounded_rows + others;

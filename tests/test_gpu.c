@@ -938,8 +938,8 @@ static void test_experts(void) {
             }
 }
 
-/* A shared expert of e4m3 beside e2m1, whose sums on the tensor cores are rounded: rows of every size have the same bits alone and
- * with others, as many as share a tile of weights and one more. */
+/* A shared expert of e4m3 beside e2m1, whose sums on the tensor cores are rounded: rows of every size have the same bits alone
+ * and with others, as many as share a tile of weights and one more. */
 static void test_shared_binades(void) {
     enum { EXPERTS = 4, PICKS = 2, HIDDEN = 512, INTER = 512, ROWS = 5, SPREAD = 24 };
     static const int blocks[] = {SCALE_BLOCK, SMALL_TEST_BLOCK};
@@ -969,13 +969,14 @@ static void test_shared_binades(void) {
             for (int i = 0; i < ROWS * HIDDEN; i++) x[i] = ldexpf(x[i], centre - draw_between(0, SPREAD));
             float *dx = to_device(x, ROWS * HIDDEN * 4), *dy = to_device(NULL, ROWS * HIDDEN * 4);
             for (int r = 0; r < ROWS; r++)
-                cuda_backend.experts(dy + r * HIDDEN, dx + r * HIDDEN, dp + r * PICKS, dw + r * PICKS, 1, &device, &config, scratch);
+                cuda_backend.experts(dy + r * HIDDEN, dx + r * HIDDEN, dp + r * PICKS, dw + r * PICKS, 1, &device, &config,
+                                     scratch);
             float *alone = from_device(dy, ROWS * HIDDEN * 4);
             for (int n = 2; n <= ROWS; n++) {
                 cuda_backend.experts(dy, dx, dp, dw, n, &device, &config, scratch);
                 float *together = from_device(dy, ROWS * HIDDEN * 4);
-                CHECK(!memcmp(together, alone, (size_t)(n * HIDDEN) * 4), "shared e4m3 of %d, values of 2^%d: %d rows", test_block,
-                      centre, n);
+                CHECK(!memcmp(together, alone, (size_t)(n * HIDDEN) * 4), "shared e4m3 of %d, values of 2^%d: %d rows",
+                      test_block, centre, n);
                 free(together);
             }
             free(x), free(alone), free_device(dx), free_device(dy);
@@ -2227,7 +2228,8 @@ static void check_window(const WindowCase *t, int window, int capacity, int n, b
     const Trail host = {length, t->trail.stride, ring, pass}, device = {length, t->trail.stride, ring_copy, pass_copy};
     const RowPool on_cpu = {pool, staging, pool_rows}, on_gpu = {pool_copy, staging_copy, pool_rows};
     const float scale = 1 / sqrtf((float)width), eps = draw() % 2 ? -1 : 1e-6f;
-    float *y_gpu = output_on_device(values), *q_gpu = on_device(q, values * 4), *q_again = on_device(q, values * 4), *sinks_gpu = on_device(sinks, (size_t)heads * 4),
+    float *y_gpu = output_on_device(values), *q_gpu = on_device(q, values * 4), *q_again = on_device(q, values * 4),
+          *sinks_gpu = on_device(sinks, (size_t)heads * 4),
           *cosine_gpu = on_device(cosine, angles * 4), *sine_gpu = on_device(sine, angles * 4);
     c_backend.window_attention(y, q, &host, &t->trail, window, capacity ? &on_cpu : NULL, &t->pool, listed ? locations : NULL,
                                capacity ? count : NULL, capacity, rows, 0, n, heads, sinks, scale, eps, turned, cosine, sine);
