@@ -962,13 +962,23 @@ static void test_memory_plan(void) {
 }
 
 #ifndef __SANITIZE_ADDRESS__
-/* Under a limit on the address space (ulimit -v) the program says so, and does not crash. */
+/* Pages of this program's address space. */
+static size_t pages_taken(void) {
+    size_t pages = 0;
+    FILE *file = fopen("/proc/self/statm", "r");
+    if (file && fscanf(file, "%zu", &pages) != 1) pages = 0;
+    if (file) fclose(file);
+    return pages;
+}
+
+/* Under a limit on the address space (ulimit -v), 64 MB more than there is by now, the program says so, and does not crash. */
 static void test_address_space_limit(void) {
+    const rlim_t most = (rlim_t)pages_taken() * (rlim_t)sysconf(_SC_PAGESIZE) + (64 << 20);
     fflush(NULL);
     pid_t child = fork();
     if (child == 0) {
         Error error;
-        struct rlimit limit = {64 << 20, 64 << 20};
+        struct rlimit limit = {most, most};
         Engine engine;
         EngineOptions options = {.model = GLM, .sessions = 32, .context = 4096, .kv_dtype = KV_F32};
         setrlimit(RLIMIT_AS, &limit);
@@ -976,7 +986,7 @@ static void test_address_space_limit(void) {
     }
     int status;
     waitpid(child, &status, 0);
-    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "a limit of 64 MB is named, status %d", status);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "a limit is named, status %d", status);
 }
 #endif
 

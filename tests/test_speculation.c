@@ -161,38 +161,77 @@ static Pair pairs[PAIRS] = {
 
 static bool is_large(int p) { return p == 8 || p == 9; }
 
-/* A copy of a drafter whose blocks have another size: more rows than are resolved together, or as many as there can be. */
-static char *resize_blocks(const char *draft, int size) {
-    char path[PATH_MAX], *bytes, *text, *directory = copy_checkpoint(draft);
-    size_t length;
+/* Sets a number of a drafter's config.json, there or in dflash_config. Returns what it was. */
+static int change_config(const char *directory, const char *key, int value) {
+    char path[PATH_MAX];
     Error error;
-    if (!read_file(join(path, draft, "config.json"), 1 << 20, &bytes, &length, &error)) fprintf(stderr, "%s\n", error.text), exit(1);
-    cJSON *json = cJSON_Parse(bytes), *inner = cJSON_GetObjectItem(json, "dflash_config"), *item = cJSON_GetObjectItem(inner, "block_size");
-    if (!item) item = cJSON_GetObjectItem(json, "block_size");
-    cJSON_SetNumberValue(item, size);
-    text = cJSON_Print(json);
+    cJSON *json = json_read(join(path, directory, "config.json"), MAX_JSON_FILE, &error),
+          *item = cJSON_GetObjectItem(cJSON_GetObjectItem(json, "dflash_config"), key);
+    if (!json) fprintf(stderr, "%s\n", error.text), exit(1);
+    if (!item) item = cJSON_GetObjectItem(json, key);
+    const int before = item->valueint;
+    cJSON_SetNumberValue(item, value);
+    char *text = cJSON_Print(json);
     write_text(directory, "config.json", text);
     cJSON_free(text);
     cJSON_Delete(json);
-    free(bytes);
+    return before;
+}
+
+/* A copy of a drafter whose blocks have another size: more rows than are resolved together, or as many as there can be. */
+static char *resize_blocks(const char *draft, int size) {
+    char *directory = copy_checkpoint(draft);
+    change_config(directory, "block_size", size);
+    return directory;
+}
+
+/* A copy of a DFlash drafter for a narrower target: of all that is as wide as a hidden state the first values. */
+static char *narrow_drafter(const char *draft, int hidden) {
+    char path[PATH_MAX], *directory = copy_checkpoint(draft);
+    const int before = change_config(directory, "hidden_size", hidden);
+    Checkpoint wide = {.directory = directory};
+    Error error;
+    if (!map_file(&wide, join(path, draft, "model.safetensors"), &error)) fprintf(stderr, "%s\n", error.text), exit(1);
+    uint8_t *file = allocate_zeroed(wide.files[0].size, 1);
+    cJSON *header = cJSON_CreateObject();
+    size_t at = 0;
+    for (size_t t = 0; t < arrlenu(wide.tensors); t++) {
+        const Tensor *tensor = &wide.tensors[t];
+        const bool leaves = strstr(tensor->name, "o_proj") || strstr(tensor->name, "down_proj"), flat = tensor->rank == 1;
+        const int64_t cols = flat ? 1 : tensor->shape[1], width = flat || leaves ? cols : cols / before * hidden,
+                      rows = leaves || (flat && tensor->shape[0] == before) || strstr(tensor->name, "fc.") ? hidden : tensor->shape[0];
+        const double shape[2] = {(double)rows, (double)width}, place[2] = {(double)at, (double)at + 2 * shape[0] * shape[1]};
+        for (int64_t r = 0; r < rows; r++, at += (size_t)width * 2)
+            memcpy(file + at, tensor->data + r * cols * 2, (size_t)width * 2);
+        cJSON *entry = cJSON_AddObjectToObject(header, tensor->name);
+        cJSON_AddStringToObject(entry, "dtype", "BF16");
+        cJSON_AddItemToObject(entry, "shape", cJSON_CreateDoubleArray(shape, tensor->rank));
+        cJSON_AddItemToObject(entry, "data_offsets", cJSON_CreateDoubleArray(place, 2));
+    }
+    char *text = cJSON_PrintUnformatted(header);
+    const uint64_t length = strlen(text);
+    uint8_t *all = allocate_zeroed(8 + length + at, 1);
+    memcpy(all, &length, 8), memcpy(all + 8, text, length), memcpy(all + 8 + length, file, at);
+    write_bytes(directory, "model.safetensors", all, 8 + length + at);
+    free(all), free(file), free(text), cJSON_Delete(header);
+    wide.directory = NULL;
+    checkpoint_close(&wide);
     return directory;
 }
 
 static void find_pairs(void) {
-    static const char *const roots[] = {"tests/fixtures/drafters", "../shared/fixtures/drafters"};
+    static const char *const root = "tests/fixtures/drafters";
     char path[PATH_MAX];
-    for (int i = 0; i < 6; i++)
-        for (int r = 0; r < 2 && !pairs[i].draft; r++) {
-            snprintf(path, sizeof path, "%s/%s-a/draft/model.safetensors", roots[r], pairs[i].name);
-            if (access(path, R_OK)) continue;
-            snprintf(path, sizeof path, "%s/%s-a/target", roots[r], pairs[i].name);
-            pairs[i].target = copy_string(path);
-            snprintf(path, sizeof path, "%s/%s-a/draft", roots[r], pairs[i].name);
-            pairs[i].draft = copy_string(path);
-        }
+    for (int i = 0; i < 6; i++) {
+        if (i == 3) continue;
+        snprintf(path, sizeof path, "%s/%s-a/target", root, pairs[i].name);
+        pairs[i].target = copy_string(path);
+        snprintf(path, sizeof path, "%s/%s-a/draft", root, pairs[i].name);
+        pairs[i].draft = copy_string(path);
+    }
+    pairs[3].target = copy_string(pairs[4].target), pairs[3].draft = narrow_drafter(pairs[0].draft, 48);
     for (int i = 6; i < 8; i++) {
         const Pair *small = &pairs[i == 6 ? 0 : 4];
-        if (!small->draft) continue;
         pairs[i].target = copy_string(small->target);
         pairs[i].draft = resize_blocks(small->draft, i == 6 ? MAX_BLOCK : 20);
     }
