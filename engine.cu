@@ -3865,18 +3865,19 @@ static __host__ __device__ inline int piece_bytes(const Experts &e) {
     return packed_bytes(1 << tile_bits(DTYPE_F4_E2M1), padded_rows(e.columns));
 }
 
-/* Barriers of the ring, for each of its stages and segments: the tiles have come; the rows of gated beside them have; the four
+/* Barriers of the ring, for each of its stages and segments: the tiles have come, and the rows of gated beside them; the four
  * warps have done with both. */
-struct PackedStages {
-    uint64_t filled[MAX_STAGES][1 << PACKED_SEGMENT_BITS], gated[MAX_STAGES][1 << PACKED_SEGMENT_BITS],
-             used[MAX_STAGES][1 << PACKED_SEGMENT_BITS];
-};
+struct PackedStages { uint64_t filled[MAX_STAGES][1 << PACKED_SEGMENT_BITS], used[MAX_STAGES][1 << PACKED_SEGMENT_BITS]; };
+
+/* Where in a row of gated a digit of a column is: of each tile of e2m1 the first digits, then the second ones. Behind all of
+ * them stand the scales. */
+static __device__ inline int digit_place(int column, int digit) {
+    const int columns = 1 << tile_bits(DTYPE_F4_E2M1);
+    return column / columns * columns * DIGITS + digit * columns + column % columns;
+}
 
 /* Of the four whose warps multiply together. */
 static __device__ inline int warpgroup_id() { return (int)threadIdx.x / 128; }
-
-/* What a warpgroup has taken: steps of the ring, and those of them in the second phase. */
-struct Steps { int all, down; };
 
 /* The next digit of a value, the nearest whole number; it becomes what that leaves. */
 static __device__ inline float take_digit(float *v) {
@@ -3942,16 +3943,19 @@ static __device__ inline void load_eights(Tile *tile, const uint8_t *slot) {
 }
 
 /* sum = A B: 64 rows of weights, 32 columns, COLUMNS digits. */
-template <int COLUMNS> static __device__ inline void multiply_digits(float sum[COLUMNS / 8][4], const uint32_t a[4], uint64_t b) {
+template <int COLUMNS>
+static __device__ inline void multiply_digits(float sum[COLUMNS / 8][4], const uint32_t a[4], uint32_t b) {
 #define DIGIT_SUMS(i) "=f"(sum[i][0]), "=f"(sum[i][1]), "=f"(sum[i][2]), "=f"(sum[i][3])
-#define DIGIT_INPUTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+#define DIGIT_INPUTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(128 >> 4)
     static_assert(COLUMNS == 8 || COLUMNS == 16);
     if constexpr (COLUMNS == 8)
-        asm volatile("wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 0, 1, 1;"
+        asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%8, %9};\n"
+                     "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, {%4, %5, %6, %7}, b, 0, 1, 1;\n}"
                      : DIGIT_SUMS(0) : DIGIT_INPUTS);
     else
-        asm volatile("wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7}, "
-                     "{%8, %9, %10, %11}, %12, 0, 1, 1;" : DIGIT_SUMS(0), DIGIT_SUMS(1) : DIGIT_INPUTS);
+        asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%12, %13};\n"
+                     "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7}, "
+                     "{%8, %9, %10, %11}, b, 0, 1, 1;\n}" : DIGIT_SUMS(0), DIGIT_SUMS(1) : DIGIT_INPUTS);
 #undef DIGIT_SUMS
 #undef DIGIT_INPUTS
 }
@@ -3964,7 +3968,7 @@ static __device__ inline void multiply_packed_tile(float total[][4], const Tile 
                                                    const float *blocks) {
     constexpr int columns = (DIGITS * ROWS + 7) / 8 * 8, sums = columns / 8, stretches = D == DTYPE_F4_E2M1 ? 8 : 4,
                   together = sums == 1 ? 4 : 2;
-    constexpr uint64_t layout = (uint64_t)(128 >> 4) << 32 | (part_bytes(ROWS) >> 4) << 16;
+    const uint32_t b = __shfl_sync(~0u, x, 0) + ((uint32_t)part_bytes(ROWS) >> 4 << 16);
     float sum[sums][4] = {};
 #pragma unroll
     for (int first = 0; first < stretches; first += together) {
@@ -3985,7 +3989,7 @@ static __device__ inline void multiply_packed_tile(float total[][4], const Tile 
         begin_products();
 #pragma unroll
         for (int i = 0; i < together; i++)
-            multiply_digits<columns>(part[i], a[i], layout | (x + (uint32_t)((first + i) * 2 * part_bytes(ROWS) / 16)));
+            multiply_digits<columns>(part[i], a[i], b + (uint32_t)((first + i) * 2 * part_bytes(ROWS) / 16));
         end_products();
         wait_for_products<0>();
 #pragma unroll
@@ -4027,7 +4031,7 @@ template <int ROWS> static __device__ inline void add_digits(float y[4], const f
 /* One strip times the rows of one work: in the first phase this warpgroup's segment, in the second one all columns of a piece.
  * All warps of a warpgroup come along. */
 template <DType D, int ROWS>
-static __device__ inline void multiply_rows(float y[4], Steps *steps, const Experts &e, const ExpertMemory &m, bool down,
+static __device__ inline void multiply_rows(float y[4], int *steps, const Experts &e, const ExpertMemory &m, bool down,
                                             int cols) {
     constexpr int columns = 1 << tile_bits(D), segments = 1 << PACKED_SEGMENT_BITS;
     const int lane = lane_id(), group = warpgroup_id(), tiles = cols / columns, every = down ? 1 : segments,
@@ -4035,15 +4039,13 @@ static __device__ inline void multiply_rows(float y[4], Steps *steps, const Expe
     float total[(DIGITS * ROWS + 7) / 8][4] = {};
     const int end = down ? tiles : (tiles + segments - 1) / segments * segments;
 #pragma unroll 1
-    for (int i = down ? 0 : group; i < end; i += every, steps->all++) {
-        const int stage = steps->all & e.stages - 1;
+    for (int i = down ? 0 : group; i < end; i += every, ++*steps) {
+        const int stage = *steps & e.stages - 1;
         const uint8_t *digits = m.x + i * columns / 16 * part_bytes(ROWS), *undo = m.x + digit_bytes(cols, ROWS)
                                                                                   + i * columns / SCALED_TOGETHER * 4;
-        wait_at(&m.stages->filled[stage][group], steps->all >> round_bits);
+        wait_at(&m.stages->filled[stage][group], *steps >> round_bits);
         if (down) {
-            const int place = steps->down & e.stages - 1;
-            digits = m.x + (place << PACKED_SEGMENT_BITS | group) * piece_bytes(e), undo = digits + digit_bytes(columns, ROWS);
-            wait_at(&m.stages->gated[place][group], steps->down++ >> round_bits);
+            digits = m.x + (stage << PACKED_SEGMENT_BITS | group) * piece_bytes(e), undo = digits + digit_bytes(columns, ROWS);
             show_to_products();
         }
         if (i < tiles) {
@@ -4067,14 +4069,14 @@ static __device__ inline void multiply_rows(float y[4], Steps *steps, const Expe
 }
 
 template <DType D>
-static __device__ inline void multiply_work(float y[4], Steps *steps, const Experts &e, const ExpertMemory &m, bool down,
+static __device__ inline void multiply_work(float y[4], int *steps, const Experts &e, const ExpertMemory &m, bool down,
                                             int cols, int count) {
     if (count == 1) multiply_rows<D, 1>(y, steps, e, m, down, cols);
     else if (count == 2) multiply_rows<D, 2>(y, steps, e, m, down, cols);
     else multiply_rows<D, PACKED_COLUMNS>(y, steps, e, m, down, cols);
 }
 
-static __device__ inline void multiply_terms(float y[4], Steps *steps, const Experts &e, const ExpertMemory &m, bool down,
+static __device__ inline void multiply_terms(float y[4], int *steps, const Experts &e, const ExpertMemory &m, bool down,
                                              int cols, int work) {
     const DType D = type_of(e, m, work);
     const int count = count_of(m, work);
@@ -4084,7 +4086,7 @@ static __device__ inline void multiply_terms(float y[4], Steps *steps, const Exp
 }
 #else
 static __device__ inline void stage_terms(const Experts &, uint8_t *, const int *, int, int) {}
-static __device__ inline void multiply_terms(float *, Steps *, const Experts &, const ExpertMemory &, bool, int, int) {}
+static __device__ inline void multiply_terms(float *, int *, const Experts &, const ExpertMemory &, bool, int, int) {}
 #endif
 
 /* ---- sums */
@@ -4433,7 +4435,11 @@ static __device__ inline void fetch_step(const Source &source, const Experts &e,
             if (lane < source.scale_lanes)
                 copy_scales_to_shared(slot + TILE_ROWS * TILE_BYTES + lane * 4, source.scale + source.scale_team[team]);
         }
-    arrive_with_copies(&m.stages->filled[stage][segment]);
+}
+
+/* When all that this warp has fetched is there, the step is complete. */
+static __device__ inline void close_step(const Experts &e, const ExpertMemory &m, int step) {
+    arrive_with_copies(&m.stages->filled[step & e.stages - 1][warp_id() - EXPERT_WARPS]);
 }
 
 /* All blocks have written gated: the warps that multiply know it and tell those that fetch. */
@@ -4455,79 +4461,104 @@ static __device__ inline int find_work(const Experts &e, const ExpertMemory &m, 
     return work;
 }
 
-/* Starts to bring the columns of the rows of gated that meet a tile. place: of MAX_STAGES. */
-static __device__ inline void bring_gated(const Experts &e, const ExpertMemory &m, int work, int column, int place) {
-    const DType D = type_of(e, m, work);
-    const int count = count_of(m, work), rows = padded_rows(count), lane = lane_id(), columns = 1 << tile_bits(D),
-              segment = warp_id() - EXPERT_WARPS;
-    uint8_t *to = m.x + (place << PACKED_SEGMENT_BITS | segment) * piece_bytes(e);
-    for (int r = 0; r < count; r++) {
-        const uint8_t *row = (const uint8_t *)(e.gated + gated_row(e, m.order[m.works[work].begin + r]));
-#pragma unroll 2
-        for (int i = lane; i < columns / 16 * DIGITS; i += 32)
-            start_copy_to_shared(to + i / DIGITS * part_bytes(rows) + (i % DIGITS * rows + r) * 16,
-                                 row + column * DIGITS + i * 16, true);
-        if (lane < columns / (4 * SCALED_TOGETHER))             /* four scales */
-            start_copy_to_shared(to + digit_bytes(columns, rows) + r * columns / SCALED_TOGETHER * (int)sizeof(float) + lane * 16,
-                                 row + e.inter * DIGITS + column / SCALED_TOGETHER * (int)sizeof(float) + lane * 16, true);
-    }
-    arrive_with_copies(&m.stages->gated[place][segment]);
+/* The rows of gated for tile after tile of a group's works, piece after piece. A lane has a row, of which it brings some parts of
+ * 16 columns. */
+struct GatedStream {
+    int index, work, tiles;     /* piece; work; its tiles that are to come */
+    int column, columns;        /* the first of the next tile; of a tile */
+    int rows, row_bits;         /* that meet a tile: 2^row_bits */
+    const uint8_t *row;         /* NULL: there are fewer */
+};
+
+static __device__ inline void open_gated(GatedStream *stream, const Experts &e, const ExpertMemory &m, int index, int work) {
+    *stream = {.index = index, .work = work};
+    if (index == m.plan->strips || work == m.plan->works) return;
+    const Piece piece = find_piece(e, index);
+    const int count = count_of(m, work), bits = tile_bits(type_of(e, m, work));
+    stream->tiles = piece.tiles << tile_bits(DTYPE_F4_E2M1) >> bits;
+    stream->column = piece.tile << tile_bits(DTYPE_F4_E2M1), stream->columns = 1 << bits;
+    stream->rows = padded_rows(count), stream->row_bits = power_of(stream->rows);
+    const int own = lane_id() & stream->rows - 1;
+    stream->row = own < count ? (const uint8_t *)(e.gated + gated_row(e, m.order[m.works[work].begin + own])) : NULL;
 }
 
-/* The same for tile after tile of a group's works, piece after piece. */
-struct GatedStream { int index, work, tile, brought; };
-
-static __device__ inline void bring_until(GatedStream *stream, const Experts &e, const ExpertMemory &m, int end) {
-    const int group = warp_id() - EXPERT_WARPS;
-    for (; stream->brought < end; stream->brought++) {
-        Piece piece = find_piece(e, stream->index);
-        if (stream->tile == piece.tiles << tile_bits(DTYPE_F4_E2M1) >> tile_bits(type_of(e, m, stream->work))) {
-            stream->tile = 0;
-            stream->work = find_work(e, m, stream->work + 1, group);
-            if (stream->work == m.plan->works) stream->work = find_work(e, m, 0, group), piece = find_piece(e, ++stream->index);
-        }
-        const int column = (piece.tile << tile_bits(DTYPE_F4_E2M1)) + (stream->tile++ << tile_bits(type_of(e, m, stream->work)));
-        bring_gated(e, m, stream->work, column, stream->brought & e.stages - 1);
+/* Starts to bring the columns that meet the next tile, which is that of a step, and goes on to the one behind it. */
+static __device__ inline void bring_gated(GatedStream *stream, const Experts &e, const ExpertMemory &m, int step) {
+    const int group = warp_id() - EXPERT_WARPS, rows = stream->rows, bits = stream->row_bits, own = lane_id() & rows - 1,
+              first = lane_id() >> bits, columns = stream->columns, column = stream->column, each = 4 * SCALED_TOGETHER;
+    uint8_t *to = m.x + ((step & e.stages - 1) << PACKED_SEGMENT_BITS | group) * piece_bytes(e);
+    if (stream->row) {
+        const uint8_t *digits = stream->row + digit_place(column, 0),
+                      *scales = stream->row + e.inter * DIGITS + column / SCALED_TOGETHER * (int)sizeof(float);
+#pragma unroll 1
+        for (int part = first; part < columns / 16; part += 32 >> bits)
+#pragma unroll
+            for (int digit = 0; digit < DIGITS; digit++)
+                start_copy_to_shared(to + part * part_bytes(rows) + (digit * rows + own) * 16,
+                                     digits + digit_place(part * 16, digit), true);
+        if (first < columns / each)                             /* four scales */
+            start_copy_to_shared(to + digit_bytes(columns, rows) + own * columns / SCALED_TOGETHER * (int)sizeof(float) + first * 16,
+                                 scales + first * 16, true);
     }
+    stream->column += columns;
+    if (--stream->tiles) return;
+    const int next = find_work(e, m, stream->work + 1, group);
+    if (next < m.plan->works) open_gated(stream, e, m, stream->index, next);
+    else open_gated(stream, e, m, stream->index + 1, find_work(e, m, 0, group));
 }
 
 /* Fetches strip after strip. Until the plan is known, which all threads wait for together, there is the shared expert, whose
- * places in the plan and the list are the same before and after, and no more than the ring holds. In the second phase gated
- * comes along, before the weights it meets; but at first these fill the ring, since gated is not there yet. */
-static __device__ inline void fetch_all(const Experts &e, const ExpertMemory &m) {
+ * places in the plan and the list are the same before and after, and no more than the ring holds. */
+static __device__ inline int fetch_gate_up(const Experts &e, const ExpertMemory &m) {
     const Plan &plan = *m.plan;
-    const int group = warp_id() - EXPERT_WARPS;
-    bool known = false, open = false;
-    int step = 0, down_step = 0;
-    GatedStream gated = {};
-    const auto fetch_strip = [&](int work, const Piece &piece, bool down) {
-        Source source = find_source(e, m, work, piece, down);
-        for (; source.steps > 0; step++, source.steps--, source.tiles--) {
-            if (step == e.stages && !known) __syncthreads(), known = true;
-            if (down && down_step++ == e.stages) wait_open(), open = true;
-            if (open) bring_until(&gated, e, m, down_step - 1);
-            wait_for_place(e, m, step);
-            fetch_step(source, e, m, step);
-            source.row[0] += source.step, source.row[1] += source.step, source.scale += source.scale_step;
-        }
-    };
+    bool known = false;
+    int step = 0;
     for (int place = 0; true;) {
         if (place >= plan.shared && !known) __syncthreads(), known = true;
-        if (place >= plan.gate) break;
+        if (place >= plan.gate) return step;
         const Span span = find_packed(e, m, place);
 #pragma unroll 1
-        for (int i = 0; i < span.strips; i++)
-            fetch_strip(span.work, {span.strip + i, 0, e.hidden >> tile_bits(DTYPE_F4_E2M1), 0}, false);
+        for (int i = 0; i < span.strips; i++) {
+            Source source = find_source(e, m, span.work, {span.strip + i, 0, e.hidden >> tile_bits(DTYPE_F4_E2M1), 0}, false);
+#pragma unroll 1
+            for (; source.steps > 0; step++, source.steps--, source.tiles--) {
+                if (step == e.stages && !known) __syncthreads(), known = true;
+                wait_for_place(e, m, step);
+                fetch_step(source, e, m, step);
+                close_step(e, m, step);
+                source.row[0] += source.step, source.row[1] += source.step, source.scale += source.scale_step;
+            }
+        }
         place += e.many ? 1 : span.strips;
     }
-    gated.work = find_work(e, m, 0, group);
+}
+
+/* In the second phase gated comes along. As it is not there yet at first, the weights fill the ring meanwhile. */
+static __device__ inline void fetch_down(const Experts &e, const ExpertMemory &m, int step) {
+    const int group = warp_id() - EXPERT_WARPS, full = step + e.stages;
+    int closed = step;          /* steps to whose weights gated has been brought */
+    GatedStream gated;
+    open_gated(&gated, e, m, 0, find_work(e, m, 0, group));
+    const auto close_until = [&](int end) {
 #pragma unroll 1
-    for (int index = 0; index < plan.strips; index++)
+        for (; closed < end; closed++) bring_gated(&gated, e, m, closed), close_step(e, m, closed);
+    };
 #pragma unroll 1
-        for (int work = find_work(e, m, 0, group); work < plan.works; work = find_work(e, m, work + 1, group))
-            fetch_strip(work, find_piece(e, index), true);
-    if (!open) wait_open();
-    bring_until(&gated, e, m, down_step);
+    for (int index = 0; index < m.plan->strips; index++)
+#pragma unroll 1
+        for (int work = find_work(e, m, 0, group); work < m.plan->works; work = find_work(e, m, work + 1, group)) {
+            Source source = find_source(e, m, work, find_piece(e, index), true);
+#pragma unroll 1
+            for (; source.steps > 0; step++, source.steps--, source.tiles--) {
+                if (step == full) wait_open(), close_until(step);
+                wait_for_place(e, m, step);
+                fetch_step(source, e, m, step);
+                if (step >= full) close_until(step + 1);
+                source.row[0] += source.step, source.row[1] += source.step, source.scale += source.scale_step;
+            }
+        }
+    if (step <= full) wait_open();
+    close_until(step);
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
@@ -4557,10 +4588,11 @@ static __device__ void leave_gated(const Experts &e, const ExpertMemory &m, int 
         for (int distance = 1; distance < 32; distance *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
         const float undo = scale_below(most, DIGIT_BITS - 2);
         v *= inverse_power(undo);
-        uint8_t *row = (uint8_t *)(e.gated + gated_row(e, pick)),
-                *at = row + (unit * 2 + lane % 2) * DIGITS * 16 + lane / 8 * 4 + lane % 8 / 2;
+        uint8_t *row = (uint8_t *)(e.gated + gated_row(e, pick));
+        const int at = unit * SCALED_TOGETHER + lane % 2 * 16 + lane / 8 * 4 + lane % 8 / 2;
 #pragma unroll
-        for (int i = 0; i < DIGITS; i++) at[i * 16] = __nv_cvt_float_to_fp8(take_digit(&v), __NV_SATFINITE, __NV_E4M3);
+        for (int digit = 0; digit < DIGITS; digit++)
+            row[digit_place(at, digit)] = __nv_cvt_float_to_fp8(take_digit(&v), __NV_SATFINITE, __NV_E4M3);
         if (lane == 0) ((float *)(row + e.inter * DIGITS))[unit] = undo;
     }
 }
@@ -4619,7 +4651,7 @@ static __device__ void add_entries(const Experts &e, const ExpertMemory &m, int 
 /* ---- the phases where weights are packed */
 
 /* The first one: all warps take the same unit at the same time, a segment of its columns each. */
-static __device__ inline void multiply_packed_gate_up(Steps *steps, const Experts &e, const ExpertMemory &m) {
+static __device__ inline void multiply_packed_gate_up(int *steps, const Experts &e, const ExpertMemory &m) {
     int used = 0, staged = lists_row(e) ? 0 : -1;   /* entries that wait; the work whose rows are at hand: a single one's are */
     for (int place = 0; place < m.plan->gate;) {
         const Span span = find_packed(e, m, place);
@@ -4654,7 +4686,7 @@ static __device__ inline void multiply_packed_gate_up(Steps *steps, const Expert
 }
 
 /* The second one: each warpgroup takes its own works, of as many at a time as there is room for sums. */
-static __device__ inline void multiply_packed_down(Steps *steps, const Experts &e, const ExpertMemory &m) {
+static __device__ inline void multiply_packed_down(int *steps, const Experts &e, const ExpertMemory &m) {
     const int group = warpgroup_id();
 #pragma unroll 1
     for (int index = 0; index < m.plan->strips; index++) {
@@ -4687,13 +4719,12 @@ static __global__ void __launch_bounds__(PACKED_THREADS, 1) packed_experts_kerne
     if (threadIdx.x == 0) plan_shared(&plan, e);
     if (threadIdx.x < MAX_STAGES << PACKED_SEGMENT_BITS) {
         start_barrier(&m.stages->filled[0][0] + threadIdx.x, 32);
-        start_barrier(&m.stages->gated[0][0] + threadIdx.x, 32);
         start_barrier(&m.stages->used[0][0] + threadIdx.x, 4);
     }
     if (!fetches) prepare(e, m);
     __syncthreads();
     if (fetches) {
-        fetch_all(e, m);
+        fetch_down(e, m, fetch_gate_up(e, m));
         return;
     }
     const int first_pick = 0;
@@ -4709,7 +4740,7 @@ static __global__ void __launch_bounds__(PACKED_THREADS, 1) packed_experts_kerne
     }
     __syncthreads();                                /* with the warps that fetch */
     if (e.share % strip_tiles(e)) clear_sums(e);
-    Steps steps = {};
+    int steps = 0;              /* of the ring, that this warpgroup has taken */
     multiply_packed_gate_up(&steps, e, m);
     wait_for_all_blocks();
     tell_open();
