@@ -3072,7 +3072,7 @@ enum {
     EXACT_SEGMENT = 32,         /* columns of a segment where weights of any type are multiplied in f32, */
     EXACT_STEP = 8,             /* and of these as many as are on their way together, which share a scale */
     ENOUGH_STAGES = 3, MAX_STAGES = 4,              /* tiles that a warp has on their way; fewer where shared memory is small */
-    RUN = 4,                    /* units after which the next rows of the same expert have their turn */
+    RUN = 16,                   /* units after which the next rows of the same expert have their turn */
     LONG_RUN = 32,              /* the same where rows are many, and neighbouring blocks take these at the same time */
     STRIPS = 3,                 /* of down, that a team multiplies by the same rows */
     MAX_SUMS = 192, MAX_DOWN_SUMS = 384,            /* columns of one segment's sums that wait in shared memory to be added up */
@@ -3227,10 +3227,12 @@ static __device__ void plan_shared(Plan *plan, const Experts &e) {
     plan->groups = divide_up(plan->strips, STRIPS);
 }
 
-/* What a unit of packed weights costs: more where the digits of its rows take more than eight columns; and one of e4m3 is as long
- * as two of e2m1. */
-static __device__ inline int unit_cost(int rows) { return rows <= 2 ? 4 : 5; }
-static __device__ inline int shared_cost(const Experts &e) { return is_e4m3(e.dtype[1]) ? 8 : 4; }
+/* The rows that the columns of a product have room for: digit d of row r is column d * rows + r. */
+static __host__ __device__ constexpr int padded_rows(int count) { return count <= 2 ? count : PACKED_COLUMNS; }
+
+/* What a unit of packed weights costs: a little more for each row that has room; and one of e4m3 is as long as two of e2m1. */
+static __device__ inline int unit_cost(int rows) { return 13 + padded_rows(rows); }
+static __device__ inline int shared_cost(const Experts &e) { return unit_cost(1) * (is_e4m3(e.dtype[1]) ? 2 : 1); }
 
 /* Where a block's share of the routed units begins, in costs, if all blocks are to have as much to do. */
 static __device__ inline int routed_begin(int shared, int cost, int block, const Experts &e) {
@@ -3848,9 +3850,6 @@ static __device__ inline void multiply_exactly(float total[4], const Experts &e,
  */
 
 enum { DIGITS = 3, DIGIT_BITS = 5 };
-
-/* The rows that the columns of a product have room for: digit d of row r is column d * rows + r. */
-static __host__ __device__ constexpr int padded_rows(int count) { return count <= 2 ? count : PACKED_COLUMNS; }
 
 /* Bytes from 16 values of the columns to the next, the 16 more spread them over the banks; and of a work's rows in shared memory,
  * behind which stand the scales that undo those of each row. */
