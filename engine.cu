@@ -678,6 +678,17 @@ static __device__ inline void start_copy_to_shared(uint8_t *to, const void *from
                  :: "r"(shared_address(to)), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
+/* The same of weights: L2 is to forget them first, since they are read once a pass, and keep what is read again. */
+static __device__ inline uint64_t read_once() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+static __device__ inline void start_copy_of_weights(uint8_t *to, const void *from, uint64_t policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;"
+                 :: "r"(shared_address(to)), "l"(from), "l"(policy) : "memory");
+}
+
 /* 4 or 8 bytes likewise. */
 template <int BYTES> static __device__ inline void start_small_copy(uint8_t *to, const void *from, bool there) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
@@ -4422,13 +4433,14 @@ static __device__ inline void fetch_step(const Source &source, const Experts &e,
               own = lane / 8 * TILE_BYTES + (lane % 8 ^ swizzled(lane / 8)) * 16;
     uint8_t *slot = m.ring + ((stage << PACKED_SEGMENT_BITS) + segment) * 4 * e.slot_bytes;
     const uint8_t *row[2] = {source.row[0], source.row[1]};
+    const uint64_t policy = read_once();
     if (source.tiles > 0)
 #pragma unroll
         for (int team = 0; team < 4; team++, slot += e.slot_bytes) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                start_copy_to_shared(slot + own + i * 8 * TILE_BYTES, row[i], true);
-                start_copy_to_shared(slot + (own ^ 2 * 16) + (i * 8 + 4) * TILE_BYTES, row[i] + 4 * source.stride, true);
+                start_copy_of_weights(slot + own + i * 8 * TILE_BYTES, row[i], policy);
+                start_copy_of_weights(slot + (own ^ 2 * 16) + (i * 8 + 4) * TILE_BYTES, row[i] + 4 * source.stride, policy);
                 row[i] += source.team;
             }
             if (lane < source.scale_lanes)
