@@ -3281,9 +3281,10 @@ static __device__ inline int find_works(const ExpertMemory &m, int *first) {
 static __device__ Span find_units(const Experts &e, const ExpertMemory &m, int index, int most) {
     const int units = m.plan->units, teams = teams_of(e, false);
     int first = index / units;
-    const int n = find_works(m, &first);
-    const int length = n == 1 ? units : RUN, offset = index - first * units, run = offset / (length * n) * length,
-              rest = offset - run * n, here = min(length, units - run), work = rest / here, unit = rest - work * here;
+    const int n = find_works(m, &first), offset = index - first * units;
+    if (n == 1) return {first, offset * teams + team_of(e, false), min(units - offset, most)};
+    const int run = offset / (RUN * n) * RUN, rest = offset - run * n, here = min((int)RUN, units - run), work = rest / here,
+              unit = rest - work * here;
     return {first + work, (run + unit) * teams + team_of(e, false), min(here - unit, most)};
 }
 
@@ -3862,28 +3863,24 @@ static __device__ inline void multiply_exactly(float total[4], const Experts &e,
 
 enum { DIGITS = 3, DIGIT_BITS = 5 };
 
-/* Bytes from 16 values of the columns to the next, the 16 more spread them over the banks; and of a work's rows in shared memory,
- * behind which stand the scales that undo those of each row. */
+/* Of a work's rows, X_BLOCK columns stand together in shared memory, as many as a tile of e2m1 has: first their digits, then the
+ * scales that undo those of each row. Bytes from 16 columns to the next, of which 16 only spread them over the banks; up to the
+ * scales; of all. */
 static __host__ __device__ constexpr int part_bytes(int rows) { return (DIGITS * rows + 1) * 16; }
-static __host__ __device__ constexpr int digit_bytes(int cols, int rows) { return cols / 16 * part_bytes(rows); }
-static __host__ __device__ constexpr int packed_bytes(int cols, int rows) {
-    return digit_bytes(cols, rows) + rows * (cols / SCALED_TOGETHER) * (int)sizeof(float);
+static __host__ __device__ constexpr int digit_bytes(int rows) { return X_BLOCK / 16 * part_bytes(rows); }
+static __host__ __device__ constexpr int scale_place(int row, int column) {
+    return (row * X_BLOCK + column) / SCALED_TOGETHER * (int)sizeof(float);
 }
-
-/* Bytes at most of the rows of gated that meet a tile. */
-static __host__ __device__ inline int piece_bytes(const Experts &e) {
-    return packed_bytes(1 << tile_bits(DTYPE_F4_E2M1), padded_rows(e.columns));
-}
+static __host__ __device__ constexpr int block_bytes(int rows) { return digit_bytes(rows) + scale_place(rows, 0); }
 
 /* Barriers of the ring, for each of its stages and segments: the tiles have come, and the rows of gated beside them; the four
  * warps have done with both. */
 struct PackedStages { uint64_t filled[MAX_STAGES][1 << PACKED_SEGMENT_BITS], used[MAX_STAGES][1 << PACKED_SEGMENT_BITS]; };
 
-/* Where in a row of gated a digit of a column is: of each tile of e2m1 the first digits, then the second ones. Behind all of
+/* Where in a row of gated a digit of a column is: of each X_BLOCK columns the first digits, then the second ones. Behind all of
  * them stand the scales. */
 static __device__ inline int digit_place(int column, int digit) {
-    const int columns = 1 << tile_bits(DTYPE_F4_E2M1);
-    return column / columns * columns * DIGITS + digit * columns + column % columns;
+    return (column / X_BLOCK * DIGITS + digit) * X_BLOCK + column % X_BLOCK;
 }
 
 /* Of the four whose warps multiply together. */
@@ -3927,9 +3924,10 @@ static __device__ void stage_terms(const Experts &e, uint8_t *to, const int *pic
         for (int i = 0; i < 2; i++) {
             const int t = task + i * warps, row = t / blocks, block = t - row * blocks;
             if (t >= count * blocks) break;
-            ((float *)(to + digit_bytes(e.hidden, rows)))[row * (e.hidden / SCALED_TOGETHER) + block * 8 + lane / 4] =
+            uint8_t *of_block = to + block * block_bytes(rows),
+                    *at = of_block + lane / 4 * 2 * part_bytes(rows) + row * 16 + lane % 4 * 4;
+            *(float *)(of_block + digit_bytes(rows) + scale_place(row, lane * 8)) =
                 scale_values(v[i], SCALED_TOGETHER / 8, DIGIT_BITS - 2);
-            uint8_t *at = to + (block * 16 + lane / 4 * 2) * part_bytes(rows) + row * 16 + lane % 4 * 4;
 #pragma unroll
             for (int digit = 0; digit < DIGITS; digit++, at += rows * 16) {
                 const uint2 eight = take_digits(v[i]);
@@ -3970,15 +3968,15 @@ static __device__ inline void multiply_digits(float sum[COLUMNS / 8][4], const u
 #undef DIGIT_INPUTS
 }
 
-/* total += a tile times digits, which begin at x, in units of 16 bytes. undo: what undoes the scales of x in the row of a
- * thread's first column; `apart` further on stands the same for the other one. blocks: the scales of BLOCKS_OF_32, four for the
- * upper rows and four for the lower ones. */
+/* total += a tile times digits. undo: what undoes the scales of x in the row of a thread's first column, before the next one's.
+ * scales: of BLOCKS_OF_32, four for the upper rows and four for the lower ones. */
 template <DType D, int ROWS>
-static __device__ inline void multiply_packed_tile(float total[][4], const Tile &tile, uint32_t x, const float *undo, int apart,
-                                                   const float *blocks) {
+static __device__ inline void multiply_packed_tile(float total[][4], const Tile &tile, const uint8_t *digits, const uint8_t *undo,
+                                                   const uint8_t *scales) {
     constexpr int columns = (DIGITS * ROWS + 7) / 8 * 8, sums = columns / 8, stretches = D == DTYPE_F4_E2M1 ? 8 : 4,
                   together = sums == 1 ? 4 : 2;
-    const uint32_t b = __shfl_sync(~0u, x, 0) + ((uint32_t)part_bytes(ROWS) >> 4 << 16);
+    /* A matrix descriptor has addresses by 16. One lane's, so that the compiler sees that all have the same. */
+    const uint32_t b = __shfl_sync(~0u, shared_address(digits) >> 4, 0) + ((uint32_t)part_bytes(ROWS) >> 4 << 16);
     float sum[sums][4] = {};
 #pragma unroll
     for (int first = 0; first < stretches; first += together) {
@@ -4012,9 +4010,9 @@ static __device__ inline void multiply_packed_tile(float total[][4], const Tile 
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 const uint32_t exponents = first + i < 4 ? tile.scale[k / 2].x : tile.scale[k / 2].y;
-                const float of_x = undo[first + i + (ROWS == 1 ? 0 : k % 2 * apart)],
+                const float of_x = ((const float *)undo)[first + i + (ROWS == 1 ? 0 : k % 2 * (X_BLOCK / SCALED_TOGETHER))],
                             scale = D == DTYPE_F4_E2M1 ? of_x * e2m1_scale(exponents, (first + i) % 4)
-                                    : D == BLOCKS_OF_32 ? of_x * blocks[k / 2 * 4 + first + i] : of_x;
+                                    : D == BLOCKS_OF_32 ? of_x * ((const float *)scales)[k / 2 * 4 + first + i] : of_x;
 #pragma unroll
                 for (int j = 0; j < sums; j++) sum[j][k] = fmaf(scale, part[i][j][k], sum[j][k]);
             }
@@ -4045,19 +4043,17 @@ static __device__ inline void multiply_rows(float y[4], int *steps, const Expert
                                             int cols) {
     constexpr int columns = 1 << tile_bits(D), segments = 1 << PACKED_SEGMENT_BITS;
     const int lane = lane_id(), group = warpgroup_id(), tiles = cols / columns, every = down ? 1 : segments,
-              apart = (down ? columns : cols) / SCALED_TOGETHER, round_bits = power_of(e.stages);
+              round_bits = power_of(e.stages), bytes = down ? block_bytes(padded_rows(e.columns)) : block_bytes(ROWS);
     float total[(DIGITS * ROWS + 7) / 8][4] = {};
     const int end = down ? tiles : (tiles + segments - 1) / segments * segments;
 #pragma unroll 1
     for (int i = down ? 0 : group; i < end; i += every, ++*steps) {
         const int stage = *steps & e.stages - 1;
-        const uint8_t *digits = m.x + i * columns / 16 * part_bytes(ROWS), *undo = m.x + digit_bytes(cols, ROWS)
-                                                                                  + i * columns / SCALED_TOGETHER * 4;
+        const int column = down ? 0 : i * columns % X_BLOCK;
+        const uint8_t *block = m.x + (down ? stage << PACKED_SEGMENT_BITS | group : i * columns / X_BLOCK) * bytes,
+                      *digits = block + column / 16 * part_bytes(ROWS), *undo = block + digit_bytes(ROWS) + scale_place(0, column);
         wait_at(&m.stages->filled[stage][group], *steps >> round_bits);
-        if (down) {
-            digits = m.x + (stage << PACKED_SEGMENT_BITS | group) * piece_bytes(e), undo = digits + digit_bytes(columns, ROWS);
-            show_to_products();
-        }
+        if (down) show_to_products();
         if (i < tiles) {
             const uint8_t *at = m.ring + (stage * EXPERT_WARPS + warp_id()) * e.slot_bytes, *scales = at + TILE_ROWS * TILE_BYTES;
             Tile tile;
@@ -4068,9 +4064,7 @@ static __device__ inline void multiply_rows(float y[4], int *steps, const Expert
                 load_eights(&tile, at);
                 if (D == DTYPE_F8_E4M3) tile.scale[0] = *(const uint2 *)scales;
             }
-            const uint32_t x = shared_address(digits) >> 4 & 0x3fff;            /* a matrix descriptor's 14 bits */
-            multiply_packed_tile<D, ROWS>(total, tile, x, (const float *)undo + lane % 4 * 2 % ROWS * apart, apart,
-                                          (const float *)scales);
+            multiply_packed_tile<D, ROWS>(total, tile, digits, undo + scale_place(lane % 4 * 2 % ROWS, 0), scales);
         }
         __syncwarp();
         if (lane == 0) arrive_at(&m.stages->used[stage][group]);
@@ -4497,10 +4491,10 @@ static __device__ inline void open_gated(GatedStream *stream, const Experts &e, 
 static __device__ inline void bring_gated(GatedStream *stream, const Experts &e, const ExpertMemory &m, int step) {
     const int group = warp_id() - EXPERT_WARPS, rows = stream->rows, bits = stream->row_bits, own = lane_id() & rows - 1,
               first = lane_id() >> bits, columns = stream->columns, column = stream->column, each = 4 * SCALED_TOGETHER;
-    uint8_t *to = m.x + ((step & e.stages - 1) << PACKED_SEGMENT_BITS | group) * piece_bytes(e);
+    uint8_t *to = m.x + ((step & e.stages - 1) << PACKED_SEGMENT_BITS | group) * block_bytes(padded_rows(e.columns));
     if (stream->row) {
         const uint8_t *digits = stream->row + digit_place(column, 0),
-                      *scales = stream->row + e.inter * DIGITS + column / SCALED_TOGETHER * (int)sizeof(float);
+                      *scales = stream->row + e.inter * DIGITS + scale_place(0, column);
 #pragma unroll 1
         for (int part = first; part < columns / 16; part += 32 >> bits)
 #pragma unroll
@@ -4508,8 +4502,8 @@ static __device__ inline void bring_gated(GatedStream *stream, const Experts &e,
                 start_copy_to_shared(to + part * part_bytes(rows) + (digit * rows + own) * 16,
                                      digits + digit_place(part * 16, digit), true);
         if (first < columns / each)                             /* four scales */
-            start_copy_to_shared(to + digit_bytes(columns, rows) + own * columns / SCALED_TOGETHER * (int)sizeof(float) + first * 16,
-                                 scales + first * 16, true);
+            start_copy_to_shared(to + digit_bytes(rows) + scale_place(own, first * each), scales + scale_place(0, first * each),
+                                 true);
     }
     stream->column += columns;
     if (--stream->tiles) return;
@@ -4802,8 +4796,8 @@ static size_t lay_out_packed(Experts *e) {
     for (e->stages = e->many ? MAX_STAGES / 2 : MAX_STAGES; e->stages; e->stages /= 2)
         for (e->columns = min(e->n_rows, (int)PACKED_COLUMNS); e->columns; e->columns--)
             for (e->entries = MOST_ENTRIES; e->entries >= FEWEST_ENTRIES; e->entries /= 2) {
-                const size_t bytes = lay_out(e, max(packed_bytes(e->hidden, padded_rows(e->columns)),
-                                                    (e->stages << PACKED_SEGMENT_BITS) * piece_bytes(*e)));
+                const size_t bytes = lay_out(e, max(e->hidden / X_BLOCK, e->stages << PACKED_SEGMENT_BITS)
+                                                    * block_bytes(padded_rows(e->columns)));
                 if (bytes <= gpu.shared_per_block) return bytes - SMALL_SHARED;
             }
     return 0;
