@@ -3939,6 +3939,18 @@ static __device__ void stage_terms(const Experts &e, uint8_t *to, const int *pic
     show_to_products();
 }
 
+/* The scales of a tile of e2m1, as floats to where its weights were, which this warp has read: for each row eight. For a single
+ * row of x they take what undoes its scales along. A lane widens four. */
+template <int ROWS> static __device__ inline void widen_scales(uint8_t *slot, const uint8_t *undo) {
+    const int lane = lane_id();
+    const uint32_t exponents = ((const uint32_t *)(slot + TILE_ROWS * TILE_BYTES))[lane];
+    const float4 of_x = ROWS == 1 ? ((const float4 *)undo)[lane % 2] : make_float4(1, 1, 1, 1);
+    __syncwarp();
+    ((float4 *)slot)[lane] = make_float4(e2m1_scale(exponents, 0) * of_x.x, e2m1_scale(exponents, 1) * of_x.y,
+                                         e2m1_scale(exponents, 2) * of_x.z, e2m1_scale(exponents, 3) * of_x.w);
+    __syncwarp();
+}
+
 /* Of each 32 bytes of either row eight. */
 static __device__ inline void load_eights(Tile *tile, const uint8_t *slot) {
     const int g = lane_id() / 4, t = lane_id() % 4;
@@ -3977,11 +3989,17 @@ static __device__ inline void multiply_packed_tile(float total[][4], const Tile 
                   together = sums == 1 ? 4 : 2;
     /* A matrix descriptor has addresses by 16. One lane's, so that the compiler sees that all have the same. */
     const uint32_t b = __shfl_sync(~0u, shared_address(digits) >> 4, 0) + ((uint32_t)part_bytes(ROWS) >> 4 << 16);
-    float sum[sums][4] = {};
+    float sum[sums][4] = {}, of_rows[2][4];
 #pragma unroll
     for (int first = 0; first < stretches; first += together) {
         uint32_t a[together][4];
         float part[together][sums][4];
+        if (D == DTYPE_F4_E2M1 && first % 4 == 0)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float4 four = ((const float4 *)scales)[(lane_id() / 4 + 8 * i) * 2 + first / 4];
+                of_rows[i][0] = four.x, of_rows[i][1] = four.y, of_rows[i][2] = four.z, of_rows[i][3] = four.w;
+            }
 #pragma unroll
         for (int i = 0; i < together; i++)
             if (D == DTYPE_F4_E2M1) {
@@ -4009,10 +4027,10 @@ static __device__ inline void multiply_packed_tile(float total[][4], const Tile 
         for (int i = 0; i < together; i++)
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                const uint32_t exponents = first + i < 4 ? tile.scale[k / 2].x : tile.scale[k / 2].y;
                 const float of_x = ((const float *)undo)[first + i + (ROWS == 1 ? 0 : k % 2 * (X_BLOCK / SCALED_TOGETHER))],
-                            scale = D == DTYPE_F4_E2M1 ? of_x * e2m1_scale(exponents, (first + i) % 4)
-                                    : D == BLOCKS_OF_32 ? of_x * ((const float *)scales)[k / 2 * 4 + first + i] : of_x;
+                            of_w = D == DTYPE_F4_E2M1 ? of_rows[k / 2][(first + i) % 4]
+                                   : D == BLOCKS_OF_32 ? ((const float *)scales)[k / 2 * 4 + first + i] : 1,
+                            scale = D == DTYPE_F8_E4M3 || (D == DTYPE_F4_E2M1 && ROWS == 1) ? (D == DTYPE_F8_E4M3 ? of_x : of_w) : of_x * of_w;
 #pragma unroll
                 for (int j = 0; j < sums; j++) sum[j][k] = fmaf(scale, part[i][j][k], sum[j][k]);
             }
@@ -4055,11 +4073,12 @@ static __device__ inline void multiply_rows(float y[4], int *steps, const Expert
         wait_at(&m.stages->filled[stage][group], *steps >> round_bits);
         if (down) show_to_products();
         if (i < tiles) {
-            const uint8_t *at = m.ring + (stage * EXPERT_WARPS + warp_id()) * e.slot_bytes, *scales = at + TILE_ROWS * TILE_BYTES;
+            uint8_t *at = m.ring + (stage * EXPERT_WARPS + warp_id()) * e.slot_bytes;
+            const uint8_t *scales = D == DTYPE_F4_E2M1 ? at : at + TILE_ROWS * TILE_BYTES;
             Tile tile;
             if (D == DTYPE_F4_E2M1) {
                 load_words(&tile, at);
-                for (int j = 0; j < 2; j++) tile.scale[j] = ((const uint2 *)scales)[lane / 4 + 8 * j];
+                widen_scales<ROWS>(at, undo);
             } else {
                 load_eights(&tile, at);
                 if (D == DTYPE_F8_E4M3) tile.scale[0] = *(const uint2 *)scales;
