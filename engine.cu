@@ -678,17 +678,6 @@ static __device__ inline void start_copy_to_shared(uint8_t *to, const void *from
                  :: "r"(shared_address(to)), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
-/* The same of weights: L2 is to forget them first, since they are read once a pass, and keep what is read again. */
-static __device__ inline uint64_t read_once() {
-    uint64_t policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-static __device__ inline void start_copy_of_weights(uint8_t *to, const void *from, uint64_t policy) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;"
-                 :: "r"(shared_address(to)), "l"(from), "l"(policy) : "memory");
-}
-
 /* 4 or 8 bytes likewise. */
 template <int BYTES> static __device__ inline void start_small_copy(uint8_t *to, const void *from, bool there) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
@@ -4440,20 +4429,27 @@ static __device__ inline void wait_for_place(const Experts &e, const ExpertMemor
         wait_at(&m.stages->used[step & e.stages - 1][warp_id() - EXPERT_WARPS], (step >> power_of(e.stages)) - 1);
 }
 
+/* 16 bytes of weights that are read once a pass: L2 is to forget them first and keep what is read again, code too. */
+static __device__ inline void start_copy_of_weights(uint8_t *to, const uint8_t *from) {
+    uint64_t forgotten_first;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(forgotten_first));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;"
+                 :: "r"(shared_address(to)), "l"(from), "l"(forgotten_first) : "memory");
+}
+
 /* The tiles of one step to their stage, of each team, if there are any. */
 static __device__ inline void fetch_step(const Source &source, const Experts &e, const ExpertMemory &m, int step) {
     const int lane = lane_id(), stage = step & e.stages - 1, segment = warp_id() - EXPERT_WARPS,
               own = lane / 8 * TILE_BYTES + (lane % 8 ^ swizzled(lane / 8)) * 16;
     uint8_t *slot = m.ring + ((stage << PACKED_SEGMENT_BITS) + segment) * 4 * e.slot_bytes;
     const uint8_t *row[2] = {source.row[0], source.row[1]};
-    const uint64_t policy = read_once();
     if (source.tiles > 0)
 #pragma unroll
         for (int team = 0; team < 4; team++, slot += e.slot_bytes) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                start_copy_of_weights(slot + own + i * 8 * TILE_BYTES, row[i], policy);
-                start_copy_of_weights(slot + (own ^ 2 * 16) + (i * 8 + 4) * TILE_BYTES, row[i] + 4 * source.stride, policy);
+                start_copy_of_weights(slot + own + i * 8 * TILE_BYTES, row[i]);
+                start_copy_of_weights(slot + (own ^ 2 * 16) + (i * 8 + 4) * TILE_BYTES, row[i] + 4 * source.stride);
                 row[i] += source.team;
             }
             if (lane < source.scale_lanes)
