@@ -3163,6 +3163,12 @@ static __host__ __device__ inline int scale_bytes(DType D) {
     return D == DTYPE_F4_E2M1 ? 128 : D == BLOCKS_OF_32 ? 32 : D == DTYPE_F8_E4M3 ? 16 : 0;
 }
 
+/* A thread's number, and its warp's, among those that multiply. Where weights are packed, the warps that fetch come before them,
+ * as the scheduler seems to prefer earlier ones: what they have not asked for all others wait for. */
+static __device__ inline int worker() { return (int)threadIdx.x - ((int)blockDim.x - EXPERT_THREADS); }
+static __device__ inline int worker_warp() { return worker() >> 5; }
+static __device__ inline int fetcher_warp() { return (int)threadIdx.x / 32; }
+
 static __device__ inline int row_of(int pick) { return pick >> 16; }
 static __device__ inline int number_of(int pick) { return pick & 0xffff; }
 static __device__ inline bool is_shared(const Experts &e, int pick) { return number_of(pick) == e.per_token; }
@@ -3179,8 +3185,8 @@ static __device__ inline int count_of(const ExpertMemory &m, int work) { return 
 static __device__ inline int bits_of(const Experts &e, bool down) { return e.segment_bits[down ? DOWN : GATE]; }
 static __device__ inline int segments_of(const Experts &e, bool down) { return 1 << bits_of(e, down); }
 static __device__ inline int teams_of(const Experts &e, bool down) { return EXPERT_WARPS >> bits_of(e, down); }
-static __device__ inline int team_of(const Experts &e, bool down) { return warp_id() & (teams_of(e, down) - 1); }
-static __device__ inline int segment_of(const Experts &e, bool down) { return warp_id() / teams_of(e, down); }
+static __device__ inline int team_of(const Experts &e, bool down) { return worker_warp() & (teams_of(e, down) - 1); }
+static __device__ inline int segment_of(const Experts &e, bool down) { return worker_warp() / teams_of(e, down); }
 
 /* Of the threads that multiply. */
 static __device__ inline void sync_warps() { asm volatile("bar.sync 1, %0;" :: "n"((int)EXPERT_THREADS) : "memory"); }
@@ -3353,12 +3359,12 @@ static __device__ uint64_t sum_before(uint64_t own, uint64_t *sum) {
         if (lane_id() >= distance) until += other;
     }
     sync_warps();                                /* the sums before these have been read */
-    if (lane_id() == 31) of_warp[warp_id()] = until;
+    if (lane_id() == 31) of_warp[worker_warp()] = until;
     sync_warps();
     uint64_t before = until - own;
     *sum = 0;
     for (int w = 0; w < EXPERT_WARPS; w++) {
-        if (w == warp_id()) before += *sum;
+        if (w == worker_warp()) before += *sum;
         *sum += of_warp[w];
     }
     return before;
@@ -3402,7 +3408,7 @@ static __device__ int list_works(const Experts &e, const ExpertMemory &m) {
     uint16_t *begin = (uint16_t *)(mask + experts * words);
     int own = 0;                                    /* of this thread's last pick, mostly its only one */
 #pragma unroll 1
-    for (int i = (int)threadIdx.x; i < picks; i += EXPERT_THREADS) {
+    for (int i = worker(); i < picks; i += EXPERT_THREADS) {
         const int row = i / e.slots;
         own = listed_expert(e, row << 16 | i % e.slots);
         atomicOr(&mask[own * words + row / 32], 1u << row % 32);
@@ -3411,7 +3417,7 @@ static __device__ int list_works(const Experts &e, const ExpertMemory &m) {
     uint64_t all = 0, part;                         /* chosen experts, works << 20, picks << 40 */
 #pragma unroll 1
     for (int base = 0; base < experts; base += EXPERT_THREADS, all += part) {
-        const int expert = base + (int)threadIdx.x;
+        const int expert = base + worker();
         int count = 0;
 #pragma unroll 1
         for (int i = 0; i < words && expert < experts; i++) count += __popc(mask[expert * words + i]);
@@ -3422,10 +3428,10 @@ static __device__ int list_works(const Experts &e, const ExpertMemory &m) {
         put_expert(e, m, expert, (int)(before & 0xfffff), (int)(before >> 20 & 0xfffff), (int)(before >> 40), count);
     }
     const int works = (int)(all >> 20 & 0xfffff);
-    if (threadIdx.x == 0) m.works[works] = {.chosen = NOBODY, .begin = (uint16_t)picks};
+    if (worker() == 0) m.works[works] = {.chosen = NOBODY, .begin = (uint16_t)picks};
     sync_warps();
 #pragma unroll 1
-    for (int i = (int)threadIdx.x; i < picks; i += EXPERT_THREADS) {
+    for (int i = worker(); i < picks; i += EXPERT_THREADS) {
         const int row = i / e.slots, pick = row << 16 | i % e.slots,
                   expert = picks <= EXPERT_THREADS ? own : listed_expert(e, pick);
         int place = begin[expert] + __popc(mask[expert * words + row / 32] & ((1u << row % 32) - 1));
@@ -3608,7 +3614,7 @@ static __device__ inline void load_columns(float v[8], const Experts &e, int pic
 /* The rows of so many picks, from order[begin] on, for the whole block: of x, or of gated. A warp takes X_BLOCK columns. */
 static __device__ void stage_rows(const Experts &e, const ExpertMemory &m, uint8_t *to, bool down, int begin, int count) {
     const int cols = down ? e.inter : e.hidden, blocks = divide_up(cols, X_BLOCK), stride = x_stride(e, cols), lane = lane_id();
-    int slot = 0, block = warp_id();
+    int slot = 0, block = worker_warp();
 #pragma unroll 2
     for (; true; block += EXPERT_WARPS) {
         while (block >= blocks) block -= blocks, slot++;
@@ -3873,7 +3879,7 @@ static __device__ inline int digit_place(int column, int digit) {
 }
 
 /* Of the four whose warps multiply together. */
-static __device__ inline int warpgroup_id() { return (int)threadIdx.x / 128; }
+static __device__ inline int warpgroup_id() { return worker() / 128; }
 
 /* The next digit of a value, the nearest whole number; it becomes what that leaves. */
 static __device__ inline float take_digit(float *v) {
@@ -3901,7 +3907,7 @@ static __device__ inline uint2 take_digits(float v[8]) {
 static __device__ void stage_terms(const Experts &e, uint8_t *to, const int *picks, int count, int warps) {
     const int blocks = e.hidden / X_BLOCK, lane = lane_id(), rows = padded_rows(count);
 #pragma unroll 1
-    for (int task = warp_id(); task < count * blocks; task += 2 * warps) {
+    for (int task = worker_warp(); task < count * blocks; task += 2 * warps) {
         float v[2][8];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -4062,7 +4068,7 @@ static __device__ inline void multiply_rows(float y[4], int *steps, const Expert
         wait_at(&m.stages->filled[stage][group], *steps >> round_bits);
         if (down) show_to_products();
         if (i < tiles) {
-            uint8_t *at = m.ring + (stage * EXPERT_WARPS + warp_id()) * e.slot_bytes;
+            uint8_t *at = m.ring + (stage * EXPERT_WARPS + worker_warp()) * e.slot_bytes;
             const uint8_t *scales = D == DTYPE_F4_E2M1 ? at : at + TILE_ROWS * TILE_BYTES;
             Tile tile;
             if (D == DTYPE_F4_E2M1) {
@@ -4139,7 +4145,7 @@ static __device__ inline float add_segments(const float *sums, int segments, int
 static __device__ void add_gate_up(const Experts &e, const ExpertMemory &m, int columns) {
     const int segments = segments_of(e, false);
 #pragma unroll 1
-    for (int i = (int)threadIdx.x; i < columns * 8; i += EXPERT_THREADS) {
+    for (int i = worker(); i < columns * 8; i += EXPERT_THREADS) {
         const int column = i / 8, r = i % 8, out = m.strip[column] * 8 + r, pick = m.pick[column];
         if (out >= e.inter) continue;
         e.gated[gated_row(e, pick) + (size_t)out] = gate_up(add_segments(m.sums, segments, column, r),
@@ -4149,7 +4155,7 @@ static __device__ void add_gate_up(const Experts &e, const ExpertMemory &m, int 
 
 /* Which columns that wait belong to the same row and strip: next[c] is the next one, leads[c] says that there is none before. */
 static __device__ void link_columns(const ExpertMemory &m, int columns) {
-    for (int c = warp_id(); c < columns; c += EXPERT_WARPS) {
+    for (int c = worker_warp(); c < columns; c += EXPERT_WARPS) {
         const int row = row_of(m.pick[c]), strip = m.strip[c];
         int next = columns;
         bool leads = true;
@@ -4169,7 +4175,7 @@ static __device__ void link_columns(const ExpertMemory &m, int columns) {
 static __device__ void add_down(const Experts &e, const ExpertMemory &m, int columns) {
     const int segments = segments_of(e, true);
 #pragma unroll 1
-    for (int i = (int)threadIdx.x; i < columns * TILE_ROWS; i += EXPERT_THREADS) {
+    for (int i = worker(); i < columns * TILE_ROWS; i += EXPERT_THREADS) {
         const int c = i / TILE_ROWS, r = i % TILE_ROWS, pick = m.pick[c];
         const float weight = is_shared(e, pick) || e.rounds ? 1 : e.weights[row_of(pick) * e.per_token + number_of(pick)];
         m.down_sums[c * segments * TILE_ROWS + r] = weight * add_segments(m.down_sums, segments, c, r);
@@ -4177,7 +4183,7 @@ static __device__ void add_down(const Experts &e, const ExpertMemory &m, int col
     link_columns(m, columns);
     sync_warps();
 #pragma unroll 1
-    for (int i = (int)threadIdx.x; i < columns * TILE_ROWS; i += EXPERT_THREADS) {
+    for (int i = worker(); i < columns * TILE_ROWS; i += EXPERT_THREADS) {
         const int first = i / TILE_ROWS, r = i % TILE_ROWS, out = m.strip[first] * TILE_ROWS + r;
         if (!m.leads[first] || out >= e.hidden) continue;
         float *y = e.y + (size_t)row_of(m.pick[first]) * (size_t)e.hidden + (size_t)out;
@@ -4197,7 +4203,7 @@ static __device__ unsigned arrived_experts;
 static __device__ void wait_for_all_blocks() {
     const unsigned last = 1u << 31;
     sync_warps();
-    if (threadIdx.x == 0) {
+    if (worker() == 0) {
         __threadfence();
         const unsigned before = atomicAdd(&arrived_experts, blockIdx.x ? 1 : last - (gridDim.x - 1));
         while (((*(volatile unsigned *)&arrived_experts ^ before) & last) == 0) {}
@@ -4216,7 +4222,7 @@ static __device__ ExpertMemory expert_memory(const Experts &e, uint8_t *shared) 
     ExpertMemory m;
     m.stages = (PackedStages *)shared;
     shared += e.packed ? sizeof(PackedStages) : 0;
-    m.ring = shared + (e.packed ? 0 : warp_id() * e.stages * e.slot_bytes);
+    m.ring = shared + (e.packed ? 0 : worker_warp() * e.stages * e.slot_bytes);
     m.x = shared + EXPERT_WARPS * e.stages * e.slot_bytes;
     m.sums = (float *)(m.x + e.x_bytes);
     m.down_sums = (float *)m.x;
@@ -4236,13 +4242,13 @@ static __device__ ExpertMemory expert_memory(const Experts &e, uint8_t *shared) 
  * others are comes closer. */
 static __device__ void prepare(const Experts &e, const ExpertMemory &m) {
     const int works = shared_works(e), bytes = e.experts * (int)sizeof(Matrix), line = 128;
-    if (threadIdx.x == 0) m.chosen[0] = chosen_matrices(e.shared[GATE], e.shared[UP], e.shared[DOWN]);
-    for (int i = (int)threadIdx.x; i <= works; i += EXPERT_THREADS) m.works[i].chosen = i < works ? 0 : NOBODY;
-    for (int i = (int)(threadIdx.x * gridDim.x + blockIdx.x) * line; i < bytes; i += (int)(EXPERT_THREADS * gridDim.x) * line)
+    if (worker() == 0) m.chosen[0] = chosen_matrices(e.shared[GATE], e.shared[UP], e.shared[DOWN]);
+    for (int i = worker(); i <= works; i += EXPERT_THREADS) m.works[i].chosen = i < works ? 0 : NOBODY;
+    for (int i = (worker() * (int)gridDim.x + (int)blockIdx.x) * line; i < bytes; i += (int)(EXPERT_THREADS * gridDim.x) * line)
         for (int matrix = GATE; matrix <= DOWN; matrix++)
             asm volatile("prefetch.global.L2 [%0];" :: "l"((const uint8_t *)e.table[matrix] + i));
     const int masks = (e.experts + e.slots - e.per_token) * divide_up(e.n_rows, 32);
-    for (int i = (int)threadIdx.x; i < masks; i += EXPERT_THREADS) ((uint32_t *)m.x)[i] = 0;
+    for (int i = worker(); i < masks; i += EXPERT_THREADS) ((uint32_t *)m.x)[i] = 0;
 }
 
 /* The first phase, of which all teams take the same unit at the same time. */
@@ -4331,7 +4337,7 @@ static __device__ inline void multiply_down(Stream *stream, int *slot, const Exp
 /* Under --qat gated is rounded before down meets it, and an expert's weight is in it by then. */
 static __device__ void round_gated(const Experts &e) {
     const int groups = divide_up(e.inter, e.rounding.group), all = e.n_rows * e.slots * groups;
-    for (int i = (int)blockIdx.x * EXPERT_WARPS + warp_id(); i < all; i += (int)gridDim.x * EXPERT_WARPS) {
+    for (int i = (int)blockIdx.x * EXPERT_WARPS + worker_warp(); i < all; i += (int)gridDim.x * EXPERT_WARPS) {
         const int vector = i / groups, number = vector % e.slots, first = i % groups * e.rounding.group,
                   count = min(e.rounding.group, e.inter - first);
         float *v = e.gated + (size_t)vector * (size_t)e.inter + first;
@@ -4349,7 +4355,7 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const
     const bool exact = e.dtype[0] == EXACT;
     __shared__ Plan plan;
     m.plan = &plan;
-    if (threadIdx.x == 0) plan_shared(&plan, e);
+    if (worker() == 0) plan_shared(&plan, e);
     prepare(e, m);
     sync_warps();
     Stream stream = {};
@@ -4362,8 +4368,8 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const
         if (known) break;
         wait_for_previous();
         const int works = lists_row(e) ? e.slots : list_works(e, m);
-        if (lists_row(e) && warp_id() == 0) list_row(e, m);
-        if (threadIdx.x == 0) plan_all(&plan, e, works);
+        if (lists_row(e) && worker_warp() == 0) list_row(e, m);
+        if (worker() == 0) plan_all(&plan, e, works);
         sync_warps();
     }
     multiply_gate_up<EXACTLY>(&stream, &slot, e, m);
@@ -4399,7 +4405,7 @@ static __device__ inline Source find_source(const Experts &e, const ExpertMemory
     const DType D = type_of(e, m, work);
     const bool small = D == BLOCKS_OF_32, block = is_e4m3(D);
     const int lane = lane_id(), high = down ? TILE_ROWS : TILE_ROWS / 2, first = piece.strip * 4 * high,
-              cols = down ? e.inter : e.hidden, segment = warp_id() - EXPERT_WARPS, bits = down ? 0 : PACKED_SEGMENT_BITS,
+              cols = down ? e.inter : e.hidden, segment = fetcher_warp(), bits = down ? 0 : PACKED_SEGMENT_BITS,
               own = piece.tiles << tile_bits(DTYPE_F4_E2M1) >> tile_bits(D),
               tile = down ? piece.tile << tile_bits(DTYPE_F4_E2M1) >> tile_bits(D) : segment;
     Source source;
@@ -4426,7 +4432,7 @@ static __device__ inline Source find_source(const Experts &e, const ExpertMemory
 /* Until the warpgroup has done with what was in a step's place. */
 static __device__ inline void wait_for_place(const Experts &e, const ExpertMemory &m, int step) {
     if (step >= e.stages)
-        wait_at(&m.stages->used[step & e.stages - 1][warp_id() - EXPERT_WARPS], (step >> power_of(e.stages)) - 1);
+        wait_at(&m.stages->used[step & e.stages - 1][fetcher_warp()], (step >> power_of(e.stages)) - 1);
 }
 
 /* 16 bytes of weights that are read once a pass: L2 is to forget them first and keep what is read again, code too. */
@@ -4439,7 +4445,7 @@ static __device__ inline void start_copy_of_weights(uint8_t *to, const uint8_t *
 
 /* The tiles of one step to their stage, of each team, if there are any. */
 static __device__ inline void fetch_step(const Source &source, const Experts &e, const ExpertMemory &m, int step) {
-    const int lane = lane_id(), stage = step & e.stages - 1, segment = warp_id() - EXPERT_WARPS,
+    const int lane = lane_id(), stage = step & e.stages - 1, segment = fetcher_warp(),
               own = lane / 8 * TILE_BYTES + (lane % 8 ^ swizzled(lane / 8)) * 16;
     uint8_t *slot = m.ring + ((stage << PACKED_SEGMENT_BITS) + segment) * 4 * e.slot_bytes;
     const uint8_t *row[2] = {source.row[0], source.row[1]};
@@ -4459,7 +4465,7 @@ static __device__ inline void fetch_step(const Source &source, const Experts &e,
 
 /* When all that this warp has fetched is there, the step is complete. */
 static __device__ inline void close_step(const Experts &e, const ExpertMemory &m, int step) {
-    arrive_with_copies(&m.stages->filled[step & e.stages - 1][warp_id() - EXPERT_WARPS]);
+    arrive_with_copies(&m.stages->filled[step & e.stages - 1][fetcher_warp()]);
 }
 
 /* All blocks have written gated: the warps that multiply know it and tell those that fetch. */
@@ -4504,7 +4510,7 @@ static __device__ inline void open_gated(GatedStream *stream, const Experts &e, 
 
 /* Starts to bring the columns that meet the next tile, which is that of a step, and goes on to the one behind it. */
 static __device__ inline void bring_gated(GatedStream *stream, const Experts &e, const ExpertMemory &m, int step) {
-    const int group = warp_id() - EXPERT_WARPS, rows = stream->rows, bits = stream->row_bits, own = lane_id() & rows - 1,
+    const int group = fetcher_warp(), rows = stream->rows, bits = stream->row_bits, own = lane_id() & rows - 1,
               first = lane_id() >> bits, columns = stream->columns, column = stream->column, each = 4 * SCALED_TOGETHER;
     uint8_t *to = m.x + ((step & e.stages - 1) << PACKED_SEGMENT_BITS | group) * block_bytes(padded_rows(e.columns));
     if (stream->row) {
@@ -4555,7 +4561,7 @@ static __device__ inline int fetch_gate_up(const Experts &e, const ExpertMemory 
 
 /* In the second phase gated comes along. As it is not there yet at first, the weights fill the ring meanwhile. */
 static __device__ inline void fetch_down(const Experts &e, const ExpertMemory &m, int step) {
-    const int group = warp_id() - EXPERT_WARPS, full = step + e.stages;
+    const int group = fetcher_warp(), full = step + e.stages;
     int closed = step;          /* steps to whose weights gated has been brought */
     GatedStream gated;
     open_gated(&gated, e, m, 0, find_work(e, m, 0, group));
@@ -4590,7 +4596,7 @@ static __device__ inline void put_entries(const ExpertMemory &m, const float tot
     const int lane = lane_id(), teams = EXPERT_WARPS >> PACKED_SEGMENT_BITS;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int column = lane % 4 * 2 + i % 2, at = ((first + column) * teams + warp_id() % teams) << bits | segment;
+        const int column = lane % 4 * 2 + i % 2, at = ((first + column) * teams + worker_warp() % teams) << bits | segment;
         if (column < count) m.sums[at * TILE_ROWS + lane / 4 + i / 2 * 8] = total[i];
     }
 }
@@ -4600,7 +4606,7 @@ static __device__ inline void put_entries(const ExpertMemory &m, const float tot
 static __device__ void leave_gated(const Experts &e, const ExpertMemory &m, int entries) {
     const int lane = lane_id(), segments = 1 << PACKED_SEGMENT_BITS;
 #pragma unroll 1
-    for (int entry = warp_id(); entry < entries; entry += EXPERT_WARPS) {
+    for (int entry = worker_warp(); entry < entries; entry += EXPERT_WARPS) {
         const int column = entry * 4 + lane / 8, pick = m.pick[entry], unit = m.strip[entry];
         float v = gate_up(add_segments(m.sums, segments, column, lane % 8), add_segments(m.sums, segments, column, 8 + lane % 8),
                           e.limit);
@@ -4626,13 +4632,13 @@ static __device__ inline float *piece_sums(const Experts &e, const Piece &piece)
 
 static __device__ void clear_sums(const Experts &e) {
     const int n = e.n_rows * e.hidden / 4;
-    for (int i = (int)(blockIdx.x * EXPERT_THREADS + threadIdx.x); i < n; i += (int)(gridDim.x * EXPERT_THREADS))
+    for (int i = (int)blockIdx.x * EXPERT_THREADS + worker(); i < n; i += (int)(gridDim.x * EXPERT_THREADS))
         ((float4 *)e.y)[i] = {};
 }
 
 static __device__ void add_piece(const Experts &e, const Piece &piece) {
     const float *sums = piece_sums(e, piece);
-    for (int i = (int)threadIdx.x; i < e.n_rows * GROUP_ROWS; i += EXPERT_THREADS) {
+    for (int i = worker(); i < e.n_rows * GROUP_ROWS; i += EXPERT_THREADS) {
         const size_t at = (size_t)(i / GROUP_ROWS) * (size_t)e.hidden + (size_t)(piece.strip * GROUP_ROWS + i % GROUP_ROWS);
         atomicAdd(e.y + at, __ldcg(sums + at));
     }
@@ -4652,7 +4658,7 @@ static __device__ void add_entries(const Experts &e, const ExpertMemory &m, int 
         weight[i] = pick[i] < 0 || is_shared(e, pick[i]) ? 1 : e.weights[row_of(pick[i]) * e.per_token + number_of(pick[i])];
     }
 #pragma unroll 1
-    for (int task = warp_id(); task < 2 * entries; task += EXPERT_WARPS) {      /* 32 rows of the strip */
+    for (int task = worker_warp(); task < 2 * entries; task += EXPERT_WARPS) {      /* 32 rows of the strip */
         const int entry = task / 2, r = task % 2 * 32 + lane, first = m.order[begin + entry];
         uint64_t left = (uint64_t)__ballot_sync(~0u, pick[1] >= 0 && row_of(pick[1]) == row_of(first)) << 32
                         | __ballot_sync(~0u, pick[0] >= 0 && row_of(pick[0]) == row_of(first));
@@ -4693,9 +4699,9 @@ static __device__ inline void multiply_packed_gate_up(int *steps, const Experts 
             float total[4];
             multiply_terms(total, steps, e, m, false, e.hidden, span.work);
             put_entries(m, total, PACKED_SEGMENT_BITS, warpgroup_id(), used, count);
-            if (threadIdx.x < (unsigned)count) {
-                m.strip[used + (int)threadIdx.x] = span.strip + i;
-                m.pick[used + (int)threadIdx.x] = m.order[m.works[span.work].begin + (int)threadIdx.x];
+            if (worker() < count) {
+                m.strip[used + worker()] = span.strip + i;
+                m.pick[used + worker()] = m.order[m.works[span.work].begin + worker()];
             }
             used += count;
         }
@@ -4735,8 +4741,8 @@ static __global__ void __launch_bounds__(PACKED_THREADS, 1) packed_experts_kerne
     ExpertMemory m = expert_memory(e, expert_shared);
     __shared__ Plan plan;
     m.plan = &plan;
-    const bool fetches = warp_id() >= EXPERT_WARPS, one = lists_row(e);
-    if (threadIdx.x == 0) plan_shared(&plan, e);
+    const bool fetches = worker() < 0, one = lists_row(e);
+    if (worker() == 0) plan_shared(&plan, e);
     if (threadIdx.x < MAX_STAGES << PACKED_SEGMENT_BITS) {
         start_barrier(&m.stages->filled[0][0] + threadIdx.x, 32);
         start_barrier(&m.stages->used[0][0] + threadIdx.x, 4);
@@ -4748,15 +4754,15 @@ static __global__ void __launch_bounds__(PACKED_THREADS, 1) packed_experts_kerne
         return;
     }
     const int first_pick = 0;
-    if (one && threadIdx.x == 0) plan_all(&plan, e, e.slots);       /* as many works as picks */
+    if (one && worker() == 0) plan_all(&plan, e, e.slots);       /* as many works as picks */
     wait_for_previous();
-    if (one && warp_id() == EXPERT_WARPS - 1) list_row(e, m);
+    if (one && worker_warp() == EXPERT_WARPS - 1) list_row(e, m);
     else if (one) stage_terms(e, m.x, &first_pick, 1, EXPERT_WARPS - 1);
     else {
         const int works = list_works(e, m);
-        if (threadIdx.x == 0) plan_all(&plan, e, works);
+        if (worker() == 0) plan_all(&plan, e, works);
         __syncwarp();
-        if (warp_id() == 0 && !e.many) plan_routed(&plan, e, m);
+        if (worker_warp() == 0 && !e.many) plan_routed(&plan, e, m);
     }
     __syncthreads();                                /* with the warps that fetch */
     if (e.share % strip_tiles(e)) clear_sums(e);
