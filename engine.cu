@@ -2879,7 +2879,8 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
  *     route -> route_kernel -> limit_groups
  *     experts -> experts_kernel -> list_works -> multiply_gate_up, multiply_down
  *     multiply_gate_up, multiply_down -> stage_rows, multiply_strip (fetch_tile, multiply_tile) -> add_gate_up, add_down
- *     experts -> packed_experts_kernel -> fetch_all; multiply_packed_gate_up, multiply_packed_down -> stage_terms, multiply_terms
+ *     experts -> packed_experts_kernel -> fetch_gate_up, fetch_down; multiply_packed_gate_up, multiply_packed_down
+ *     multiply_packed_gate_up, multiply_packed_down -> stage_terms, multiply_terms
  *
  * Owns: the router, and the experts' products. An expert's weights are read once for up to eight rows that chose it (packed:
  * four), and the host never learns who was chosen. All experts of a layer run in one launch of as many blocks as there are
@@ -3975,8 +3976,19 @@ static __device__ inline void multiply_digits(float sum[COLUMNS / 8][4], const u
 #undef DIGIT_INPUTS
 }
 
+/* The scales of four stretches of 32 columns, of a thread's upper and of its lower row; `four`: which four of a tile. That of a
+ * block of 128 is multiplied by at the end. */
+template <DType D> static __device__ inline void load_scales(float of_rows[2][4], const uint8_t *scales, int four) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float4 scale = D == DTYPE_F4_E2M1   ? ((const float4 *)scales)[(lane_id() / 4 + 8 * i) * 2 + four]
+                             : D == BLOCKS_OF_32 ? ((const float4 *)scales)[i] : make_float4(1, 1, 1, 1);
+        of_rows[i][0] = scale.x, of_rows[i][1] = scale.y, of_rows[i][2] = scale.z, of_rows[i][3] = scale.w;
+    }
+}
+
 /* total += a tile times digits. undo: what undoes the scales of x in the row of a thread's first column, before the next one's.
- * scales: of BLOCKS_OF_32, four for the upper rows and four for the lower ones. */
+ * scales: of each row of e2m1 (see widen_scales()), of BLOCKS_OF_32 of the upper rows and of the lower ones. */
 template <DType D, int ROWS>
 static __device__ inline void multiply_packed_tile(float total[][4], const Tile &tile, const uint8_t *digits, const uint8_t *undo,
                                                    const uint8_t *scales) {
@@ -3989,12 +4001,7 @@ static __device__ inline void multiply_packed_tile(float total[][4], const Tile 
     for (int first = 0; first < stretches; first += together) {
         uint32_t a[together][4];
         float part[together][sums][4];
-        if (D == DTYPE_F4_E2M1 && first % 4 == 0)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const float4 four = ((const float4 *)scales)[(lane_id() / 4 + 8 * i) * 2 + first / 4];
-                of_rows[i][0] = four.x, of_rows[i][1] = four.y, of_rows[i][2] = four.z, of_rows[i][3] = four.w;
-            }
+        if (first % 4 == 0) load_scales<D>(of_rows, scales, first / 4);
 #pragma unroll
         for (int i = 0; i < together; i++)
             if (D == DTYPE_F4_E2M1) {
@@ -4023,9 +4030,8 @@ static __device__ inline void multiply_packed_tile(float total[][4], const Tile 
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 const float of_x = ((const float *)undo)[first + i + (ROWS == 1 ? 0 : k % 2 * (X_BLOCK / SCALED_TOGETHER))],
-                            of_w = D == DTYPE_F4_E2M1 ? of_rows[k / 2][(first + i) % 4]
-                                   : D == BLOCKS_OF_32 ? ((const float *)scales)[k / 2 * 4 + first + i] : 1,
-                            scale = D == DTYPE_F8_E4M3 || (D == DTYPE_F4_E2M1 && ROWS == 1) ? (D == DTYPE_F8_E4M3 ? of_x : of_w) : of_x * of_w;
+                            of_w = of_rows[k / 2][(first + i) % 4],
+                            scale = D == DTYPE_F4_E2M1 && ROWS == 1 ? of_w : of_x * of_w;
 #pragma unroll
                 for (int j = 0; j < sums; j++) sum[j][k] = fmaf(scale, part[i][j][k], sum[j][k]);
             }
@@ -4064,12 +4070,13 @@ static __device__ inline void multiply_rows(float y[4], int *steps, const Expert
         const int stage = *steps & e.stages - 1;
         const int column = down ? 0 : i * columns % X_BLOCK;
         const uint8_t *block = m.x + (down ? stage << PACKED_SEGMENT_BITS | group : i * columns / X_BLOCK) * bytes,
-                      *digits = block + column / 16 * part_bytes(ROWS), *undo = block + digit_bytes(ROWS) + scale_place(0, column);
+                      *digits = block + column / 16 * part_bytes(ROWS),
+                      *undo = block + digit_bytes(ROWS) + scale_place(lane % 4 * 2 % ROWS, column);
         wait_at(&m.stages->filled[stage][group], *steps >> round_bits);
         if (down) show_to_products();
         if (i < tiles) {
             uint8_t *at = m.ring + (stage * EXPERT_WARPS + worker_warp()) * e.slot_bytes;
-            const uint8_t *scales = D == DTYPE_F4_E2M1 ? at : at + TILE_ROWS * TILE_BYTES;
+            const uint8_t *scales = D == DTYPE_F4_E2M1 ? at : at + TILE_ROWS * TILE_BYTES;         /* of e2m1 as floats */
             Tile tile;
             if (D == DTYPE_F4_E2M1) {
                 load_words(&tile, at);
@@ -4078,7 +4085,7 @@ static __device__ inline void multiply_rows(float y[4], int *steps, const Expert
                 load_eights(&tile, at);
                 if (D == DTYPE_F8_E4M3) tile.scale[0] = *(const uint2 *)scales;
             }
-            multiply_packed_tile<D, ROWS>(total, tile, digits, undo + scale_place(lane % 4 * 2 % ROWS, 0), scales);
+            multiply_packed_tile<D, ROWS>(total, tile, digits, undo, scales);
         }
         __syncwarp();
         if (lane == 0) arrive_at(&m.stages->used[stage][group]);
