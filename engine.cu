@@ -2879,7 +2879,8 @@ static void absorb_query(float *q_absorbed, const float *q, int n_rows, const Ma
  *     route -> route_kernel -> limit_groups
  *     experts -> experts_kernel -> list_works -> multiply_gate_up, multiply_down
  *     multiply_gate_up, multiply_down -> stage_rows, multiply_strip (fetch_tile, multiply_tile) -> add_gate_up, add_down
- *     experts -> packed_experts_kernel -> fetch_all; multiply_packed_gate_up, multiply_packed_down -> stage_terms, multiply_terms
+ *     experts -> packed_experts_kernel -> fetch_gate_up, fetch_down; multiply_packed_gate_up, multiply_packed_down
+ *     multiply_packed_gate_up, multiply_packed_down -> stage_terms, multiply_terms
  *
  * Owns: the router, and the experts' products. An expert's weights are read once for up to eight rows that chose it (packed:
  * four), and the host never learns who was chosen. All experts of a layer run in one launch of as many blocks as there are
@@ -3072,7 +3073,7 @@ enum {
     EXACT_SEGMENT = 32,         /* columns of a segment where weights of any type are multiplied in f32, */
     EXACT_STEP = 8,             /* and of these as many as are on their way together, which share a scale */
     ENOUGH_STAGES = 3, MAX_STAGES = 4,              /* tiles that a warp has on their way; fewer where shared memory is small */
-    RUN = 4,                    /* units after which the next rows of the same expert have their turn */
+    RUN = 16,                   /* units after which the next rows of the same expert have their turn */
     LONG_RUN = 32,              /* the same where rows are many, and neighbouring blocks take these at the same time */
     STRIPS = 3,                 /* of down, that a team multiplies by the same rows */
     MAX_SUMS = 192, MAX_DOWN_SUMS = 384,            /* columns of one segment's sums that wait in shared memory to be added up */
@@ -3163,6 +3164,12 @@ static __host__ __device__ inline int scale_bytes(DType D) {
     return D == DTYPE_F4_E2M1 ? 128 : D == BLOCKS_OF_32 ? 32 : D == DTYPE_F8_E4M3 ? 16 : 0;
 }
 
+/* A thread's number, and its warp's, among those that multiply. Where weights are packed, the warps that fetch come before them,
+ * as the scheduler seems to prefer earlier ones: what they have not asked for all others wait for. */
+static __device__ inline int worker() { return (int)threadIdx.x - ((int)blockDim.x - EXPERT_THREADS); }
+static __device__ inline int worker_warp() { return worker() >> 5; }
+static __device__ inline int fetcher_warp() { return (int)threadIdx.x / 32; }
+
 static __device__ inline int row_of(int pick) { return pick >> 16; }
 static __device__ inline int number_of(int pick) { return pick & 0xffff; }
 static __device__ inline bool is_shared(const Experts &e, int pick) { return number_of(pick) == e.per_token; }
@@ -3179,8 +3186,8 @@ static __device__ inline int count_of(const ExpertMemory &m, int work) { return 
 static __device__ inline int bits_of(const Experts &e, bool down) { return e.segment_bits[down ? DOWN : GATE]; }
 static __device__ inline int segments_of(const Experts &e, bool down) { return 1 << bits_of(e, down); }
 static __device__ inline int teams_of(const Experts &e, bool down) { return EXPERT_WARPS >> bits_of(e, down); }
-static __device__ inline int team_of(const Experts &e, bool down) { return warp_id() & (teams_of(e, down) - 1); }
-static __device__ inline int segment_of(const Experts &e, bool down) { return warp_id() / teams_of(e, down); }
+static __device__ inline int team_of(const Experts &e, bool down) { return worker_warp() & (teams_of(e, down) - 1); }
+static __device__ inline int segment_of(const Experts &e, bool down) { return worker_warp() / teams_of(e, down); }
 
 /* Of the threads that multiply. */
 static __device__ inline void sync_warps() { asm volatile("bar.sync 1, %0;" :: "n"((int)EXPERT_THREADS) : "memory"); }
@@ -3227,10 +3234,12 @@ static __device__ void plan_shared(Plan *plan, const Experts &e) {
     plan->groups = divide_up(plan->strips, STRIPS);
 }
 
-/* What a unit of packed weights costs: more where the digits of its rows take more than eight columns; and one of e4m3 is as long
- * as two of e2m1. */
-static __device__ inline int unit_cost(int rows) { return rows <= 2 ? 4 : 5; }
-static __device__ inline int shared_cost(const Experts &e) { return is_e4m3(e.dtype[1]) ? 8 : 4; }
+/* The rows that the columns of a product have room for: digit d of row r is column d * rows + r. */
+static __host__ __device__ constexpr int padded_rows(int count) { return count <= 2 ? count : PACKED_COLUMNS; }
+
+/* What a unit of packed weights costs: a little more for each row that has room; and one of e4m3 is as long as two of e2m1. */
+static __device__ inline int unit_cost(int rows) { return 13 + padded_rows(rows); }
+static __device__ inline int shared_cost(const Experts &e) { return unit_cost(1) * (is_e4m3(e.dtype[1]) ? 2 : 1); }
 
 /* Where a block's share of the routed units begins, in costs, if all blocks are to have as much to do. */
 static __device__ inline int routed_begin(int shared, int cost, int block, const Experts &e) {
@@ -3268,9 +3277,10 @@ static __device__ inline int find_works(const ExpertMemory &m, int *first) {
 static __device__ Span find_units(const Experts &e, const ExpertMemory &m, int index, int most) {
     const int units = m.plan->units, teams = teams_of(e, false);
     int first = index / units;
-    const int n = find_works(m, &first);
-    const int length = n == 1 ? units : RUN, offset = index - first * units, run = offset / (length * n) * length,
-              rest = offset - run * n, here = min(length, units - run), work = rest / here, unit = rest - work * here;
+    const int n = find_works(m, &first), offset = index - first * units;
+    if (n == 1) return {first, offset * teams + team_of(e, false), min(units - offset, most)};
+    const int run = offset / (RUN * n) * RUN, rest = offset - run * n, here = min((int)RUN, units - run), work = rest / here,
+              unit = rest - work * here;
     return {first + work, (run + unit) * teams + team_of(e, false), min(here - unit, most)};
 }
 
@@ -3350,12 +3360,12 @@ static __device__ uint64_t sum_before(uint64_t own, uint64_t *sum) {
         if (lane_id() >= distance) until += other;
     }
     sync_warps();                                /* the sums before these have been read */
-    if (lane_id() == 31) of_warp[warp_id()] = until;
+    if (lane_id() == 31) of_warp[worker_warp()] = until;
     sync_warps();
     uint64_t before = until - own;
     *sum = 0;
     for (int w = 0; w < EXPERT_WARPS; w++) {
-        if (w == warp_id()) before += *sum;
+        if (w == worker_warp()) before += *sum;
         *sum += of_warp[w];
     }
     return before;
@@ -3399,7 +3409,7 @@ static __device__ int list_works(const Experts &e, const ExpertMemory &m) {
     uint16_t *begin = (uint16_t *)(mask + experts * words);
     int own = 0;                                    /* of this thread's last pick, mostly its only one */
 #pragma unroll 1
-    for (int i = (int)threadIdx.x; i < picks; i += EXPERT_THREADS) {
+    for (int i = worker(); i < picks; i += EXPERT_THREADS) {
         const int row = i / e.slots;
         own = listed_expert(e, row << 16 | i % e.slots);
         atomicOr(&mask[own * words + row / 32], 1u << row % 32);
@@ -3408,7 +3418,7 @@ static __device__ int list_works(const Experts &e, const ExpertMemory &m) {
     uint64_t all = 0, part;                         /* chosen experts, works << 20, picks << 40 */
 #pragma unroll 1
     for (int base = 0; base < experts; base += EXPERT_THREADS, all += part) {
-        const int expert = base + (int)threadIdx.x;
+        const int expert = base + worker();
         int count = 0;
 #pragma unroll 1
         for (int i = 0; i < words && expert < experts; i++) count += __popc(mask[expert * words + i]);
@@ -3419,10 +3429,10 @@ static __device__ int list_works(const Experts &e, const ExpertMemory &m) {
         put_expert(e, m, expert, (int)(before & 0xfffff), (int)(before >> 20 & 0xfffff), (int)(before >> 40), count);
     }
     const int works = (int)(all >> 20 & 0xfffff);
-    if (threadIdx.x == 0) m.works[works] = {.chosen = NOBODY, .begin = (uint16_t)picks};
+    if (worker() == 0) m.works[works] = {.chosen = NOBODY, .begin = (uint16_t)picks};
     sync_warps();
 #pragma unroll 1
-    for (int i = (int)threadIdx.x; i < picks; i += EXPERT_THREADS) {
+    for (int i = worker(); i < picks; i += EXPERT_THREADS) {
         const int row = i / e.slots, pick = row << 16 | i % e.slots,
                   expert = picks <= EXPERT_THREADS ? own : listed_expert(e, pick);
         int place = begin[expert] + __popc(mask[expert * words + row / 32] & ((1u << row % 32) - 1));
@@ -3605,7 +3615,7 @@ static __device__ inline void load_columns(float v[8], const Experts &e, int pic
 /* The rows of so many picks, from order[begin] on, for the whole block: of x, or of gated. A warp takes X_BLOCK columns. */
 static __device__ void stage_rows(const Experts &e, const ExpertMemory &m, uint8_t *to, bool down, int begin, int count) {
     const int cols = down ? e.inter : e.hidden, blocks = divide_up(cols, X_BLOCK), stride = x_stride(e, cols), lane = lane_id();
-    int slot = 0, block = warp_id();
+    int slot = 0, block = worker_warp();
 #pragma unroll 2
     for (; true; block += EXPERT_WARPS) {
         while (block >= blocks) block -= blocks, slot++;
@@ -3849,34 +3859,28 @@ static __device__ inline void multiply_exactly(float total[4], const Experts &e,
 
 enum { DIGITS = 3, DIGIT_BITS = 5 };
 
-/* The rows that the columns of a product have room for: digit d of row r is column d * rows + r. */
-static __host__ __device__ constexpr int padded_rows(int count) { return count <= 2 ? count : PACKED_COLUMNS; }
-
-/* Bytes from 16 values of the columns to the next, the 16 more spread them over the banks; and of a work's rows in shared memory,
- * behind which stand the scales that undo those of each row. */
+/* Of a work's rows, X_BLOCK columns stand together in shared memory, as many as a tile of e2m1 has: first their digits, then the
+ * scales that undo those of each row. Bytes from 16 columns to the next, of which 16 only spread them over the banks; up to the
+ * scales; of all. */
 static __host__ __device__ constexpr int part_bytes(int rows) { return (DIGITS * rows + 1) * 16; }
-static __host__ __device__ constexpr int digit_bytes(int cols, int rows) { return cols / 16 * part_bytes(rows); }
-static __host__ __device__ constexpr int packed_bytes(int cols, int rows) {
-    return digit_bytes(cols, rows) + rows * (cols / SCALED_TOGETHER) * (int)sizeof(float);
+static __host__ __device__ constexpr int digit_bytes(int rows) { return X_BLOCK / 16 * part_bytes(rows); }
+static __host__ __device__ constexpr int scale_place(int row, int column) {
+    return (row * X_BLOCK + column) / SCALED_TOGETHER * (int)sizeof(float);
 }
+static __host__ __device__ constexpr int block_bytes(int rows) { return digit_bytes(rows) + scale_place(rows, 0); }
 
-/* Bytes at most of the rows of gated that meet a tile. */
-static __host__ __device__ inline int piece_bytes(const Experts &e) {
-    return packed_bytes(1 << tile_bits(DTYPE_F4_E2M1), padded_rows(e.columns));
-}
-
-/* Barriers of the ring, for each of its stages and segments: the tiles have come; the rows of gated beside them have; the four
+/* Barriers of the ring, for each of its stages and segments: the tiles have come, and the rows of gated beside them; the four
  * warps have done with both. */
-struct PackedStages {
-    uint64_t filled[MAX_STAGES][1 << PACKED_SEGMENT_BITS], gated[MAX_STAGES][1 << PACKED_SEGMENT_BITS],
-             used[MAX_STAGES][1 << PACKED_SEGMENT_BITS];
-};
+struct PackedStages { uint64_t filled[MAX_STAGES][1 << PACKED_SEGMENT_BITS], used[MAX_STAGES][1 << PACKED_SEGMENT_BITS]; };
+
+/* Where in a row of gated a digit of a column is: of each X_BLOCK columns the first digits, then the second ones. Behind all of
+ * them stand the scales. */
+static __device__ inline int digit_place(int column, int digit) {
+    return (column / X_BLOCK * DIGITS + digit) * X_BLOCK + column % X_BLOCK;
+}
 
 /* Of the four whose warps multiply together. */
-static __device__ inline int warpgroup_id() { return (int)threadIdx.x / 128; }
-
-/* What a warpgroup has taken: steps of the ring, and those of them in the second phase. */
-struct Steps { int all, down; };
+static __device__ inline int warpgroup_id() { return worker() / 128; }
 
 /* The next digit of a value, the nearest whole number; it becomes what that leaves. */
 static __device__ inline float take_digit(float *v) {
@@ -3904,7 +3908,7 @@ static __device__ inline uint2 take_digits(float v[8]) {
 static __device__ void stage_terms(const Experts &e, uint8_t *to, const int *picks, int count, int warps) {
     const int blocks = e.hidden / X_BLOCK, lane = lane_id(), rows = padded_rows(count);
 #pragma unroll 1
-    for (int task = warp_id(); task < count * blocks; task += 2 * warps) {
+    for (int task = worker_warp(); task < count * blocks; task += 2 * warps) {
         float v[2][8];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -3916,9 +3920,10 @@ static __device__ void stage_terms(const Experts &e, uint8_t *to, const int *pic
         for (int i = 0; i < 2; i++) {
             const int t = task + i * warps, row = t / blocks, block = t - row * blocks;
             if (t >= count * blocks) break;
-            ((float *)(to + digit_bytes(e.hidden, rows)))[row * (e.hidden / SCALED_TOGETHER) + block * 8 + lane / 4] =
+            uint8_t *of_block = to + block * block_bytes(rows),
+                    *at = of_block + lane / 4 * 2 * part_bytes(rows) + row * 16 + lane % 4 * 4;
+            *(float *)(of_block + digit_bytes(rows) + scale_place(row, lane * 8)) =
                 scale_values(v[i], SCALED_TOGETHER / 8, DIGIT_BITS - 2);
-            uint8_t *at = to + (block * 16 + lane / 4 * 2) * part_bytes(rows) + row * 16 + lane % 4 * 4;
 #pragma unroll
             for (int digit = 0; digit < DIGITS; digit++, at += rows * 16) {
                 const uint2 eight = take_digits(v[i]);
@@ -3928,6 +3933,18 @@ static __device__ void stage_terms(const Experts &e, uint8_t *to, const int *pic
         }
     }
     show_to_products();
+}
+
+/* The scales of a tile of e2m1, as floats to where its weights were, which this warp has read: for each row eight. For a single
+ * row of x they take what undoes its scales along. A lane widens four. */
+template <int ROWS> static __device__ inline void widen_scales(uint8_t *slot, const uint8_t *undo) {
+    const int lane = lane_id();
+    const uint32_t exponents = ((const uint32_t *)(slot + TILE_ROWS * TILE_BYTES))[lane];
+    const float4 of_x = ROWS == 1 ? ((const float4 *)undo)[lane % 2] : make_float4(1, 1, 1, 1);
+    __syncwarp();
+    ((float4 *)slot)[lane] = make_float4(e2m1_scale(exponents, 0) * of_x.x, e2m1_scale(exponents, 1) * of_x.y,
+                                         e2m1_scale(exponents, 2) * of_x.z, e2m1_scale(exponents, 3) * of_x.w);
+    __syncwarp();
 }
 
 /* Of each 32 bytes of either row eight. */
@@ -3942,34 +3959,49 @@ static __device__ inline void load_eights(Tile *tile, const uint8_t *slot) {
 }
 
 /* sum = A B: 64 rows of weights, 32 columns, COLUMNS digits. */
-template <int COLUMNS> static __device__ inline void multiply_digits(float sum[COLUMNS / 8][4], const uint32_t a[4], uint64_t b) {
+template <int COLUMNS>
+static __device__ inline void multiply_digits(float sum[COLUMNS / 8][4], const uint32_t a[4], uint32_t b) {
 #define DIGIT_SUMS(i) "=f"(sum[i][0]), "=f"(sum[i][1]), "=f"(sum[i][2]), "=f"(sum[i][3])
-#define DIGIT_INPUTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+#define DIGIT_INPUTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(128 >> 4)
     static_assert(COLUMNS == 8 || COLUMNS == 16);
     if constexpr (COLUMNS == 8)
-        asm volatile("wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 0, 1, 1;"
+        asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%8, %9};\n"
+                     "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, {%4, %5, %6, %7}, b, 0, 1, 1;\n}"
                      : DIGIT_SUMS(0) : DIGIT_INPUTS);
     else
-        asm volatile("wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7}, "
-                     "{%8, %9, %10, %11}, %12, 0, 1, 1;" : DIGIT_SUMS(0), DIGIT_SUMS(1) : DIGIT_INPUTS);
+        asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%12, %13};\n"
+                     "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7}, "
+                     "{%8, %9, %10, %11}, b, 0, 1, 1;\n}" : DIGIT_SUMS(0), DIGIT_SUMS(1) : DIGIT_INPUTS);
 #undef DIGIT_SUMS
 #undef DIGIT_INPUTS
 }
 
-/* total += a tile times digits, which begin at x, in units of 16 bytes. undo: what undoes the scales of x in the row of a
- * thread's first column; `apart` further on stands the same for the other one. blocks: the scales of BLOCKS_OF_32, four for the
- * upper rows and four for the lower ones. */
+/* The scales of four stretches of 32 columns, of a thread's upper and of its lower row; `four`: which four of a tile. That of a
+ * block of 128 is multiplied by at the end. */
+template <DType D> static __device__ inline void load_scales(float of_rows[2][4], const uint8_t *scales, int four) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float4 scale = D == DTYPE_F4_E2M1   ? ((const float4 *)scales)[(lane_id() / 4 + 8 * i) * 2 + four]
+                             : D == BLOCKS_OF_32 ? ((const float4 *)scales)[i] : make_float4(1, 1, 1, 1);
+        of_rows[i][0] = scale.x, of_rows[i][1] = scale.y, of_rows[i][2] = scale.z, of_rows[i][3] = scale.w;
+    }
+}
+
+/* total += a tile times digits. undo: what undoes the scales of x in the row of a thread's first column, before the next one's.
+ * scales: of each row of e2m1 (see widen_scales()), of BLOCKS_OF_32 of the upper rows and of the lower ones. */
 template <DType D, int ROWS>
-static __device__ inline void multiply_packed_tile(float total[][4], const Tile &tile, uint32_t x, const float *undo, int apart,
-                                                   const float *blocks) {
+static __device__ inline void multiply_packed_tile(float total[][4], const Tile &tile, const uint8_t *digits, const uint8_t *undo,
+                                                   const uint8_t *scales) {
     constexpr int columns = (DIGITS * ROWS + 7) / 8 * 8, sums = columns / 8, stretches = D == DTYPE_F4_E2M1 ? 8 : 4,
                   together = sums == 1 ? 4 : 2;
-    constexpr uint64_t layout = (uint64_t)(128 >> 4) << 32 | (part_bytes(ROWS) >> 4) << 16;
-    float sum[sums][4] = {};
+    /* A matrix descriptor has addresses by 16. One lane's, so that the compiler sees that all have the same. */
+    const uint32_t b = __shfl_sync(~0u, shared_address(digits) >> 4, 0) + ((uint32_t)part_bytes(ROWS) >> 4 << 16);
+    float sum[sums][4] = {}, of_rows[2][4];
 #pragma unroll
     for (int first = 0; first < stretches; first += together) {
         uint32_t a[together][4];
         float part[together][sums][4];
+        if (first % 4 == 0) load_scales<D>(of_rows, scales, first / 4);
 #pragma unroll
         for (int i = 0; i < together; i++)
             if (D == DTYPE_F4_E2M1) {
@@ -3985,7 +4017,7 @@ static __device__ inline void multiply_packed_tile(float total[][4], const Tile 
         begin_products();
 #pragma unroll
         for (int i = 0; i < together; i++)
-            multiply_digits<columns>(part[i], a[i], layout | (x + (uint32_t)((first + i) * 2 * part_bytes(ROWS) / 16)));
+            multiply_digits<columns>(part[i], a[i], b + (uint32_t)((first + i) * 2 * part_bytes(ROWS) / 16));
         end_products();
         wait_for_products<0>();
 #pragma unroll
@@ -3997,10 +4029,9 @@ static __device__ inline void multiply_packed_tile(float total[][4], const Tile 
         for (int i = 0; i < together; i++)
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                const uint32_t exponents = first + i < 4 ? tile.scale[k / 2].x : tile.scale[k / 2].y;
-                const float of_x = undo[first + i + (ROWS == 1 ? 0 : k % 2 * apart)],
-                            scale = D == DTYPE_F4_E2M1 ? of_x * e2m1_scale(exponents, (first + i) % 4)
-                                    : D == BLOCKS_OF_32 ? of_x * blocks[k / 2 * 4 + first + i] : of_x;
+                const float of_x = ((const float *)undo)[first + i + (ROWS == 1 ? 0 : k % 2 * (X_BLOCK / SCALED_TOGETHER))],
+                            of_w = of_rows[k / 2][(first + i) % 4],
+                            scale = D == DTYPE_F4_E2M1 && ROWS == 1 ? of_w : of_x * of_w;
 #pragma unroll
                 for (int j = 0; j < sums; j++) sum[j][k] = fmaf(scale, part[i][j][k], sum[j][k]);
             }
@@ -4027,38 +4058,34 @@ template <int ROWS> static __device__ inline void add_digits(float y[4], const f
 /* One strip times the rows of one work: in the first phase this warpgroup's segment, in the second one all columns of a piece.
  * All warps of a warpgroup come along. */
 template <DType D, int ROWS>
-static __device__ inline void multiply_rows(float y[4], Steps *steps, const Experts &e, const ExpertMemory &m, bool down,
+static __device__ inline void multiply_rows(float y[4], int *steps, const Experts &e, const ExpertMemory &m, bool down,
                                             int cols) {
     constexpr int columns = 1 << tile_bits(D), segments = 1 << PACKED_SEGMENT_BITS;
     const int lane = lane_id(), group = warpgroup_id(), tiles = cols / columns, every = down ? 1 : segments,
-              apart = (down ? columns : cols) / SCALED_TOGETHER, round_bits = power_of(e.stages);
+              round_bits = power_of(e.stages), bytes = down ? block_bytes(padded_rows(e.columns)) : block_bytes(ROWS);
     float total[(DIGITS * ROWS + 7) / 8][4] = {};
     const int end = down ? tiles : (tiles + segments - 1) / segments * segments;
 #pragma unroll 1
-    for (int i = down ? 0 : group; i < end; i += every, steps->all++) {
-        const int stage = steps->all & e.stages - 1;
-        const uint8_t *digits = m.x + i * columns / 16 * part_bytes(ROWS), *undo = m.x + digit_bytes(cols, ROWS)
-                                                                                  + i * columns / SCALED_TOGETHER * 4;
-        wait_at(&m.stages->filled[stage][group], steps->all >> round_bits);
-        if (down) {
-            const int place = steps->down & e.stages - 1;
-            digits = m.x + (place << PACKED_SEGMENT_BITS | group) * piece_bytes(e), undo = digits + digit_bytes(columns, ROWS);
-            wait_at(&m.stages->gated[place][group], steps->down++ >> round_bits);
-            show_to_products();
-        }
+    for (int i = down ? 0 : group; i < end; i += every, ++*steps) {
+        const int stage = *steps & e.stages - 1;
+        const int column = down ? 0 : i * columns % X_BLOCK;
+        const uint8_t *block = m.x + (down ? stage << PACKED_SEGMENT_BITS | group : i * columns / X_BLOCK) * bytes,
+                      *digits = block + column / 16 * part_bytes(ROWS),
+                      *undo = block + digit_bytes(ROWS) + scale_place(lane % 4 * 2 % ROWS, column);
+        wait_at(&m.stages->filled[stage][group], *steps >> round_bits);
+        if (down) show_to_products();
         if (i < tiles) {
-            const uint8_t *at = m.ring + (stage * EXPERT_WARPS + warp_id()) * e.slot_bytes, *scales = at + TILE_ROWS * TILE_BYTES;
+            uint8_t *at = m.ring + (stage * EXPERT_WARPS + worker_warp()) * e.slot_bytes;
+            const uint8_t *scales = D == DTYPE_F4_E2M1 ? at : at + TILE_ROWS * TILE_BYTES;         /* of e2m1 as floats */
             Tile tile;
             if (D == DTYPE_F4_E2M1) {
                 load_words(&tile, at);
-                for (int j = 0; j < 2; j++) tile.scale[j] = ((const uint2 *)scales)[lane / 4 + 8 * j];
+                widen_scales<ROWS>(at, undo);
             } else {
                 load_eights(&tile, at);
                 if (D == DTYPE_F8_E4M3) tile.scale[0] = *(const uint2 *)scales;
             }
-            const uint32_t x = shared_address(digits) >> 4 & 0x3fff;            /* a matrix descriptor's 14 bits */
-            multiply_packed_tile<D, ROWS>(total, tile, x, (const float *)undo + lane % 4 * 2 % ROWS * apart, apart,
-                                          (const float *)scales);
+            multiply_packed_tile<D, ROWS>(total, tile, digits, undo, scales);
         }
         __syncwarp();
         if (lane == 0) arrive_at(&m.stages->used[stage][group]);
@@ -4067,14 +4094,14 @@ static __device__ inline void multiply_rows(float y[4], Steps *steps, const Expe
 }
 
 template <DType D>
-static __device__ inline void multiply_work(float y[4], Steps *steps, const Experts &e, const ExpertMemory &m, bool down,
+static __device__ inline void multiply_work(float y[4], int *steps, const Experts &e, const ExpertMemory &m, bool down,
                                             int cols, int count) {
     if (count == 1) multiply_rows<D, 1>(y, steps, e, m, down, cols);
     else if (count == 2) multiply_rows<D, 2>(y, steps, e, m, down, cols);
     else multiply_rows<D, PACKED_COLUMNS>(y, steps, e, m, down, cols);
 }
 
-static __device__ inline void multiply_terms(float y[4], Steps *steps, const Experts &e, const ExpertMemory &m, bool down,
+static __device__ inline void multiply_terms(float y[4], int *steps, const Experts &e, const ExpertMemory &m, bool down,
                                              int cols, int work) {
     const DType D = type_of(e, m, work);
     const int count = count_of(m, work);
@@ -4084,7 +4111,7 @@ static __device__ inline void multiply_terms(float y[4], Steps *steps, const Exp
 }
 #else
 static __device__ inline void stage_terms(const Experts &, uint8_t *, const int *, int, int) {}
-static __device__ inline void multiply_terms(float *, Steps *, const Experts &, const ExpertMemory &, bool, int, int) {}
+static __device__ inline void multiply_terms(float *, int *, const Experts &, const ExpertMemory &, bool, int, int) {}
 #endif
 
 /* ---- sums */
@@ -4125,7 +4152,7 @@ static __device__ inline float add_segments(const float *sums, int segments, int
 static __device__ void add_gate_up(const Experts &e, const ExpertMemory &m, int columns) {
     const int segments = segments_of(e, false);
 #pragma unroll 1
-    for (int i = (int)threadIdx.x; i < columns * 8; i += EXPERT_THREADS) {
+    for (int i = worker(); i < columns * 8; i += EXPERT_THREADS) {
         const int column = i / 8, r = i % 8, out = m.strip[column] * 8 + r, pick = m.pick[column];
         if (out >= e.inter) continue;
         e.gated[gated_row(e, pick) + (size_t)out] = gate_up(add_segments(m.sums, segments, column, r),
@@ -4135,7 +4162,7 @@ static __device__ void add_gate_up(const Experts &e, const ExpertMemory &m, int 
 
 /* Which columns that wait belong to the same row and strip: next[c] is the next one, leads[c] says that there is none before. */
 static __device__ void link_columns(const ExpertMemory &m, int columns) {
-    for (int c = warp_id(); c < columns; c += EXPERT_WARPS) {
+    for (int c = worker_warp(); c < columns; c += EXPERT_WARPS) {
         const int row = row_of(m.pick[c]), strip = m.strip[c];
         int next = columns;
         bool leads = true;
@@ -4155,7 +4182,7 @@ static __device__ void link_columns(const ExpertMemory &m, int columns) {
 static __device__ void add_down(const Experts &e, const ExpertMemory &m, int columns) {
     const int segments = segments_of(e, true);
 #pragma unroll 1
-    for (int i = (int)threadIdx.x; i < columns * TILE_ROWS; i += EXPERT_THREADS) {
+    for (int i = worker(); i < columns * TILE_ROWS; i += EXPERT_THREADS) {
         const int c = i / TILE_ROWS, r = i % TILE_ROWS, pick = m.pick[c];
         const float weight = is_shared(e, pick) || e.rounds ? 1 : e.weights[row_of(pick) * e.per_token + number_of(pick)];
         m.down_sums[c * segments * TILE_ROWS + r] = weight * add_segments(m.down_sums, segments, c, r);
@@ -4163,7 +4190,7 @@ static __device__ void add_down(const Experts &e, const ExpertMemory &m, int col
     link_columns(m, columns);
     sync_warps();
 #pragma unroll 1
-    for (int i = (int)threadIdx.x; i < columns * TILE_ROWS; i += EXPERT_THREADS) {
+    for (int i = worker(); i < columns * TILE_ROWS; i += EXPERT_THREADS) {
         const int first = i / TILE_ROWS, r = i % TILE_ROWS, out = m.strip[first] * TILE_ROWS + r;
         if (!m.leads[first] || out >= e.hidden) continue;
         float *y = e.y + (size_t)row_of(m.pick[first]) * (size_t)e.hidden + (size_t)out;
@@ -4183,7 +4210,7 @@ static __device__ unsigned arrived_experts;
 static __device__ void wait_for_all_blocks() {
     const unsigned last = 1u << 31;
     sync_warps();
-    if (threadIdx.x == 0) {
+    if (worker() == 0) {
         __threadfence();
         const unsigned before = atomicAdd(&arrived_experts, blockIdx.x ? 1 : last - (gridDim.x - 1));
         while (((*(volatile unsigned *)&arrived_experts ^ before) & last) == 0) {}
@@ -4202,7 +4229,7 @@ static __device__ ExpertMemory expert_memory(const Experts &e, uint8_t *shared) 
     ExpertMemory m;
     m.stages = (PackedStages *)shared;
     shared += e.packed ? sizeof(PackedStages) : 0;
-    m.ring = shared + (e.packed ? 0 : warp_id() * e.stages * e.slot_bytes);
+    m.ring = shared + (e.packed ? 0 : worker_warp() * e.stages * e.slot_bytes);
     m.x = shared + EXPERT_WARPS * e.stages * e.slot_bytes;
     m.sums = (float *)(m.x + e.x_bytes);
     m.down_sums = (float *)m.x;
@@ -4222,13 +4249,13 @@ static __device__ ExpertMemory expert_memory(const Experts &e, uint8_t *shared) 
  * others are comes closer. */
 static __device__ void prepare(const Experts &e, const ExpertMemory &m) {
     const int works = shared_works(e), bytes = e.experts * (int)sizeof(Matrix), line = 128;
-    if (threadIdx.x == 0) m.chosen[0] = chosen_matrices(e.shared[GATE], e.shared[UP], e.shared[DOWN]);
-    for (int i = (int)threadIdx.x; i <= works; i += EXPERT_THREADS) m.works[i].chosen = i < works ? 0 : NOBODY;
-    for (int i = (int)(threadIdx.x * gridDim.x + blockIdx.x) * line; i < bytes; i += (int)(EXPERT_THREADS * gridDim.x) * line)
+    if (worker() == 0) m.chosen[0] = chosen_matrices(e.shared[GATE], e.shared[UP], e.shared[DOWN]);
+    for (int i = worker(); i <= works; i += EXPERT_THREADS) m.works[i].chosen = i < works ? 0 : NOBODY;
+    for (int i = (worker() * (int)gridDim.x + (int)blockIdx.x) * line; i < bytes; i += (int)(EXPERT_THREADS * gridDim.x) * line)
         for (int matrix = GATE; matrix <= DOWN; matrix++)
             asm volatile("prefetch.global.L2 [%0];" :: "l"((const uint8_t *)e.table[matrix] + i));
     const int masks = (e.experts + e.slots - e.per_token) * divide_up(e.n_rows, 32);
-    for (int i = (int)threadIdx.x; i < masks; i += EXPERT_THREADS) ((uint32_t *)m.x)[i] = 0;
+    for (int i = worker(); i < masks; i += EXPERT_THREADS) ((uint32_t *)m.x)[i] = 0;
 }
 
 /* The first phase, of which all teams take the same unit at the same time. */
@@ -4317,7 +4344,7 @@ static __device__ inline void multiply_down(Stream *stream, int *slot, const Exp
 /* Under --qat gated is rounded before down meets it, and an expert's weight is in it by then. */
 static __device__ void round_gated(const Experts &e) {
     const int groups = divide_up(e.inter, e.rounding.group), all = e.n_rows * e.slots * groups;
-    for (int i = (int)blockIdx.x * EXPERT_WARPS + warp_id(); i < all; i += (int)gridDim.x * EXPERT_WARPS) {
+    for (int i = (int)blockIdx.x * EXPERT_WARPS + worker_warp(); i < all; i += (int)gridDim.x * EXPERT_WARPS) {
         const int vector = i / groups, number = vector % e.slots, first = i % groups * e.rounding.group,
                   count = min(e.rounding.group, e.inter - first);
         float *v = e.gated + (size_t)vector * (size_t)e.inter + first;
@@ -4335,7 +4362,7 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const
     const bool exact = e.dtype[0] == EXACT;
     __shared__ Plan plan;
     m.plan = &plan;
-    if (threadIdx.x == 0) plan_shared(&plan, e);
+    if (worker() == 0) plan_shared(&plan, e);
     prepare(e, m);
     sync_warps();
     Stream stream = {};
@@ -4348,8 +4375,8 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, 1) experts_kernel(const
         if (known) break;
         wait_for_previous();
         const int works = lists_row(e) ? e.slots : list_works(e, m);
-        if (lists_row(e) && warp_id() == 0) list_row(e, m);
-        if (threadIdx.x == 0) plan_all(&plan, e, works);
+        if (lists_row(e) && worker_warp() == 0) list_row(e, m);
+        if (worker() == 0) plan_all(&plan, e, works);
         sync_warps();
     }
     multiply_gate_up<EXACTLY>(&stream, &slot, e, m);
@@ -4385,7 +4412,7 @@ static __device__ inline Source find_source(const Experts &e, const ExpertMemory
     const DType D = type_of(e, m, work);
     const bool small = D == BLOCKS_OF_32, block = is_e4m3(D);
     const int lane = lane_id(), high = down ? TILE_ROWS : TILE_ROWS / 2, first = piece.strip * 4 * high,
-              cols = down ? e.inter : e.hidden, segment = warp_id() - EXPERT_WARPS, bits = down ? 0 : PACKED_SEGMENT_BITS,
+              cols = down ? e.inter : e.hidden, segment = fetcher_warp(), bits = down ? 0 : PACKED_SEGMENT_BITS,
               own = piece.tiles << tile_bits(DTYPE_F4_E2M1) >> tile_bits(D),
               tile = down ? piece.tile << tile_bits(DTYPE_F4_E2M1) >> tile_bits(D) : segment;
     Source source;
@@ -4412,12 +4439,20 @@ static __device__ inline Source find_source(const Experts &e, const ExpertMemory
 /* Until the warpgroup has done with what was in a step's place. */
 static __device__ inline void wait_for_place(const Experts &e, const ExpertMemory &m, int step) {
     if (step >= e.stages)
-        wait_at(&m.stages->used[step & e.stages - 1][warp_id() - EXPERT_WARPS], (step >> power_of(e.stages)) - 1);
+        wait_at(&m.stages->used[step & e.stages - 1][fetcher_warp()], (step >> power_of(e.stages)) - 1);
+}
+
+/* 16 bytes of weights that are read once a pass: L2 is to forget them first and keep what is read again, code too. */
+static __device__ inline void start_copy_of_weights(uint8_t *to, const uint8_t *from) {
+    uint64_t forgotten_first;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(forgotten_first));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;"
+                 :: "r"(shared_address(to)), "l"(from), "l"(forgotten_first) : "memory");
 }
 
 /* The tiles of one step to their stage, of each team, if there are any. */
 static __device__ inline void fetch_step(const Source &source, const Experts &e, const ExpertMemory &m, int step) {
-    const int lane = lane_id(), stage = step & e.stages - 1, segment = warp_id() - EXPERT_WARPS,
+    const int lane = lane_id(), stage = step & e.stages - 1, segment = fetcher_warp(),
               own = lane / 8 * TILE_BYTES + (lane % 8 ^ swizzled(lane / 8)) * 16;
     uint8_t *slot = m.ring + ((stage << PACKED_SEGMENT_BITS) + segment) * 4 * e.slot_bytes;
     const uint8_t *row[2] = {source.row[0], source.row[1]};
@@ -4426,14 +4461,18 @@ static __device__ inline void fetch_step(const Source &source, const Experts &e,
         for (int team = 0; team < 4; team++, slot += e.slot_bytes) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                start_copy_to_shared(slot + own + i * 8 * TILE_BYTES, row[i], true);
-                start_copy_to_shared(slot + (own ^ 2 * 16) + (i * 8 + 4) * TILE_BYTES, row[i] + 4 * source.stride, true);
+                start_copy_of_weights(slot + own + i * 8 * TILE_BYTES, row[i]);
+                start_copy_of_weights(slot + (own ^ 2 * 16) + (i * 8 + 4) * TILE_BYTES, row[i] + 4 * source.stride);
                 row[i] += source.team;
             }
             if (lane < source.scale_lanes)
                 copy_scales_to_shared(slot + TILE_ROWS * TILE_BYTES + lane * 4, source.scale + source.scale_team[team]);
         }
-    arrive_with_copies(&m.stages->filled[stage][segment]);
+}
+
+/* When all that this warp has fetched is there, the step is complete. */
+static __device__ inline void close_step(const Experts &e, const ExpertMemory &m, int step) {
+    arrive_with_copies(&m.stages->filled[step & e.stages - 1][fetcher_warp()]);
 }
 
 /* All blocks have written gated: the warps that multiply know it and tell those that fetch. */
@@ -4455,79 +4494,104 @@ static __device__ inline int find_work(const Experts &e, const ExpertMemory &m, 
     return work;
 }
 
-/* Starts to bring the columns of the rows of gated that meet a tile. place: of MAX_STAGES. */
-static __device__ inline void bring_gated(const Experts &e, const ExpertMemory &m, int work, int column, int place) {
-    const DType D = type_of(e, m, work);
-    const int count = count_of(m, work), rows = padded_rows(count), lane = lane_id(), columns = 1 << tile_bits(D),
-              segment = warp_id() - EXPERT_WARPS;
-    uint8_t *to = m.x + (place << PACKED_SEGMENT_BITS | segment) * piece_bytes(e);
-    for (int r = 0; r < count; r++) {
-        const uint8_t *row = (const uint8_t *)(e.gated + gated_row(e, m.order[m.works[work].begin + r]));
-#pragma unroll 2
-        for (int i = lane; i < columns / 16 * DIGITS; i += 32)
-            start_copy_to_shared(to + i / DIGITS * part_bytes(rows) + (i % DIGITS * rows + r) * 16,
-                                 row + column * DIGITS + i * 16, true);
-        if (lane < columns / (4 * SCALED_TOGETHER))             /* four scales */
-            start_copy_to_shared(to + digit_bytes(columns, rows) + r * columns / SCALED_TOGETHER * (int)sizeof(float) + lane * 16,
-                                 row + e.inter * DIGITS + column / SCALED_TOGETHER * (int)sizeof(float) + lane * 16, true);
-    }
-    arrive_with_copies(&m.stages->gated[place][segment]);
+/* The rows of gated for tile after tile of a group's works, piece after piece. A lane has a row, of which it brings some parts of
+ * 16 columns. */
+struct GatedStream {
+    int index, work, tiles;     /* piece; work; its tiles that are to come */
+    int column, columns;        /* the first of the next tile; of a tile */
+    int rows, row_bits;         /* that meet a tile: 2^row_bits */
+    const uint8_t *row;         /* NULL: there are fewer */
+};
+
+static __device__ inline void open_gated(GatedStream *stream, const Experts &e, const ExpertMemory &m, int index, int work) {
+    *stream = {.index = index, .work = work};
+    if (index == m.plan->strips || work == m.plan->works) return;
+    const Piece piece = find_piece(e, index);
+    const int count = count_of(m, work), bits = tile_bits(type_of(e, m, work));
+    stream->tiles = piece.tiles << tile_bits(DTYPE_F4_E2M1) >> bits;
+    stream->column = piece.tile << tile_bits(DTYPE_F4_E2M1), stream->columns = 1 << bits;
+    stream->rows = padded_rows(count), stream->row_bits = power_of(stream->rows);
+    const int own = lane_id() & stream->rows - 1;
+    stream->row = own < count ? (const uint8_t *)(e.gated + gated_row(e, m.order[m.works[work].begin + own])) : NULL;
 }
 
-/* The same for tile after tile of a group's works, piece after piece. */
-struct GatedStream { int index, work, tile, brought; };
-
-static __device__ inline void bring_until(GatedStream *stream, const Experts &e, const ExpertMemory &m, int end) {
-    const int group = warp_id() - EXPERT_WARPS;
-    for (; stream->brought < end; stream->brought++) {
-        Piece piece = find_piece(e, stream->index);
-        if (stream->tile == piece.tiles << tile_bits(DTYPE_F4_E2M1) >> tile_bits(type_of(e, m, stream->work))) {
-            stream->tile = 0;
-            stream->work = find_work(e, m, stream->work + 1, group);
-            if (stream->work == m.plan->works) stream->work = find_work(e, m, 0, group), piece = find_piece(e, ++stream->index);
-        }
-        const int column = (piece.tile << tile_bits(DTYPE_F4_E2M1)) + (stream->tile++ << tile_bits(type_of(e, m, stream->work)));
-        bring_gated(e, m, stream->work, column, stream->brought & e.stages - 1);
+/* Starts to bring the columns that meet the next tile, which is that of a step, and goes on to the one behind it. */
+static __device__ inline void bring_gated(GatedStream *stream, const Experts &e, const ExpertMemory &m, int step) {
+    const int group = fetcher_warp(), rows = stream->rows, bits = stream->row_bits, own = lane_id() & rows - 1,
+              first = lane_id() >> bits, columns = stream->columns, column = stream->column, each = 4 * SCALED_TOGETHER;
+    uint8_t *to = m.x + ((step & e.stages - 1) << PACKED_SEGMENT_BITS | group) * block_bytes(padded_rows(e.columns));
+    if (stream->row) {
+        const uint8_t *digits = stream->row + digit_place(column, 0),
+                      *scales = stream->row + e.inter * DIGITS + scale_place(0, column);
+#pragma unroll 1
+        for (int part = first; part < columns / 16; part += 32 >> bits)
+#pragma unroll
+            for (int digit = 0; digit < DIGITS; digit++)
+                start_copy_to_shared(to + part * part_bytes(rows) + (digit * rows + own) * 16,
+                                     digits + digit_place(part * 16, digit), true);
+        if (first < columns / each)                             /* four scales */
+            start_copy_to_shared(to + digit_bytes(rows) + scale_place(own, first * each), scales + scale_place(0, first * each),
+                                 true);
     }
+    stream->column += columns;
+    if (--stream->tiles) return;
+    const int next = find_work(e, m, stream->work + 1, group);
+    if (next < m.plan->works) open_gated(stream, e, m, stream->index, next);
+    else open_gated(stream, e, m, stream->index + 1, find_work(e, m, 0, group));
 }
 
 /* Fetches strip after strip. Until the plan is known, which all threads wait for together, there is the shared expert, whose
- * places in the plan and the list are the same before and after, and no more than the ring holds. In the second phase gated
- * comes along, before the weights it meets; but at first these fill the ring, since gated is not there yet. */
-static __device__ inline void fetch_all(const Experts &e, const ExpertMemory &m) {
+ * places in the plan and the list are the same before and after, and no more than the ring holds. */
+static __device__ inline int fetch_gate_up(const Experts &e, const ExpertMemory &m) {
     const Plan &plan = *m.plan;
-    const int group = warp_id() - EXPERT_WARPS;
-    bool known = false, open = false;
-    int step = 0, down_step = 0;
-    GatedStream gated = {};
-    const auto fetch_strip = [&](int work, const Piece &piece, bool down) {
-        Source source = find_source(e, m, work, piece, down);
-        for (; source.steps > 0; step++, source.steps--, source.tiles--) {
-            if (step == e.stages && !known) __syncthreads(), known = true;
-            if (down && down_step++ == e.stages) wait_open(), open = true;
-            if (open) bring_until(&gated, e, m, down_step - 1);
-            wait_for_place(e, m, step);
-            fetch_step(source, e, m, step);
-            source.row[0] += source.step, source.row[1] += source.step, source.scale += source.scale_step;
-        }
-    };
+    bool known = false;
+    int step = 0;
     for (int place = 0; true;) {
         if (place >= plan.shared && !known) __syncthreads(), known = true;
-        if (place >= plan.gate) break;
+        if (place >= plan.gate) return step;
         const Span span = find_packed(e, m, place);
 #pragma unroll 1
-        for (int i = 0; i < span.strips; i++)
-            fetch_strip(span.work, {span.strip + i, 0, e.hidden >> tile_bits(DTYPE_F4_E2M1), 0}, false);
+        for (int i = 0; i < span.strips; i++) {
+            Source source = find_source(e, m, span.work, {span.strip + i, 0, e.hidden >> tile_bits(DTYPE_F4_E2M1), 0}, false);
+#pragma unroll 1
+            for (; source.steps > 0; step++, source.steps--, source.tiles--) {
+                if (step == e.stages && !known) __syncthreads(), known = true;
+                wait_for_place(e, m, step);
+                fetch_step(source, e, m, step);
+                close_step(e, m, step);
+                source.row[0] += source.step, source.row[1] += source.step, source.scale += source.scale_step;
+            }
+        }
         place += e.many ? 1 : span.strips;
     }
-    gated.work = find_work(e, m, 0, group);
+}
+
+/* In the second phase gated comes along. As it is not there yet at first, the weights fill the ring meanwhile. */
+static __device__ inline void fetch_down(const Experts &e, const ExpertMemory &m, int step) {
+    const int group = fetcher_warp(), full = step + e.stages;
+    int closed = step;          /* steps to whose weights gated has been brought */
+    GatedStream gated;
+    open_gated(&gated, e, m, 0, find_work(e, m, 0, group));
+    const auto close_until = [&](int end) {
 #pragma unroll 1
-    for (int index = 0; index < plan.strips; index++)
+        for (; closed < end; closed++) bring_gated(&gated, e, m, closed), close_step(e, m, closed);
+    };
 #pragma unroll 1
-        for (int work = find_work(e, m, 0, group); work < plan.works; work = find_work(e, m, work + 1, group))
-            fetch_strip(work, find_piece(e, index), true);
-    if (!open) wait_open();
-    bring_until(&gated, e, m, down_step);
+    for (int index = 0; index < m.plan->strips; index++)
+#pragma unroll 1
+        for (int work = find_work(e, m, 0, group); work < m.plan->works; work = find_work(e, m, work + 1, group)) {
+            Source source = find_source(e, m, work, find_piece(e, index), true);
+#pragma unroll 1
+            for (; source.steps > 0; step++, source.steps--, source.tiles--) {
+                if (step == full) wait_open(), close_until(step);
+                wait_for_place(e, m, step);
+                fetch_step(source, e, m, step);
+                if (step >= full) close_until(step + 1);
+                source.row[0] += source.step, source.row[1] += source.step, source.scale += source.scale_step;
+            }
+        }
+    if (step <= full) wait_open();
+    close_until(step);
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
@@ -4539,7 +4603,7 @@ static __device__ inline void put_entries(const ExpertMemory &m, const float tot
     const int lane = lane_id(), teams = EXPERT_WARPS >> PACKED_SEGMENT_BITS;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int column = lane % 4 * 2 + i % 2, at = ((first + column) * teams + warp_id() % teams) << bits | segment;
+        const int column = lane % 4 * 2 + i % 2, at = ((first + column) * teams + worker_warp() % teams) << bits | segment;
         if (column < count) m.sums[at * TILE_ROWS + lane / 4 + i / 2 * 8] = total[i];
     }
 }
@@ -4549,7 +4613,7 @@ static __device__ inline void put_entries(const ExpertMemory &m, const float tot
 static __device__ void leave_gated(const Experts &e, const ExpertMemory &m, int entries) {
     const int lane = lane_id(), segments = 1 << PACKED_SEGMENT_BITS;
 #pragma unroll 1
-    for (int entry = warp_id(); entry < entries; entry += EXPERT_WARPS) {
+    for (int entry = worker_warp(); entry < entries; entry += EXPERT_WARPS) {
         const int column = entry * 4 + lane / 8, pick = m.pick[entry], unit = m.strip[entry];
         float v = gate_up(add_segments(m.sums, segments, column, lane % 8), add_segments(m.sums, segments, column, 8 + lane % 8),
                           e.limit);
@@ -4557,10 +4621,11 @@ static __device__ void leave_gated(const Experts &e, const ExpertMemory &m, int 
         for (int distance = 1; distance < 32; distance *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
         const float undo = scale_below(most, DIGIT_BITS - 2);
         v *= inverse_power(undo);
-        uint8_t *row = (uint8_t *)(e.gated + gated_row(e, pick)),
-                *at = row + (unit * 2 + lane % 2) * DIGITS * 16 + lane / 8 * 4 + lane % 8 / 2;
+        uint8_t *row = (uint8_t *)(e.gated + gated_row(e, pick));
+        const int at = unit * SCALED_TOGETHER + lane % 2 * 16 + lane / 8 * 4 + lane % 8 / 2;
 #pragma unroll
-        for (int i = 0; i < DIGITS; i++) at[i * 16] = __nv_cvt_float_to_fp8(take_digit(&v), __NV_SATFINITE, __NV_E4M3);
+        for (int digit = 0; digit < DIGITS; digit++)
+            row[digit_place(at, digit)] = __nv_cvt_float_to_fp8(take_digit(&v), __NV_SATFINITE, __NV_E4M3);
         if (lane == 0) ((float *)(row + e.inter * DIGITS))[unit] = undo;
     }
 }
@@ -4574,13 +4639,13 @@ static __device__ inline float *piece_sums(const Experts &e, const Piece &piece)
 
 static __device__ void clear_sums(const Experts &e) {
     const int n = e.n_rows * e.hidden / 4;
-    for (int i = (int)(blockIdx.x * EXPERT_THREADS + threadIdx.x); i < n; i += (int)(gridDim.x * EXPERT_THREADS))
+    for (int i = (int)blockIdx.x * EXPERT_THREADS + worker(); i < n; i += (int)(gridDim.x * EXPERT_THREADS))
         ((float4 *)e.y)[i] = {};
 }
 
 static __device__ void add_piece(const Experts &e, const Piece &piece) {
     const float *sums = piece_sums(e, piece);
-    for (int i = (int)threadIdx.x; i < e.n_rows * GROUP_ROWS; i += EXPERT_THREADS) {
+    for (int i = worker(); i < e.n_rows * GROUP_ROWS; i += EXPERT_THREADS) {
         const size_t at = (size_t)(i / GROUP_ROWS) * (size_t)e.hidden + (size_t)(piece.strip * GROUP_ROWS + i % GROUP_ROWS);
         atomicAdd(e.y + at, __ldcg(sums + at));
     }
@@ -4600,7 +4665,7 @@ static __device__ void add_entries(const Experts &e, const ExpertMemory &m, int 
         weight[i] = pick[i] < 0 || is_shared(e, pick[i]) ? 1 : e.weights[row_of(pick[i]) * e.per_token + number_of(pick[i])];
     }
 #pragma unroll 1
-    for (int task = warp_id(); task < 2 * entries; task += EXPERT_WARPS) {      /* 32 rows of the strip */
+    for (int task = worker_warp(); task < 2 * entries; task += EXPERT_WARPS) {      /* 32 rows of the strip */
         const int entry = task / 2, r = task % 2 * 32 + lane, first = m.order[begin + entry];
         uint64_t left = (uint64_t)__ballot_sync(~0u, pick[1] >= 0 && row_of(pick[1]) == row_of(first)) << 32
                         | __ballot_sync(~0u, pick[0] >= 0 && row_of(pick[0]) == row_of(first));
@@ -4619,7 +4684,7 @@ static __device__ void add_entries(const Experts &e, const ExpertMemory &m, int 
 /* ---- the phases where weights are packed */
 
 /* The first one: all warps take the same unit at the same time, a segment of its columns each. */
-static __device__ inline void multiply_packed_gate_up(Steps *steps, const Experts &e, const ExpertMemory &m) {
+static __device__ inline void multiply_packed_gate_up(int *steps, const Experts &e, const ExpertMemory &m) {
     int used = 0, staged = lists_row(e) ? 0 : -1;   /* entries that wait; the work whose rows are at hand: a single one's are */
     for (int place = 0; place < m.plan->gate;) {
         const Span span = find_packed(e, m, place);
@@ -4641,9 +4706,9 @@ static __device__ inline void multiply_packed_gate_up(Steps *steps, const Expert
             float total[4];
             multiply_terms(total, steps, e, m, false, e.hidden, span.work);
             put_entries(m, total, PACKED_SEGMENT_BITS, warpgroup_id(), used, count);
-            if (threadIdx.x < (unsigned)count) {
-                m.strip[used + (int)threadIdx.x] = span.strip + i;
-                m.pick[used + (int)threadIdx.x] = m.order[m.works[span.work].begin + (int)threadIdx.x];
+            if (worker() < count) {
+                m.strip[used + worker()] = span.strip + i;
+                m.pick[used + worker()] = m.order[m.works[span.work].begin + worker()];
             }
             used += count;
         }
@@ -4654,7 +4719,7 @@ static __device__ inline void multiply_packed_gate_up(Steps *steps, const Expert
 }
 
 /* The second one: each warpgroup takes its own works, of as many at a time as there is room for sums. */
-static __device__ inline void multiply_packed_down(Steps *steps, const Experts &e, const ExpertMemory &m) {
+static __device__ inline void multiply_packed_down(int *steps, const Experts &e, const ExpertMemory &m) {
     const int group = warpgroup_id();
 #pragma unroll 1
     for (int index = 0; index < m.plan->strips; index++) {
@@ -4683,33 +4748,32 @@ static __global__ void __launch_bounds__(PACKED_THREADS, 1) packed_experts_kerne
     ExpertMemory m = expert_memory(e, expert_shared);
     __shared__ Plan plan;
     m.plan = &plan;
-    const bool fetches = warp_id() >= EXPERT_WARPS, one = lists_row(e);
-    if (threadIdx.x == 0) plan_shared(&plan, e);
+    const bool fetches = worker() < 0, one = lists_row(e);
+    if (worker() == 0) plan_shared(&plan, e);
     if (threadIdx.x < MAX_STAGES << PACKED_SEGMENT_BITS) {
         start_barrier(&m.stages->filled[0][0] + threadIdx.x, 32);
-        start_barrier(&m.stages->gated[0][0] + threadIdx.x, 32);
         start_barrier(&m.stages->used[0][0] + threadIdx.x, 4);
     }
     if (!fetches) prepare(e, m);
     __syncthreads();
     if (fetches) {
-        fetch_all(e, m);
+        fetch_down(e, m, fetch_gate_up(e, m));
         return;
     }
     const int first_pick = 0;
-    if (one && threadIdx.x == 0) plan_all(&plan, e, e.slots);       /* as many works as picks */
+    if (one && worker() == 0) plan_all(&plan, e, e.slots);       /* as many works as picks */
     wait_for_previous();
-    if (one && warp_id() == EXPERT_WARPS - 1) list_row(e, m);
+    if (one && worker_warp() == EXPERT_WARPS - 1) list_row(e, m);
     else if (one) stage_terms(e, m.x, &first_pick, 1, EXPERT_WARPS - 1);
     else {
         const int works = list_works(e, m);
-        if (threadIdx.x == 0) plan_all(&plan, e, works);
+        if (worker() == 0) plan_all(&plan, e, works);
         __syncwarp();
-        if (warp_id() == 0 && !e.many) plan_routed(&plan, e, m);
+        if (worker_warp() == 0 && !e.many) plan_routed(&plan, e, m);
     }
     __syncthreads();                                /* with the warps that fetch */
     if (e.share % strip_tiles(e)) clear_sums(e);
-    Steps steps = {};
+    int steps = 0;              /* of the ring, that this warpgroup has taken */
     multiply_packed_gate_up(&steps, e, m);
     wait_for_all_blocks();
     tell_open();
@@ -4760,8 +4824,8 @@ static size_t lay_out_packed(Experts *e) {
     for (e->stages = e->many ? MAX_STAGES / 2 : MAX_STAGES; e->stages; e->stages /= 2)
         for (e->columns = min(e->n_rows, (int)PACKED_COLUMNS); e->columns; e->columns--)
             for (e->entries = MOST_ENTRIES; e->entries >= FEWEST_ENTRIES; e->entries /= 2) {
-                const size_t bytes = lay_out(e, max(packed_bytes(e->hidden, padded_rows(e->columns)),
-                                                    (e->stages << PACKED_SEGMENT_BITS) * piece_bytes(*e)));
+                const size_t bytes = lay_out(e, max(e->hidden / X_BLOCK, e->stages << PACKED_SEGMENT_BITS)
+                                                    * block_bytes(padded_rows(e->columns)));
                 if (bytes <= gpu.shared_per_block) return bytes - SMALL_SHARED;
             }
     return 0;
