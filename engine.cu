@@ -3310,13 +3310,24 @@ static __device__ __noinline__ Span find_span(const Experts &e, const ExpertMemo
     return find_task(e, m, place - plan.gate, team_of(e, true));
 }
 
+/* What a work costs: to bring its rows to shared memory, and each unit. An expert's only one does so once, of several each does
+ * again and again. */
+struct WorkCost { int begin, unit; };
+
+static __device__ inline WorkCost work_cost(const ExpertMemory &m, int work) {
+    const int chosen = m.works[work].chosen, cost = unit_cost(count_of(m, work));
+    const bool alone = (!work || m.works[work - 1].chosen != chosen) && m.works[work + 1].chosen != chosen;
+    return alone ? WorkCost{10, cost} : WorkCost{0, cost + 1};
+}
+
 /* The same where works have several rows, by one warp: it adds up what they cost and finds the units at which a block's share
  * begins and ends. */
 static __device__ void plan_routed(Plan *plan, const Experts &e, const ExpertMemory &m) {
     const int works = plan->works, units = plan->units, lane = lane_id(), each = divide_up(works - plan->shared_works, 32),
               begin = min(plan->shared_works + lane * each, works), end = min(begin + each, works);
+    const auto whole = [&](const WorkCost &cost) { return cost.begin + cost.unit * units; };
     int own = 0, unit[2];
-    for (int work = begin; work < end; work++) own += unit_cost(count_of(m, work)) * units;
+    for (int work = begin; work < end; work++) own += whole(work_cost(m, work));
     int until = own;
     for (int distance = 1; distance < 32; distance *= 2) {
         const int other = __shfl_up_sync(~0u, until, (unsigned)distance);
@@ -3325,13 +3336,16 @@ static __device__ void plan_routed(Plan *plan, const Experts &e, const ExpertMem
     const int all = __shfl_sync(~0u, until, 31);
 #pragma unroll
     for (int edge = 0; edge < 2; edge++) {
-        int cost = routed_begin(plan->shared_works * units, all, (int)blockIdx.x + edge, e) - (until - own), work = begin;
-        const unsigned found = __ballot_sync(~0u, cost >= 0 && cost < own);
-        if (cost >= 0 && cost < own) {
-            for (; cost >= unit_cost(count_of(m, work)) * units; work++) cost -= unit_cost(count_of(m, work)) * units;
-            work = work * units + cost / unit_cost(count_of(m, work));
+        int left = routed_begin(plan->shared_works * units, all, (int)blockIdx.x + edge, e) - (until - own), at = begin * units;
+        const bool here = left >= 0 && left < own;
+        for (int work = begin; here && work < end; work++) {
+            const WorkCost cost = work_cost(m, work);
+            at = work * units + min(max(left - cost.begin, 0) / cost.unit, units);
+            if (left < whole(cost)) break;
+            left -= whole(cost);
         }
-        unit[edge] = found ? __shfl_sync(~0u, work, __ffs((int)found) - 1) : works * units;
+        const unsigned found = __ballot_sync(~0u, here);
+        unit[edge] = found ? __shfl_sync(~0u, at, __ffs((int)found) - 1) : works * units;
     }
     if (lane > 0) return;
     plan->first_routed = unit[0];
