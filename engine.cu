@@ -2063,7 +2063,7 @@ static void launch_products(Products *products) {
                  first.cut.cluster, *products);
 }
 
-/* ---- many rows: a block multiplies a tile of 64 to 256 rows of weights by 64 or 128 rows of x, one segment after the other,
+/* ---- many rows: a block multiplies a tile of 64 to 256 rows of weights by 32 to 128 rows of x, one segment after the other,
  * each instruction with the same values as product_kernel's: a row has the same bits there and here, whatever the tile.
  *
  *     multiply_many -> consider_tile, round_kernel, wide_kernel -> multiply_segments -> finish_segment, add_slots
@@ -2250,11 +2250,10 @@ static __device__ inline void load_fragments(uint32_t a[2][2][4], const uint8_t 
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define TILE_SUMS(i) "+f"(sum[i][0]), "+f"(sum[i][1]), "+f"(sum[i][2]), "+f"(sum[i][3])
-#define TILE_SUMS_8(i)                                                                                                           \
-    TILE_SUMS(i), TILE_SUMS(i + 1), TILE_SUMS(i + 2), TILE_SUMS(i + 3), TILE_SUMS(i + 4), TILE_SUMS(i + 5), TILE_SUMS(i + 6),    \
-        TILE_SUMS(i + 7)
-#define NAMES_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
-                 "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define TILE_SUMS_4(i) TILE_SUMS(i), TILE_SUMS(i + 1), TILE_SUMS(i + 2), TILE_SUMS(i + 3)
+#define TILE_SUMS_8(i) TILE_SUMS_4(i), TILE_SUMS_4(i + 4)
+#define NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_32 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_64 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
                  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define WGMMA(N, TYPE, NAMES, A, B, ...) \
@@ -2263,9 +2262,11 @@ static __device__ inline void load_fragments(uint32_t a[2][2][4], const uint8_t 
 
 /* sum += A B: 64 rows of weights, 16 values of k, N rows of x. */
 template <DType D, int N> static __device__ inline void multiply_tile(float sum[N / 8][4], const uint32_t a[4], uint64_t b) {
-    static_assert(N == 64 || N == 128);
-    if constexpr (D == DTYPE_F16 && N == 64) WGMMA("64", "f16", NAMES_32, "%32, %33, %34, %35", "%36", TILE_SUMS_8(0));
+    static_assert(N == 32 || N == 64 || N == 128);
+    if constexpr (D == DTYPE_F16 && N == 32) WGMMA("32", "f16", NAMES_16, "%16, %17, %18, %19", "%20", TILE_SUMS_4(0));
+    else if constexpr (D == DTYPE_F16 && N == 64) WGMMA("64", "f16", NAMES_32, "%32, %33, %34, %35", "%36", TILE_SUMS_8(0));
     else if constexpr (D == DTYPE_F16) WGMMA("128", "f16", NAMES_64, "%64, %65, %66, %67", "%68", TILE_SUMS_8(0), TILE_SUMS_8(8));
+    else if constexpr (N == 32) WGMMA("32", "bf16", NAMES_16, "%16, %17, %18, %19", "%20", TILE_SUMS_4(0));
     else if constexpr (N == 64) WGMMA("64", "bf16", NAMES_32, "%32, %33, %34, %35", "%36", TILE_SUMS_8(0));
     else WGMMA("128", "bf16", NAMES_64, "%64, %65, %66, %67", "%68", TILE_SUMS_8(0), TILE_SUMS_8(8));
 }
@@ -2467,7 +2468,6 @@ template <DType D, int TERMS, int N, typename T> static __device__ void multiply
 /* Grid: blocks that share a tile's segments, tiles of rows of x, tiles of rows of weights of each head. */
 template <DType D, int TERMS, int N, int GROUPS>
 static __global__ void __launch_bounds__(GROUPS * WIDE_THREADS, 4 / GROUPS) wide_kernel(const __grid_constant__ Wide wide) {
-    begin_kernel();
     extern __shared__ __align__(1024) uint8_t wide_shared[];
     typedef WideTile<D, TERMS, N, GROUPS> T;
     const Product &p = wide.p;
@@ -2528,10 +2528,11 @@ template <DType D, int TERMS, int N, int GROUPS> static void launch_wide(const W
 }
 
 /* Takes that tile if it is the best so far, by about the microseconds that it takes on an H200: a step keeps a multiprocessor
- * busy for `work`, and takes `least`. */
+ * busy for `work`, and takes `least`; blocks that come later begin anew; and sums are added up, by a cluster in the end or by a
+ * block in memory after each segment. */
 template <DType D, int TERMS, int N, int GROUPS> static void consider_tile(Choice *best, const Product &p, double work) {
     const int segments = p.cut.cluster * p.cut.along, most = gpu.major == 9 ? MAX_CLUSTER : 1, beside = 4 / GROUPS;
-    const double least = 0.75;
+    const double least = 0.45 + 0.2 * GROUPS, begin = 2.7;
     for (int split = 1; split <= most && split <= segments; split *= 2) {
         Wide wide = {.p = p, .split = split, .stages = WIDE_STAGES, .padded = divide_up(p.n_rows, N) * N};
         size_t shared;
@@ -2542,8 +2543,8 @@ template <DType D, int TERMS, int N, int GROUPS> static void consider_tile(Choic
         const int blocks = divide_up(p.w.rows, GROUPS * GROUP_ROWS) * p.heads * divide_up(p.n_rows, N) * split;
         const double rest = divide_up(blocks % slots, gpu.multiprocessors), all = slots / gpu.multiprocessors;
         const double step = blocks / slots * fmax(all * work, least) + (rest ? fmax(rest * work, least) : 0);
-        const double adding = split > 1 ? 1 + 0.1 * split : 4.0 * (segments - 1) * divide_up(blocks, slots);
-        const double cost = divide_up(divide_up(p.w.cols, WIDE_STEP), split) * step + adding;
+        const double waves = divide_up(blocks, slots), adding = split > 1 ? 0.67 * split : 3.9 * (segments - 1) * waves;
+        const double cost = divide_up(divide_up(p.w.cols, WIDE_STEP), split) * step + begin * waves + adding;
         if (!best->launch || cost < best->cost) *best = {wide, cost, launch_wide<D, TERMS, N, GROUPS>};
     }
 }
@@ -2558,8 +2559,9 @@ template <DType D, int TERMS> static void multiply_rounded(Product product) {
     for (int first = 0; first < all; first += most) {
         Choice best = {};
         product.n_rows = all - first < most ? all - first : most;
-        consider_tile<D, TERMS, 64, 1>(&best, product, 0.32);
-        consider_tile<D, TERMS, 64, 2>(&best, product, 0.58);
+        if (product.n_rows <= 32) consider_tile<D, TERMS, 32, 1>(&best, product, 0.25);
+        consider_tile<D, TERMS, 64, 1>(&best, product, 0.34);
+        consider_tile<D, TERMS, 64, 2>(&best, product, 0.62);
         if constexpr (chunk_values(D) == 8) consider_tile<D, TERMS, 128, 4>(&best, product, 1.87);
         best.launch(best.wide);
         product.x += (size_t)most * product.x_stride;
@@ -2577,12 +2579,11 @@ static void multiply_many(const Product &product) {
     else multiply_rounded<DTYPE_F8_E4M3, 1>(product);
 }
 
-/* Whether rows are worth the rounding and the second launch, and there is room for 128 of them. Few rows of weights make few
- * tiles. */
+/* Whether rows are worth the rounding and the second launch, and there is room for 128 of them. */
 static bool are_many(const Product &product) {
-    const double rows = (double)product.w.rows * product.heads, products = product.n_rows * rows * product.w.cols;
+    const double products = (double)product.w.rows * product.heads * product.w.cols * product.n_rows;
     if (product.format == EXACT || rounded_row(product) * 128 > ROUNDED_BYTES) return false;
-    return product.n_rows > (rows <= 4096 ? 32 : 16) && products >= 1 << 27;
+    return product.n_rows > 16 && products > 1 << 27;
 }
 
 /* ---- launches */
