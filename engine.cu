@@ -2593,11 +2593,12 @@ static void multiply_many(const Product &product) {
     else multiply_rounded<DTYPE_F8_E4M3, 1>(product);
 }
 
-/* Whether rows are worth the rounding and the second launch, and there is room for 128 of them. */
+/* Whether rows are worth the rounding and the second launch, and there is room for 128 of them. Few rows of weights make few
+ * tiles. */
 static bool are_many(const Product &product) {
-    const double products = (double)product.w.rows * product.heads * product.w.cols * product.n_rows;
+    const double rows = (double)product.w.rows * product.heads, products = product.n_rows * rows * product.w.cols;
     if (product.format == EXACT || rounded_row(product) * 128 > ROUNDED_BYTES) return false;
-    return product.n_rows > 16 && products > 1 << 27;
+    return product.n_rows > (rows <= 2048 ? 32 : 16) && products > 1 << 27;
 }
 
 /* ---- launches */
