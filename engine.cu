@@ -2063,7 +2063,7 @@ static void launch_products(Products *products) {
                  first.cut.cluster, *products);
 }
 
-/* ---- many rows: a block multiplies a tile of 64 to 256 rows of weights by 64 or 128 rows of x, one segment after the other,
+/* ---- many rows: a block multiplies a tile of 64 to 256 rows of weights by 32 to 128 rows of x, one segment after the other,
  * each instruction with the same values as product_kernel's: a row has the same bits there and here, whatever the tile.
  *
  *     multiply_many -> consider_tile, round_kernel, wide_kernel -> multiply_segments -> finish_segment, add_slots
@@ -2078,7 +2078,7 @@ enum {
     WIDE_THREADS = 128,
     WIDE_STEP = 64,             /* columns */
     WIDE_BYTES = 2 * WIDE_STEP, /* of a row and term of x in a step */
-    WIDE_STAGES = 4,            /* steps in shared memory at most */
+    WIDE_STAGES = 4,            /* in shared memory at most, each of a step or two */
     ROUNDED_BYTES = 32 << 20,
 };
 
@@ -2087,16 +2087,26 @@ static __device__ __align__(1024) uint8_t rounded_rows[ROUNDED_BYTES];
 
 typedef struct Wide {
     Product p;
-    int split, stages;          /* blocks of a cluster that share a tile's segments; steps in shared memory */
+    int split, stages;          /* blocks of a cluster that share a tile's segments; stages in shared memory */
     int padded;                 /* rows of x, up to whole tiles */
 } Wide;
 
-/* A tile of N rows of x. stage, rounded: bytes of a step of weights and of x. slot: floats of one segment's sums. */
+/* Steps of a stage: two where they have their scales in common, so that a warp has less to do beside multiplying. */
+static __host__ __device__ constexpr int stage_steps(DType D) { return D == DTYPE_F8_E4M3 || D == DTYPE_F4_E2M1 ? 2 : 1; }
+
+/* Steps of a matrix, in whole stages. */
+template <DType D> static __host__ __device__ inline int wide_steps(int cols) {
+    return divide_up(cols, stage_steps(D) * WIDE_STEP) * stage_steps(D);
+}
+
+/* A tile of N rows of x. part: bytes of a step of weights. stage, rounded: of a stage of weights and of x. slot: floats of one
+ * segment's sums. */
 template <DType D, int TERMS, int N, int GROUPS> struct WideTile {
     static constexpr int rows = GROUPS * GROUP_ROWS, threads = GROUPS * WIDE_THREADS;
     static constexpr int chunk = D == DTYPE_F4_E2M1 ? 8 : 16;       /* bytes that a thread copies at a time, */
     static constexpr int chunks = chunk_values(D) == 8 ? 4 : 2;     /* and how often in a step, half of them for either row */
-    static constexpr int stage = threads * chunks * chunk, rounded = TERMS * N * WIDE_BYTES;
+    static constexpr int steps = stage_steps(D), part = threads * chunks * chunk;
+    static constexpr int stage = steps * part, rounded = steps * TERMS * N * WIDE_BYTES;
     static constexpr int stride = rows + 4, slot = N * stride;
 };
 
@@ -2118,7 +2128,7 @@ typedef struct Walk { int segment, at, step; } Walk;
 
 template <DType D> static __device__ inline void next_step(Walk *walk, int segments, int n_steps) {
     constexpr int steps = batch_values(D) / WIDE_STEP;              /* of a batch */
-    const int at = walk->at + 1, step = (walk->segment + at / steps * segments) * steps + at % steps;
+    const int at = walk->at + stage_steps(D), step = (walk->segment + at / steps * segments) * steps + at % steps;
     const bool there = step < n_steps;
     walk->at = there ? at : 0;
     walk->segment += !there;
@@ -2131,7 +2141,7 @@ static __global__ void __launch_bounds__(THREADS) round_kernel(const __grid_cons
     let_next_start();
     wait_for_previous();
     constexpr int apart = D == DTYPE_F4_E2M1 ? 4 : is_e4m3(D) ? 2 : 1;
-    const int n_steps = divide_up(p.w.cols, WIDE_STEP), parts = p.heads * n_steps * 8, i = (int)thread_index();
+    const int n_steps = wide_steps<D>(p.w.cols), parts = p.heads * n_steps * 8, i = (int)thread_index();
     const int row = i / parts, stretch = i % parts / 4, head = stretch / 2 / n_steps, q = i % 4;
     if (row >= p.n_rows) return;
     const int first = step_column<D>(stretch / 2 % n_steps) + q / apart * 2 * apart + q % apart;
@@ -2156,7 +2166,7 @@ static __global__ void __launch_bounds__(THREADS) round_kernel(const __grid_cons
 
 
 
-/* One warp copies a step of x. Its first thread does, and the barrier counts the bytes; before sm_90, all do. from: the first
+/* One warp copies a stage of x. Its first thread does, and the barrier counts the bytes; before sm_90, all do. from: the first
  * term, with so many bytes to the next. */
 template <int TERMS, int N>
 static __device__ inline void copy_rounded(uint8_t *to, uint64_t *filled, const uint8_t *from, size_t term_bytes) {
@@ -2195,27 +2205,27 @@ template <DType D> static __device__ inline void set_pair(Pair *pair, const Matr
                                             : (const uint8_t *)row_scales(&w, row[i]);
 }
 
-/* Starts to copy a step of weights; zeros where there are none. */
+/* Starts to copy a stage of weights, from step `step` on; zeros where there are none. */
 template <DType D, typename T>
 static __device__ inline void copy_weights(uint8_t *stage, const Pair &pair, int step, int cols) {
     const uint32_t to = shared_address(stage) + threadIdx.x * T::chunk;
 #pragma unroll
-    for (int i = 0; i < T::chunks; i++) {
-        const int at = step_column<D>(step) + i % (T::chunks / 2) * 32;
+    for (int j = 0; j < T::steps * T::chunks; j++) {
+        const int i = j % T::chunks, at = step_column<D>(step + j / T::chunks) + i % (T::chunks / 2) * 32;
         const bool there = at + lane_id() % 4 * chunk_values(D) < cols;
         const uint32_t offset = there ? (uint32_t)weight_bytes(D, (size_t)at) : 0;
         const uint8_t *from = pair.data + (offset + i / (T::chunks / 2) * pair.apart);
         if constexpr (T::chunk == 16)
             asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-                         :: "r"(to + i * T::threads * 16), "l"(from), "r"(there ? 16 : 0) : "memory");
+                         :: "r"(to + j * T::threads * 16), "l"(from), "r"(there ? 16 : 0) : "memory");
         else
             asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8, %2;"
-                         :: "r"(to + i * T::threads * 8), "l"(from), "r"(there ? 8 : 0) : "memory");
+                         :: "r"(to + j * T::threads * 8), "l"(from), "r"(there ? 8 : 0) : "memory");
     }
 }
 
 
-/* The scales of a step: of e4m3 its batch's, in blocks of 32 the thread's; of e2m1 four threads'. */
+/* The scales of a stage: of e4m3 its batch's, in blocks of 32 the thread's; of e2m1 four threads'. */
 template <DType D> static __device__ inline void fetch_pair_scales(uint32_t scale[2], const Pair &pair, int step, int cols) {
     const int column = step_column<D>(step);
     if constexpr (is_e4m3(D) || D == DTYPE_F4_E2M1)
@@ -2250,11 +2260,10 @@ static __device__ inline void load_fragments(uint32_t a[2][2][4], const uint8_t 
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define TILE_SUMS(i) "+f"(sum[i][0]), "+f"(sum[i][1]), "+f"(sum[i][2]), "+f"(sum[i][3])
-#define TILE_SUMS_8(i)                                                                                                           \
-    TILE_SUMS(i), TILE_SUMS(i + 1), TILE_SUMS(i + 2), TILE_SUMS(i + 3), TILE_SUMS(i + 4), TILE_SUMS(i + 5), TILE_SUMS(i + 6),    \
-        TILE_SUMS(i + 7)
-#define NAMES_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
-                 "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define TILE_SUMS_4(i) TILE_SUMS(i), TILE_SUMS(i + 1), TILE_SUMS(i + 2), TILE_SUMS(i + 3)
+#define TILE_SUMS_8(i) TILE_SUMS_4(i), TILE_SUMS_4(i + 4)
+#define NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_32 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_64 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
                  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define WGMMA(N, TYPE, NAMES, A, B, ...) \
@@ -2263,9 +2272,11 @@ static __device__ inline void load_fragments(uint32_t a[2][2][4], const uint8_t 
 
 /* sum += A B: 64 rows of weights, 16 values of k, N rows of x. */
 template <DType D, int N> static __device__ inline void multiply_tile(float sum[N / 8][4], const uint32_t a[4], uint64_t b) {
-    static_assert(N == 64 || N == 128);
-    if constexpr (D == DTYPE_F16 && N == 64) WGMMA("64", "f16", NAMES_32, "%32, %33, %34, %35", "%36", TILE_SUMS_8(0));
+    static_assert(N == 32 || N == 64 || N == 128);
+    if constexpr (D == DTYPE_F16 && N == 32) WGMMA("32", "f16", NAMES_16, "%16, %17, %18, %19", "%20", TILE_SUMS_4(0));
+    else if constexpr (D == DTYPE_F16 && N == 64) WGMMA("64", "f16", NAMES_32, "%32, %33, %34, %35", "%36", TILE_SUMS_8(0));
     else if constexpr (D == DTYPE_F16) WGMMA("128", "f16", NAMES_64, "%64, %65, %66, %67", "%68", TILE_SUMS_8(0), TILE_SUMS_8(8));
+    else if constexpr (N == 32) WGMMA("32", "bf16", NAMES_16, "%16, %17, %18, %19", "%20", TILE_SUMS_4(0));
     else if constexpr (N == 64) WGMMA("64", "bf16", NAMES_32, "%32, %33, %34, %35", "%36", TILE_SUMS_8(0));
     else WGMMA("128", "bf16", NAMES_64, "%64, %65, %66, %67", "%68", TILE_SUMS_8(0), TILE_SUMS_8(8));
 }
@@ -2361,7 +2372,7 @@ typedef struct Job {
     int n_steps, segments, first, end;              /* of the matrix; the block's segments */
     const uint8_t *x;                               /* rounded, of the tile; term_bytes to the next term or step */
     size_t term_bytes;
-    uint8_t *rounded, *ring;                        /* steps of x and of weights */
+    uint8_t *rounded, *ring;                        /* stages of x and of weights */
     Stages *stages;
     float *sums;                                    /* of segments, the last of which takes the place of the ring */
     float *y;
@@ -2382,11 +2393,11 @@ static __device__ inline void finish_segment(float sum[N / 8][4], const Wide &wi
     for (int i = 0; i < N / 2; i++) sum[i / 4][i % 4] = 0;
 }
 
-/* Step `step` of x into that stage. */
+/* x from step `step` on into that stage. */
 template <int TERMS, int N, typename T> static __device__ inline void copy_x(const Job &job, int stage, int step) {
     if (warp_id() == 0)
-        copy_rounded<TERMS, N>(job.rounded + stage * T::rounded, &job.stages->filled[stage],
-                               job.x + (size_t)(step * TERMS) * job.term_bytes, job.term_bytes);
+        copy_rounded<T::steps * TERMS, N>(job.rounded + stage * T::rounded, &job.stages->filled[stage],
+                                          job.x + (size_t)(step * TERMS) * job.term_bytes, job.term_bytes);
 }
 
 /* Fills all stages but one; weights, while the kernel before this one may be running. Returns the step after them. */
@@ -2421,7 +2432,7 @@ static __device__ inline void next_turn(Turn *turn, int stages) {
     if (++turn->stage == stages) turn->stage = 0, turn->round++;
 }
 
-/* All warps walk through the steps of the block's segments; what they copy is for as many steps ahead as there are stages, less
+/* All warps walk through the stages of the block's segments; what they copy is for as many ahead as there are stages, less
  * one. */
 template <DType D, int TERMS, int N, typename T> static __device__ void multiply_segments(const Wide &wide, const Job &job) {
     constexpr bool scaled = D == DTYPE_F8_E4M3;
@@ -2446,9 +2457,13 @@ template <DType D, int TERMS, int N, typename T> static __device__ void multiply
         commit_copies();
         wait_at(&job.stages->filled[get.stage], get.round);
         multiply_step<D, TERMS, N>(sum, a, job.rounded + get.stage * T::rounded);
+        if constexpr (T::steps == 2) {
+            load_fragments<D, T>(a, job.ring + get.stage * T::stage + T::part, scale);
+            multiply_step<D, TERMS, N>(sum, a, job.rounded + get.stage * T::rounded + T::rounded / 2);
+        }
         __syncwarp();
         if (lane_id() == 0) arrive_at(&job.stages->used[get.stage]);
-        if (more) {                                 /* in the stage of the step before this one */
+        if (more) {                                 /* in the stage before this one */
             if (warp_id() == 0 && put.round) wait_at(&job.stages->used[put.stage], put.round - 1);
             copy_x<TERMS, N, T>(job, put.stage, ahead.step);
             next_step<D>(&ahead, job.segments, job.n_steps);
@@ -2467,7 +2482,6 @@ template <DType D, int TERMS, int N, typename T> static __device__ void multiply
 /* Grid: blocks that share a tile's segments, tiles of rows of x, tiles of rows of weights of each head. */
 template <DType D, int TERMS, int N, int GROUPS>
 static __global__ void __launch_bounds__(GROUPS * WIDE_THREADS, 4 / GROUPS) wide_kernel(const __grid_constant__ Wide wide) {
-    begin_kernel();
     extern __shared__ __align__(1024) uint8_t wide_shared[];
     typedef WideTile<D, TERMS, N, GROUPS> T;
     const Product &p = wide.p;
@@ -2476,7 +2490,7 @@ static __global__ void __launch_bounds__(GROUPS * WIDE_THREADS, 4 / GROUPS) wide
     job.head = p.heads == 1 ? 0 : (int)blockIdx.z / tiles;
     job.first_row = ((int)blockIdx.z - job.head * tiles) * T::rows;
     job.first_column = (int)blockIdx.y * N;
-    job.n_steps = divide_up(p.w.cols, WIDE_STEP);
+    job.n_steps = wide_steps<D>(p.w.cols);
     job.segments = segments;
     job.first = (int)blockIdx.x * share;
     job.end = job.first + share;
@@ -2519,7 +2533,7 @@ template <DType D, int TERMS, int N, int GROUPS> static size_t tile_shared(const
 template <DType D, int TERMS, int N, int GROUPS> static void launch_wide(const Wide &wide) {
     typedef WideTile<D, TERMS, N, GROUPS> T;
     const Product &p = wide.p;
-    const size_t shared = tile_shared<D, TERMS, N, GROUPS>(wide), eights = (size_t)(p.heads * divide_up(p.w.cols, WIDE_STEP)) * 8;
+    const size_t shared = tile_shared<D, TERMS, N, GROUPS>(wide), eights = (size_t)(p.heads * wide_steps<D>(p.w.cols)) * 8;
     launch_early(round_kernel<D, TERMS>, blocks_for((size_t)p.n_rows * eights), THREADS, 0, 1, p, wide.padded);
     allow_shared(wide_kernel<D, TERMS, N, GROUPS>, shared);
     launch_early(wide_kernel<D, TERMS, N, GROUPS>,
@@ -2528,12 +2542,13 @@ template <DType D, int TERMS, int N, int GROUPS> static void launch_wide(const W
 }
 
 /* Takes that tile if it is the best so far, by about the microseconds that it takes on an H200: a step keeps a multiprocessor
- * busy for `work`, and takes `least`. */
+ * busy for `work`, and takes `least`; blocks that come later begin anew; and sums are added up, by a cluster in the end or by a
+ * block in memory after each segment. */
 template <DType D, int TERMS, int N, int GROUPS> static void consider_tile(Choice *best, const Product &p, double work) {
     const int segments = p.cut.cluster * p.cut.along, most = gpu.major == 9 ? MAX_CLUSTER : 1, beside = 4 / GROUPS;
-    const double least = 0.75;
+    const double least = 0.45 + 0.2 * GROUPS, begin = 2.7;
     for (int split = 1; split <= most && split <= segments; split *= 2) {
-        Wide wide = {.p = p, .split = split, .stages = WIDE_STAGES, .padded = divide_up(p.n_rows, N) * N};
+        Wide wide = {.p = p, .split = split, .stages = WIDE_STAGES - stage_steps(D) + 1, .padded = divide_up(p.n_rows, N) * N};
         size_t shared;
         while ((shared = tile_shared<D, TERMS, N, GROUPS>(wide)) > gpu.shared_per_block / (beside > 1 ? 2 : 1) && wide.stages > 2)
             wide.stages--;
@@ -2542,14 +2557,14 @@ template <DType D, int TERMS, int N, int GROUPS> static void consider_tile(Choic
         const int blocks = divide_up(p.w.rows, GROUPS * GROUP_ROWS) * p.heads * divide_up(p.n_rows, N) * split;
         const double rest = divide_up(blocks % slots, gpu.multiprocessors), all = slots / gpu.multiprocessors;
         const double step = blocks / slots * fmax(all * work, least) + (rest ? fmax(rest * work, least) : 0);
-        const double adding = split > 1 ? 1 + 0.1 * split : 4.0 * (segments - 1) * divide_up(blocks, slots);
-        const double cost = divide_up(divide_up(p.w.cols, WIDE_STEP), split) * step + adding;
+        const double waves = divide_up(blocks, slots), adding = split > 1 ? 0.67 * split : 3.9 * (segments - 1) * waves;
+        const double cost = divide_up(divide_up(p.w.cols, WIDE_STEP), split) * step + begin * waves + adding;
         if (!best->launch || cost < best->cost) *best = {wide, cost, launch_wide<D, TERMS, N, GROUPS>};
     }
 }
 
 static size_t rounded_row(const Product &product) {
-    return (size_t)(product.heads * divide_up(product.w.cols, WIDE_STEP) * product.terms) * WIDE_BYTES;
+    return (size_t)(product.heads * (divide_up(product.w.cols, WIDE_STEP) + 1) * product.terms) * WIDE_BYTES;
 }
 
 /* As many rows at a time as there is room for when they are rounded. */
@@ -2558,8 +2573,9 @@ template <DType D, int TERMS> static void multiply_rounded(Product product) {
     for (int first = 0; first < all; first += most) {
         Choice best = {};
         product.n_rows = all - first < most ? all - first : most;
-        consider_tile<D, TERMS, 64, 1>(&best, product, 0.32);
-        consider_tile<D, TERMS, 64, 2>(&best, product, 0.58);
+        if (product.n_rows <= 32) consider_tile<D, TERMS, 32, 1>(&best, product, 0.25);
+        consider_tile<D, TERMS, 64, 1>(&best, product, 0.34);
+        consider_tile<D, TERMS, 64, 2>(&best, product, 0.62);
         if constexpr (chunk_values(D) == 8) consider_tile<D, TERMS, 128, 4>(&best, product, 1.87);
         best.launch(best.wide);
         product.x += (size_t)most * product.x_stride;
@@ -2582,7 +2598,7 @@ static void multiply_many(const Product &product) {
 static bool are_many(const Product &product) {
     const double rows = (double)product.w.rows * product.heads, products = product.n_rows * rows * product.w.cols;
     if (product.format == EXACT || rounded_row(product) * 128 > ROUNDED_BYTES) return false;
-    return product.n_rows > (rows <= 4096 ? 32 : 16) && products >= 1 << 27;
+    return product.n_rows > (rows <= 2048 ? 32 : 16) && products > 1 << 27;
 }
 
 /* ---- launches */

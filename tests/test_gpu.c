@@ -694,9 +694,9 @@ static void check_many_rows(DType dtype, const char *type, int rows, int cols, i
 }
 
 static void test_many_rows(void) {
-    static const int shapes[][2] = {{100, 144}, {130, 256}, {320, 160}, {257, 400}, {40, 4096}, {2049, 512}};
+    static const int shapes[][2] = {{100, 144}, {130, 256}, {320, 160}, {257, 400}, {40, 4096}, {2049, 512}, {4104, 2048}};
     for (int t = 0; t < 5; t++)
-        for (int s = 0; s < 6; s++) {
+        for (int s = 0; s < 7; s++) {
             check_many_rows(weight_types[t], weight_names[t], shapes[s][0], shapes[s][1], 0, 0);
             check_many_rows(weight_types[t], weight_names[t], shapes[s][0], shapes[s][1], draw_between(1, 9),
                             draw_between(0, 300));
