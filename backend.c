@@ -1373,11 +1373,12 @@ static void store_latents(uint8_t *base, const RowFormat *format, const DeviceRo
 
 static void store_index_keys(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *k, int dim,
                              const float *weight, const float *bias, int turned, bool interleaved, const float *cosine,
-                             const float *sine, const float *head_weights, int heads, PassReport *report, int place) {
+                             const float *sine, const float *head_weights, int heads, PassReport *report, int place,
+                             int weights_place) {
     layer_norm(k, k, weight, bias, n_rows, dim, 1e-6f);
     rope(k, n_rows, 1, dim, 0, turned, interleaved, cosine, sine);
     check_finite(report, place, k, n_rows, dim);
-    check_finite(report, place + 1, head_weights, n_rows, heads);
+    check_finite(report, weights_place, head_weights, n_rows, heads);
     store_rows(base, format, ids, n_rows, k, (size_t)dim, k, (size_t)dim);
 }
 
@@ -1843,10 +1844,10 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
  */
 
 static void turn_index_queries(float *q, int n_rows, int heads, int dim, int turned, const float *cosine, const float *sine,
-                               const float *head_weights, PassReport *report, int place) {
+                               const float *head_weights, PassReport *report, int place, int weights_place) {
     rope(q, n_rows, heads, dim, dim - turned, turned, true, cosine, sine);
     check_finite(report, place, q, n_rows, heads * dim);
-    check_finite(report, place + 2, head_weights, n_rows, heads);
+    check_finite(report, weights_place, head_weights, n_rows, heads);
 }
 
 static void store_shared_keys(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *kv, int dim,
