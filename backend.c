@@ -2803,6 +2803,17 @@ static void attend_block_tile(float *maximum, float *sum, const int *from, const
     }
 }
 
+/* The keys and values of one head, of `keys` positions from `first` on that lie in the block's ring, into the panels. */
+static void widen_ring(const uint8_t *ring, const RowFormat *format, int ring_rows, const DraftBlock *block, int first, int keys,
+                       int head, int kv_heads, int dim) {
+    const uint8_t *rows = ring + (size_t)block->session * (size_t)ring_rows * format->stride;
+    for (int s = 0; s < keys; s++) {
+        const uint8_t *cached = rows + (size_t)((first + s) % ring_rows) * format->stride;
+        widen_quantised(panel + (size_t)s * (size_t)dim, cached, format, head * dim, dim);
+        widen_quantised(second_panel + (size_t)s * (size_t)dim, cached, format, (kv_heads + head) * dim, dim);
+    }
+}
+
 static void block_attention(float *y, const float *q, const float *kv, const uint8_t *ring, const RowFormat *format,
                             int ring_rows, const DraftBlock *blocks, int n_blocks, int block_size, int window, bool causal,
                             int heads, int kv_heads, int head_dim, float scale) {
@@ -2821,13 +2832,7 @@ static void block_attention(float *y, const float *q, const float *kv, const uin
         attend_begin(output_panel, dim, maximum, sum, block_size * group, head_dim);
         for (int first = low > block->ring_first ? low : block->ring_first, keys; first < n; first += keys) {
             keys = n - first < KEY_TILE ? n - first : KEY_TILE;
-            for (int s = 0; s < keys; s++) {
-                const uint8_t *cached = ring
-                                        + ((size_t)block->session * (size_t)ring_rows + (size_t)((first + s) % ring_rows))
-                                              * format->stride;
-                widen_quantised(panel + (size_t)s * dim, cached, format, head * head_dim, head_dim);
-                widen_quantised(second_panel + (size_t)s * dim, cached, format, (kv_heads + head) * head_dim, head_dim);
-            }
+            widen_ring(ring, format, ring_rows, block, first, keys, head, kv_heads, head_dim);
             for (int i = 0; i < block_size; i++) {
                 int oldest = n + i >= window ? n + i - window + 1 - first : 0;
                 from[i] = oldest < 0 ? 0 : oldest < keys ? oldest : keys;
