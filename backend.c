@@ -1373,11 +1373,12 @@ static void store_latents(uint8_t *base, const RowFormat *format, const DeviceRo
 
 static void store_index_keys(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *k, int dim,
                              const float *weight, const float *bias, int turned, bool interleaved, const float *cosine,
-                             const float *sine, const float *head_weights, int heads, PassReport *report, int place) {
+                             const float *sine, const float *head_weights, int heads, PassReport *report, int place,
+                             int weights_place) {
     layer_norm(k, k, weight, bias, n_rows, dim, 1e-6f);
     rope(k, n_rows, 1, dim, 0, turned, interleaved, cosine, sine);
     check_finite(report, place, k, n_rows, dim);
-    check_finite(report, place + 1, head_weights, n_rows, heads);
+    check_finite(report, weights_place, head_weights, n_rows, heads);
     store_rows(base, format, ids, n_rows, k, (size_t)dim, k, (size_t)dim);
 }
 
@@ -1843,10 +1844,10 @@ static void experts(float *y, const float *x, const int *picks, const float *wei
  */
 
 static void turn_index_queries(float *q, int n_rows, int heads, int dim, int turned, const float *cosine, const float *sine,
-                               const float *head_weights, PassReport *report, int place) {
+                               const float *head_weights, PassReport *report, int place, int weights_place) {
     rope(q, n_rows, heads, dim, dim - turned, turned, true, cosine, sine);
     check_finite(report, place, q, n_rows, heads * dim);
-    check_finite(report, place + 2, head_weights, n_rows, heads);
+    check_finite(report, weights_place, head_weights, n_rows, heads);
 }
 
 static void store_shared_keys(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *kv, int dim,
@@ -2802,6 +2803,17 @@ static void attend_block_tile(float *maximum, float *sum, const int *from, const
     }
 }
 
+/* The keys and values of one head, of `keys` positions from `first` on that lie in the block's ring, into the panels. */
+static void widen_ring(const uint8_t *ring, const RowFormat *format, int ring_rows, const DraftBlock *block, int first, int keys,
+                       int head, int kv_heads, int dim) {
+    const uint8_t *rows = ring + (size_t)block->session * (size_t)ring_rows * format->stride;
+    for (int s = 0; s < keys; s++) {
+        const uint8_t *cached = rows + (size_t)((first + s) % ring_rows) * format->stride;
+        widen_quantised(panel + (size_t)s * (size_t)dim, cached, format, head * dim, dim);
+        widen_quantised(second_panel + (size_t)s * (size_t)dim, cached, format, (kv_heads + head) * dim, dim);
+    }
+}
+
 static void block_attention(float *y, const float *q, const float *kv, const uint8_t *ring, const RowFormat *format,
                             int ring_rows, const DraftBlock *blocks, int n_blocks, int block_size, int window, bool causal,
                             int heads, int kv_heads, int head_dim, float scale) {
@@ -2820,13 +2832,7 @@ static void block_attention(float *y, const float *q, const float *kv, const uin
         attend_begin(output_panel, dim, maximum, sum, block_size * group, head_dim);
         for (int first = low > block->ring_first ? low : block->ring_first, keys; first < n; first += keys) {
             keys = n - first < KEY_TILE ? n - first : KEY_TILE;
-            for (int s = 0; s < keys; s++) {
-                const uint8_t *cached = ring
-                                        + ((size_t)block->session * (size_t)ring_rows + (size_t)((first + s) % ring_rows))
-                                              * format->stride;
-                widen_quantised(panel + (size_t)s * dim, cached, format, head * head_dim, head_dim);
-                widen_quantised(second_panel + (size_t)s * dim, cached, format, (kv_heads + head) * head_dim, head_dim);
-            }
+            widen_ring(ring, format, ring_rows, block, first, keys, head, kv_heads, head_dim);
             for (int i = 0; i < block_size; i++) {
                 int oldest = n + i >= window ? n + i - window + 1 - first : 0;
                 from[i] = oldest < 0 ? 0 : oldest < keys ? oldest : keys;

@@ -3366,8 +3366,9 @@ WATCHED(store_latents, 0,
         base, format, ids, n, kv, lora, tail, w, q, rank, qw, eps, c, s)
 WATCHED(store_index_keys, 0,
         (uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n, float *k, int dim, const float *w, const float *b,
-         int turned, bool pairs, const float *c, const float *s, const float *hw, int heads, PassReport *report, int place),
-        base, format, ids, n, k, dim, w, b, turned, pairs, c, s, hw, heads, report, place)
+         int turned, bool pairs, const float *c, const float *s, const float *hw, int heads, PassReport *report, int place,
+         int weights_place),
+        base, format, ids, n, k, dim, w, b, turned, pairs, c, s, hw, heads, report, place, weights_place)
 WATCHED(index_select, (double)format->bytes * watch.positions * n,
         (Selection *selection, const float *q, const float *w, const uint8_t *keys, const RowFormat *format,
          const DevicePage *pages, int context_pages, int heads, int dim, const Row *rows, int n, float *scratch,
@@ -3411,8 +3412,8 @@ WATCHED(add_engram, 0, (float *streams, const float *kv, const EngramWeights *en
         engram, n, config)
 WATCHED(turn_index_queries, 0,
         (float *q, int n, int heads, int dim, int turned, const float *c, const float *s, const float *w, PassReport *report,
-         int place),
-        q, n, heads, dim, turned, c, s, w, report, place)
+         int place, int weights_place),
+        q, n, heads, dim, turned, c, s, w, report, place, weights_place)
 WATCHED(store_shared_keys, 0,
         (uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n, float *kv, int dim, int turned, const float *w,
          const RowFormat *rounding, float *q, int rank, const float *q_weight, float eps, const float *c, const float *s),

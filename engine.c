@@ -3312,7 +3312,7 @@ static void select_rows(Engine *engine, int i, int n) {
     backend->store_index_keys(keys, &cache->index_format, state->index_rows, n, state->index_k, dim, layer->indexer_k_norm,
                               layer->indexer_k_norm_bias, config->qk_rope_head_dim, config->indexer_rope_interleave,
                               state->cosine, state->sine, state->index_weights, heads, state->report,
-                              i * CHECKED_PARTS + INDEX_KEY);
+                              i * CHECKED_PARTS + INDEX_KEY, i * CHECKED_PARTS + INDEX_WEIGHTS);
     backend->index_select(&state->selection, state->index_q, state->index_weights, keys, &cache->index_format,
                           cache->seen.index, cache->context_pages, heads, dim, state->rows, n, state->index_scratch,
                           state->scratch_rows);
@@ -3605,7 +3605,8 @@ static void project_shared_key(Engine *engine, int i, bool compresses, int n) {
                   compresses ? state->compress_sine : state->sine, n);
     if (!selects) return;
     backend->turn_index_queries(state->index_q, n, index_heads, index_dim, config->qk_rope_head_dim, state->compress_cosine,
-                                state->compress_sine, state->index_weights, state->report, i * CHECKED_PARTS + INDEX_QUERY);
+                                state->compress_sine, state->index_weights, state->report, i * CHECKED_PARTS + INDEX_QUERY,
+                                i * CHECKED_PARTS + INDEX_WEIGHTS);
     if (config->qat && config->family == FAMILY_DEEPSEEK_V4) backend->hadamard(state->index_q, n * index_heads, index_dim);
     if (config->qat) backend->round_rows(state->index_q, (size_t)index_dim, n * index_heads, index_dim, &of_index);
 }

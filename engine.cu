@@ -1101,7 +1101,7 @@ struct Queries {
     const float *cosine, *sine;
     const float *head_weights;      /* [rows, index_heads] that are looked at too, or NULL */
     PassReport *report;
-    int place;
+    int place, weights_place;
 };
 
 /* A thread takes a pair of a head of q, or two values of index_q, or a weight. Grid: groups of pairs, rows. */
@@ -1119,7 +1119,7 @@ static __global__ void rotate_queries_kernel(const __grid_constant__ Queries p) 
     const int weight = pair - of_q - p.index_heads * index_pairs;
     if (weight >= 0) {
         const bool there = p.head_weights && weight < p.index_heads;
-        if (there && !is_finite(p.head_weights[row * p.index_heads + weight])) report_bad(p.report, p.place + 2, row);
+        if (there && !is_finite(p.head_weights[row * p.index_heads + weight])) report_bad(p.report, p.weights_place, row);
         return;
     }
     const int head = (pair - of_q) / index_pairs, i = (pair - of_q) % index_pairs;
@@ -1144,13 +1144,13 @@ static void rotate_queries(float *q, int n_rows, int heads, int dim, int tail, f
 }
 
 static void turn_index_queries(float *q, int n_rows, int heads, int dim, int turned, const float *cosine, const float *sine,
-                               const float *head_weights, PassReport *report, int place) {
+                               const float *head_weights, PassReport *report, int place, int weights_place) {
     const int threads = heads * divide_up(dim, 2) + heads;
     if (n_rows <= 0) return;
     launch(rotate_queries_kernel, dim3((unsigned)divide_up(threads, THREADS), (unsigned)n_rows), THREADS, 0,
            {.q = NULL, .index_q = q, .heads = 0, .dim = 0, .half = turned / 2, .index_heads = heads, .index_dim = dim,
             .first = dim - turned, .interleaved = true, .cosine = cosine, .sine = sine, .head_weights = head_weights,
-            .report = report, .place = place});
+            .report = report, .place = place, .weights_place = weights_place});
 }
 
 /* A warp takes one head of one row. What its lanes write they read again in other places. */
@@ -5183,7 +5183,7 @@ struct IndexKeys {
     bool interleaved;
     const float *weight, *bias, *cosine, *sine, *head_weights;
     PassReport *report;
-    int place;
+    int place, weights_place;
 };
 
 /* A block takes a row, a thread four neighbours of it. */
@@ -5199,7 +5199,7 @@ static __global__ void store_index_keys_kernel(const __grid_constant__ IndexKeys
     float *row = p.k + (size_t)r * (size_t)p.dim;
     float4 v = load_four(row + at, count);
     for (int i = thread; i < p.heads; i += (int)blockDim.x)
-        if (!is_finite(p.head_weights[(size_t)r * (size_t)p.heads + (size_t)i])) report_bad(p.report, p.place + 1, r);
+        if (!is_finite(p.head_weights[(size_t)r * (size_t)p.heads + (size_t)i])) report_bad(p.report, p.weights_place, r);
     const float mean = block_sum(sums[0], v.x + v.y + (v.z + v.w)) / (float)p.dim;
     v = make_float4(v.x - mean, count > 1 ? v.y - mean : 0, count > 2 ? v.z - mean : 0, count > 3 ? v.w - mean : 0);
     const float squares = block_sum(sums[1], count > 0 ? sum_squares(v) : 0);
@@ -5217,13 +5217,14 @@ static __global__ void store_index_keys_kernel(const __grid_constant__ IndexKeys
 
 static void store_index_keys(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *k, int dim,
                              const float *weight, const float *bias, int turned, bool interleaved, const float *cosine,
-                             const float *sine, const float *head_weights, int heads, PassReport *report, int place) {
+                             const float *sine, const float *head_weights, int heads, PassReport *report, int place,
+                             int weights_place) {
     const unsigned threads = (unsigned)norm_threads(dim, 1);
     if (n_rows <= 0) return;
     launch(store_index_keys_kernel, (unsigned)n_rows, threads, threads * sizeof(float4),
            {.base = base, .format = *format, .ids = ids, .k = k, .dim = dim, .half = turned / 2, .heads = heads,
             .interleaved = interleaved, .weight = weight, .bias = bias, .cosine = cosine, .sine = sine,
-            .head_weights = head_weights, .report = report, .place = place});
+            .head_weights = head_weights, .report = report, .place = place, .weights_place = weights_place});
 }
 
 /* ---- index scores */

@@ -1144,10 +1144,11 @@ struct Backend {
 
     /* The indexer's keys: k [rows, dim] becomes (k - mean) / sqrt(variance + 1e-6) * weight + bias, its first `turned` values are
      * rotated as an index query's, and it is written to rows ids[r] of a pool. It is looked at as check_finite() does, and
-     * head_weights [rows, heads] likewise, at place + 1. */
+     * head_weights [rows, heads] likewise, at weights_place. */
     void (*store_index_keys)(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *k, int dim,
                              const float *weight, const float *bias, int turned, bool interleaved, const float *cosine,
-                             const float *sine, const float *head_weights, int heads, PassReport *report, int place);
+                             const float *sine, const float *head_weights, int heads, PassReport *report, int place,
+                             int weights_place);
 
     /* Lightning indexer (DeepSeek-V3.2 eq. 1): score[s] = (heads * head_dim)^-0.5 sum_h w[h] relu(q[h] . key[s]), then the top
      * min(capacity, position + 1) positions; equal scores: the lower position. q: [rows, heads, head_dim]; head_weights:
@@ -1178,9 +1179,9 @@ struct Backend {
 
     /* DeepSeek-V4's, the next ones. Queries of the indexer, in place: of each head of q [rows, heads, dim] the last `turned`
      * values are rotated in pairs (2i, 2i + 1). It is looked at as check_finite() does, and head_weights [rows, heads] likewise,
-     * at place + 2. */
+     * at weights_place. */
     void (*turn_index_queries)(float *q, int n_rows, int heads, int dim, int turned, const float *cosine, const float *sine,
-                               const float *head_weights, PassReport *report, int place);
+                               const float *head_weights, PassReport *report, int place, int weights_place);
 
     /* The rows of a pass that windows see. kv [rows, dim] is normed, its last `turned` values are rotated in pairs (2i, 2i + 1),
      * its first ones rounded as round_rows() does the `quantised` of that format (NULL: none), and it is written to rows ids[r];

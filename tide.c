@@ -1047,57 +1047,74 @@ static bool keep_logits(void *user, int position, const float *logits) {
     return true;
 }
 
-/* The prompt in one go, then the --decode ids one at a time; everything the fixtures hold, under their names. */
-static bool eval_dump(Runner *runner, const Options *options, int **prompt, Error *error) {
-    const Config *config = &runner->engine.config;
-    const Cache *cache = &runner->engine.cache;
-    int *decode = NULL, T = (int)arrlen(*prompt), layers = config->num_hidden_layers, streams = residual_streams(config),
-        rows = T < cache->ratio ? 1 : T / cache->ratio;
-    if (options->decode && !parse_ids(options->decode, &decode, error)) { arrfree(decode); return false; }
-    int D = (int)arrlen(decode);
-    if (T + D > runner->engine.cache.context) {
-        arrfree(decode);
-        return fail(error, "%d ids do not fit the context of %d: raise -c", T + D, runner->engine.cache.context);
-    }
+static Dump open_dump(const Engine *engine, int prompt_rows) {
+    const Config *config = &engine->config;
+    const Cache *cache = &engine->cache;
+    const int layers = config->num_hidden_layers, rows = prompt_rows < cache->ratio ? 1 : prompt_rows / cache->ratio;
     Dump dump = {.config = config,
-                 .backend = runner->engine.backend,
-                 .context = runner->engine.cache.context,
+                 .backend = engine->backend,
+                 .context = cache->context,
                  .hidden = allocate_zeroed((size_t)layers + 1, sizeof(float *)),
                  .topk = allocate_zeroed((size_t)layers, sizeof(int *)),
                  .topk_width = cache->index_topk < rows ? cache->index_topk : rows};
-    for (int i = 0; i <= layers; i++) arrsetcap(dump.hidden[i], (size_t)T * (size_t)(streams * config->hidden_size));
+    for (int i = 0; i <= layers; i++)
+        arrsetcap(dump.hidden[i], (size_t)prompt_rows * (size_t)(residual_streams(config) * config->hidden_size));
     for (int i = 0; i < layers; i++)
-        if (selects_rows(config, i)) arrsetcap(dump.topk[i], (size_t)T * (size_t)dump.topk_width);
-    runner->engine.probe = (Probe){dump_hidden, dump_selection, &dump};
-    eval_admit(runner, T + D);
-    bool ok = eval_rows(runner, *prompt, 0, T, keep_logits, &dump, error);
-    runner->engine.probe = (Probe){0};
-    for (int i = 0; i < D; i++) arrput(*prompt, decode[i]);
-    for (int i = 0; i < D && ok; i++) ok = eval_rows(runner, *prompt, T + i, T + i + 1, keep_logits, &dump, error);
+        if (selects_rows(config, i)) arrsetcap(dump.topk[i], (size_t)prompt_rows * (size_t)dump.topk_width);
+    return dump;
+}
 
+static void free_dump(Dump *dump) {
+    for (int i = 0; i <= dump->config->num_hidden_layers; i++) arrfree(dump->hidden[i]);
+    for (int i = 0; i < dump->config->num_hidden_layers; i++) arrfree(dump->topk[i]);
+    free(dump->hidden);
+    free(dump->topk);
+    arrfree(dump->logits);
+}
+
+/* Everything the fixtures hold, under their names: of the prompt's T ids, and of the D that were decoded behind them. */
+static bool write_dump(const Dump *dump, const char *path, const int *prompt, int T, const int *decode, int D, Error *error) {
+    const Config *config = dump->config;
+    const int layers = config->num_hidden_layers, streams = residual_streams(config);
+    const int64_t vocab = config->vocab_size;
     DumpTensor *tensors = NULL;
-    int64_t vocab = config->vocab_size;
-    arrput(tensors, ((DumpTensor){"input_ids", "I32", {T}, 1, *prompt}));
-    arrput(tensors, ((DumpTensor){"logits", "F32", {T, vocab}, 2, dump.logits}));
+    arrput(tensors, ((DumpTensor){"input_ids", "I32", {T}, 1, prompt}));
+    arrput(tensors, ((DumpTensor){"logits", "F32", {T, vocab}, 2, dump->logits}));
     if (D) arrput(tensors, ((DumpTensor){"decode_ids", "I32", {D}, 1, decode}));
-    if (D) arrput(tensors, ((DumpTensor){"decode_logits", "F32", {D, vocab}, 2, dump.logits + (size_t)T * (size_t)vocab}));
+    if (D) arrput(tensors, ((DumpTensor){"decode_logits", "F32", {D, vocab}, 2, dump->logits + (size_t)T * (size_t)vocab}));
     for (int i = 0; i <= layers; i++) {
-        DumpTensor hidden = {"", "F32", {T, config->hidden_size}, 2, dump.hidden[i]},
-                   parallel = {"", "F32", {T, streams, config->hidden_size}, 3, dump.hidden[i]},
-                   topk = {"", "I32", {T, dump.topk_width}, 2, i < layers ? dump.topk[i] : NULL};
+        DumpTensor hidden = {"", "F32", {T, config->hidden_size}, 2, dump->hidden[i]},
+                   parallel = {"", "F32", {T, streams, config->hidden_size}, 3, dump->hidden[i]},
+                   topk = {"", "I32", {T, dump->topk_width}, 2, i < layers ? dump->topk[i] : NULL};
         if (streams > 1) hidden = parallel;
         snprintf(hidden.name, sizeof hidden.name, "hidden.%d", i);
         snprintf(topk.name, sizeof topk.name, "topk.%d", i);
         arrput(tensors, hidden);
         if (topk.data) arrput(tensors, topk);
     }
-    ok = ok && write_safetensors(options->dump, tensors, arrlenu(tensors), error);
-    for (int i = 0; i <= layers; i++) arrfree(dump.hidden[i]);
-    for (int i = 0; i < layers; i++) arrfree(dump.topk[i]);
-    free(dump.hidden);
-    free(dump.topk);
-    arrfree(dump.logits);
+    const bool ok = write_safetensors(path, tensors, arrlenu(tensors), error);
     arrfree(tensors);
+    return ok;
+}
+
+/* The prompt in one go, then the --decode ids one at a time. */
+static bool eval_dump(Runner *runner, const Options *options, int **prompt, Error *error) {
+    int *decode = NULL, T = (int)arrlen(*prompt);
+    if (options->decode && !parse_ids(options->decode, &decode, error)) { arrfree(decode); return false; }
+    int D = (int)arrlen(decode);
+    if (T + D > runner->engine.cache.context) {
+        arrfree(decode);
+        return fail(error, "%d ids do not fit the context of %d: raise -c", T + D, runner->engine.cache.context);
+    }
+    Dump dump = open_dump(&runner->engine, T);
+    runner->engine.probe = (Probe){dump_hidden, dump_selection, &dump};
+    eval_admit(runner, T + D);
+    bool ok = eval_rows(runner, *prompt, 0, T, keep_logits, &dump, error);
+    runner->engine.probe = (Probe){0};
+    for (int i = 0; i < D; i++) arrput(*prompt, decode[i]);
+    for (int i = 0; i < D && ok; i++) ok = eval_rows(runner, *prompt, T + i, T + i + 1, keep_logits, &dump, error);
+    ok = ok && write_dump(&dump, options->dump, *prompt, T, decode, D, error);
+    free_dump(&dump);
     arrfree(decode);
     return ok;
 }
@@ -1878,54 +1895,68 @@ static void chat_command(Chat *chat, char *line) {
     } else notice("there is no command %s; /help lists them", line);
 }
 
+static bool can_chat(const Tokenizer *tokenizer, Error *error) {
+    Prompt nothing = {0};
+    const bool can = chat_render(tokenizer, NULL, 0, true, false, &nothing, error);
+    prompt_free(&nothing);
+    return can;
+}
+
+static void begin_chat(Chat *chat, Runner *runner, Options *options) {
+    const char *terminal = getenv("TERM"), *no_color = getenv("NO_COLOR");
+    const bool dumb = !terminal || !*terminal || !strcmp(terminal, "dumb");
+    *chat = (Chat){.runner = runner,
+                   .options = options,
+                   .answer_start = -1,
+                   .think = thinking(options),
+                   .style = plain_style,
+                   .colour = isatty(STDOUT_FILENO) && !(no_color && *no_color) && !dumb,
+                   .dumb = dumb,
+                   .system = options->system ? copy_string(options->system) : NULL};
+    chat->session = (Session){.continues = true,
+                              .max_new = options->n_new < 0 ? 0 : options->n_new,
+                              .sampling = sampling_of(options, &runner->engine.config),
+                              .stops = options->stops,
+                              .emit = chat_emit,
+                              .user = chat};
+}
+
+/* Message by message, until one leaves or there are no more. */
+static void converse(Chat *chat) {
+    open_editor(chat);
+    if (chat->editor && !chat->leaving && !chat->options->quiet)
+        fputs("Talk to the model; /help lists the commands, Ctrl-D leaves.\n", stderr);
+    char *line = NULL;
+    while (!chat->leaving && !chat->ended && read_message(chat, &line)) {
+        size_t length = arrlenu(line) - 1;
+        if (line[0] == '/') chat_command(chat, line);
+        else if (strspn(line, " \t\n\r") < length) chat_turn(chat, line, length);
+    }
+    arrfree(line);
+    if (chat->editor && !chat->leaving) putchar('\n');
+}
+
 static int command_chat(Options *options) {
     if (!options->n_new) return usage("chat wants -n to be at least 1");
     Runner runner;
     int status;
     if (!start(&runner, options, true, &status)) return status;
     Error error;
-    Prompt nothing = {0};
-    bool can_talk = chat_render(runner.tokenizer, NULL, 0, true, false, &nothing, &error);
-    prompt_free(&nothing);
-    if (!can_talk) {
+    if (!can_chat(runner.tokenizer, &error)) {
         runner_close(&runner);
         return report(&error);
     }
-    const char *terminal = getenv("TERM"), *no_color = getenv("NO_COLOR");
-    bool dumb = !terminal || !*terminal || !strcmp(terminal, "dumb"),
-         colour = isatty(STDOUT_FILENO) && !(no_color && *no_color) && !dumb;
-    Chat chat = {.runner = &runner,
-                 .options = options,
-                 .answer_start = -1,
-                 .think = thinking(options),
-                 .style = plain_style,
-                 .colour = colour,
-                 .dumb = dumb,
-                 .system = options->system ? copy_string(options->system) : NULL};
-    chat.session = (Session){.continues = true,
-                             .max_new = options->n_new < 0 ? 0 : options->n_new,
-                             .sampling = sampling_of(options, &runner.engine.config),
-                             .stops = options->stops,
-                             .emit = chat_emit,
-                             .user = &chat};
+    Chat chat;
+    begin_chat(&chat, &runner, options);
     bool resumed = !has_session(options) || chat_load(&chat, options->session, &error);
     if (resumed) override_sampling(&chat.session.sampling, options);
     chat.leaving = !resumed;
-    open_editor(&chat);
-    if (chat.editor && resumed && !options->quiet) fputs("Talk to the model; /help lists the commands, Ctrl-D leaves.\n", stderr);
-    char *line = NULL;
-    while (!chat.leaving && !chat.ended && read_message(&chat, &line)) {
-        size_t length = arrlenu(line) - 1;
-        if (line[0] == '/') chat_command(&chat, line);
-        else if (strspn(line, " \t\n\r") < length) chat_turn(&chat, line, length);
-    }
-    if (chat.editor && !chat.leaving) putchar('\n');
+    converse(&chat);
     bool ok = chat.editor || !interrupted || fail(&error, "interrupted");       /* without an editor Ctrl-C ends the input */
     if (!resumed) ok = false;
     else if (options->session && (arrlen(chat.session.ids) || has_session(options)))
         ok = chat_save(&chat, options->session, &error) && ok;
     close_editor(&chat);
-    arrfree(line);
     free(chat.system);
     session_free(&chat.session);
     runner_close(&runner);

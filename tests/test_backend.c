@@ -358,7 +358,7 @@ static void test_latent_rows(void) {
         weight[RANK], key[ROWS * INDEX_DIM], head_weights[ROWS * INDEX_HEADS];
     const RowFormat format = row_format(KV_BF16, LORA, TAIL, 128), key_format = row_format(KV_BF16, 0, INDEX_DIM, 128);
     uint8_t *pool = malloc(ROWS * format.stride);
-    const int bad_rows[] = {-1, 1, 3}, bad_places[] = {-1, 7, 6};
+    const int bad_rows[] = {-1, 1, 3}, bad_places[] = {-1, 9, 6};
     DeviceRow ids[ROWS] = {{2}, {0}, {3}, {1}};
     random_fill(angles[0], ROWS * TAIL / 2), random_fill(angles[1], ROWS * TAIL / 2), random_fill(weight, RANK);
     for (int turn = 0; turn < 2; turn++) {
@@ -386,7 +386,7 @@ static void test_latent_rows(void) {
         if (bad) head_weights[INDEX_HEADS] = INFINITY;
         if (bad == 2) key[4 * INDEX_DIM - 1] = NAN;
         store_index_keys(pool, &key_format, ids, ROWS, key, INDEX_DIM, weight, weight, TAIL, true, angles[0], angles[1],
-                         head_weights, INDEX_HEADS, &report, 6);
+                         head_weights, INDEX_HEADS, &report, 6, 9);
         CHECK(report.bad_row == bad_rows[bad] && report.bad_place == bad_places[bad],
               "store_index_keys: row %d, place %d", report.bad_row, report.bad_place);
     }

@@ -260,9 +260,10 @@ static void store_rounded_shared_keys(uint8_t *base, const RowFormat *format, co
 
 static void store_rounded_keys(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *k, int dim,
                                const float *weight, const float *bias, int turned, bool interleaved, const float *cosine,
-                               const float *sine, const float *head_weights, int heads, PassReport *report, int place) {
+                               const float *sine, const float *head_weights, int heads, PassReport *report, int place,
+                               int weights_place) {
     store_index_keys(base, format, ids, n_rows, k, dim, weight, bias, turned, interleaved, cosine, sine, head_weights, heads,
-                     report, place);
+                     report, place, weights_place);
     store_rounded_rows(base, format, ids, n_rows, k, (size_t)dim, k, (size_t)dim);
 }
 
@@ -655,6 +656,21 @@ static void test_bad_weights(void) {
     CHECK(!ok && strstr(error.text, "position 69"), "model.norm: %s", ok ? "went through" : error.text);
     ok = runs_with("tests/fixtures/qwen3-a", "model.layers.2.self_attn.k_norm.weight", NAN, 1, &error);
     CHECK(!ok && strstr(error.text, "layer 2"), "k_norm: %s", ok ? "went through" : error.text);
+    static const char *parts[][3] = {
+        {"glm_moe_dsa-a", "model.layers.3.self_attn.indexer.wq_b.weight", "layer 3: the index query of"},
+        {"glm_moe_dsa-a", "model.layers.3.self_attn.indexer.wk.weight", "layer 3: the index key of"},
+        {"glm_moe_dsa-a", "model.layers.3.self_attn.indexer.weights_proj.weight", "layer 3: the index weights of"},
+        {"deepseek_v4-a", "model.layers.2.attn.indexer.wq_b.weight", "layer 2: the index query of"},
+        {"deepseek_v4-a", "model.layers.2.attn.indexer.weights_proj.weight", "layer 2: the index weights of"},
+        {"deepseek_v41-a", "layers.4.attn.indexer.wq_b.weight", "layer 4: the index query of"},
+        {"deepseek_v41-a", "layers.4.attn.indexer.weights_proj.weight", "layer 4: the index weights of"},
+    };
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        snprintf(name, sizeof name, "tests/fixtures/%s", parts[i][0]);
+        ok = runs_with(name, parts[i][1], NAN, 0, &error);
+        CHECK(!ok && strstr(error.text, parts[i][2]), "NaN in %s's %s: %s", parts[i][0], parts[i][1],
+              ok ? "went through" : error.text);
+    }
     /* Every choice at minus infinity: the router still picks different experts, and none of its arrays overflows. */
     ok = runs_with("tests/fixtures/glm_moe_dsa-a", "model.layers.1.mlp.gate.e_score_correction_bias", -INFINITY, 0, &error);
     CHECK(ok, "a bias of minus infinity everywhere chooses by index: %s", error.text);

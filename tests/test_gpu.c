@@ -370,9 +370,9 @@ static void check_stored_with_norms(KvDtype dtype, int n, bool index) {
     DeviceRow *device_ids = on_device(ids, sizeof ids);
     if (index) {
         cuda_backend.store_index_keys(device_pool, &format, device_ids, n, dx, width, dw, db, turned, n % 2, dc, ds, dh, heads,
-                                      device, 3);
+                                      device, 3, 5);
         c_backend.store_index_keys(pool, &format, ids, n, x, width, weight, bias, turned, n % 2, cosine, sine, head_weights,
-                                   heads, &report, 3);
+                                   heads, &report, 3, 5);
     } else {
         cuda_backend.store_latents(device_pool, &format, device_ids, n, dx, LORA, TAIL, dw, dq, rank, dqw, 1e-6f, dc, ds);
         c_backend.store_latents(pool, &format, ids, n, x, LORA, TAIL, weight, q, rank, q_weight, 1e-6f, cosine, sine);
@@ -391,9 +391,9 @@ static void check_stored_with_norms(KvDtype dtype, int n, bool index) {
         for (int key = 0; key < 2; key++) {         /* a bad weight; then, further behind, a bad key, which counts as earlier */
             cuda_backend.copy_bytes(key ? dx + (n - 1) * width + 5 : dh + (n - 2) * heads + heads - 1, &nan, 4);
             cuda_backend.store_index_keys(device_pool, &format, device_ids, n, dx, width, dw, db, turned, false, dc, ds, dh,
-                                          heads, device, 4);
+                                          heads, device, 4, 7);
             PassReport *got = from_device(device, sizeof *got);
-            CHECK(got->bad_row == n - 2 + key && got->bad_place == 5 - key, "store_index_keys: row %d, place %d", got->bad_row,
+            CHECK(got->bad_row == n - 2 + key && got->bad_place == (key ? 4 : 7), "store_index_keys: row %d, place %d", got->bad_row,
                   got->bad_place);
             free(got);
         }
@@ -1910,8 +1910,8 @@ static void test_index_queries(void) {
                 PassReport report = {.bad_row = -1, .bad_place = -1}, *dr = on_device(&report, sizeof report);
                 float *dw = on_device(weights, of_weights * 4);
                 cuda_backend.copy_bytes(dq, q, values * 4);
-                c_backend.turn_index_queries(q, n, heads, dim, turned, cosine, sine, weights, &report, 4);
-                cuda_backend.turn_index_queries(dq, n, heads, dim, turned, dc, ds, dw, dr, 4);
+                c_backend.turn_index_queries(q, n, heads, dim, turned, cosine, sine, weights, &report, 4, 7);
+                cuda_backend.turn_index_queries(dq, n, heads, dim, turned, dc, ds, dw, dr, 4, 7);
                 float *got = from_device(dq, values * 4);
                 PassReport *told = from_device(dr, sizeof *told);
                 if (bad < 2) compare("turn_index_queries", got, q, values, 1e-6);

@@ -214,11 +214,12 @@ static void faulty_mix_streams(float *y, float *streams, const float *branch, co
 
 static void faulty_store_index_keys(uint8_t *base, const RowFormat *format, const DeviceRow *ids, int n_rows, float *k, int dim,
                                     const float *weight, const float *bias, int turned, bool interleaved, const float *cosine,
-                                    const float *sine, const float *head_weights, int heads, PassReport *report, int place) {
+                                    const float *sine, const float *head_weights, int heads, PassReport *report, int place,
+                                    int weights_place) {
     for (int r = 0; fault.armed && fault.key && fault.at == fault.layer && r < n_rows; r++)
         if (fault.rows[r].session == fault.session) k[r * dim] = NAN;
     store_index_keys(base, format, ids, n_rows, k, dim, weight, bias, turned, interleaved, cosine, sine, head_weights, heads,
-                     report, place);
+                     report, place, weights_place);
 }
 
 static Backend faulty_backend;

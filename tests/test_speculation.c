@@ -139,27 +139,56 @@ static void watch_engine(Engine *engine) {
  * Pairs of a target and a drafter
  */
 
-enum { PAIRS = 14, FIRST_STAGES = 10 };
-
-typedef struct Pair {
-    const char *name;
-    char *target, *draft;       /* NULL: not there */
-    bool confidence, dvl;       /* it has that part of its own */
-    const char *golden, *prefix;                    /* of stages inside the target: the file with their rounds, and its names' beginning */
-} Pair;
-
-static Pair pairs[PAIRS] = {
-    {.name = "qwen3-dflash"}, {.name = "qwen3-dflash2"}, {.name = "qwen3-dspark", .confidence = true},
-    {.name = "glm_moe_dsa-dflash"}, {.name = "glm_moe_dsa-dflash2"}, {.name = "glm_moe_dsa-dspark", .confidence = true},
-    {.name = "qwen3-dflash, blocks of 32"}, {.name = "glm_moe_dsa-dflash2, blocks of 20"},
-    {.name = "mini-dflash2", .dvl = true}, {.name = "mini-dspark", .confidence = true},
-    {.name = "deepseek_v41-a", .confidence = true, .golden = "tests/fixtures/deepseek_v41-a/golden.safetensors", .prefix = "dspark."},
-    {.name = "deepseek_v41-c", .confidence = true, .golden = "tests/fixtures/deepseek_v41-c/golden.safetensors", .prefix = "dspark."},
-    {.name = "deepseek_v4-dspark", .confidence = true, .golden = STAGES "/dspark-golden.safetensors", .prefix = ""},
-    {.name = "deepseek_v4-mtp", .golden = STAGES "/mtp-golden.safetensors", .prefix = ""},
+enum {
+    QWEN3_DFLASH, QWEN3_DFLASH2, QWEN3_DSPARK, GLM_DFLASH, GLM_DFLASH2, GLM_DSPARK, LARGEST_BLOCKS, LARGE_BLOCKS, MINI_DFLASH2,
+    MINI_DSPARK, V41_A, V41_C, V4_DSPARK, V4_MTP, PAIRS, FIRST_STAGES = V41_A
 };
 
-static bool is_large(int p) { return p == 8 || p == 9; }
+typedef struct Pair {
+    const char *name, *target_from, *draft_from;    /* their checkpoints; draft_from NULL: stages inside the target */
+    const char *stages, *keys;                      /* instead of target_from: join_stages() of these */
+    int block_size;                                 /* of the drafter; 0: its own */
+    bool confidence, dvl;                           /* it has that part of its own */
+    const char *golden, *prefix;                    /* of stages inside the target: the file with their rounds, and its names' beginning */
+    char *target, *draft;                           /* what find_pairs() has made of it */
+} Pair;
+
+#define DRAFTERS "tests/fixtures/drafters/"
+
+static Pair pairs[PAIRS] = {
+    [QWEN3_DFLASH] = {"qwen3-dflash", DRAFTERS "qwen3-dflash-a/target", DRAFTERS "qwen3-dflash-a/draft"},
+    [QWEN3_DFLASH2] = {"qwen3-dflash2", DRAFTERS "qwen3-dflash2-a/target", DRAFTERS "qwen3-dflash2-a/draft"},
+    [QWEN3_DSPARK] = {"qwen3-dspark", DRAFTERS "qwen3-dspark-a/target", DRAFTERS "qwen3-dspark-a/draft", .confidence = true},
+    [GLM_DFLASH] = {"glm_moe_dsa-dflash", DRAFTERS "glm_moe_dsa-dflash2-a/target", DRAFTERS "qwen3-dflash-a/draft"},
+    [GLM_DFLASH2] = {"glm_moe_dsa-dflash2", DRAFTERS "glm_moe_dsa-dflash2-a/target", DRAFTERS "glm_moe_dsa-dflash2-a/draft"},
+    [GLM_DSPARK] = {"glm_moe_dsa-dspark", DRAFTERS "glm_moe_dsa-dspark-a/target", DRAFTERS "glm_moe_dsa-dspark-a/draft",
+                    .confidence = true},
+    [LARGEST_BLOCKS] = {"qwen3-dflash, blocks of 32", DRAFTERS "qwen3-dflash-a/target", DRAFTERS "qwen3-dflash-a/draft",
+                        .block_size = MAX_BLOCK},
+    [LARGE_BLOCKS] = {"glm_moe_dsa-dflash2, blocks of 20", DRAFTERS "glm_moe_dsa-dflash2-a/target",
+                      DRAFTERS "glm_moe_dsa-dflash2-a/draft", .block_size = 20},
+    [MINI_DFLASH2] = {"mini-dflash2", "weights/mini", "weights/draft-dflash2", .dvl = true},
+    [MINI_DSPARK] = {"mini-dspark", "weights/mini", "weights/draft-dspark", .confidence = true},
+    [V41_A] = {"deepseek_v41-a", "tests/fixtures/deepseek_v41-a", .confidence = true,
+               .golden = "tests/fixtures/deepseek_v41-a/golden.safetensors", .prefix = "dspark."},
+    [V41_C] = {"deepseek_v41-c", "tests/fixtures/deepseek_v41-c", .confidence = true,
+               .golden = "tests/fixtures/deepseek_v41-c/golden.safetensors", .prefix = "dspark."},
+    [V4_DSPARK] = {"deepseek_v4-dspark", .stages = "dspark", .keys = dspark_keys, .confidence = true,
+                   .golden = STAGES "/dspark-golden.safetensors", .prefix = ""},
+    [V4_MTP] = {"deepseek_v4-mtp", .stages = "mtp", .keys = mtp_keys, .golden = STAGES "/mtp-golden.safetensors", .prefix = ""},
+};
+
+static bool is_large(int p) { return p == MINI_DFLASH2 || p == MINI_DSPARK; }
+
+static int hidden_size(const char *directory) {
+    char path[PATH_MAX];
+    Error error;
+    cJSON *json = json_read(join(path, directory, "config.json"), MAX_JSON_FILE, &error);
+    if (!json) fprintf(stderr, "%s\n", error.text), exit(1);
+    const int size = cJSON_GetObjectItem(json, "hidden_size")->valueint;
+    cJSON_Delete(json);
+    return size;
+}
 
 /* Sets a number of a drafter's config.json, there or in dflash_config. Returns what it was. */
 static int change_config(const char *directory, const char *key, int value) {
@@ -219,28 +248,16 @@ static char *narrow_drafter(const char *draft, int hidden) {
     return directory;
 }
 
+/* Targets and drafters, and copies of drafters where theirs are of another width or of another block. */
 static void find_pairs(void) {
-    static const char *const root = "tests/fixtures/drafters";
-    char path[PATH_MAX];
-    for (int i = 0; i < 6; i++) {
-        if (i == 3) continue;
-        snprintf(path, sizeof path, "%s/%s-a/target", root, pairs[i].name);
-        pairs[i].target = copy_string(path);
-        snprintf(path, sizeof path, "%s/%s-a/draft", root, pairs[i].name);
-        pairs[i].draft = copy_string(path);
+    for (Pair *pair = pairs; pair < pairs + PAIRS; pair++) {
+        pair->target = pair->stages ? join_stages(pair->stages, pair->keys) : copy_string(pair->target_from);
+        const char *draft = pair->draft_from;
+        if (!draft) pair->draft = copy_string("own");
+        else if (pair->block_size) pair->draft = resize_blocks(draft, pair->block_size);
+        else if (hidden_size(draft) != hidden_size(pair->target)) pair->draft = narrow_drafter(draft, hidden_size(pair->target));
+        else pair->draft = copy_string(draft);
     }
-    pairs[3].target = copy_string(pairs[4].target), pairs[3].draft = narrow_drafter(pairs[0].draft, 48);
-    for (int i = 6; i < 8; i++) {
-        const Pair *small = &pairs[i == 6 ? 0 : 4];
-        pairs[i].target = copy_string(small->target);
-        pairs[i].draft = resize_blocks(small->draft, i == 6 ? MAX_BLOCK : 20);
-    }
-    pairs[8].target = copy_string("weights/mini"), pairs[8].draft = copy_string("weights/draft-dflash2");
-    pairs[9].target = copy_string("weights/mini"), pairs[9].draft = copy_string("weights/draft-dspark");
-    pairs[10].target = copy_string("tests/fixtures/deepseek_v41-a"), pairs[11].target = copy_string("tests/fixtures/deepseek_v41-c");
-    pairs[12].target = join_stages("dspark", dspark_keys), pairs[13].target = join_stages("mtp", mtp_keys);
-    for (int i = FIRST_STAGES; i < PAIRS; i++) pairs[i].draft = copy_string("own");
-    for (int i = 0; i < PAIRS; i++) CHECK(pairs[i].draft, "%s: the fixture is not there", pairs[i].name);
 }
 
 static void forget_pairs(void) {
@@ -646,13 +663,13 @@ static void test_equality(void) {
     for (int p = 0; p < PAIRS; p++)
         for (KvDtype dtype = KV_F32; dtype <= (p < FIRST_STAGES ? KV_F8 : KV_F4); dtype++) {
             bool large = is_large(p);
-            int trials = large ? 2 : p >= FIRST_STAGES ? 8 : p >= 3 ? 16 : 9, failed = checks_failed;
-            if (!pairs[p].draft || (SHARE > 1 && (large || dtype != (KvDtype)(p % 3)))) continue;
-            if (large && dtype == (KvDtype)(p - 8)) continue;
+            int trials = large ? 2 : p >= FIRST_STAGES ? 8 : p >= GLM_DFLASH ? 16 : 9, failed = checks_failed;
+            if (SHARE > 1 && (large || dtype != (KvDtype)(p % 3))) continue;
+            if (large && dtype == (KvDtype)(p - MINI_DFLASH2)) continue;
             if (!open_pool(pool, &pairs[p], dtype, large ? 224 : contexts[dtype], large ? 8 : SHARE > 1 || p >= FIRST_STAGES ? 12 : TALKS)) continue;
             for (int i = 0; i < (trials + SHARE - 1) / SHARE && checks_failed == failed; i++) {
-                if (large) draw_trial(pool, 4 + 2 * (i % 2), 1 + p - 8, i % 2, i % 2 ? MODE_ADAPTIVE : MODE_HISPARSE);
-                else draw_trial(pool, i < WIDTHS ? i : -1, i % 3, i < 3 ? 1 + i : -1, p >= 3 && i >= 3 ? MODE_HISPARSE + i % 2 : -1);
+                if (large) draw_trial(pool, 4 + 2 * (i % 2), 1 + p - MINI_DFLASH2, i % 2, i % 2 ? MODE_ADAPTIVE : MODE_HISPARSE);
+                else draw_trial(pool, i < WIDTHS ? i : -1, i % 3, i < 3 ? 1 + i : -1, p >= GLM_DFLASH && i >= 3 ? MODE_HISPARSE + i % 2 : -1);
             }
             close_pool(pool);
         }
@@ -1570,25 +1587,25 @@ int main(int argc, char **argv) {
     test_equality();
     for (int p = 0; p < PAIRS; p++) {
         bool large = is_large(p);
-        if (!pairs[p].draft || (SHARE > 1 && (large || p % 3))) continue;
+        if (SHARE > 1 && (large || p % 3)) continue;
         test_conversation(&pairs[p], (KvMode)(p % 3), p % 2 ? 5 : MAX_BLOCK + 1, p % 2 ? VERIFY_DVL : VERIFY_FULL, large ? 4 : (p < FIRST_STAGES ? 30 : 10) / SHARE + 5);
         if (large) continue;
-        if (p < FIRST_STAGES + 2) test_failures(&pairs[p]);     /* those of one shard */
+        if (!pairs[p].stages) test_failures(&pairs[p]);         /* those of one shard */
         test_proposals(&pairs[p]);
     }
-    if (pairs[1].draft) test_edges(&pairs[1]);
-    if (pairs[6].draft) test_edges(&pairs[6]);
-    if (pairs[5].draft) test_edges(&pairs[5]);
+    test_edges(&pairs[QWEN3_DFLASH2]);
+    test_edges(&pairs[LARGEST_BLOCKS]);
+    test_edges(&pairs[GLM_DSPARK]);
     for (int p = FIRST_STAGES; p < PAIRS; p += 3) test_edges(&pairs[p]);
     test_budgets();
     test_costs();
-    if (pairs[1].draft) test_auto(&pairs[1]);
+    test_auto(&pairs[QWEN3_DFLASH2]);
     test_rejection();
     test_coupling();
-    if (pairs[0].draft) test_rejection_in_rounds(&pairs[0], 3);
-    if (pairs[1].draft) test_rejection_in_rounds(&pairs[1], MAX_BLOCK);
-    if (pairs[5].draft) test_rejection_in_rounds(&pairs[5], 4);
-    if (pairs[FIRST_STAGES].draft) test_rejection_in_rounds(&pairs[FIRST_STAGES], 3);
+    test_rejection_in_rounds(&pairs[QWEN3_DFLASH], 3);
+    test_rejection_in_rounds(&pairs[QWEN3_DFLASH2], MAX_BLOCK);
+    test_rejection_in_rounds(&pairs[GLM_DSPARK], 4);
+    test_rejection_in_rounds(&pairs[V41_A], 3);
     forget_pairs();
     return check_report();
 }

@@ -56,6 +56,7 @@ def fetch():
     os.makedirs(BUILD + '/debs', exist_ok=True)
     names = ' '.join(p for _, _, p in SOURCES.values()).split() + ['bsdgames']
     subprocess.run(['apt-get', 'download'] + names, cwd=BUILD + '/debs', check=True)
+    os.makedirs(OUT, exist_ok=True)
     for deb in glob.glob(BUILD + '/debs/*.deb'):
         dest = os.path.join(OUT, os.path.basename(deb).split('_')[0])
         if not os.path.isdir(dest):

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Evaluation of weights/mini through tide itself: makes the prompt files, scores what tide answers.
 
-    python3 evaluate.py make FOLDER [--seed 20261129] [--v41]       (for weights/mini-v41) needs build/facts.json and build/text (corpus.py), or in place of the text the packed tokens; FOLDER then holds
+    python3 evaluate.py make FOLDER [--seed 20261129] [--sample 120000] [--v41]       (for weights/mini-v41) needs build/facts.json and build/text (corpus.py), or in place of the text the packed tokens; FOLDER then holds
         addition.jsonl copying.jsonl keys8192.jsonl loops.jsonl reversing.jsonl ... and text/SOURCE.{held,train}.txt, text/{prose,tech}.held.txt
     tide batch -m weights/mini FOLDER/addition.jsonl -o FOLDER/addition.out.jsonl --slots 8           (and so on, see README.md)
     tide eval  -m weights/mini -f FOLDER/text/novels.held.txt --ppl -c 4096 > FOLDER/text/novels.held.json
@@ -9,7 +9,7 @@
 
 Each row of a prompt file says what tide is to do; a file NAME.answers.jsonl beside it keeps the right answers, row by row.  Everything
 is drawn with a seed of its own from what training never sees: addends and words held out by hash (tasks.py), pieces of text held out
-by hash (corpus.py).  Copying is measured on lists, words, sentences, digits, letters and mixed strings, not on random pieces of
+by hash (corpus.py); of each source there is a sample of so many characters.  Copying is measured on lists, words, sentences, digits, letters and mixed strings, not on random pieces of
 tokens, which training also uses.  A loop is a run of ten tokens that comes three times or more in one answer.
 """
 import functools, glob, json, os, random, re, sys
@@ -75,7 +75,7 @@ def plant(g, r, encode, pieces, length):
     return text[:at] + ' ' + sentence + text[at:] + '\n\n' + question, answer
 
 
-def make(folder, seed, model):
+def make(folder, seed, model, sample):
     from tokenizers import Tokenizer
     tok = Tokenizer.from_file('%s/%s/tokenizer.json' % (HERE, model))
     encode = lambda s: tok.encode(s, add_special_tokens=False).ids
@@ -115,7 +115,7 @@ def make(folder, seed, model):
         for tag, pieces in (('held', held[name]), ('train', seen[name])):
             text, size = [], 0
             for p in sorted(pieces, key=corpus.number):
-                if size < 240000:
+                if size < sample:
                     text.append(p[:20000])
                     size += len(p[:20000])
             open('%s/text/%s.%s.txt' % (folder, name, tag), 'w').write('\n\n'.join(text))
@@ -161,7 +161,7 @@ def score(folder):
 
 if __name__ == '__main__':
     if sys.argv[1] == 'make':
-        seed = int(sys.argv[sys.argv.index('--seed') + 1]) if '--seed' in sys.argv else 20261129
-        make(sys.argv[2], seed, 'mini-v41' if '--v41' in sys.argv else 'mini')
+        number = lambda option, usual: int(sys.argv[sys.argv.index(option) + 1]) if option in sys.argv else usual
+        make(sys.argv[2], number('--seed', 20261129), 'mini-v41' if '--v41' in sys.argv else 'mini', number('--sample', 120000))
     else:
         score(sys.argv[2])
