@@ -119,7 +119,10 @@ static void end_work(void) {}
 
 static void wait_for_all(void) {}
 
-static void copy_bytes(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); }
+/* Of nothing there may be no address. */
+static void copy_bytes(void *to, const void *from, size_t bytes) {
+    if (bytes) memcpy(to, from, bytes);
+}
 
 /* =====================================================================================================================
  * Vectors of eight and the two inner products
