@@ -3233,7 +3233,7 @@ static __device__ inline Piece find_piece(const Experts &e, int index) {
               first = max(begin - strip * across, 0), end = min(begin + e.share - strip * across, across);
     return {strip, first, end - first, (int)blockIdx.x - strip * across / e.share};
 }
-static __host__ __device__ inline int pieces_of_strip(const Experts &e, int strip) {
+static int pieces_of_strip(const Experts &e, int strip) {
     const int across = strip_tiles(e);
     return (strip * across + across - 1) / e.share - strip * across / e.share + 1;
 }
@@ -7197,8 +7197,8 @@ template <bool FP8> static __device__ void weigh_tile(LatentShared<FP8> *shared,
     shared->maximum[head] = largest;
 }
 
-/* total [16, COLUMNS * 8] += a . values, for a fragment of the weights of 16 keys. b_row: the lane's row of their values, in shared
- * memory, from its first column on. */
+/* total [16, COLUMNS * 8] += a . values, for a fragment of the weights of 16 keys. b_row: the lane's row of their values, in
+ * shared memory, from its first column on. */
 template <int COLUMNS>
 static __device__ void add_values(float (&total)[COLUMNS][4], const uint32_t (&a)[4], const __nv_bfloat16 *b_row) {
 #pragma unroll
