@@ -879,6 +879,15 @@ static __device__ inline void store_four(float *p, float4 v, int count) {
     }
 }
 
+/* The sum over the lanes up to this one. */
+template <typename T> static __device__ inline T warp_prefix_sum(T x) {
+    for (unsigned step = 1; step < 32; step *= 2) {
+        const T below = __shfl_up_sync(~0u, x, step);
+        if (threadIdx.x % 32 >= step) x += below;
+    }
+    return x;
+}
+
 /* The sum over a warp, always the same tree; and over a block, the warps' sums in order, of which each of_warp is for one. */
 static __device__ inline float warp_sum(float value) {
     for (int distance = 16; distance; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
@@ -2563,6 +2572,7 @@ template <DType D, int TERMS, int N, int GROUPS> static void consider_tile(Choic
     }
 }
 
+/* Bytes of a row when it is rounded, at most: a stage may have one step more. */
 static size_t rounded_row(const Product &product) {
     return (size_t)(product.heads * (divide_up(product.w.cols, WIDE_STEP) + 1) * product.terms) * WIDE_BYTES;
 }
@@ -3326,8 +3336,8 @@ static __device__ __noinline__ Span find_span(const Experts &e, const ExpertMemo
     return find_task(e, m, place - plan.gate, team_of(e, true));
 }
 
-/* What a work costs: to bring its rows to shared memory, and each unit. An expert's only one does so once, of several each does
- * again and again. */
+/* What a work costs: to bring its rows to shared memory, about as much as two thirds of a unit, and each unit. An expert's only
+ * one does so once, of several each does again and again. */
 struct WorkCost { int begin, unit; };
 
 static __device__ inline WorkCost work_cost(const ExpertMemory &m, int work) {
@@ -3336,20 +3346,15 @@ static __device__ inline WorkCost work_cost(const ExpertMemory &m, int work) {
     return alone ? WorkCost{10, cost} : WorkCost{0, cost + 1};
 }
 
-/* The same where works have several rows, by one warp: it adds up what they cost and finds the units at which a block's share
- * begins and ends. */
+/* What plan_all() says of routed units, where works have several rows, by one warp: it adds up what they cost and finds the units
+ * at which a block's share begins and ends. */
 static __device__ void plan_routed(Plan *plan, const Experts &e, const ExpertMemory &m) {
     const int works = plan->works, units = plan->units, lane = lane_id(), each = divide_up(works - plan->shared_works, 32),
               begin = min(plan->shared_works + lane * each, works), end = min(begin + each, works);
     const auto whole = [&](const WorkCost &cost) { return cost.begin + cost.unit * units; };
     int own = 0, unit[2];
     for (int work = begin; work < end; work++) own += whole(work_cost(m, work));
-    int until = own;
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int other = __shfl_up_sync(~0u, until, (unsigned)distance);
-        if (lane >= distance) until += other;
-    }
-    const int all = __shfl_sync(~0u, until, 31);
+    const int until = warp_prefix_sum(own), all = __shfl_sync(~0u, until, 31);
 #pragma unroll
     for (int edge = 0; edge < 2; edge++) {
         int left = routed_begin(plan->shared_works * units, all, (int)blockIdx.x + edge, e) - (until - own), at = begin * units;
@@ -3384,11 +3389,7 @@ static __device__ inline Chosen chosen_matrices(const Matrix &gate, const Matrix
 /* The sum over the threads before this one; *sum: over all. */
 static __device__ uint64_t sum_before(uint64_t own, uint64_t *sum) {
     __shared__ uint64_t of_warp[EXPERT_WARPS];
-    uint64_t until = own;
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const uint64_t other = __shfl_up_sync(~0u, until, (unsigned)distance);
-        if (lane_id() >= distance) until += other;
-    }
+    const uint64_t until = warp_prefix_sum(own);
     sync_warps();                                /* the sums before these have been read */
     if (lane_id() == 31) of_warp[worker_warp()] = until;
     sync_warps();
@@ -5282,14 +5283,6 @@ static __device__ int score_bins[SCORE_ROWS][BINS];
 static __device__ inline uint32_t sortable(float score) {
     uint32_t bits = __float_as_uint(score + 0.0f);
     return score != score ? 1 : bits & 0x80000000 ? ~bits : bits | 0x80000000;
-}
-
-static __device__ int warp_prefix_sum(int x) {
-    for (int step = 1; step < 32; step *= 2) {
-        int below = __shfl_up_sync(~0u, x, step);
-        if ((int)threadIdx.x % 32 >= step) x += below;
-    }
-    return x;
 }
 
 /* Rows [r, r + members) of one session share a read. Pages they need. */
@@ -9693,18 +9686,10 @@ static __device__ float key_score(uint64_t key) {
 /* The sum of the values of all threads before this one, and of all; sums: shared, one int for each warp. */
 static __device__ int scan_block(int value, int *sums, int *total) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    int own = value;
-    for (int step = 1; step < WARP; step *= 2) {
-        int other = __shfl_up_sync(~0u, own, step);
-        if (lane >= step) own += other;
-    }
+    const int own = warp_prefix_sum(value);
     if (lane == WARP - 1) sums[warp] = own;
     __syncthreads();
-    int all = lane < (int)blockDim.x / WARP ? sums[lane] : 0;
-    for (int step = 1; step < WARP; step *= 2) {
-        int other = __shfl_up_sync(~0u, all, step);
-        if (lane >= step) all += other;
-    }
+    const int all = warp_prefix_sum(lane < (int)blockDim.x / WARP ? sums[lane] : 0);
     *total = __shfl_sync(~0u, all, WARP - 1);
     int before = __shfl_sync(~0u, all, warp ? warp - 1 : 0);
     __syncthreads();                                /* sums may be used again */
@@ -9976,11 +9961,7 @@ static __device__ int list_bits(const Resolver &cache, const Search &search, Res
         const int word = first + lane, row = base + 32 * word;
         const uint32_t bits = word < end ? missing.bits[word] : 0;
         const int page = bits ? pages[row >> cache.page_shift].id : 0;
-        int sum = __popc(bits);
-        for (int step = 1; step < WARP; step *= 2) {
-            const int other = __shfl_up_sync(~0u, sum, step);
-            if (lane >= step) sum += other;
-        }
+        const int sum = warp_prefix_sum(__popc(bits));
         int entry = at + sum - __popc(bits);
         if (word < end) missing.before[word] = entry;
         for (uint32_t left = bits; left; left &= left - 1, entry++) {
@@ -10060,11 +10041,7 @@ static __device__ Victims oldest_slots(const ResolveShared *shared, unsigned roo
     unsigned own = 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++) own += count[i];
-    unsigned sum = own;
-    for (int step = 1; step < WARP; step *= 2) {
-        const unsigned other = __shfl_up_sync(~0u, sum, step);
-        if (lane >= step) sum += other;
-    }
+    const unsigned sum = warp_prefix_sum(own);
     Victims victims = {AGES - 1u - lane * EACH, room - (sum - own)};
     bool beyond = true;
 #pragma unroll
